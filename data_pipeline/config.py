@@ -1,0 +1,71 @@
+"""The `data` and `eval` sections of a run's config: frozen dataclasses with a type, a default and a line of help per key."""
+
+import dataclasses
+from typing import Any, Literal
+
+
+def key(default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
+    """One config key.
+
+    Args:
+        default: its default; a dict or a list is copied for each instance.
+        help: one line, shown by --help; says the unit.
+        low: smallest value allowed.
+        high: largest value allowed.
+        above: the value must be greater than this.
+    """
+    metadata = {"help": help, "low": low, "high": high, "above": above}
+    if isinstance(default, dict | list) or dataclasses.is_dataclass(default):
+        return dataclasses.field(default_factory=lambda: _copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _copy(value: Any) -> Any:
+    return dataclasses.replace(value) if dataclasses.is_dataclass(value) else type(value)(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One training source: a directory of token shards."""
+
+    path: str = key("", "directory with manifest.json, made by `prepare`")
+    weight: float = key(1.0, "share of tokens in the mixture, relative to the other sources", low=0)
+    epochs: float | None = key(1.0, "passes over the source before it is finished, may be fractional; null: no end", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """One stage of the mixture; stages follow each other, every source goes on where it left off."""
+
+    until: float | None = key(None, "where the stage ends, counted from the start of the run; null: the end of the run", above=0)
+    unit: Literal["steps", "tokens", "fraction"] = key("steps", "unit of `until`; fraction is of `steps`")
+    weights: dict[str, float] = key({}, "share of tokens of each source; a source left out is not drawn")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What the model reads, in which order, and what is checked on the way."""
+
+    sources: dict[str, SourceConfig] = key({}, "training sources by name: data.sources.NAME.path=DIR")
+    stages: tuple[StageConfig, ...] = key((), "mixture stages in order; empty: one stage with the sources' own weights")
+    on_exhausted: Literal["stop", "renormalize", "repeat", "error"] = key(
+        "stop", "when a source ends its epochs: end the run, share its weight among the rest, repeat it, or refuse to start"
+    )
+    seq_length: int = key(1024, "tokens in a row", low=1)
+    batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1)
+    attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
+    restart_positions: bool = key(True, "count positions from 0 in every document of a row")
+    zero_weight: Literal["raise", "stop", "warn"] = key("raise", "what to do about a batch without a single target token")
+    verify: Literal["off", "size", "lazy", "full"] = key(
+        "lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or everything at launch"
+    )
+    workers: int = key(0, "grain worker processes; 0: threads of this process", low=0)
+    prefetch: int = key(4, "batches kept ready on the host, and copied to the device ahead of use", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """What is held out; when is said by eval_interval and eval_steps at the root."""
+
+    sets: dict[str, str] = key({}, "evaluation sets by name: eval.sets.NAME=DIR with manifest.json")
+    batch_size: int | None = key(None, "rows in one evaluation batch; null: data.batch_size", low=1)

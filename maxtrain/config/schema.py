@@ -1,0 +1,121 @@
+"""The schema of a run: every key with its type, default and one line of help. No jax here.
+
+A part of the program receives its own section, never the root. Cross-field rules live in `checks.py`.
+"""
+
+import dataclasses
+from typing import Literal
+
+from data_pipeline.config import DataConfig, EvalConfig, key
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The architecture. Letters in comments and shapes: D embed, F mlp, N heads, K kv heads, H head dim, L layers, V vocabulary."""
+
+    family: Literal["llama", "qwen3"] = key("llama", "block choices and Hugging Face names")
+    vocab_size: int | None = key(None, "V; null: the vocabulary of the training data's tokenizer", low=1)
+    num_layers: int = key(4, "L", low=1)
+    embed_dim: int = key(256, "D, model width", low=1)
+    mlp_dim: int = key(704, "F, feed-forward width", low=1)
+    num_heads: int = key(4, "N, query heads", low=1)
+    num_kv_heads: int = key(4, "K, key/value heads; must divide num_heads", low=1)
+    head_dim: int | None = key(None, "H; null: embed_dim / num_heads", low=2)
+    tie_embeddings: bool = key(False, "use the embedding table as the output head")
+    max_length: int = key(8192, "longest sequence the model is meant for, tokens", low=1)
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", above=0)
+    rope_theta: float = key(500_000.0, "base of the rotary frequencies", above=0)
+    rope_scaling: Literal["none", "llama3"] = key("none", "stretch of the rotary frequencies for long contexts")
+    rope_factor: float = key(8.0, "llama3 rope scaling: stretch of the long wavelengths", low=1)
+    rope_low_freq_factor: float = key(1.0, "llama3 rope scaling: below this many turns, stretch fully", above=0)
+    rope_high_freq_factor: float = key(4.0, "llama3 rope scaling: above this many turns, do not stretch", above=0)
+    rope_original_length: int = key(8192, "llama3 rope scaling: context of the unstretched model, tokens", low=1)
+    init_scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0)
+    attention: Literal["eager", "xla"] = key("xla", "attention kernel: the plain oracle or XLA's fused form")
+    scan_layers: bool = key(True, "run layers as one scanned loop (fast compile) or unrolled (fast step)")
+    remat: Literal["none", "full", "dots", "dots_no_batch"] = key("none", "what the backward pass recomputes; see models/decoder.py")
+    loss_chunk: int = key(2048, "tokens whose logits exist at one time in the loss, per device; 0: all at once", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its schedule. The schedule's horizon is the number of steps of the plan."""
+
+    learning_rate: float = key(3e-4, "peak", above=0)
+    min_learning_rate: float = key(3e-5, "at the end of the decay", low=0)
+    schedule: Literal["cosine", "wsd", "constant"] = key("cosine", "shape after warm-up; wsd: warm-up, stable, decay")
+    warmup_steps: int = key(100, "steps of linear warm-up", low=0)
+    decay_fraction: float = key(0.2, "wsd: share of the run spent decaying", above=0, high=1)
+    beta1: float = key(0.9, "decay of the mean of gradients", low=0)
+    beta2: float = key(0.95, "decay of the mean of squared gradients", low=0)
+    eps: float = key(1e-8, "added to the root of the second moment", above=0)
+    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors are never decayed", low=0)
+    clip_norm: float | None = key(1.0, "largest global norm of the gradient; null: no clipping", above=0)
+    accumulation: int = key(1, "micro-batches in one step; must divide data.batch_size", low=1)
+    max_skipped: int = key(8, "non-finite steps in a row that are skipped before the run stops with exit 70", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Which numbers are used where. Norms, softmax, rope, loss and gradients' sums are float32 always."""
+
+    params: Literal["float32", "bfloat16"] = key("float32", "master weights and optimizer state")
+    compute: Literal["float32", "bfloat16"] = key("bfloat16", "inputs of matrix products; they accumulate in float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How devices are arranged. At most one axis may be -1: whatever is left."""
+
+    data: int = key(1, "replicas of the model, each with its own rows")
+    fsdp: int = key(-1, "parameters split and gathered layer by layer, each part with its own rows")
+    tensor: int = key(1, "heads, mlp and vocabulary split inside each layer")
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = key("auto", "required device kind; auto: the best there is")
+    simulated_devices: int | None = key(None, "CPU only: pretend to have this many devices", low=1)
+    coordinator: str | None = key(None, "host:port of process 0; null: JAX_COORDINATOR_ADDRESS, or the cluster's own")
+    num_processes: int | None = key(None, "processes in the job; null: JAX_NUM_PROCESSES, or the cluster's own", low=1)
+    process_id: int | None = key(None, "index of this process; null: JAX_PROCESS_ID, or the cluster's own", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved beside the root's checkpoint_interval. A final checkpoint is always written."""
+
+    keep: int = key(3, "newest checkpoints kept", low=1)
+    keep_every: int | None = key(None, "also keep every checkpoint whose step is a multiple of this; null: none", low=1)
+    asynchronous: bool = key(True, "write in the background while training goes on")
+    init_from: str | None = key(None, "start from the weights of this Hugging Face directory; null: random")
+
+
+@dataclasses.dataclass(frozen=True)
+class ObserveConfig:
+    """What a person sees."""
+
+    progress: Literal["auto", "rich", "plain", "off"] = key("auto", "live line, plain lines, or none; auto: live in a terminal")
+    tensorboard: bool = key(True, "write TensorBoard event files")
+    plot: bool = key(True, "draw the curves to curves.png")
+    peak_tflops: float | None = key(None, "TFLOP/s of one device for MFU; null: from the table, or measured on a CPU", above=0)
+    compilation_cache: str | None = key("~/.cache/maxtrain/jax", "directory that keeps compiled programs between runs; null: none")
+    profile_steps: tuple[int, ...] = key((), "write a profiler trace of these steps: first, last")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """The loop's own keys, and one section for each part."""
+
+    run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
+    output_dir: str = key("runs", "where run directories are made")
+    seed: int = key(0, "of parameters, data order and everything else random", low=0)
+    steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
+    eval_interval: int = key(0, "steps between evaluations; 0: none while training", low=0)
+    eval_steps: int = key(-1, "batches of each evaluation; -1: every set whole, exactly once", low=-1)
+    checkpoint_interval: int = key(1000, "steps between checkpoints; 0: only the final one", low=0)
+    log_interval: int = key(10, "steps between records of metrics", low=1)
+    model: ModelConfig = key(ModelConfig(), "the architecture")
+    data: DataConfig = key(DataConfig(), "what the model reads")
+    eval: EvalConfig = key(EvalConfig(), "what is held out")
+    optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW and its schedule")
+    precision: PrecisionConfig = key(PrecisionConfig(), "number formats")
+    mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")
+    checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
+    observe: ObserveConfig = key(ObserveConfig(), "what a person sees")
