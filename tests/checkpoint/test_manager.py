@@ -1,0 +1,331 @@
+"""Checkpoints: bitwise, onto any mesh, whole or not at all."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from data_pipeline.errors import ConfigError, StorageError
+from maxtrain.checkpoint.manager import FORMAT, Checkpoints
+from maxtrain.config.schema import CheckpointConfig
+
+SYNC = CheckpointConfig(asynchronous=False, keep=100)
+REPOSITORY = Path(__file__).parents[2]
+
+
+def mesh_of(*shape):
+    return jax.make_mesh(shape, ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+
+
+def state_on(mesh, seed=0, width=16):
+    """Parameters of a two-layer network in two dtypes, Adam's moments and the step, sharded over the mesh."""
+    rngs = nnx.Rngs(seed)
+    layers = nnx.List([nnx.Linear(8, width, rngs=rngs), nnx.Linear(width, 8, rngs=rngs, param_dtype=jnp.bfloat16)])
+    params = nnx.state(layers)
+    tree = {"params": params, "optimizer": optax.adamw(1e-3).init(params), "step": jnp.int32(seed)}
+    key = jax.random.key(seed)
+    tree = jax.tree.map(lambda x: x + jax.random.normal(key, x.shape).astype(x.dtype), tree)
+    return jax.tree.map(lambda x, s: jax.device_put(x, s), tree, shardings_of(tree, mesh))
+
+
+def shardings_of(tree, mesh):
+    spec = {0: PartitionSpec(), 1: PartitionSpec("tensor"), 2: PartitionSpec("fsdp", "tensor")}
+    return jax.tree.map(lambda x: NamedSharding(mesh, spec[x.ndim]), tree)
+
+
+def abstract(tree, mesh):
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings_of(tree, mesh))
+
+
+def bits(tree):
+    return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def small(value=0.0, size=64):
+    return {"w": jnp.full((size,), value, jnp.float32), "step": jnp.int32(value)}
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    manager = Checkpoints(tmp_path / "checkpoints", SYNC)
+    yield manager
+    manager.close()
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (8, 1), (2, 4), (1, 1)])
+def test_restores_bitwise_onto_any_mesh(checkpoints, shape):
+    state = state_on(mesh_of(4, 2))
+    record = {"cursor": 12, "fingerprints": {"plan": "abc"}, "config": {"seed": 1}}
+    assert checkpoints.save(3, state, record)
+    mesh = mesh_of(*shape)
+    restored, read = checkpoints.restore(abstract(state, mesh))
+    assert bits(restored) == bits(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert all(x.sharding == s for x, s in zip(jax.tree.leaves(restored), jax.tree.leaves(shardings_of(state, mesh))))
+    assert read == record == checkpoints.read_record(3)
+
+
+def test_special_floats_keep_their_bits(checkpoints):
+    payload = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32).view(np.float32)
+    checkpoints.save(1, {"w": jnp.asarray(payload)}, {})
+    restored, _ = checkpoints.restore({"w": jax.ShapeDtypeStruct((5,), jnp.float32)})
+    assert np.asarray(restored["w"]).tobytes() == payload.tobytes()
+    assert restored["w"].devices() == {jax.devices()[0]}
+
+
+def test_asynchronous_save_is_a_snapshot(tmp_path):
+    """Steps with donation that run while the save is being written must not change what it holds."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=True))
+    for step, spec in enumerate((PartitionSpec("fsdp"), PartitionSpec())):
+        sharding = NamedSharding(mesh_of(8, 1), spec)
+        data = np.random.default_rng(step).normal(size=(8, 256, 128)).astype(np.float32)
+        state = {name: jax.device_put(data + i, sharding) for i, name in enumerate("abcdef")}
+        train_step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0, out_shardings=sharding)
+        state = jax.block_until_ready(train_step(state))
+        expected = bits(state)
+        record = {"cursor": [step]}
+        checkpoints.save(step, state, record)
+        record["cursor"].append(99)
+        for _ in range(10):
+            state = train_step(state)
+        jax.block_until_ready(state)
+        restored, read = checkpoints.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+        assert bits(restored) == expected
+        assert read == {"cursor": [step]}
+    checkpoints.close()
+
+
+def test_retention_keeps_the_last_and_every_nth(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2, keep_every=4, asynchronous=True))
+    for step in range(1, 12):
+        checkpoints.save(step, small(step), {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [4, 8, 10, 11]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{step:08d}" for step in (4, 8, 10, 11)}
+    assert checkpoints.restore(small(), step=4)[0]["step"] == 4
+    checkpoints.close()
+
+
+def test_a_complete_step_is_not_saved_twice(checkpoints):
+    assert checkpoints.save(5, small(1), {"try": 1})
+    assert not checkpoints.save(5, small(2), {"try": 2})
+    assert checkpoints.restore(small())[0]["w"][0] == 1
+
+
+def spoil_empty(path):
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def spoil_no_commit(path):
+    (path / "commit.json").unlink()
+
+
+def spoil_half_commit(path):
+    os.truncate(path / "commit.json", 40)
+
+
+def spoil_missing_file(path):
+    next((path / "arrays").rglob("manifest.ocdbt")).unlink()
+
+
+def spoil_short_file(path):
+    largest = max((path / "arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else -1)
+    os.truncate(largest, largest.stat().st_size - 1)
+
+
+def spoil_other_step(path):
+    shutil.rmtree(path)
+    shutil.copytree(path.parent / "00000001", path)
+
+
+@pytest.mark.parametrize(
+    "spoil", [spoil_empty, spoil_no_commit, spoil_half_commit, spoil_missing_file, spoil_short_file, spoil_other_step]
+)
+def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
+    checkpoints.save(1, small(1), {})
+    checkpoints.save(2, small(2), {})
+    spoil(checkpoints.directory / "00000002")
+    assert checkpoints.latest() == 1
+    assert checkpoints.restore(small())[0]["step"] == 1
+    with pytest.raises(StorageError, match="not a complete checkpoint: .*Complete steps: 1. Ask for one of these"):
+        checkpoints.restore(small(), step=2)
+    assert checkpoints.save(2, small(3), {})
+    assert checkpoints.restore(small(), step=2)[0]["step"] == 3
+
+
+def test_nothing_to_restore_names_what_is_there(checkpoints):
+    assert checkpoints.latest() is None and checkpoints.steps() == []
+    with pytest.raises(StorageError, match="no step directory at all.*\nCheck the path"):
+        checkpoints.restore(small())
+    (checkpoints.directory / "00000009").mkdir(parents=True)
+    (checkpoints.directory / "notes").mkdir()
+    assert checkpoints.latest() is None
+    with pytest.raises(StorageError, match=r"00000009: commit.json is missing(.|\n)*Check the path") as caught:
+        checkpoints.restore(small())
+    assert caught.value.exit_code == 74
+
+
+def test_differences_come_as_a_table_and_nothing_is_padded(checkpoints):
+    checkpoints.save(1, {"a": jnp.zeros((4, 8)), "b": jnp.zeros(3), "c": jnp.zeros(2), "same": jnp.zeros(1)}, {})
+    wanted = {"a": jnp.zeros((8, 8)), "b": jnp.zeros(3, jnp.bfloat16), "d": jnp.zeros(5), "same": jnp.zeros(1)}
+    with pytest.raises(ConfigError, match="set run_name to a new name") as caught:
+        checkpoints.restore(wanted)
+    lines = [line.split() for line in str(caught.value).splitlines()]
+    assert "other shape a float32[4, 8] float32[8, 8]".split() in lines
+    assert "other dtype b float32[3] bfloat16[3]".split() in lines
+    assert "extra in the checkpoint c float32[2] -".split() in lines
+    assert "missing in the checkpoint d - float32[5]".split() in lines
+    assert not any("same" in line for line in lines)
+    with pytest.raises(ConfigError, match="missing in the checkpoint"):
+        checkpoints.restore({"a": jnp.zeros((4, 8)), "d": jnp.zeros(5)}, partial=True)
+
+
+def test_another_width_is_refused(checkpoints):
+    checkpoints.save(1, state_on(mesh_of(1, 1)), {})
+    with pytest.raises(ConfigError, match=r"other shape +optimizer.0.mu.0.bias +float32\[16\] +float32\[32\]"):
+        checkpoints.restore(state_on(mesh_of(1, 1), width=32))
+
+
+def test_a_part_can_be_read_alone(checkpoints):
+    state = state_on(mesh_of(2, 4))
+    checkpoints.save(1, state, {})
+    params, _ = checkpoints.restore({"params": abstract(state, mesh_of(8, 1))["params"]}, partial=True)
+    assert bits(params["params"]) == bits(state["params"])
+
+
+def test_a_newer_format_is_refused(checkpoints):
+    checkpoints.save(7, small(), {})
+    path = checkpoints.directory / "00000007" / "commit.json"
+    commit = json.loads(path.read_text())
+    path.write_text(json.dumps({"format": FORMAT + 1, "step": 7, "versions": {"maxtrain": "9.0"}, "tables": commit["files"]}))
+    assert checkpoints.latest() == 7, "a run must not quietly start over below a newer version's checkpoint"
+    with pytest.raises(StorageError, match=r"format 2 \(maxtrain 9.0\).*Upgrade maxtrain"):
+        checkpoints.restore(small())
+
+
+def test_the_commit_record_leaves_room_for_digests(checkpoints):
+    checkpoints.save(7, small(), {})
+    path = checkpoints.directory / "00000007"
+    commit = json.loads((path / "commit.json").read_text())
+    assert commit["arrays"]["w"] == {"shape": [64], "dtype": "float32"}
+    on_disk = {p.relative_to(path).as_posix(): {"bytes": p.stat().st_size} for p in path.rglob("*") if p.is_file()}
+    del on_disk["commit.json"]
+    assert commit["files"] == on_disk
+    assert commit["format"] == FORMAT and {"maxtrain", "jax", "orbax"} <= commit["versions"].keys()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_failed_save_never_removes_the_last_good_one(tmp_path, asynchronous):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous, keep=1))
+    noise = jnp.asarray(np.random.default_rng(0).normal(size=100_000).astype(np.float32))
+    checkpoints.save(1, {"w": noise}, {})
+    checkpoints.wait()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="Free space or permit writing there, then run the same command again") as caught:
+            checkpoints.save(2, {"w": noise + 1}, {})
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.exit_code == 74 and "saving step 2" in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"], "what was written is removed: its space is needed"
+    assert bits(checkpoints.restore({"w": noise})[0]) == bits({"w": noise})
+    checkpoints.save(2, {"w": noise + 1}, {})
+    checkpoints.wait()
+    assert checkpoints.steps() == [2]
+    checkpoints.close()
+
+
+def test_a_place_that_cannot_be_made_is_a_storage_error(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    checkpoints = Checkpoints(tmp_path / "file" / "checkpoints", SYNC)
+    with pytest.raises(StorageError, match="permit writing there"):
+        checkpoints.save(1, small(), {})
+    checkpoints.close()
+
+
+def test_unreadable_arrays_are_a_storage_error(checkpoints):
+    checkpoints.save(1, small(), {})
+    for path in (checkpoints.directory / "00000001" / "arrays").rglob("manifest.ocdbt"):
+        path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(StorageError, match="Remove or rename .*00000001 to go on from the checkpoint before it"):
+        checkpoints.restore(small())
+
+
+VICTIM = """
+    import os, shutil, signal, sys, threading, time
+    from pathlib import Path
+    import jax
+    jax.config.update("jax_platforms", "cpu")
+    import jax.numpy as jnp
+    from maxtrain.checkpoint import manager
+    from maxtrain.config.schema import CheckpointConfig
+
+    directory, instant = Path(sys.argv[1]), sys.argv[2]
+    checkpoints = manager.Checkpoints(directory, CheckpointConfig(keep=2))
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill_at(owner, name, when, after=False):
+        original = getattr(owner, name)
+        def wrapper(*args, **kwargs):
+            if not after and when(*args): die()
+            result = original(*args, **kwargs)
+            if after and when(*args): die()
+            return result
+        setattr(owner, name, wrapper)
+
+    def arm():
+        if instant == "arrays": kill_at(checkpoints._orbax, "save", lambda *a: True, after=True)
+        if instant == "record": kill_at(checkpoints._orbax, "wait_until_finished", lambda *a: True, after=True)
+        if instant == "commit": kill_at(Path, "write_text", lambda path, *a: path.name == "commit.json")
+        published = lambda source, target: Path(target).name == "00000004"
+        if instant == "rename": kill_at(os, "rename", published)
+        if instant == "renamed": kill_at(os, "rename", published, after=True)
+        if instant == "retire": kill_at(shutil, "rmtree", lambda path, *a: path.name == "00000002")
+        if instant.isdecimal(): threading.Timer(int(instant) / 1000, die).start()
+
+    for step in range(1, 1000):
+        if step == 4: checkpoints.wait(); arm()
+        state = {"w": jnp.arange(200_000, dtype=jnp.float32) + step, "step": jnp.int32(step)}
+        checkpoints.save(step, state, {"cursor": step})
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("instant", "latest"),
+    [("arrays", 3), ("record", 3), ("commit", 3), ("rename", 3), ("renamed", 4), ("retire", 4), ("5", None), ("60", None)],
+)
+def test_killed_while_saving(tmp_path, instant, latest):
+    """SIGKILL at named instants, and at some milliseconds: the newest complete step loads, and saving goes on."""
+    command = [sys.executable, "-c", textwrap.dedent(VICTIM), str(tmp_path), instant]
+    victim = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert victim.returncode == -signal.SIGKILL, victim.stderr
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=2))
+    found = checkpoints.latest()
+    assert found >= 3 if latest is None else found == latest
+    for step in checkpoints.steps():
+        state, record = checkpoints.restore({"w": jnp.zeros(200_000), "step": jnp.int32(0)}, step)
+        assert record["cursor"] == state["step"] == step
+        np.testing.assert_array_equal(state["w"], np.arange(200_000, dtype=np.float32) + step)
+    checkpoints.save(found + 1, state, {})
+    checkpoints.close()
+    assert checkpoints.steps() == [found, found + 1]
+    assert not list(tmp_path.glob(".*")), "what the killed process left is removed"
