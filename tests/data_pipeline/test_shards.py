@@ -1,0 +1,195 @@
+"""Token shards: what is written is what is read, everywhere in the cyclic stream, and no changed byte goes unnoticed."""
+
+import hashlib
+import pickle
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline import shards as shards_module
+from data_pipeline.errors import DataError
+from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter, TokenShards, token_dtype
+
+
+def build(directory, shards_of_documents, vocab_size=1000):
+    """Write shards of the given documents (lists of ids); returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for number, documents in enumerate(shards_of_documents):
+        writer = ShardWriter(directory, f"tokens-{number:05d}", vocab_size)
+        for document in documents:
+            writer.append(np.asarray(document))
+        entries.append(writer.close())
+    (directory / "tokenizer.json").write_text("{}")
+    sha256 = hashlib.sha256(b"{}").hexdigest()
+    tokenizer = {"name": "test", "sha256": sha256, "vocab_size": vocab_size, "special_ids": {"eod": 0}}
+    Manifest(tokenizer, token_dtype(vocab_size).name, "append", 10, tuple(entries)).save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Two shards of 2.4 and 1.2 MiB, so that there are whole and partial blocks."""
+    random_ids = np.random.default_rng(0)
+    documents = [[random_ids.integers(0, 1000, 25_000) for _ in range(count)] for count in (50, 25)]
+    return build(tmp_path_factory.mktemp("large"), documents)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=7), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.integers(-50, 200),
+    st.integers(0, 120),
+)
+def test_window_is_the_cyclic_stream(tmp_path_factory, layout, start, length):
+    shards = TokenShards.open(build(tmp_path_factory.mktemp("shards"), layout))
+    documents = [document for shard in layout for document in shard]
+    stream = np.concatenate(documents)
+    begins = np.concatenate([[1] + [0] * (len(document) - 1) for document in documents])
+    at = np.arange(start, start + length) % len(stream)
+    window = shards.read(start, length)
+    assert window.dtype == np.int32
+    np.testing.assert_array_equal(window, stream[at])
+    np.testing.assert_array_equal(shards.document_starts(start, length), np.flatnonzero(begins[at]))
+    assert (shards.num_tokens, shards.num_documents) == (len(stream), len(documents))
+    first, stop = shards.document(len(documents) - 1)
+    assert stream[first:stop].tolist() == documents[-1]
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_smallest_dtype_that_holds_the_vocabulary(tmp_path, vocab_size, dtype):
+    shards = TokenShards.open(build(tmp_path, [[[vocab_size - 1, 0]]], vocab_size))
+    assert shards.manifest.dtype == dtype and shards.read(0, 2).tolist() == [vocab_size - 1, 0]
+
+
+@pytest.mark.parametrize("bad", [-1, 300, 70_000])
+def test_id_outside_the_vocabulary_is_refused(tmp_path, bad):
+    writer = ShardWriter(tmp_path, "tokens-00000", 300)
+    with pytest.raises(DataError, match=rf"token id {bad} .*\[0, 300\).*tokenizer that these ids belong to"):
+        writer.append(np.array([1, bad]))
+    writer.abort()
+    assert not list(tmp_path.iterdir())
+
+
+def test_same_content_same_uid_other_content_other_uid(tmp_path):
+    documents = [[[1, 2, 3], [4]]]
+    first, same = build(tmp_path / "a", documents), build(tmp_path / "b", documents)
+    others = [build(tmp_path / "c", [[[1, 2, 3, 4]]]), build(tmp_path / "d", [[[1, 2, 3]], [[4]]])]
+    assert first.joinpath("manifest.json").read_bytes() == same.joinpath("manifest.json").read_bytes()
+    uids = [TokenShards.open(path).uid for path in (first, same, *others)]
+    assert uids[0] == uids[1] and len(set(uids)) == 3
+
+
+def damage(directory, change, rng):
+    """Change one random file of `directory`; returns it and a function that undoes the change."""
+    path = rng.choice(sorted(p for p in directory.iterdir() if p.name != "tokenizer.json"))
+    before = path.read_bytes()
+    if change == "flip":
+        data = bytearray(before)
+        at = rng.randrange(len(data))
+        data[at] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    elif change == "truncate":
+        path.write_bytes(before[: rng.randrange(len(before))])
+    else:
+        path.unlink()
+    return path, lambda: path.write_bytes(before)
+
+
+def test_no_damage_goes_unnoticed_and_none_is_imagined(large, tmp_path):
+    """200 random changes: every one is found, by the full check and before a lazy reader hands out what depends on it."""
+    rng = random.Random(7)
+
+    def use(verify):
+        shards = TokenShards.open(large, verify)
+        if verify == "lazy":
+            for start in range(0, shards.num_tokens, 50_000):
+                shards.read(start, 50_000)
+                shards.document_starts(start, 50_000)
+
+    for trial in range(200):
+        if trial % 10 == 0:
+            use(("lazy", "full")[trial // 10 % 2])
+        path, undo = damage(large, rng.choice(["flip", "flip", "flip", "truncate", "delete"]), rng)
+        with pytest.raises(DataError, match=r"prepare") as caught:
+            use(("lazy", "full")[trial % 2])
+        undo()
+        assert path.stem in str(caught.value)
+
+
+def test_message_names_shard_bytes_block_expected_found_and_mend(large):
+    path = large / "tokens-00000.bin"
+    before = path.read_bytes()
+    path.write_bytes(before[: BLOCK_BYTES + 5] + b"\xff\xff" + before[BLOCK_BYTES + 7 :])
+    try:
+        shards = TokenShards.open(large)
+        shards.read(0, BLOCK_BYTES // 2)  # the first block is whole, so a lazy reader may use it
+        expected = (
+            r"tokens-00000.bin: bytes 1048576 to 2097151 \(block 1\): expected crc32 \w{8}, found \w{8}.*prepare.*--overwrite"
+        )
+        with pytest.raises(DataError, match=expected):
+            shards.read(BLOCK_BYTES // 2 - 1, 2)
+        with pytest.raises(DataError, match=expected):  # and again: a failed block is never taken for checked
+            shards.read(BLOCK_BYTES // 2, 1)
+        TokenShards.open(large, "size").read(BLOCK_BYTES // 2, 1)
+    finally:
+        path.write_bytes(before)
+
+
+def test_swapped_shards_are_noticed(tmp_path):
+    directory = build(tmp_path, [[[1, 2, 3]], [[4, 5, 6]]])
+    for suffix in ("bin", "idx", "crc"):
+        first, second = (directory / f"tokens-0000{i}.{suffix}" for i in (0, 1))
+        data = first.read_bytes(), second.read_bytes()
+        first.write_bytes(data[1]), second.write_bytes(data[0])
+    with pytest.raises(DataError, match=r"tokens-00000.crc.*expected sha256"):
+        TokenShards.open(directory).read(0, 1)
+
+
+def test_directories_that_are_not_shards(tmp_path):
+    with pytest.raises(DataError, match=r"not a directory of token shards.*prepare"):
+        TokenShards.open(tmp_path / "absent")
+    build(tmp_path / "both" / "train", [[[1]]])
+    with pytest.raises(DataError, match=r"folders train have. Name one"):
+        TokenShards.open(tmp_path / "both")
+    (tmp_path / "manifest.json").write_text('{"model": 1}')
+    with pytest.raises(DataError, match=r"not a manifest.*Name a directory"):
+        TokenShards.open(tmp_path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match=r"is not JSON"):
+        TokenShards.open(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"version": 99, "shards": [], "digest": ""}')
+    with pytest.raises(DataError, match=r"version=99.*Update the program"):
+        TokenShards.open(tmp_path)
+    with pytest.raises(DataError, match=r"0 tokens.*at least one document"):
+        TokenShards.open(build(tmp_path / "empty", []))
+    with pytest.raises(DataError, match=r"document 7 does not exist. Choose one of 0 to 0"):
+        TokenShards.open(build(tmp_path / "one", [[[1]]])).document(7)
+
+
+def test_pickled_reader_reads_the_same(large):
+    shards = TokenShards.open(large)
+    expected = shards.read(-5, 100)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(shards)).read(-5, 100), expected)
+
+
+def test_many_shards_open_fast_and_within_the_descriptor_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards_module.resource, "getrlimit", lambda kind: (64, 64))
+    directory = build(tmp_path, [[[1, 2], [3]]])
+    entry = TokenShards.open(directory).manifest.shards[0]
+    for suffix in ("bin", "idx", "crc"):
+        for number in range(1, 300):
+            (directory / f"tokens-{number:05d}.{suffix}").hardlink_to(directory / f"tokens-00000.{suffix}")
+    manifest = Manifest.load(directory)
+    entries = [shards_module.dataclasses.replace(entry, path=f"tokens-{number % 300:05d}.bin") for number in range(10_000)]
+    shards_module.dataclasses.replace(manifest, shards=tuple(entries)).save(directory)
+    started = time.perf_counter()
+    shards = TokenShards.open(directory)
+    assert time.perf_counter() - started < 3
+    assert shards.read(0, 3 * 600).tolist() == [1, 2, 3] * 600
+    assert shards.document_starts(0, 9).tolist() == [0, 2, 3, 5, 6, 8]
+    assert len(shards._open) <= 16
