@@ -4,13 +4,11 @@
     DIRECTORY/00001000/record.json   what the caller saves beside it: data cursor, fingerprints, config
     DIRECTORY/00001000/commit.json   format, versions, shape and dtype of every array, size of every file: written last
 
-A step is prepared in `.00001000.partial`, which gets its commit record when everything else is on the disk, and then its
-name by one rename. So a process killed at any instant leaves either a whole step or none. A directory that came to its
-name some other way (empty, half copied, half removed) lacks the commit record or a file that it lists, and is passed over.
-Orbax itself asks for nothing of this on a local disk.
-
-The entries of the commit record are objects, one for each array and file: digests and hashes can be added to them and
-checked where `_defect` checks sizes. In a job of several processes all of them call every method, in the same order.
+A step is prepared in `.00001000.partial`, gets its commit record when everything else is on the disk, and then its name
+by one rename: a process killed at any instant leaves a whole step or none. A directory that came to its name some other
+way (empty, half copied, half removed) lacks the commit record or a file listed there, and is passed over. Orbax itself
+checks none of this on a local disk. The commit record has one object for each array and file: digests and hashes can be
+added to them, and checked where `_defect` checks sizes. All processes of a job call every method, in the same order.
 """
 
 import concurrent.futures
@@ -62,10 +60,7 @@ class Checkpoints:
         return next((step for step in reversed(self._candidates()) if _defect(self._path(step)) is None), None)
 
     def save(self, step: int, state: PyTree[jax.Array], record: dict[str, Any]) -> bool:
-        """Save one step; with `asynchronous`, return as soon as the state may be changed or donated.
-
-        On an accelerator the arrays are on the host by then. On a CPU the writer reads the arrays in place, and jax does
-        not reuse a donated buffer while it is read. A save still under way is waited for first.
+        """Save one step, after any save under way; if `asynchronous`, return as soon as the state may be changed or donated.
 
         Args:
             step: number of finished optimizer steps.
@@ -81,16 +76,18 @@ class Checkpoints:
         self.wait()
         if step in self.steps():
             return False
-        names, leaves, _ = _flatten(state)
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
-        specs = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
+        names, leaves, _ = _flatten(state)
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        commit = {"format": FORMAT, "step": step, "time": now, "versions": _VERSIONS, "arrays": specs}
+        arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
+        commit = {"format": FORMAT, "step": step, "time": now, "versions": _VERSIONS, "arrays": arrays}
         with self._saving(step):
             if jax.process_index() == 0:
                 for leftover in self.directory.glob(".*.partial"):  # of a process that was killed
                     shutil.rmtree(leftover)
                 self._staging(step).mkdir(parents=True)
+            # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
+            # good: jax does not reuse the buffer of a donated array that somebody still reads.
             self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
         self._pending = self._thread.submit(self._commit, step, text, commit)
         if not self._config.asynchronous:
@@ -98,22 +95,19 @@ class Checkpoints:
         return True
 
     def read_record(self, step: int | None = None) -> dict[str, Any]:
-        """The record saved with a step, without its arrays.
-
-        Args:
-            step: None for the newest complete one.
+        """The record saved with a step (None: the newest complete one), without its arrays.
 
         Raises:
             StorageError: there is no such checkpoint, it is not whole, or it was written by a newer version.
         """
-        return self._open(step)[1]
+        return self._open(step)[2]
 
     def restore(self, abstract_state: PyTree, step: int | None = None, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
         """Read a step into arrays laid out as asked for, bit for bit as they were saved.
 
         Args:
-            abstract_state: tree of ShapeDtypeStructs (or arrays) with the tree, shapes and dtypes of the saved state, and
-                shardings of any mesh. A leaf without a sharding is put on this process's first device.
+            abstract_state: ShapeDtypeStructs or arrays with the tree, shapes and dtypes of the saved state and shardings
+                of any mesh. A leaf without a sharding is put on this process's first device.
             step: None for the newest complete one.
             partial: the checkpoint may hold more leaves than asked for (say, the optimizer's); they are not read.
 
@@ -124,10 +118,9 @@ class Checkpoints:
             ConfigError: the state differs from the saved one; the message has a table. Nothing is padded, truncated or cast.
             StorageError: there is no such checkpoint, it is not whole, unreadable, or written by a newer version.
         """
-        path, record, commit = self._open(step)
+        path, commit, record = self._open(step)
         names, leaves, treedef = _flatten(abstract_state)
-        differences = _differences(commit["arrays"], dict(zip(names, leaves)), partial)
-        if differences:
+        if differences := _differences(commit["arrays"], dict(zip(names, leaves)), partial):
             raise ConfigError(
                 f"the checkpoint {path} holds another state than this config makes, and nothing is ever padded, truncated or "
                 f"cast:\n{differences}\nSet the config back to the one saved in {path / 'record.json'}, or set run_name to a "
@@ -143,30 +136,22 @@ class Checkpoints:
         return jax.tree.unflatten(treedef, [arrays[name] for name in names]), record
 
     def wait(self) -> None:
-        """Return when the last save is complete on the disk, on all processes.
+        """Return when the last save is complete on the disk, for all processes.
 
         Raises:
             StorageError: it failed, here or in another process. Earlier checkpoints are untouched.
         """
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        failure = pending.exception()
-        if jax.process_count() > 1:
+        failure = pending.exception() if pending else None
+        if pending and jax.process_count() > 1:
             failed = np.flatnonzero(multihost_utils.process_allgather(np.array(failure is not None)))
             if failed.size and failure is None:
-                failure = StorageError(
-                    f"saving to {self.directory} failed in process {failed[0]}. See the message of that process."
-                )
-        if failure is not None:
+                failure = StorageError(f"saving to {self.directory} failed in process {failed[0]}. See its message there.")
+        if failure:
             raise failure
 
     def close(self) -> None:
-        """Wait, then end the background thread.
-
-        Raises:
-            StorageError: the last save failed.
-        """
+        """Wait, then end the background thread. Raises what `wait` raises."""
         try:
             self.wait()
         finally:
@@ -185,25 +170,24 @@ class Checkpoints:
         return sorted(int(name) for name in names if self._path(int(name)).name == name)
 
     def _open(self, step: int | None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-        """Path, record and commit record of a complete step of a format that we know."""
+        """Path, commit record and caller's record of a complete step of a format that we know."""
         self.wait()
         step = self.latest() if step is None else step
         if step is None:
-            found = [f"\n  {self._path(other)}: {_defect(self._path(other))}" for other in self._candidates()]
-            found = "".join(found) or " It holds no step directory at all."
+            found = "".join(f"\n  {p}: {_defect(p)}." for p in map(self._path, self._candidates())) or " It has no step directories."
             raise StorageError(f"{self.directory} has no complete checkpoint.{found}\nCheck the path, or train from the start.")
         path = self._path(step)
         if defect := _defect(path):
             known = ", ".join(map(str, self.steps())) or "none"
             raise StorageError(f"{path} is not a complete checkpoint: {defect}. Complete steps: {known}. Ask for one of these.")
         with _as_storage_error(f"reading {path}", "Check the file's permissions."):
-            commit = json.loads((path / "commit.json").read_text(encoding="utf-8"))
+            commit = _read_json(path / "commit.json")
             if commit["format"] > FORMAT:
                 raise StorageError(
-                    f"{path} has format {commit['format']} (maxtrain {commit.get('versions', {}).get('maxtrain', 'unknown')}); "
-                    f"this version reads up to {FORMAT}. Upgrade maxtrain, or remove that step to go on from the one before it."
+                    f"{path} has format {commit['format']}, written by {commit.get('versions')}; this version reads up to "
+                    f"{FORMAT}. Upgrade maxtrain, or remove that step to go on from the one before it."
                 )
-            return path, json.loads((path / "record.json").read_text(encoding="utf-8")), commit
+            return path, commit, _read_json(path / "record.json")
 
     @contextlib.contextmanager
     def _saving(self, step: int) -> Iterator[None]:
@@ -224,25 +208,21 @@ class Checkpoints:
                 return
             staging, path = self._staging(step), self._path(step)
             (staging / "record.json").write_text(record, encoding="utf-8")
-            files = sorted(entry for entry in staging.rglob("*") if entry.is_file())
+            entries = sorted(staging.rglob("*"))
+            files = (entry for entry in entries if entry.is_file())
             commit["files"] = {file.relative_to(staging).as_posix(): {"bytes": file.stat().st_size} for file in files}
-            for entry in (*staging.rglob("*"), staging):
-                _sync(entry)
+            _sync(*entries)
             (staging / "commit.json").write_text(json.dumps(commit, indent=1), encoding="utf-8")
-            _sync(staging / "commit.json")
-            _sync(staging)
-            if path.exists():  # `save` saw that it is not a complete checkpoint
-                _remove(path)
+            _sync(staging / "commit.json", staging)
+            if path.exists():  # but is no complete checkpoint: `save` looked
+                shutil.rmtree(path)
             os.rename(staging, path)
             _sync(self.directory)
-            self._retire()
-
-    def _retire(self) -> None:
-        """Remove complete steps that are neither among the newest `keep` nor multiples of `keep_every`."""
-        every = self._config.keep_every
-        for step in self.steps()[: -self._config.keep]:
-            if every is None or step % every:
-                _remove(self._path(step))
+            every = self._config.keep_every
+            for old in self.steps()[: -self._config.keep]:
+                if every is None or old % every:
+                    (self._path(old) / "commit.json").unlink()  # first, so that half a step is never taken for one
+                    shutil.rmtree(self._path(old))
 
 
 def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
@@ -257,32 +237,29 @@ def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
 def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) -> str:
     """A table of the arrays that differ, empty if there are none."""
     rows = []
-    for name in sorted(saved.keys() | wanted.keys()):
-        there = (tuple(saved[name]["shape"]), saved[name]["dtype"]) if name in saved else None
-        here = (tuple(wanted[name].shape), str(wanted[name].dtype)) if name in wanted else None
-        if there == here or (here is None and partial):
-            continue
-        if there is None or here is None:
-            what = "missing in the checkpoint" if there is None else "extra in the checkpoint"
+    for name in saved.keys() | wanted.keys():
+        there = (str(saved[name]["dtype"]), str(list(saved[name]["shape"]))) if name in saved else ()
+        here = (str(wanted[name].dtype), str(list(wanted[name].shape))) if name in wanted else ()
+        if there and here:
+            what = " and ".join(f"other {part}" for part, a, b in zip(("dtype", "shape"), there, here) if a != b)
         else:
-            what = " and ".join(f"other {part}" for part, a, b in zip(("shape", "dtype"), there, here) if a != b)
-        rows.append((what, name, *(f"{spec[1]}{list(spec[0])}" if spec else "-" for spec in (there, here))))
+            what = "missing in the checkpoint" if here else "" if partial else "extra in the checkpoint"
+        if what:
+            rows.append((what, name, "".join(there) or "-", "".join(here) or "-"))
     if not rows:
         return ""
     table = [("difference", "array", "checkpoint", "this run"), *sorted(rows)[:_TABLE_ROWS]]
-    widths = [max(len(row[i]) for row in table) for i in range(4)]
-    lines = ["    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in table]
-    hidden = len(rows) - _TABLE_ROWS
-    return "\n".join(lines + ([f"    ... and {hidden} more"] if hidden > 0 else []))
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["    " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    return "\n".join(lines + [f"    ... and {len(rows) - _TABLE_ROWS} more"] * (len(rows) > _TABLE_ROWS))
 
 
 def _defect(path: Path) -> str | None:
     """Why a step directory is not a complete checkpoint; None if it is one."""
     try:
-        commit = json.loads((path / "commit.json").read_text(encoding="utf-8"))
-        version, step = commit["format"], commit["step"]
+        commit = _read_json(path / "commit.json")
         # Only a newer version knows how to check its own format; the step still exists, and restoring it is refused.
-        files = commit["files"] if version <= FORMAT else {}
+        step, files = commit["step"], commit["files"] if commit["format"] <= FORMAT else {}
     except FileNotFoundError:
         return "commit.json is missing, so it was never finished or not copied whole"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -290,28 +267,24 @@ def _defect(path: Path) -> str | None:
     if step != int(path.name):
         return f"it is a copy of step {step}"
     for name, entry in files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError:
-            return f"{name} is missing"
+        size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != entry["bytes"]:
-            return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
+            return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
     return None
 
 
-def _remove(path: Path) -> None:
-    """Remove a step directory; it stops being a checkpoint first, so that it is never taken for one half way."""
-    (path / "commit.json").unlink(missing_ok=True)
-    shutil.rmtree(path)
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _sync(path: Path) -> None:
-    """Have the kernel put a file, or the entries of a directory, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _sync(*paths: Path) -> None:
+    """Have the kernel put files, and the entries of directories, on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -161,7 +161,7 @@ def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
     spoil(checkpoints.directory / "00000002")
     assert checkpoints.latest() == 1
     assert checkpoints.restore(small())[0]["step"] == 1
-    with pytest.raises(StorageError, match="not a complete checkpoint: .*Complete steps: 1. Ask for one of these"):
+    with pytest.raises(StorageError, match=r"not a complete checkpoint: .*Complete steps: 1. Ask for one of these"):
         checkpoints.restore(small(), step=2)
     assert checkpoints.save(2, small(3), {})
     assert checkpoints.restore(small(), step=2)[0]["step"] == 3
@@ -169,7 +169,7 @@ def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
 
 def test_nothing_to_restore_names_what_is_there(checkpoints):
     assert checkpoints.latest() is None and checkpoints.steps() == []
-    with pytest.raises(StorageError, match="no step directory at all.*\nCheck the path"):
+    with pytest.raises(StorageError, match=r"It has no step directories.*\nCheck the path"):
         checkpoints.restore(small())
     (checkpoints.directory / "00000009").mkdir(parents=True)
     (checkpoints.directory / "notes").mkdir()
@@ -184,11 +184,11 @@ def test_differences_come_as_a_table_and_nothing_is_padded(checkpoints):
     wanted = {"a": jnp.zeros((8, 8)), "b": jnp.zeros(3, jnp.bfloat16), "d": jnp.zeros(5), "same": jnp.zeros(1)}
     with pytest.raises(ConfigError, match="set run_name to a new name") as caught:
         checkpoints.restore(wanted)
-    lines = [line.split() for line in str(caught.value).splitlines()]
-    assert "other shape a float32[4, 8] float32[8, 8]".split() in lines
-    assert "other dtype b float32[3] bfloat16[3]".split() in lines
-    assert "extra in the checkpoint c float32[2] -".split() in lines
-    assert "missing in the checkpoint d - float32[5]".split() in lines
+    lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
+    assert "other shape a float32[4, 8] float32[8, 8]" in lines
+    assert "other dtype b float32[3] bfloat16[3]" in lines
+    assert "extra in the checkpoint c float32[2] -" in lines
+    assert "missing in the checkpoint d - float32[5]" in lines
     assert not any("same" in line for line in lines)
     with pytest.raises(ConfigError, match="missing in the checkpoint"):
         checkpoints.restore({"a": jnp.zeros((4, 8)), "d": jnp.zeros(5)}, partial=True)
@@ -213,7 +213,7 @@ def test_a_newer_format_is_refused(checkpoints):
     commit = json.loads(path.read_text())
     path.write_text(json.dumps({"format": FORMAT + 1, "step": 7, "versions": {"maxtrain": "9.0"}, "tables": commit["files"]}))
     assert checkpoints.latest() == 7, "a run must not quietly start over below a newer version's checkpoint"
-    with pytest.raises(StorageError, match=r"format 2 \(maxtrain 9.0\).*Upgrade maxtrain"):
+    with pytest.raises(StorageError, match=r"format 2, .*9.0.*Upgrade maxtrain"):
         checkpoints.restore(small())
 
 
@@ -263,7 +263,7 @@ def test_unreadable_arrays_are_a_storage_error(checkpoints):
     checkpoints.save(1, small(), {})
     for path in (checkpoints.directory / "00000001" / "arrays").rglob("manifest.ocdbt"):
         path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(StorageError, match="Remove or rename .*00000001 to go on from the checkpoint before it"):
+    with pytest.raises(StorageError, match=r"Remove or rename .*00000001 to go on from the checkpoint before it"):
         checkpoints.restore(small())
 
 
