@@ -1,0 +1,143 @@
+"""What a run measures, on disk and on the clock. No jax: every number comes in as an argument.
+
+RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train" or "eval"), `step` and numbers. Floats that JSON
+lacks are the strings "nan", "inf" and "-inf"; `read_metrics` gives them back as floats. Names that others rely on:
+
+    train   loss (nats per token), learning_rate, tokens_per_second, mfu (0..1), step_seconds, tokens_seen (since step 0)
+    eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated)
+"""
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from data_pipeline.errors import DataError
+
+FILE_NAME = "metrics.jsonl"
+_NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLog:
+    """Appends records to RUN/metrics.jsonl; a record survives a kill of the process as soon as `append` returns.
+
+    Args:
+        run_dir: directory of the run; made if missing.
+        resume_step: the run goes on from this step: records of later steps are dropped, and so is a torn last line.
+
+    Raises:
+        DataError: a line before the last one is not JSON.
+    """
+
+    def __init__(self, run_dir: str | Path, resume_step: int = 0):
+        path = Path(run_dir) / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
+            beside = path.with_suffix(".partial")
+            with open(beside, "w", encoding="utf-8") as file:
+                file.writelines(_line(record) for record in kept)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, path)
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval"] = "train") -> None:
+        """Write one record.
+
+        Args:
+            step: number of finished optimizer steps.
+            values: name to number (of Python, numpy or a jax array of one element), string or None.
+            kind: what the numbers are about.
+        """
+        self._file.write(_line({"kind": kind, "step": step, **values}))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """All records of a run in the order they were written; a torn last line is left out.
+
+    Args:
+        run_dir: directory of the run; without a metrics file there are no records.
+
+    Raises:
+        DataError: a line before the last one is not JSON.
+    """
+    path = Path(run_dir) / FILE_NAME
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    records = []
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last line break is empty or torn
+        try:
+            record = json.loads(line)
+            record["step"] = int(record["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path}:{number} is not a record of metrics ({error}). Delete that line.") from error
+        records.append({k: _NOT_IN_JSON.get(v, v) if isinstance(v, str) else v for k, v in record.items()})
+    return records
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    value = value.item() if hasattr(value, "item") else value
+    return value if isinstance(value, int) or math.isfinite(value) else str(float(value))
+
+
+class Stopwatch:
+    """A ledger of wall time: every second since it was made belongs to exactly one cause.
+
+    The time belongs to "step" but for what runs inside `during(cause)`. Steps run behind the host's back, so their time is
+    only known over a window: wait for the last step's result, then call `lap`. `data_wait` is part of a lap, because a
+    step that waits for its batch is slow; evaluation, saving and compiling are not.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    IN_LAP = ("step", "data_wait")
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._cause = "step"
+        self._since = clock()
+        self._seconds: dict[str, float] = {"step": 0.0}
+        self._lap_start = 0.0
+
+    @contextlib.contextmanager
+    def during(self, cause: str) -> Iterator[None]:
+        """Book the time inside to a cause ("compile", "eval", "save", "data_wait", ...). Nested, the inner one gets it."""
+        outer = self._switch(cause)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def lap(self) -> float:
+        """Seconds of steps, data waits included, since the last lap."""
+        self._switch(self._cause)
+        total = sum(self._seconds.get(cause, 0.0) for cause in self.IN_LAP)
+        seconds, self._lap_start = total - self._lap_start, total
+        return seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Wall seconds by cause until now, largest first; they sum to the time since the stopwatch was made."""
+        self._switch(self._cause)
+        return dict(sorted(self._seconds.items(), key=lambda item: -item[1]))
+
+    def _switch(self, cause: str) -> str:
+        now = self._clock()
+        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + now - self._since
+        outer, self._cause, self._since = self._cause, cause, now
+        return outer

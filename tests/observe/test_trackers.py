@@ -1,0 +1,50 @@
+"""TensorBoard files hold every number, and a resumed run hides what came after the step it resumed from."""
+
+import struct
+
+import numpy as np
+import pytest
+from tensorboardX.proto import event_pb2
+
+from maxtrain.observe.trackers import TensorBoard
+
+
+def events(run):
+    """The events of all files, oldest file first: records of (length, crc, bytes, crc)."""
+    for path in sorted((run / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            yield event_pb2.Event.FromString(data[12 : 12 + length])
+            data = data[16 + length :]
+
+
+def test_scalars_by_kind_and_set(tmp_path):
+    board = TensorBoard(tmp_path)
+    board.append(10, {"loss": np.float32(2.5), "tokens_seen": 1000, "note": "x", "absent": None})
+    board.append(10, {"set": "val", "nll": 2.25, "perplexity": float("inf")}, kind="eval")
+    board.close()
+    found = {(e.step, v.tag): v.simple_value for e in events(tmp_path) for v in e.summary.value}
+    assert found == {
+        (10, "train/loss"): 2.5,
+        (10, "train/tokens_seen"): 1000,
+        (10, "eval/val/nll"): 2.25,
+        (10, "eval/val/perplexity"): float("inf"),
+    }
+
+
+def test_resuming_purges_later_steps(tmp_path):
+    for resume_step in (0, 5):
+        board = TensorBoard(tmp_path, resume_step=resume_step)
+        board.append(resume_step + 1, {"loss": 1.0})
+        board.close()
+    starts = [e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START]
+    assert starts == [6]
+
+
+@pytest.mark.parametrize("process_index", [1, 3])
+def test_other_processes_write_nothing(tmp_path, process_index):
+    board = TensorBoard(tmp_path, process_index=process_index)
+    board.append(1, {"loss": 1.0})
+    board.close()
+    assert not list(tmp_path.iterdir())
