@@ -1,0 +1,253 @@
+"""Tokenizers: text to ids and back. Bytes, characters, or any Hugging Face `tokenizer.json`, given or trained here.
+
+Each is saved as one `tokenizer.json`, whose sha256 is its identity; `load_tokenizer` reads any of them back. Text is only ever
+text: a document that spells out a special token does not produce its id, so no document can forge the end of a document.
+"""
+
+import abc
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from data_pipeline.errors import DataError, UsageError
+from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>")
+# Where byte-level pre-tokenizers always split, so that a long text may be encoded in pieces, in bounded memory.
+_CUT = re.compile(r"\S\n(?=\S)|[A-Za-z](?= [A-Za-z])")
+_PIECE_CHARACTERS = 1 << 14
+_PIECES_AT_ONCE = 64
+
+
+class Tokenizer(abc.ABC):
+    """What all tokenizers share.
+
+    Attributes:
+        name: short, for people.
+        vocab_size: ids are in [0, vocab_size).
+        eod_id: id that ends a document, or None.
+        content: bytes of its tokenizer.json.
+        sha256: hex digest of `content`.
+    """
+
+    name: str
+    vocab_size: int
+    eod_id: int | None
+    content: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+    @abc.abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, int32 [tokens], without special tokens.
+
+        Raises:
+            DataError: a text has a character without an id (characters only).
+        """
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; special tokens and ids outside the vocabulary give nothing, bytes that are not UTF-8 give U+FFFD."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of one text; see encode_batch."""
+        return self.encode_batch([text])[0]
+
+    def known(self, text: str) -> str:
+        """`text` without the characters that have no id."""
+        return text
+
+    def save(self, directory: Path) -> None:
+        """Write directory/tokenizer.json."""
+        write_atomic(directory / TOKENIZER, self.content)
+
+
+class ByteTokenizer(Tokenizer):
+    """UTF-8 bytes; id 256 ends a document."""
+
+    name, vocab_size, eod_id, content = "bytes", 257, 256, b'{"type": "bytes"}\n'
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
+
+
+class CharTokenizer(Tokenizer):
+    """One id per character.
+
+    Args:
+        characters: the vocabulary; ids follow its sorted order.
+        eod: add one more id, the last, that ends a document.
+    """
+
+    def __init__(self, characters: Iterable[str], eod: bool = False):
+        self.characters = "".join(sorted(set(characters)))
+        self.name, self.eod_id = "chars", len(self.characters) if eod else None
+        self.vocab_size = len(self.characters) + eod
+        record = {"type": "chars", "characters": self.characters, "eod": eod}
+        self.content = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+        points = np.array([ord(character) for character in self.characters], np.int64)
+        self._table = np.full(0x110000, -1, np.int32)
+        self._table[points] = np.arange(len(points))
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        result = [self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")] for text in texts]
+        for text, ids in zip(texts, result):
+            if len(ids) and ids.min() < 0:
+                character = text[int(ids.argmin())]
+                raise DataError(f"character {character!r} (U+{ord(character):04X}) is not in the tokenizer's vocabulary")
+        return result
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return "".join(self.characters[i] for i in map(int, ids) if 0 <= i < len(self.characters))
+
+    def known(self, text: str) -> str:
+        return "".join(character for character in text if self._table[ord(character)] >= 0)
+
+
+class JsonTokenizer(Tokenizer):
+    """A Hugging Face tokenizer.json.
+
+    Args:
+        content: bytes of the file.
+        name: shown to people.
+        eod: the token that ends documents; None: the first one present of those in common use.
+
+    Raises:
+        ValueError: `content` is not a tokenizer, or has no token `eod`.
+    """
+
+    def __init__(self, content: bytes, name: str, eod: str | None = None):
+        try:
+            self.inner = tokenizers.Tokenizer.from_str(content.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise ValueError(str(error)) from error
+        self.content, self.name = content, name
+        self.inner.no_padding()
+        self.inner.no_truncation()
+        self.inner.encode_special_tokens = True
+        vocabulary = self.inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
+        if eod is not None and eod not in vocabulary:
+            raise ValueError(f"it has no token {eod!r}")
+        self.eod_id = next((vocabulary[end] for end in ([eod] if eod else _KNOWN_ENDS) if end in vocabulary), None)
+        self._divisible = _splits_at_cuts(self.inner)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        pieces, owners = [], []
+        for number, text in enumerate(texts):
+            parts = list(cut(text)) if self._divisible else [text]
+            pieces += parts
+            owners += [number] * len(parts)
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        for at in range(0, len(pieces), _PIECES_AT_ONCE):
+            encodings = self.inner.encode_batch_fast(pieces[at : at + _PIECES_AT_ONCE], add_special_tokens=False)
+            for owner, encoding in zip(owners[at:], encodings):
+                found[owner].append(np.array(encoding.ids, np.int32))
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.inner.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True)
+
+
+def cut(text: str) -> Iterator[str]:
+    """Pieces of about 16 Ki characters whose ids, joined, are those of the whole text under a byte-level tokenizer."""
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS and (found := _CUT.search(text, start + _PIECE_CHARACTERS)):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
+
+
+def _splits_at_cuts(inner: tokenizers.Tokenizer) -> bool:
+    """Whether a pre-tokenizer always splits at a `_CUT`: asked by trying it, since its parts may be combined in any way."""
+    before = inner.pre_tokenizer
+    if before is None or not isinstance(inner.normalizer, tokenizers.normalizers.NFC | None):
+        return False
+    probes = [(left + "\n", right) for left in ("x", ";", "1", "é)", "_", "東") for right in ("b", "(", "1", "_", "'s", "東")]
+    probes += [(left, right) for left in ("x", "don't", "1a", "\n\tis") for right in (" b", " the cat", " a1", " d's")]
+
+    def pieces(text: str) -> list[str]:
+        return [piece for piece, _ in before.pre_tokenize_str(text)]
+
+    return all(pieces(left + right) == pieces(left) + pieces(right) for left, right in probes)
+
+
+def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
+    """A tokenizer by name or place.
+
+    Args:
+        spec: "bytes"; "chars:" and the characters; a tokenizer.json; or a directory that has one, prepared data or a
+            Hugging Face model (whose tokenizer_config.json then names the end-of-document token).
+        eod: token of a Hugging Face tokenizer that ends documents; None: find it.
+
+    Raises:
+        DataError: missing, not a tokenizer, or another one than the manifest beside it was built with.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    if isinstance(spec, str) and spec.startswith("chars:"):
+        return CharTokenizer(spec.removeprefix("chars:"))
+    path = Path(spec)
+    path = path / TOKENIZER if path.is_dir() else path
+    mend = "Name a tokenizer.json, a directory that has one, or `bytes`."
+    try:
+        content = path.read_bytes()
+        record = json.loads(content)
+        kind = record.get("type") if isinstance(record, dict) else None
+        settings = path.with_name("tokenizer_config.json")
+        if eod is None and kind is None and settings.exists():
+            named = json.loads(settings.read_bytes()).get("eos_token")
+            eod = named["content"] if isinstance(named, dict) else named
+        if kind == "chars":
+            tokenizer: Tokenizer = CharTokenizer(record["characters"], record["eod"])
+        else:
+            tokenizer = ByteTokenizer() if kind == "bytes" else JsonTokenizer(content, path.parent.name or path.stem, eod)
+    except OSError as error:
+        raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
+    except (ValueError, KeyError) as error:
+        raise DataError(f"tokenizer={spec}: is not usable ({error}). {mend}") from error
+    if path.name == TOKENIZER and path.with_name(MANIFEST).exists():
+        entry = Manifest.load(path.parent).tokenizer
+        if entry["sha256"] != tokenizer.sha256:
+            raise DataError(
+                f"{path}: expected sha256 {entry['sha256']}, found {tokenizer.sha256}: not the tokenizer that this data was "
+                "built with. Restore the file, or build the data again with `prepare --overwrite`."
+            )
+        tokenizer.name, tokenizer.eod_id = entry["name"], entry["special_ids"]["eod"]
+    return tokenizer
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
+    """Train a byte-level BPE tokenizer; the same texts in the same order give the same bytes.
+
+    Args:
+        texts: documents; read once, not kept.
+        vocab_size: entries, with 256 bytes and the end-of-document token; fewer come out if the text has fewer pairs.
+
+    Raises:
+        UsageError: vocab_size is below 257.
+    """
+    if vocab_size < 257:
+        raise UsageError(f"--tokenizer bpe:{vocab_size} must have at least 257 entries (256 bytes and {END_OF_DOCUMENT}).")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    inner.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
+    return JsonTokenizer(inner.to_str().encode(), f"bpe:{vocab_size}")

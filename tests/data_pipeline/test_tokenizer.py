@@ -1,0 +1,117 @@
+"""Tokenizers: round trips, identity, and errors a user can act on."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline import tokenizer as module
+from data_pipeline.errors import DataError, UsageError
+from data_pipeline.shards import Manifest
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, load_tokenizer, train_bpe
+
+TEXTS = ["def main(argv):\n    return 0\n", "the cat sat on the mat, the dog didn't\r\n\tsit", "naïve 東京 🙂\x00", ""] * 20
+
+
+BPE = train_bpe(TEXTS, 300)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_round_trip_of_any_text(text):
+    for tokenizer in (BPE, ByteTokenizer(), CharTokenizer(text)):
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32 and ((ids >= 0) & (ids < tokenizer.vocab_size)).all()
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.eod_id is None or tokenizer.eod_id not in ids
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("aZé1 \n\r\t.'s_\u3000\x1c"), max_size=200))
+def test_long_text_in_pieces_has_the_ids_of_the_whole(text):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_PIECE_CHARACTERS", 3)
+        patch.setattr(module, "_PIECES_AT_ONCE", 4)
+        assert BPE.encode_batch([text, "x", text])[2].tolist() == BPE.inner.encode(text).ids
+
+
+LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.sampled_from("aZé1 \n\r\t.'s_\u3000"), max_size=200))
+def test_other_tokenizers_are_cut_only_where_they_split(text):
+    before = tokenizers.pre_tokenizers
+    split = before.Split(tokenizers.Regex(LLAMA3), "isolated")
+    layouts = [(before.Sequence([split, before.ByteLevel(add_prefix_space=False, use_regex=False)]), True)]
+    layouts += [(before.Metaspace(), False), (before.ByteLevel(add_prefix_space=True), False)]
+    for layout, divisible in layouts:
+        inner = tokenizers.Tokenizer.from_str(BPE.content.decode())
+        inner.pre_tokenizer = layout
+        tokenizer = JsonTokenizer(inner.to_str().encode(), "other")
+        assert tokenizer._divisible == divisible
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_PIECE_CHARACTERS", 3)
+            assert tokenizer.encode(text).tolist() == inner.encode(text).ids
+
+
+def test_training_is_deterministic_and_the_file_is_the_identity(tmp_path):
+    again = train_bpe(iter(TEXTS), 300)
+    assert again.content == BPE.content and again.sha256 == BPE.sha256 and BPE.vocab_size == 300
+    for tokenizer in (BPE, ByteTokenizer(), CharTokenizer("bca", eod=True), CharTokenizer("x\n")):
+        tokenizer.save(tmp_path)
+        loaded = load_tokenizer(tmp_path)
+        assert (loaded.sha256, loaded.vocab_size, loaded.eod_id) == (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id)
+
+
+def test_text_cannot_forge_the_end_of_a_document():
+    ids = BPE.encode("a<|endoftext|>b")
+    assert BPE.eod_id not in ids and BPE.decode(ids) == "a<|endoftext|>b"
+    assert BPE.decode([*ids, BPE.eod_id]) == "a<|endoftext|>b"
+
+
+def test_characters():
+    tokenizer = load_tokenizer("chars:hello")
+    assert (tokenizer.characters, tokenizer.vocab_size, tokenizer.eod_id) == ("ehlo", 4, None)
+    assert tokenizer.encode("hole").tolist() == [1, 3, 2, 0]
+    with pytest.raises(DataError, match=r"'é' \(U\+00E9\) is not in the tokenizer's vocabulary"):
+        tokenizer.encode("hé")
+    assert tokenizer.known("hé lo") == "hlo"
+
+
+def test_given_tokenizer_and_its_end_of_document(tmp_path):
+    inner = tokenizers.Tokenizer.from_str(BPE.content.decode())
+    inner.add_special_tokens(["<stop>"])
+    inner.enable_truncation(2)
+    (tmp_path / "tokenizer.json").write_text(inner.to_str())
+    assert load_tokenizer(tmp_path).eod_id == BPE.eod_id
+    assert load_tokenizer(tmp_path / "tokenizer.json", eod="<stop>").eod_id == 300
+    assert len(load_tokenizer(tmp_path).encode("the cat sat on the mat")) > 2
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
+    assert load_tokenizer(tmp_path).eod_id == 300 and load_tokenizer(tmp_path).vocab_size == 301
+    with pytest.raises(DataError, match=r"no token '</absent>'.*Name a tokenizer.json"):
+        load_tokenizer(tmp_path, eod="</absent>")
+
+
+def test_bad_tokenizers_say_what_to_do(tmp_path):
+    with pytest.raises(DataError, match=r"tokenizer=.*absent.*No such file.*or `bytes`"):
+        load_tokenizer(tmp_path / "absent")
+    for content in ("{", "[]", '{"model": {}}', '{"type": "chars"}'):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(DataError, match=r"is not usable.*Name a tokenizer.json"):
+            load_tokenizer(tmp_path)
+    with pytest.raises(UsageError, match=r"bpe:100 must have at least 257"):
+        train_bpe([], 100)
+
+
+def test_tokenizer_beside_a_manifest_must_be_its_own(tmp_path):
+    entry = {"name": "mine", "sha256": BPE.sha256, "vocab_size": 300, "special_ids": {"eod": 5}}
+    Manifest(entry, "uint16", "append", 0, ()).save(tmp_path)
+    BPE.save(tmp_path)
+    assert (load_tokenizer(tmp_path).name, load_tokenizer(tmp_path).eod_id) == ("mine", 5)
+    JsonTokenizer(BPE.content + b"\n", "other").save(tmp_path)
+    with pytest.raises(DataError, match=r"expected sha256 .* Restore the file"):
+        load_tokenizer(tmp_path)
