@@ -1,0 +1,431 @@
+"""The rules of the house, read from the syntax trees: nothing of the project is imported here, except in a process of its own.
+
+Each rule is a function from a `Project` to a list of problems, so that the rules themselves are tested on small made-up
+projects below. Every problem says where it is, what is wrong and what to do.
+"""
+
+import ast
+import dataclasses
+import functools
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CORE = ("data_pipeline", "maxtrain")
+CODE = (*CORE, "configs", "benchmarks")
+
+# A room is a package or module with everything below it; "maxtrain" itself stands for its __init__.py only.
+FLOORS = {
+    "data_pipeline": 0,
+    "maxtrain": 0,
+    "maxtrain.config": 1,
+    "configs": 2,
+    "maxtrain.parallel": 2,
+    "maxtrain.ops": 3,
+    "maxtrain.models": 4,
+    **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
+    **dict.fromkeys(["maxtrain.train", "maxtrain.generate", "maxtrain.evaluate", "maxtrain.weights", "maxtrain.posttrain"], 6),
+    **dict.fromkeys(["maxtrain.cli", "maxtrain.__main__", "maxtrain.launch", "maxtrain.sweep", "maxtrain.supervise"], 7),
+    "benchmarks": 8,
+}
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+ROOMS_WITHOUT_JAX = ("data_pipeline", "maxtrain.config", "configs")
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+MAX_CORE_LINES = 6_000
+
+# Calls that touch a device, the environment, the file system, the terminal or another package's settings.
+EFFECTS = re.compile(
+    r"(print|open|input|sys\.path|signal\.signal|logging\.basicConfig|matplotlib\.(use|pyplot)|(numpy\.)?random\.seed"
+    r"|os\.(getenv|putenv|mkdir|makedirs)|warnings\.(filterwarnings|simplefilter)"
+    r"|jax\.(devices|local_devices|device_count|local_device_count|process_index|process_count|default_backend|device_put"
+    r"|make_mesh|config|distributed|random|numpy))(\.|$)"
+)
+HARMLESS = {"jax.numpy.dtype", "jax.numpy.finfo", "jax.numpy.iinfo"}
+REGISTRATIONS = re.compile(r"(.*\.)?(register\w*|add_representer|add_constructor|defvjp|defjvps?|def_partition)")
+
+FORBIDDEN_TEXT = {
+    r"(?<![\w.~])/(home|root|Users|work)/\w": "an absolute path of one machine: write it relative to the repository, or with ~",
+    r"\.\./shared\b": "a path outside the repository: copy what is needed into it",
+    r"\b(TODO|FIXME|XXX)\b": "unfinished work: finish it, or describe the limit in the docstring",
+    r"^(<{7}|>{7}) ": "a merge conflict: resolve it",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Import:
+    """One imported name, absolute and dotted; `from a import b` is a.b, which may be a module or something in one."""
+
+    line: int
+    name: str
+    in_function: bool
+    typing_only: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """One source file."""
+
+    name: str
+    path: str
+    is_package: bool
+    text: str
+    tree: ast.Module
+
+    @functools.cached_property
+    def imports(self) -> list[Import]:
+        return list(self._imports(self.tree, False, False))
+
+    def _imports(self, node: ast.AST, in_function: bool, typing_only: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            yield from (Import(node.lineno, alias.name, in_function, typing_only) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
+            parts = parent[: len(parent) - node.level + 1] if node.level else []
+            base = ".".join([*parts, node.module] if node.module else parts)
+            yield from (Import(node.lineno, f"{base}.{alias.name}", in_function, typing_only) for alias in node.names)
+        in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing_only |= isinstance(node, ast.If) and dotted(node.test, {}).endswith("TYPE_CHECKING")
+        for child in ast.iter_child_nodes(node):
+            yield from self._imports(child, in_function, typing_only)
+
+
+class Project:
+    """The source files below a directory, by dotted name."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.modules = {module.name: module for top in CODE for module in self._read(top)}
+        self.tests = [(path.relative_to(root).as_posix(), path.read_text()) for path in sorted(root.glob("tests/**/*.py"))]
+
+    def _read(self, top: str) -> Iterator[Module]:
+        for path in sorted(self.root.glob(f"{top}/**/*.py")):
+            relative, text = path.relative_to(self.root), path.read_text()
+            parts = relative.with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package else parts)
+            yield Module(name, relative.as_posix(), is_package, text, ast.parse(text))
+
+    def resolve(self, name: str) -> str | None:
+        """The module of ours that an imported name is, or is in; None for other people's."""
+        while name and name not in self.modules:
+            name = name.rpartition(".")[0]
+        return name or None
+
+    def own_imports(self, module: Module) -> Iterator[tuple[Import, str]]:
+        for entry in module.imports:
+            target = self.resolve(entry.name)
+            if target is not None and target != module.name:
+                yield entry, target
+
+
+def dotted(node: ast.AST, aliases: dict[str, str]) -> str:
+    """`np.random.seed` as "numpy.random.seed", given {"np": "numpy"}; empty for anything but names and attributes."""
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id, node.id)
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value, aliases)
+        return f"{base}.{node.attr}" if base else ""
+    return ""
+
+
+def room_of(name: str) -> str | None:
+    """The longest entry of FLOORS that holds the module; None if there is none."""
+    rooms = [room for room in FLOORS if name == room or (room != "maxtrain" and name.startswith(room + "."))]
+    return max(rooms, key=len, default=None)
+
+
+def rooms_without_a_floor(project: Project) -> list[str]:
+    return [
+        f"{m.path}: no floor is known for {name}. Add its room to FLOORS in tests/test_architecture.py and to CONTRIBUTING.md."
+        for name, m in project.modules.items()
+        if room_of(name) is None
+    ]
+
+
+def imports_upward(project: Project) -> list[str]:
+    problems = []
+    for name, module in project.modules.items():
+        package = name if module.is_package else name.rpartition(".")[0]
+        for entry, target in project.own_imports(module):
+            here, there = room_of(name), room_of(target)
+            if here is None or there is None or here == there:
+                continue
+            floor, other = FLOORS[here], FLOORS[there]
+            outside = name.startswith(CORE) and not target.startswith(CORE)
+            if outside or not (other < floor or (other == floor and package and target.startswith(package + "."))):
+                problems.append(
+                    f"{module.path}:{entry.line} (floor {floor}) imports {target} (floor {other}). Move what both need to a "
+                    f"lower floor, or let the caller pass it in as an argument."
+                )
+    return problems
+
+
+def circles(project: Project) -> list[str]:
+    graph = {name: {target for _, target in project.own_imports(module)} for name, module in project.modules.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [f"circle: {' <- '.join(error.args[1])}. Move what they share into a module below all of them."]
+    return []
+
+
+def own_imports_in_functions(project: Project) -> list[str]:
+    return [
+        f"{module.path}:{entry.line} imports {target} inside a function. Move it to the top of the file; "
+        f"if that makes a circle, move what both need into a module below."
+        for module in project.modules.values()
+        if module.path != "maxtrain/cli.py"
+        for entry, target in project.own_imports(module)
+        if entry.in_function
+    ]
+
+
+def jax_where_it_must_not_be(project: Project) -> list[str]:
+    """Imported anywhere in these rooms, or by importing them: what they import is followed, and the packages around it."""
+    problems = []
+    for start in project.modules.values():
+        if not start.name.startswith(ROOMS_WITHOUT_JAX):
+            continue
+        queue, seen = [(start, start.name)], {start.name}
+        for module, chain in queue:
+            for entry in module.imports:
+                runs = not entry.typing_only and (module is start or not entry.in_function)
+                if runs and entry.name.split(".")[0] in JAX:
+                    problems.append(
+                        f"{module.path}:{entry.line} imports {entry.name}, reached from {chain}. {start.name} must start fast, "
+                        f"without jax: use numpy, or move the part that needs jax to maxtrain/parallel or above."
+                    )
+                target = project.resolve(entry.name) if runs else None
+                parents = [target.rsplit(".", i)[0] for i in range(target.count(".") + 1)] if target else []
+                for name in parents:
+                    if name in project.modules and name not in seen:
+                        seen.add(name)
+                        queue.append((project.modules[name], f"{chain} -> {name}"))
+    return problems
+
+
+def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that run when the module is imported: no function bodies, no `if __name__ == "__main__"`, no annotations."""
+    yield node
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        children = [*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d is not None)]
+    elif isinstance(node, ast.Lambda):
+        children = []
+    elif isinstance(node, ast.If) and re.match(r"__name__ ==|(typing\.)?TYPE_CHECKING", ast.unparse(node.test)):
+        children = node.orelse
+    elif isinstance(node, ast.AnnAssign):
+        children = [] if node.value is None else [node.value]
+    else:
+        children = ast.iter_child_nodes(node)
+    for child in children:
+        yield from executed_at_import(child)
+
+
+def effects_at_import(project: Project) -> list[str]:
+    problems = []
+    for module in project.modules.values():
+        aliases = {}
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import):
+                aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        for node in executed_at_import(module.tree):
+            called = dotted(node.func, aliases) if isinstance(node, ast.Call) else ""
+            mentioned = dotted(node, aliases)
+            is_bare = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+            bare = dotted(node.value.func, aliases) or ast.unparse(node.value.func) if is_bare else ""
+            if EFFECTS.match(called) and called not in HARMLESS:
+                what = f"calls {called}"
+            elif mentioned == "os.environ":
+                what = "uses os.environ"
+            elif bare and not REGISTRATIONS.fullmatch(bare):
+                what = f"calls {bare} for its effect"
+            else:
+                continue
+            problems.append(
+                f"{module.path}:{node.lineno} {what} when imported. Importing does nothing: move it into a function."
+            )
+    return problems
+
+
+def too_long(project: Project) -> list[str]:
+    problems = []
+    files = [(module.path, module.text) for module in project.modules.values()] + project.tests
+    for path, text in files:
+        if (lines := len(text.splitlines())) > MAX_FILE_LINES:
+            problems.append(f"{path} has {lines} lines, at most {MAX_FILE_LINES} are allowed. Split it by what it is about.")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= MAX_FUNCTION_LINES:
+                lines = node.end_lineno - node.lineno + 1
+                problems.append(
+                    f"{path}:{node.lineno} {node.name} has {lines} lines, at most {MAX_FUNCTION_LINES} are allowed. "
+                    f"Take a step of it out into a function with a name."
+                )
+    return problems
+
+
+def core_too_large(project: Project) -> list[str]:
+    sizes = {m.path: len(m.text.splitlines()) for m in project.modules.values() if m.name.startswith(CORE)}
+    if sum(sizes.values()) <= MAX_CORE_LINES:
+        return []
+    largest = ", ".join(f"{path} {sizes[path]}" for path in sorted(sizes, key=sizes.get, reverse=True)[:5])
+    return [f"the core has {sum(sizes.values())} lines, at most {MAX_CORE_LINES}. Remove what repeats; largest: {largest}."]
+
+
+def unasserted_tests(project: Project) -> list[str]:
+    problems = []
+    for path, text in project.tests:
+        for node in ast.walk(ast.parse(text)):
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test"):
+                continue
+            called = [dotted(call.func, {}) for call in ast.walk(node) if isinstance(call, ast.Call)]
+            helpers = [name for name in called if re.match(r"_?(assert|check)_", name.rpartition(".")[2])]
+            checks = {"pytest.raises", "pytest.warns", "pytest.fail"}.intersection(called)
+            if not (helpers or checks or any(isinstance(child, ast.Assert) for child in ast.walk(node))):
+                problems.append(
+                    f"{path}:{node.lineno} {node.name} asserts nothing. Use assert, pytest.raises or np.testing.assert_*, or "
+                    f"name the helper that asserts assert_* or check_*."
+                )
+    return problems
+
+
+def forbidden_text(project: Project) -> list[str]:
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=project.root, capture_output=True, text=True)
+    tracked = [project.root / name for name in listing.stdout.split("\0") if name]
+    problems = []
+    for path in tracked or project.root.rglob("*"):
+        if path == Path(__file__) or not path.is_file() or b"\0" in (content := path.read_bytes()):
+            continue
+        for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
+            for pattern, reason in FORBIDDEN_TEXT.items():
+                if found := re.search(pattern, line):
+                    problems.append(f"{path.relative_to(project.root)}:{number} has {found.group()!r}, {reason}.")
+    return problems
+
+
+RULES = [
+    rooms_without_a_floor,
+    imports_upward,
+    circles,
+    own_imports_in_functions,
+    jax_where_it_must_not_be,
+    effects_at_import,
+    too_long,
+    core_too_large,
+    unasserted_tests,
+    forbidden_text,
+]
+
+
+@pytest.fixture(scope="module")
+def ours() -> Project:
+    return Project(ROOT)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_house(rule, ours):
+    problems = rule(ours)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+IMPORT_ALL = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "a device was touched"
+"""
+
+
+def test_importing_everything_is_silent_and_touches_no_device(ours):
+    names = [name for name in ours.modules if name.startswith(CORE) and not name.endswith("__main__")]
+    result = subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), result.stderr[-3000:]
+
+
+# Small projects, each of which breaks a rule in one way: files, and a part of the message.
+LONG = "def f():\n" + "    x = 1\n" * 80
+BROKEN = [
+    (rooms_without_a_floor, {"maxtrain/attic/a.py": ""}, "Add its room to FLOORS"),
+    (imports_upward, {"maxtrain/ops/a.py": "from maxtrain.models import b", "maxtrain/models/b.py": ""}, "a lower floor"),
+    (
+        imports_upward,
+        {"maxtrain/ops/a.py": "from ..train import b", "maxtrain/train.py": ""},
+        "imports maxtrain.train (floor 6)",
+    ),
+    (
+        imports_upward,
+        {"maxtrain/observe/a.py": "import maxtrain.training.b", "maxtrain/training/b.py": ""},
+        "(floor 5) imports",
+    ),
+    (imports_upward, {"data_pipeline/a.py": "import maxtrain", "maxtrain/__init__.py": ""}, "imports maxtrain (floor 0)"),
+    (imports_upward, {"maxtrain/cli.py": "import benchmarks.a", "benchmarks/a.py": ""}, "pass it in as an argument"),
+    (circles, {"maxtrain/ops/a.py": "from maxtrain.ops import b", "maxtrain/ops/b.py": "import maxtrain.ops.a"}, "below all"),
+    (
+        own_imports_in_functions,
+        {"maxtrain/train.py": "def f():\n    from data_pipeline import plan", "data_pipeline/plan.py": ""},
+        "Move it to the top",
+    ),
+    (jax_where_it_must_not_be, {"data_pipeline/a.py": "def f():\n    import jax.numpy as jnp"}, "use numpy"),
+    (
+        jax_where_it_must_not_be,
+        {"maxtrain/config/a.py": "import maxtrain.ops.b", "maxtrain/ops/__init__.py": "import flax", "maxtrain/ops/b.py": ""},
+        "reached from maxtrain.config.a -> maxtrain.ops",
+    ),
+    (effects_at_import, {"maxtrain/ops/a.py": "import jax\nN = len(jax.devices())"}, "calls jax.devices"),
+    (effects_at_import, {"maxtrain/ops/a.py": "import jax.numpy as jnp\ndef f(x=jnp.zeros(3)): ..."}, "calls jax.numpy.zeros"),
+    (effects_at_import, {"maxtrain/train.py": "from os import environ\nenviron['A'] = 'b'"}, "uses os.environ"),
+    (effects_at_import, {"maxtrain/train.py": "import logging\nlogging.basicConfig()"}, "calls logging.basicConfig"),
+    (effects_at_import, {"maxtrain/train.py": "def f(): ...\nf()"}, "move it into a function"),
+    (too_long, {"tests/test_a.py": "\n" * 501}, "Split it"),
+    (too_long, {"maxtrain/train.py": LONG}, "f has 81 lines"),
+    (core_too_large, {f"maxtrain/ops/a{i}.py": "\n" * 401 for i in range(15)}, "has 6015 lines"),
+    (unasserted_tests, {"tests/ops/test_a.py": "def test_it():\n    print(1)"}, "test_it asserts nothing"),
+    (forbidden_text, {"docs/a.md": "cd /ho" + "me/me/maxtrain"}, "relative to the repository"),
+    (forbidden_text, {"a.toml": "<<<<" + "<<< HEAD"}, "resolve it"),
+]
+SOUND = {
+    "data_pipeline/plan.py": "import numpy as np\nA = np.zeros(3)",
+    "maxtrain/__init__.py": '__version__ = "0"',
+    "maxtrain/config/load.py": "import os\nfrom data_pipeline import plan\n\ndef home():\n    return os.environ['HOME']",
+    "maxtrain/ops/norm.py": (
+        "import jax\nimport jax.numpy as jnp\n"
+        "@jax.custom_vjp\ndef f(x): ...\nf.defvjp(f, f)\nSMALLEST = jnp.finfo(jnp.float32).min"
+    ),
+    "maxtrain/models/llama.py": "from ..ops.norm import f\nfrom maxtrain.config import load",
+    "maxtrain/train.py": (
+        "import maxtrain.weights.hf\nfrom maxtrain import __version__\nif __name__ == '__main__':\n    print(__version__)"
+    ),
+    "maxtrain/weights/hf.py": "from typing import TYPE_CHECKING",
+    "maxtrain/cli.py": "def main():\n    from maxtrain import train",
+    "benchmarks/data.py": "from data_pipeline.plan import A",
+    "tests/ops/test_norm.py": "def test_a():\n    np.testing.assert_allclose(1, 1)\ndef test_b():\n    check_same(1)",
+    "README.md": "python -m maxtrain.train output_dir=~/runs  # see ./configs/home/a.py",
+}
+
+
+def write(root: Path, files: dict[str, str]) -> Project:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return Project(root)
+
+
+@pytest.mark.parametrize(("rule", "files", "expected"), BROKEN)
+def test_a_broken_rule_is_found_and_its_mend_named(rule, files, expected, tmp_path):
+    problems = rule(write(tmp_path, files))
+    assert len(problems) >= 1 and all(expected in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_sound_project_passes(rule, tmp_path):
+    assert rule(write(tmp_path, SOUND)) == []
