@@ -1,0 +1,137 @@
+"""What a person sees while a run goes on: a live line in a terminal, plain lines in a file or a pipe, or nothing.
+
+Only prints. The numbers are those of a record of metrics (see `metrics.py`); one that is not in the record is left out.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from rich.console import Console, ConsoleOptions
+from rich.live import Live
+from rich.text import Text
+
+from maxtrain.observe import human
+
+_LONGEST_BAR = 30
+_SHORTEST_BAR = 8
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+class Progress:
+    """Shows a run from `with Progress(...) as progress:` to the end of the block. Make it on process 0 only.
+
+    Args:
+        mode: "rich" draws a live line, "plain" prints a line for each record, "off" prints nothing, "auto" is rich in a
+            terminal and plain elsewhere.
+        total_steps: optimizer steps of the whole run.
+        console: where to print; None: standard output.
+    """
+
+    def __init__(self, mode: Literal["auto", "rich", "plain", "off"], total_steps: int, console: Console | None = None):
+        self.console = console or Console(force_terminal=True if mode == "rich" else None, highlight=False)
+        self.mode = ("rich" if self.console.is_terminal else "plain") if mode == "auto" else mode
+        self._total = total_steps
+        self._step = 0
+        self._record: Mapping[str, Any] = {}
+        self._phase: tuple[str, float] | None = None
+        self._live = Live(self, console=self.console, refresh_per_second=5) if self.mode == "rich" else None
+
+    def __enter__(self) -> "Progress":
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._phase = None
+        if self._live:
+            self._live.stop()
+
+    def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
+        """Say that a step is done.
+
+        Args:
+            step: number of finished optimizer steps.
+            record: metrics, if there are new ones; the live line goes on showing the last it got.
+        """
+        self._step, self._phase = step, None
+        if record is not None:
+            self._record = record
+            if self.mode == "plain":
+                self._print(self._words(), style="")
+
+    def phase(self, text: str) -> None:
+        """Say what takes its time now, until the next update or phase; an empty text ends it."""
+        self._phase = (text, time.monotonic()) if text else None
+        if text and self.mode == "plain":
+            self._print(text, style="")
+        if self._live:
+            self._live.refresh()
+
+    def message(self, text: str, style: str = "") -> None:
+        """Leave a line standing above the live one.
+
+        Args:
+            text: one or more lines, without markup.
+            style: a rich style such as "green", for terminals.
+        """
+        if self.mode != "off":
+            self._print(text, style)
+
+    def evaluated(self, step: int, name: str, values: Mapping[str, Any]) -> None:
+        """Leave a line with the result of an evaluation.
+
+        Args:
+            step: number of finished optimizer steps.
+            name: the evaluation set.
+            values: nll (nats per token), and if known perplexity, bits_per_byte and tokens.
+        """
+        words = [f"{self._steps(step)}  eval {name}: nll {values['nll']:.4f}"]
+        words += [f"perplexity {values['perplexity']:.4g}"] if "perplexity" in values else []
+        words += [f"{values['bits_per_byte']:.4f} bits/byte"] if values.get("bits_per_byte") is not None else []
+        words += [f"({human.count(values['tokens'])} tokens)"] if "tokens" in values else []
+        self.message("  ".join(words), style="green")
+
+    def _print(self, text: str, style: str) -> None:
+        self.console.print(Text(text, style=style), soft_wrap=True)
+
+    def _steps(self, step: int) -> str:
+        total = f"{self._total:,}"
+        return f"step {step:>{len(total)},}/{total}"
+
+    def _words(self, learning_rate: bool = True) -> str:
+        """The last record in columns of fixed width."""
+        known = {name: value for name, value in self._record.items() if value is not None}
+        words = [self._steps(self._step)]
+        if "loss" in known:
+            words.append(f"loss {known['loss']:7.4f}")
+        if "learning_rate" in known and learning_rate:
+            words.append(f"lr {human.small(known['learning_rate'])}")
+        if "tokens_per_second" in known:
+            words.append(f"{human.count(known['tokens_per_second']):>5} tok/s")
+        if "mfu" in known:
+            words.append(f"MFU {known['mfu']:5.1%}")
+        if "step_seconds" in known and self._step < self._total:
+            words.append(f"{human.duration((self._total - self._step) * known['step_seconds']):>5} left")
+        return "  ".join(words)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """The live line in the terminal's width: the learning rate gives way to the bar, the bar to the other numbers."""
+        width = options.max_width - 1
+        words = self._words()
+        if len(words) + _SHORTEST_BAR + 2 > width:
+            words = self._words(learning_rate=False)
+        bar = min(_LONGEST_BAR, width - len(words) - 2)
+        if self._phase:
+            since = time.monotonic() - self._phase[1]
+            waited = f"  {human.duration(since)}" if since >= 1 else ""
+            words = f"{self._steps(self._step)}  {_SPINNER[int(since * 10) % len(_SPINNER)]} {self._phase[0]}{waited}"
+            bar = min(bar, width - len(words) - 2)
+        if bar >= _SHORTEST_BAR:
+            done = bar * self._step // self._total if self._total else bar
+            yield Text.assemble(("━" * done, "cyan" if done < bar else "green"), ("─" * (bar - done), "dim"), "  ", end="")
+            width -= bar + 2
+        text = Text(words, no_wrap=True, end="")
+        text.highlight_words(("step", "loss", "lr", "tok/s", "MFU", "left"), "dim")
+        text.truncate(width, overflow="ellipsis")
+        yield text

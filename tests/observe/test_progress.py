@@ -1,0 +1,81 @@
+"""A live line that fits the terminal, plain lines that align, or nothing."""
+
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from maxtrain.observe.progress import Progress
+
+RECORD = {
+    "loss": 2.34567,
+    "learning_rate": 3e-4,
+    "tokens_per_second": 12_345,
+    "mfu": 0.412,
+    "step_seconds": 0.05,
+    "other": None,
+}
+
+
+def run(mode, width=100, **terminal):
+    """What a short run prints, as it stands at its end."""
+    file = io.StringIO()
+    with Progress(mode, 2000, Console(file=file, width=width, **terminal)) as progress:
+        progress.phase("compiling the step ...")
+        progress.update(1)
+        progress.update(340, RECORD)
+        progress.evaluated(340, "val", {"nll": 2.5, "perplexity": 12.18, "bits_per_byte": 1.25, "tokens": 1_234_567})
+        progress.message("saved [the] checkpoint", style="dim")
+        progress.update(2000, RECORD | {"loss": math.nan})
+    return file.getvalue()
+
+
+def test_plain_lines_are_compact_and_aligned():
+    lines = run("plain", width=40).splitlines()
+    assert lines == [
+        "compiling the step ...",
+        "step   340/2,000  loss  2.3457  lr 3.00e-4  12.3k tok/s  MFU 41.2%   1:23 left",
+        "step   340/2,000  eval val: nll 2.5000  perplexity 12.18  1.2500 bits/byte  (1.23M tokens)",
+        "saved [the] checkpoint",
+        "step 2,000/2,000  loss     nan  lr 3.00e-4  12.3k tok/s  MFU 41.2%",
+    ]
+
+
+def test_auto_is_plain_without_a_terminal_and_live_in_one():
+    assert run("auto") == run("plain")
+    assert "\x1b[" in run("auto", force_terminal=True)
+
+
+def test_off_prints_nothing():
+    assert run("off") == ""
+
+
+def test_live_messages_stand_above_the_line():
+    output = run("rich", force_terminal=True, color_system=None)
+    assert output.count("eval val: nll 2.5000") == 1 and output.count("saved [the] checkpoint") == 1
+    assert "compiling the step ..." in output
+    assert "━" in output and output.rstrip().endswith("MFU 41.2%\n\x1b[?25h"), "the last state stays, the cursor comes back"
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
+@pytest.mark.parametrize("phase", ["", "evaluating the validation set ..."])
+def test_the_live_line_is_one_line_of_the_terminal(width, phase):
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    progress = Progress("rich", 20_000, console)
+    progress.update(1234, RECORD)
+    progress.phase(phase)
+    console.print(progress, end="")
+    (line,) = console.file.getvalue().splitlines()
+    assert len(line) < width
+    assert ("─" in line) == (width >= 80)
+    if not phase and width >= 80:
+        assert line.endswith("15:38 left") and "loss  2.3457" in line and ("lr 3.00e-4" in line) == (width > 80)
+
+
+def test_a_record_may_lack_anything():
+    file = io.StringIO()
+    with Progress("plain", 0, Console(file=file)) as progress:
+        progress.update(0, {})
+        progress.evaluated(0, "val", {"nll": 3.0})
+    assert file.getvalue() == "step 0/0\nstep 0/0  eval val: nll 3.0000\n"
