@@ -4,14 +4,14 @@ An accelerator does not complain about wrong ids (it clamps, or gives NaN or zer
 while weight decay goes on), so both are caught here, on the host, before the batch is used.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from data_pipeline.errors import DataError
 
-_DTYPES = {"inputs": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32, "loss_mask": np.float32}
+_DTYPES = {"inputs": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "float32"}
 
 
 def check_batch(arrays: dict[str, np.ndarray], shape: tuple[int, int], vocab_size: int, describe: Callable[[int], str]) -> None:
@@ -27,41 +27,31 @@ def check_batch(arrays: dict[str, np.ndarray], shape: tuple[int, int], vocab_siz
         DataError: names the row, its source, the value and the mend.
     """
     mend = "Run with data.verify=full to find a damaged shard, or prepare this source again"
-    if arrays.keys() != _DTYPES.keys():
-        raise DataError(f"batch has arrays {', '.join(sorted(arrays))}; it must have {', '.join(sorted(_DTYPES))}. {mend}.")
-    for name, array in arrays.items():
-        if array.shape != shape or array.dtype != _DTYPES[name]:
-            found, expected = f"{array.dtype} {array.shape}", f"{np.dtype(_DTYPES[name])} {shape}"
-            raise DataError(f"batch: {name} is {found}, it must be {expected}. {mend}.")
+    found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
+    expected = {name: (shape, dtype) for name, dtype in _DTYPES.items()}
+    for name in sorted(found | expected):
+        if found.get(name) != expected.get(name):
+            raise DataError(f"batch: {name} is {found.get(name)}, but must be {expected.get(name)}. {mend}.")
+    for name, wrong, rule in _invariants(arrays, vocab_size):
+        if wrong.any():
+            row, column = np.argwhere(wrong)[0].tolist()
+            where = f"batch row {row} ({describe(row)}), position {column}"
+            raise DataError(f"{where}: {name}={arrays[name][row, column]}, but {rule}. {mend}.")
+
+
+def _invariants(arrays: dict[str, np.ndarray], vocab_size: int) -> Iterator[tuple[str, np.ndarray, str]]:
+    """(array, where it is wrong, the rule). A negative int32 seen as uint32 is huge, so one comparison checks both ends."""
     segments, mask = arrays["segment_ids"], arrays["loss_mask"]
-    checks = []
-    for name in ("inputs", "targets", "positions"):
-        bound = shape[1] if name == "positions" else vocab_size
-        if array_max(arrays[name]) >= bound:
-            checks.append((name, arrays[name].view(np.uint32) >= bound, f"outside [0, {bound:,})"))
+    for name in ("inputs", "targets"):
+        yield name, arrays[name].view(np.uint32) >= vocab_size, f"ids must be in [0, {vocab_size:,})"
+    yield "positions", arrays["positions"].view(np.uint32) >= segments.shape[1], f"must be in [0, {segments.shape[1]:,})"
+    rule = "segments must count 1, 2, ... with 0 only at the end"
+    yield "segment_ids", segments[:, :1].view(np.uint32) > 1, rule
     left, right = segments[:, :-1], segments[:, 1:]
-    steps = (right - left).view(np.uint32)
-    ends = right == 0
-    if segments[:, :1].view(np.uint32).max(initial=0) > 1 or not ((steps <= 1) & (left != 0) | ends).all():
-        wrong = np.zeros(shape, bool)
-        wrong[:, :1] = segments[:, :1].view(np.uint32) > 1
-        wrong[:, 1:] = ~((steps <= 1) & (left != 0) | ends)
-        checks.append(("segment_ids", wrong, "out of order: they must count 1, 2, ... with 0 only at the end"))
-    padding_has_weight = (mask != 0) & (segments == 0)
-    if padding_has_weight.any():
-        checks.append(("loss_mask", padding_has_weight, "not 0 on padding"))
-    if not (mask.min(initial=0) >= 0 and mask.max(initial=0) < np.inf):
-        checks.append(("loss_mask", ~((mask >= 0) & (mask < np.inf)), "negative or not finite"))
-    if checks:
-        name, wrong, rule = checks[0]
-        row, column = np.argwhere(wrong)[0].tolist()
-        where = f"batch row {row} ({describe(row)}), position {column}"
-        raise DataError(f"{where}: {name}={arrays[name][row, column]} is {rule}. {mend}.")
-
-
-def array_max(array: np.ndarray) -> int:
-    """Largest value with negative ones counted as huge, so that one pass checks both ends of a range."""
-    return int(array.view(np.uint32).max(initial=0))
+    follows = ((right - left).view(np.uint32) <= 1) & (left != 0) | (right == 0)
+    yield "segment_ids", np.pad(~follows, ((0, 0), (1, 0))), rule
+    yield "loss_mask", (mask != 0) & (segments == 0), "padding must have no weight"
+    yield "loss_mask", ~((mask >= 0) & (mask < np.inf)), "weights must be finite and at least 0"
 
 
 class Verdict(NamedTuple):

@@ -1,0 +1,251 @@
+"""Loading: the host's batch of step s, by number or as a stream read ahead by grain.
+
+One grain element is this host's whole batch of one step, so the number of workers and threads can't change the order, and
+grain's own iterator state is never needed: `iterate(start_step)` begins anywhere. Training goes by the plan; evaluation
+reads a set exactly once, in order, with rows of zero weight to fill its last batch.
+"""
+
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import grain
+import numpy as np
+from absl import flags
+from grain import experimental
+
+from data_pipeline.config import DataConfig
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.guard import check_batch
+from data_pipeline.packing import Window, count_rows, pack, phase
+from data_pipeline.plan import Plan, PlanSource, Rows
+from data_pipeline.shards import Manifest, TokenShards
+from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+
+_BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-up
+
+
+class Batch(NamedTuple):
+    """One host's batch of one step.
+
+    `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows;
+    `num_targets` and `num_positions` count those. `digest` identifies the rows of the whole global batch, so it is the same
+    on every host. `epochs`: passes over each source before this step.
+    """
+
+    step: int
+    arrays: dict[str, np.ndarray]
+    num_targets: int
+    num_positions: int
+    digest: str
+    epochs: dict[str, float]
+
+
+class _Dataset:
+    """What training and evaluation share. Pickled by its parts, so that workers open the files themselves."""
+
+    def __init__(self, config: DataConfig, vocab_size: int):
+        self.config, self.vocab_size = config, vocab_size
+
+    def _pack(
+        self, step: int, all_rows: Rows, windows: list[Window], epochs: dict[str, float], describe: Callable[[int], str]
+    ) -> Batch:
+        length = self.config.seq_length
+        across, restart = self.config.attend_across_documents, self.config.restart_positions
+        arrays = pack(windows, length, restart_positions=restart, attend_across_documents=across)
+        check_batch(arrays, (len(windows), length), self.vocab_size, describe)
+        digest = hashlib.blake2b(np.stack([np.full_like(all_rows.row, step), *all_rows]).astype("<i8").tobytes(), digest_size=8)
+        num_targets = int(np.count_nonzero(arrays["loss_mask"]))
+        return Batch(step, arrays, num_targets, len(windows) * length, digest.hexdigest(), epochs)
+
+    def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
+        workers, prefetch = self.config.workers, self.config.prefetch
+        options = grain.ReadOptions(num_threads=1 if workers else 2, prefetch_buffer_size=1 if workers else prefetch)
+        stream = grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options)
+        if workers:
+            if not flags.FLAGS.is_parsed():  # grain's workers read its flags, and our programs do not parse absl's
+                flags.FLAGS.mark_as_parsed()
+            stream = stream.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=-(-prefetch // workers)))
+            # Through pipes: shared memory is slower for such arrays, 64 MB in many containers, and leaks when interrupted.
+            stream = experimental.WithOptionsIterDataset(stream, options=experimental.DatasetOptions(min_shm_size=1 << 62))
+        iterator = iter(stream)
+        try:
+            yield from iterator
+        finally:
+            iterator.close()
+
+
+class TrainingData(_Dataset):
+    """The training stream. Build it with `open_training`; `plan` says what is read when.
+
+    Args:
+        config: the `data` section.
+        plan: the solved plan.
+        shards: open shards of every source, in the order of `plan.names`.
+    """
+
+    def __init__(self, config: DataConfig, plan: Plan, shards: list[TokenShards]):
+        super().__init__(config, shards[0].vocab_size)
+        self.plan, self.shards = plan, shards
+        self._steps_per_block = max(1, _BLOCK_ROWS // plan.batch_size)
+        self._block = functools.lru_cache(maxsize=8)(self._read_block)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainingData, (self.config, self.plan, self.shards)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of all sources, read when first used."""
+        return load_tokenizer(self.shards[0].path)
+
+    @property
+    def text_bytes_per_token(self) -> float:
+        """UTF-8 bytes of text behind one token, over the mixture that the plan reads."""
+        drawn = np.array(self.plan.drawn_at(self.plan.num_steps), np.float64)
+        return float(drawn @ [s.text_bytes / s.num_tokens for s in self.shards] / drawn.sum())
+
+    def fingerprint_at(self, step: int) -> str:
+        """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on to go on from it."""
+        content = (self.plan.fingerprint_at(step), self.config.restart_positions, self.config.attend_across_documents)
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of all batches of the run, hex."""
+        return self.fingerprint_at(self.plan.num_steps)
+
+    def _read_block(self, block: int) -> Rows:
+        first, last = (min(b * self._steps_per_block, self.plan.num_steps) for b in (block, block + 1))
+        return self.plan.rows(first * self.plan.batch_size, last * self.plan.batch_size)
+
+    def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
+        """The batch of a step: a pure function of (config, manifests, seed, step).
+
+        Args:
+            step: 0 <= step < plan.num_steps.
+            rows: which rows of the global batch this host reads, in this order; None: all.
+
+        Raises:
+            DataError: a shard is damaged, or a batch breaks an invariant.
+        """
+        assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
+        block, within = divmod(step, self._steps_per_block)
+        size, length = self.plan.batch_size, self.config.seq_length
+        all_rows = Rows(*(part[within * size : (within + 1) * size] for part in self._block(block)))
+        mine = list(zip(*(part.tolist() for part in (all_rows if rows is None else all_rows.take(rows)))))
+
+        def window(source: int, epoch: int, row: int) -> Window:
+            shards = self.shards[source]
+            first = phase(self.plan.seed, shards.uid, epoch, shards.num_tokens) + row * length
+            return Window(shards, first, min(length, shards.num_tokens - row * length))
+
+        def describe(index: int) -> str:
+            source, epoch, row = mine[index]
+            return f"step {step}, source '{self.plan.names[source]}' in {self.shards[source].path}, epoch {epoch}, row {row}"
+
+        return self._pack(step, all_rows, [window(*row) for row in mine], self.plan.epochs_at(step), describe)
+
+    def iterate(self, start_step: int, rows: np.ndarray | None = None, stop_step: int | None = None) -> Iterator[Batch]:
+        """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
+        stop = self.plan.num_steps if stop_step is None else stop_step
+        return self._iterate(start_step, stop, functools.partial(self.batch, rows=rows))
+
+
+class EvaluationData(_Dataset):
+    """A held-out set, every token a target exactly once, in order. Build it with `open_evaluation`.
+
+    `num_tokens` is the number of targets in the whole set and `text_bytes` the text behind them; they and `num_batches`
+    come from the manifest, so hosts can't disagree.
+    """
+
+    def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
+        super().__init__(config, shards.vocab_size)
+        self.batch_size, self.shards, self.manifest, self.text_bytes = batch_size, shards, shards.manifest, shards.text_bytes
+        self.num_tokens = shards.num_tokens - (shards.num_documents if shards.manifest.eod == "none" else 0)
+        self.num_batches = -(-count_rows(shards.num_tokens, config.seq_length) // batch_size)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EvaluationData, (self.config, self.batch_size, self.shards)
+
+    def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
+        """Batch number `step`; rows past the end of the set are padding of zero weight. See `TrainingData.batch`."""
+        assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
+        every = step * self.batch_size + np.arange(self.batch_size)
+        mine, length, total = (every if rows is None else every[rows]).tolist(), self.config.seq_length, self.shards.num_tokens
+        windows = [Window(self.shards, row * length - 1, max(0, min(length, total - row * length))) for row in mine]
+        all_rows = Rows(np.zeros_like(every), np.zeros_like(every), every)
+        return self._pack(step, all_rows, windows, {}, lambda index: f"{self.shards.path}, row {mine[index]}")
+
+    def iterate(self, rows: np.ndarray | None = None, num_batches: int | None = None) -> Iterator[Batch]:
+        """The first `num_batches` batches (None: all) in order, read ahead by grain."""
+        stop = self.num_batches if num_batches is None else min(num_batches, self.num_batches)
+        return self._iterate(0, stop, functools.partial(self.batch, rows=rows))
+
+
+def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
+    """Check that data that meets one model was made with one tokenizer.
+
+    Args:
+        manifests: by the config key that names the data.
+
+    Raises:
+        ConfigError: names the first set that differs.
+    """
+    first, *others = manifests.items()
+    for where, manifest in others:
+        ours, theirs = first[1].tokenizer, manifest.tokenizer
+        if theirs["sha256"] != ours["sha256"]:
+            names = [f"{t['name']} ({t['vocab_size']:,} entries, sha256 {t['sha256'][:12]})" for t in (theirs, ours)]
+            raise ConfigError(
+                f"{where} was made with tokenizer {names[0]}, but {first[0]} with {names[1]}; ids would mean different text. "
+                f"Prepare one of them again with the tokenizer of the other."
+            )
+
+
+def open_training(config: DataConfig, seed: int, steps: int | Literal["auto"]) -> TrainingData:
+    """Open all sources and solve the plan.
+
+    Args:
+        config: the `data` section.
+        seed: of the order of rows.
+        steps: optimizer steps, or "auto".
+
+    Raises:
+        ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ.
+        DataError: a directory is not whole (see `data.verify`).
+    """
+    shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
+    if shards:
+        require_one_tokenizer({f"data.sources.{name}": s.manifest for name, s in shards.items()})
+    length = config.seq_length
+    sources = {name: PlanSource(s.uid, count_rows(s.num_tokens, length), s.num_tokens) for name, s in shards.items()}
+    plan = Plan.solve(seed, length, config.batch_size, sources, config, steps)
+    return TrainingData(config, plan, [shards[name] for name in plan.names])
+
+
+def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> EvaluationData:
+    """Open a held-out set.
+
+    Args:
+        path: directory with manifest.json.
+        config: the `data` section; its row length, packing and verify apply.
+        batch_size: rows in a batch, over all hosts.
+
+    Raises:
+        DataError: the directory is not whole, or holds no target.
+    """
+    data = EvaluationData(config, batch_size, _open("eval.sets", path, config))
+    if data.num_tokens < 1:
+        raise DataError(f"eval.sets: {path} has no target tokens. Prepare it from longer documents, or leave it out.")
+    return data
+
+
+def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
+    if not str(path):
+        raise ConfigError(f"{key} is empty; it must name a directory with manifest.json. Set it to one made by `prepare`.")
+    try:
+        return TokenShards.open(path, config.verify)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
