@@ -33,7 +33,9 @@ class ModelConfig:
     init_scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0)
     attention: Literal["eager", "xla"] = key("xla", "attention kernel: the plain oracle or XLA's fused form")
     scan_layers: bool = key(True, "run layers as one scanned loop (fast compile) or unrolled (fast step)")
-    remat: Literal["none", "full", "dots", "dots_no_batch"] = key("none", "what the backward pass recomputes; see models/decoder.py")
+    remat: Literal["none", "full", "dots", "dots_no_batch"] = key(
+        "none", "what the backward pass recomputes; see models/decoder.py"
+    )
     loss_chunk: int = key(2048, "tokens whose logits exist at one time in the loss, per device; 0: all at once", low=0)
 
 
@@ -95,7 +97,9 @@ class ObserveConfig:
     tensorboard: bool = key(True, "write TensorBoard event files")
     plot: bool = key(True, "draw the curves to curves.png")
     peak_tflops: float | None = key(None, "TFLOP/s of one device for MFU; null: from the table, or measured on a CPU", above=0)
-    compilation_cache: str | None = key("~/.cache/maxtrain/jax", "directory that keeps compiled programs between runs; null: none")
+    compilation_cache: str | None = key(
+        "~/.cache/maxtrain/jax", "directory that keeps compiled programs between runs; null: none"
+    )
     profile_steps: tuple[int, ...] = key((), "write a profiler trace of these steps: first, last")
 
 

@@ -1,0 +1,39 @@
+"""Llama 3.2 1B, pretraining or going on from the published weights: 1.24 B parameters.
+
+Data: any shards with the Llama 3 tokenizer, here data/fineweb/train; one pass over them.
+Reaches: not run. The shapes and the rotary scaling are those of the published weights, so checkpoint.init_from takes them.
+Costs: about 8e9 FLOP a token, so 1 B tokens are about 6 H100 hours at 40 % of the peak; parameters, gradients and
+optimizer state take 20 GB in float32, split over mesh.fsdp.
+"""
+
+from maxtrain.config import default_config
+
+
+def get_config():
+    config = default_config()
+    config.run_name = "llama3_1b"
+    config.eval_interval = 1000
+
+    config.model.vocab_size = 128_256
+    config.model.num_layers = 16
+    config.model.embed_dim = 2048
+    config.model.mlp_dim = 8192
+    config.model.num_heads = 32
+    config.model.num_kv_heads = 8
+    config.model.head_dim = 64
+    config.model.tie_embeddings = True
+    config.model.max_length = 131_072
+    config.model.rope_scaling = "llama3"
+    config.model.rope_factor = 32.0
+    config.model.remat = "full"
+
+    config.data.sources.fineweb = {"path": "data/fineweb/train"}
+    config.data.seq_length = 4096
+    config.data.batch_size = 128  # 0.5 M tokens
+    config.data.workers = 4
+    config.eval.sets.fineweb = "data/fineweb/eval"
+
+    config.optimizer.learning_rate = 3e-4
+    config.optimizer.min_learning_rate = 3e-5
+    config.optimizer.warmup_steps = 2000
+    return config
