@@ -11,7 +11,9 @@ import graphlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -212,6 +214,26 @@ def jax_where_it_must_not_be(project: Project) -> list[str]:
     return problems
 
 
+def undeclared_dependencies(project: Project) -> list[str]:
+    """At the top of a file only the standard library and `dependencies` of pyproject.toml; extras belong inside functions."""
+    declared = tomllib.loads((project.root / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {canonical(re.match(r"[\w.-]+", requirement).group()) for requirement in declared}
+    provided = {top for top, owners in packages_distributions().items() if names & {canonical(owner) for owner in owners}}
+    known = {*provided, *sys.stdlib_module_names, *CODE}
+    return [
+        f"{module.path}:{entry.line} imports {entry.name}, not in the dependencies of pyproject.toml. Do without, or add it there "
+        f"with its reason (then `make constraints`). What only an extra brings is imported in the function that uses it."
+        for module in project.modules.values()
+        if module.name.startswith(CORE)
+        for entry in module.imports
+        if not entry.in_function and entry.name.split(".")[0] not in known
+    ]
+
+
+def canonical(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
 def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
     """Nodes that run when the module is imported: no function bodies, no `if __name__ == "__main__"`, no annotations."""
     yield node
@@ -318,6 +340,7 @@ RULES = [
     circles,
     own_imports_in_functions,
     jax_where_it_must_not_be,
+    undeclared_dependencies,
     effects_at_import,
     too_long,
     core_too_large,
@@ -354,6 +377,7 @@ def test_importing_everything_is_silent_and_touches_no_device(ours):
 
 # Small projects, each of which breaks a rule in one way: files, and a part of the message.
 LONG = "def f():\n" + "    x = 1\n" * 80
+PYPROJECT = '[project]\ndependencies = ["jax>=0.11", "numpy"]'
 BROKEN = [
     (rooms_without_a_floor, {"maxtrain/attic/a.py": ""}, "Add its room to FLOORS"),
     (imports_upward, {"maxtrain/ops/a.py": "from maxtrain.models import b", "maxtrain/models/b.py": ""}, "a lower floor"),
@@ -381,6 +405,7 @@ BROKEN = [
         {"maxtrain/config/a.py": "import maxtrain.ops.b", "maxtrain/ops/__init__.py": "import flax", "maxtrain/ops/b.py": ""},
         "reached from maxtrain.config.a -> maxtrain.ops",
     ),
+    (undeclared_dependencies, {"maxtrain/ops/a.py": "import pytest", "pyproject.toml": PYPROJECT}, "dependencies of pyproject"),
     (effects_at_import, {"maxtrain/ops/a.py": "import jax\nN = len(jax.devices())"}, "calls jax.devices"),
     (effects_at_import, {"maxtrain/ops/a.py": "import jax.numpy as jnp\ndef f(x=jnp.zeros(3)): ..."}, "calls jax.numpy.zeros"),
     (effects_at_import, {"maxtrain/train.py": "from os import environ\nenviron['A'] = 'b'"}, "uses os.environ"),
@@ -409,6 +434,7 @@ SOUND = {
     "maxtrain/cli.py": "def main():\n    from maxtrain import train",
     "benchmarks/data.py": "from data_pipeline.plan import A",
     "tests/ops/test_norm.py": "def test_a():\n    np.testing.assert_allclose(1, 1)\ndef test_b():\n    check_same(1)",
+    "pyproject.toml": PYPROJECT,
     "README.md": "python -m maxtrain.train output_dir=~/runs  # see ./configs/home/a.py",
 }
 
