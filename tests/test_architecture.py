@@ -221,7 +221,7 @@ def undeclared_dependencies(project: Project) -> list[str]:
     provided = {top for top, owners in packages_distributions().items() if names & {canonical(owner) for owner in owners}}
     known = {*provided, *sys.stdlib_module_names, *CODE}
     return [
-        f"{module.path}:{entry.line} imports {entry.name}, not in the dependencies of pyproject.toml. Do without, or add it there "
+        f"{module.path}:{entry.line} imports {entry.name}, not among `dependencies` of pyproject.toml. Do without, or add it "
         f"with its reason (then `make constraints`). What only an extra brings is imported in the function that uses it."
         for module in project.modules.values()
         if module.name.startswith(CORE)
@@ -405,7 +405,7 @@ BROKEN = [
         {"maxtrain/config/a.py": "import maxtrain.ops.b", "maxtrain/ops/__init__.py": "import flax", "maxtrain/ops/b.py": ""},
         "reached from maxtrain.config.a -> maxtrain.ops",
     ),
-    (undeclared_dependencies, {"maxtrain/ops/a.py": "import pytest", "pyproject.toml": PYPROJECT}, "dependencies of pyproject"),
+    (undeclared_dependencies, {"maxtrain/ops/a.py": "import pytest", "pyproject.toml": PYPROJECT}, "or add it with its reason"),
     (effects_at_import, {"maxtrain/ops/a.py": "import jax\nN = len(jax.devices())"}, "calls jax.devices"),
     (effects_at_import, {"maxtrain/ops/a.py": "import jax.numpy as jnp\ndef f(x=jnp.zeros(3)): ..."}, "calls jax.numpy.zeros"),
     (effects_at_import, {"maxtrain/train.py": "from os import environ\nenviron['A'] = 'b'"}, "uses os.environ"),
