@@ -3,24 +3,23 @@
 import math
 
 
-def count(value: float) -> str:
+def count(value: float, trim: bool = False) -> str:
     """A count in at most five characters and three digits: 950, 12.3k, 1.25M, 21.6B.
 
     Args:
         value: any number; its sign is kept.
+        trim: leave out zeros at the end: 12k for 12.0k.
     """
     if not math.isfinite(value):
         return str(value)
-    size = abs(value)
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size >= unit * 0.9995:
-            return f"{_three_digits(value / unit)}{name}"
-    return _three_digits(value) if size % 1 else f"{value:.0f}"
-
-
-def _three_digits(value: float) -> str:
-    size = abs(value)
-    return f"{value:.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
+    scaled, name = value, ""
+    for unit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit * 0.9995:
+            scaled, name = value / unit, letter
+            break
+    decimals = 0 if not name and value % 1 == 0 else 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+    digits = f"{scaled:.{decimals}f}"
+    return (digits.rstrip("0").rstrip(".") if trim and decimals else digits) + name
 
 
 def duration(seconds: float) -> str:

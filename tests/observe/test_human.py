@@ -21,6 +21,13 @@ def test_count(value, text):
     assert human.count(value) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"), [(12_000, "12k"), (500_000, "500k"), (1_500_000, "1.5M"), (100, "100"), (0.5, "0.5")]
+)
+def test_trimmed_count(value, text):
+    assert human.count(value, trim=True) == text
+
+
 @given(st.integers(0, 10**14))
 def test_count_is_short_and_near(value):
     text = human.count(value)

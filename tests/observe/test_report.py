@@ -1,0 +1,151 @@
+"""Curves and the summary, also of runs that are short, empty or broken."""
+
+import io
+import itertools
+import math
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from maxtrain.observe.report import plot_curves, summary, terminal_curve
+
+
+def train(step, **values):
+    return {"kind": "train", "step": step, "loss": 2 + 6 * math.exp(-step / 50), "learning_rate": 1e-3, **values}
+
+
+def evaluation(step, name="val", nll=3.0):
+    return {"kind": "eval", "step": step, "set": name, "nll": nll, "bits_per_byte": 1.0}
+
+
+RUN = [train(s, tokens_seen=s * 512, tokens_per_second=1e4) for s in range(10, 400, 10)] + [
+    evaluation(200),
+    evaluation(390, nll=2.2),
+]
+
+
+def has_color(image, red, green, blue):
+    return (np.abs(image[..., :3] - np.array([red, green, blue]) / 255).max(axis=-1) < 0.02).sum() > 20
+
+
+def test_the_picture_shows_losses_evaluations_speed_and_rate(tmp_path):
+    plot_curves(RUN, tmp_path / "curves.png", "a run", "small print")
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.png"]
+    image = matplotlib.image.imread(tmp_path / "curves.png")
+    assert image.shape[0] > 800 and image.shape[1] > 1200
+    for color in ((37, 99, 235), (234, 88, 12), (13, 148, 136), (147, 51, 234)):
+        assert has_color(image, *color), color
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [train(1)],
+        [evaluation(0)],
+        [train(1, loss=math.nan), train(2, loss=math.inf), evaluation(2, nll=math.nan)],
+        [train(s, loss=5.0, tokens_per_second=None) for s in range(3)],
+        [evaluation(s, name) for name in "abcdefgh" for s in range(30)],
+        [{"kind": "train", "step": 1}],
+    ],
+    ids=["none", "one", "only eval", "not finite", "constant", "many sets", "no numbers"],
+)
+def test_any_run_can_be_drawn(tmp_path, records):
+    plot_curves(records, tmp_path / "curves.png", "run $1_2$ — é")
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def dots_by_column(chart, height):
+    """Rows of dots, counted from the top, that are set in each column of characters."""
+    rows = [line.split("┤" if "┤" in line else "│", 1)[1] for line in chart.splitlines()[:height]]
+    masks = (0x09, 0x12, 0x24, 0xC0)
+    columns = range(max(map(len, rows)))
+    return [
+        [4 * r + j for r, row in enumerate(rows) for j in range(4) if len(row) > c and ord(row[c]) - 0x2800 & masks[j]]
+        for c in columns
+    ]
+
+
+def test_a_falling_line_falls_in_the_terminal():
+    chart = terminal_curve(range(0, 1001, 10), np.linspace(8, 2, 101), width=60, height=10)
+    lines = chart.splitlines()
+    assert len(lines) == 12 and max(map(len, lines)) == 60
+    assert lines[0].startswith("8.00 ┤") and "┤" in lines[8] and lines[-1].endswith("step 1,000")
+    columns = dots_by_column(chart, 10)
+    assert columns[0][0] == 0 and columns[-1][-1] == 39, "from the upper left to the lower right"
+    assert all(0 <= b[0] - a[-1] <= 1 for a, b in itertools.pairwise(columns)), "one connected line that only falls"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf]), max_size=80),
+    st.integers(20, 120),
+    st.integers(3, 20),
+)
+def test_a_chart_always_fits_and_has_a_dot_in_every_column(values, width, height):
+    chart = terminal_curve(range(len(values)), values, width, height)
+    if sum(map(math.isfinite, values)) < 2:
+        assert chart == ""
+        return
+    lines = chart.splitlines()
+    assert len(lines) == height + 2 and max(map(len, lines)) <= max(width, len(lines[-2]))
+    assert all(dots_by_column(chart, height))
+
+
+def test_outliers_at_the_start_do_not_squeeze_the_curve():
+    values = np.r_[[1000.0, 500.0], np.linspace(4, 2, 200)]
+    assert terminal_curve(range(202), values).startswith("3.9")
+
+
+def printed(renderable, width=80, **terminal):
+    file = io.StringIO()
+    Console(file=file, width=width, **terminal).print(renderable)
+    return file.getvalue()
+
+
+def test_the_summary_says_everything_and_fits():
+    text = printed(
+        summary(
+            run_name="quick[start]",
+            steps=1500,
+            tokens=3_072_000,
+            final_loss=2.34567,
+            evaluations={
+                "val": {"nll": 2.19, "perplexity": 8.935, "bits_per_byte": 0.95364, "tokens": 1_234_567},
+                "bare": {"nll": 3.0},
+            },
+            seconds={"eval": 20.0, "step": 130.0, "data_wait": 0.0},
+            comparison="gzip -9 reaches 1.98 bits per byte on the same text",
+            ending="the plan ended: source a finished its epochs",
+            curve=terminal_curve([1, 2, 3], [3.0, 2.0, 1.0], width=60),
+            files={"checkpoints": "runs/[x]/checkpoints"},
+            next_commands={"write text": "maxtrain generate runs/x --prompt 'def main(' " + "--and " * 20},
+        )
+    )
+    squeezed = " ".join(text.replace("│", " ").split())
+    for part in (
+        "quick[start]",
+        "1,500 steps, 3.07M tokens, training loss 2.3457, 2:30 of wall time",
+        "val 2.1900 8.94 0.9536 1,234,567",
+        "bare 3.0000 - - -",
+        "gzip -9 reaches 1.98 bits per byte on the same text",
+        "the plan ended",
+        "step 2:10 86.7%",
+        "data wait 0:00 0.0%",
+        "checkpoints runs/[x]/checkpoints",
+    ):
+        assert part in squeezed, part
+    assert "\x1b" not in text and all(len(line) <= 80 for line in text.splitlines())
+    assert "\n  maxtrain generate runs/x --prompt 'def main(' --and" in text, "commands stand outside of the frame"
+
+
+def test_the_summary_of_nothing():
+    text = printed(summary(run_name="r", steps=0, tokens=0, final_loss=None, evaluations={}, seconds={}))
+    assert "0 steps, 0 tokens, 0:00 of wall time" in text and "loss" not in text
+    assert "\x1b[" in printed(
+        summary(run_name="r", steps=0, tokens=0, final_loss=None, evaluations={}, seconds={}), force_terminal=True
+    )
