@@ -57,6 +57,7 @@ $(READY): pyproject.toml constraints.txt
 	  echo "Install one: 'apt install python3 python3-venv' (Debian 13, Ubuntu 24.04), 'pyenv install 3.12' or" >&2; \
 	  echo "'uv python install 3.12' elsewhere; or name yours: make setup PYTHON=/path/to/python" >&2; \
 	  exit 1; }
+	@$(PY) -c 'import pip' 2>/dev/null || $(PY) -m ensurepip  # environments made by uv have no pip
 	$(INSTALL) --editable .
 	@touch $@
 
