@@ -1,0 +1,75 @@
+"""The guard: every invariant broken by hand gives a message with row, source, value and mend; a zero-weight batch is judged."""
+
+import numpy as np
+import pytest
+
+from data_pipeline.errors import DataError
+from data_pipeline.guard import ZeroWeight, check_batch
+
+SHAPE = (3, 6)
+
+
+def good():
+    segments = np.array([[1, 1, 2, 2, 3, 3], [1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 0]], np.int32)
+    ids = np.full(SHAPE, 9, np.int32)
+    positions = np.tile(np.arange(6, dtype=np.int32), (3, 1))
+    mask = (segments > 0).astype(np.float32)
+    return {"inputs": ids, "targets": ids.copy(), "segment_ids": segments, "positions": positions, "loss_mask": mask}
+
+
+def check(batch):
+    check_batch(batch, SHAPE, 10, lambda row: f"source 'web', row {row + 100}")
+
+
+def test_a_good_batch_passes():
+    check(good())
+
+
+BAD = [
+    ("inputs", (0, 1), 10, r"batch row 0 \(source 'web', row 100\), position 1: inputs=10, but ids must be in \[0, 10\)"),
+    ("targets", (2, 5), -1, r"batch row 2 \(source 'web', row 102\), position 5: targets=-1, but ids must be in \[0, 10\)"),
+    ("positions", (1, 0), 6, r"positions=6, but must be in \[0, 6\)"),
+    ("segment_ids", (0, 0), 2, r"position 0: segment_ids=2, but segments must count 1, 2, \.\.\. with 0 only at the end"),
+    ("segment_ids", (0, 0), 0, "position 1: segment_ids=1, but segments must count"),
+    ("segment_ids", (0, 2), 3, "position 2: segment_ids=3, but segments must count"),
+    ("segment_ids", (0, 4), 1, "position 4: segment_ids=1, but segments must count"),
+    ("segment_ids", (1, 4), 1, "position 4: segment_ids=1, but segments must count"),
+    ("segment_ids", (2, 0), -1, "position 0: segment_ids=-1, but segments must count"),
+    ("loss_mask", (1, 3), 1, "row 101.*position 3: loss_mask=1.0, but padding must have no weight"),
+    ("loss_mask", (0, 0), -1, "loss_mask=-1.0, but weights must be finite and at least 0"),
+    ("loss_mask", (0, 0), np.nan, "loss_mask=nan, but weights must be finite"),
+    ("loss_mask", (0, 0), np.inf, "loss_mask=inf, but weights must be finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value", "message"), BAD)
+def test_a_broken_invariant_names_row_source_value_and_mend(name, place, value, message):
+    batch = good()
+    batch[name][place] = value
+    with pytest.raises(DataError, match=message + r".*\. Run with data\.verify=full") as caught:
+        check(batch)
+    assert caught.value.exit_code == 65
+
+
+def test_wrong_shapes_dtypes_and_names_are_refused():
+    with pytest.raises(DataError, match=r"inputs is \(\(3, 6\), 'int64'\), but must be \(\(3, 6\), 'int32'\)"):
+        check(good() | {"inputs": good()["inputs"].astype(np.int64)})
+    with pytest.raises(DataError, match=r"targets is \(\(2, 6\), 'int32'\)"):
+        check(good() | {"targets": good()["targets"][:2]})
+    with pytest.raises(DataError, match=r"extra is .* but must be None"):
+        check(good() | {"extra": np.zeros(1)})
+
+
+def test_zero_weight_policies():
+    for policy in ("raise", "stop", "warn"):
+        assert ZeroWeight(policy).observe(0, 1) is None
+    with pytest.raises(
+        DataError, match=r"step 1,234: the batch has 0 target tokens.*set data\.zero_weight to stop or warn"
+    ) as caught:
+        ZeroWeight("raise").observe(1234, 0)
+    assert caught.value.exit_code == 65
+    stop = ZeroWeight("stop").observe(7, 0)
+    assert stop.stop and "the run stops here" in stop.message
+    warn = ZeroWeight("warn")
+    first, _, third = (warn.observe(step, targets) for step, targets in ((7, 0), (8, 5), (9, 0)))
+    assert not first.stop and "1 such steps" in first.message and "2 such steps" in third.message

@@ -1,0 +1,191 @@
+"""The loader: one stream for any worker count, start, host split; evaluation that sees every token once; errors at launch."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+from absl import flags
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.config import DataConfig, SourceConfig
+from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.loader import open_evaluation, open_training, require_one_tokenizer
+from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
+from data_pipeline.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+
+
+def write(directory, seed, lengths, eod="append", name="bytes", sha256=None):
+    """Random documents of the given lengths in two shards."""
+    directory.mkdir(parents=True)
+    random_ids, entries = np.random.default_rng(seed), []
+    for number, part in enumerate(np.array_split(np.array(lengths), 2)):
+        writer = ShardWriter(directory, f"tokens-{number:05d}", TOKENIZER.vocab_size)
+        writer.append(random_ids.integers(0, 256, part.sum()), part)
+        entries.append(writer.close())
+    TOKENIZER.save(directory)
+    special = {"eod": TOKENIZER.eod_id}
+    record = {"name": name, "sha256": sha256 or TOKENIZER.sha256, "vocab_size": TOKENIZER.vocab_size, "special_ids": special}
+    text_bytes = 3 * int(np.sum(lengths))
+    Manifest(record, "uint16", eod, text_bytes, tuple(entries)).save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    root = tmp_path_factory.mktemp("corpora")
+    lengths = np.random.default_rng(0).integers(1, 60, 100)
+    return {"web": write(root / "web", 1, lengths), "code": write(root / "code", 2, lengths[:40], eod="none")}
+
+
+@pytest.fixture(scope="module")
+def config(corpora):
+    sources = {"web": SourceConfig(str(corpora["web"]), 2.0, None), "code": SourceConfig(str(corpora["code"]), 1.0, None)}
+    return DataConfig(sources=sources, seq_length=32, batch_size=6)
+
+
+def same(first, second):
+    assert first._replace(arrays=None) == second._replace(arrays=None)
+    for name, array in first.arrays.items():
+        np.testing.assert_array_equal(array, second.arrays[name], strict=True)
+
+
+def test_a_batch_has_what_it_says(config):
+    data = open_training(config, seed=3, steps=50)
+    batch = data.batch(7)
+    assert batch.step == 7 and batch.num_positions == 6 * 32 and batch.num_targets == batch.arrays["loss_mask"].sum()
+    assert all(array.shape == (6, 32) for array in batch.arrays.values())
+    assert batch.epochs == data.plan.epochs_at(7) and data.vocab_size == TOKENIZER.vocab_size
+    assert data.tokenizer.sha256 == TOKENIZER.sha256 and data.text_bytes_per_token == pytest.approx(3)
+    assert len({data.batch(step).digest for step in range(50)}) == 50
+
+
+def test_hosts_read_their_rows_of_one_batch(config):
+    data = open_training(config, seed=3, steps=50)
+    whole = data.batch(11)
+    for rows in ([0, 1, 2], [5, 3], [4], []):
+        part = data.batch(11, np.array(rows, np.int64))
+        assert part.digest == whole.digest and part.num_positions == len(rows) * 32
+        for name, array in part.arrays.items():
+            np.testing.assert_array_equal(array, whole.arrays[name][rows])
+
+
+def test_pickled_data_gives_the_same_batches(config):
+    data = open_training(config, seed=3, steps=50)
+    same(pickle.loads(pickle.dumps(data)).batch(20), data.batch(20))
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_stream_is_the_same_for_any_number_of_workers(config, workers):
+    data = open_training(dataclasses.replace(config, workers=workers), seed=3, steps=50)
+    rows = np.array([4, 0, 3])
+    for start, stop in ((0, 9), (17, 23)) if workers < 2 else ((17, 23),):
+        stream = list(data.iterate(start, rows, stop))
+        assert [batch.step for batch in stream] == list(range(start, stop))
+        for batch in stream:
+            same(batch, data.batch(batch.step, rows))
+    assert not workers or flags.FLAGS.is_parsed()
+
+
+def test_stream_ends_with_the_plan_and_may_be_left_early(config):
+    data = open_training(config, seed=3, steps=50)
+    assert [batch.step for batch in data.iterate(48)] == [48, 49]
+    assert list(data.iterate(50)) == []
+    stream = data.iterate(0)
+    assert next(stream).step == 0
+    stream.close()
+
+
+def test_fingerprint_names_what_the_batches_depend_on(config, corpora):
+    base = open_training(config, seed=3, steps=50)
+    assert (
+        base.fingerprint == open_training(dataclasses.replace(config, workers=2, verify="full"), seed=3, steps=50).fingerprint
+    )
+    alone = {"web": SourceConfig(str(corpora["web"]), 2.0, None)}
+    changes = [{"seq_length": 16}, {"batch_size": 5}, {"restart_positions": False}, {"sources": alone}]
+    others = [open_training(dataclasses.replace(config, **change), 3, 50) for change in changes] + [
+        open_training(config, 4, 50)
+    ]
+    assert len({data.fingerprint for data in [base, *others]}) == 6
+    longer = open_training(config, seed=3, steps=60)
+    assert longer.fingerprint != base.fingerprint == longer.fingerprint_at(50)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_damaged_shard_stops_the_stream_with_its_place(corpora, tmp_path, config, workers):
+    copy = write(tmp_path / "web", 1, np.full(2, BLOCK_BYTES // 4))
+    path = copy / "tokens-00001.bin"
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    damaged = dataclasses.replace(config, sources={"web": SourceConfig(str(copy), 1.0, None)}, workers=workers)
+    with pytest.raises(DataError, match=r"tokens-00001\.bin.*expected crc32"):
+        list(open_training(damaged, seed=0, steps=40).iterate(0))
+    with pytest.raises(DataError, match=r"data\.sources\.web\.path: .*expected crc32"):
+        open_training(dataclasses.replace(damaged, verify="full"), seed=0, steps=40)
+
+
+def test_an_id_outside_the_vocabulary_names_step_source_and_row(config):
+    data = open_training(config, seed=3, steps=50)
+    data.vocab_size = 100
+    with pytest.raises(
+        DataError, match=r"step 0, source '(web|code)' in .*, epoch 0, row \d+\), position \d+: inputs=\d+, but ids"
+    ):
+        data.batch(0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(["web", "code"]), st.integers(1, 200), st.integers(1, 70))
+def test_evaluation_sees_every_token_exactly_once(corpora, config, name, batch_size, length):
+    data = open_evaluation(corpora[name], dataclasses.replace(config, seq_length=length), batch_size)
+    batches = [data.batch(i) for i in range(data.num_batches)]
+    assert sum(batch.num_targets for batch in batches) == data.num_tokens
+    real = np.concatenate([batch.arrays["targets"][batch.arrays["segment_ids"] > 0] for batch in batches])
+    np.testing.assert_array_equal(real, data.shards.read(0, data.shards.num_tokens))
+    assert all(array.shape == (batch_size, length) for batch in batches for array in batch.arrays.values())
+    assert data.num_tokens == data.shards.num_tokens - (40 if name == "code" else 0)
+
+
+def test_evaluation_streams_by_host(corpora, config):
+    data = open_evaluation(corpora["web"], config, batch_size=5)
+    rows = np.array([1, 4])
+    stream = list(data.iterate(rows))
+    assert len(stream) == data.num_batches and [batch.step for batch in data.iterate(num_batches=3)] == [0, 1, 2]
+    for number, batch in enumerate(stream):
+        same(batch, data.batch(number, rows))
+    same(pickle.loads(pickle.dumps(data)).batch(1), data.batch(1))
+    assert data.text_bytes == data.manifest.text_bytes == 3 * data.num_tokens
+
+
+def test_sources_with_different_tokenizers_are_refused(corpora, tmp_path, config):
+    other = write(tmp_path / "other", 1, [50, 50], name="tok-b", sha256="f" * 64)
+    mixed = dataclasses.replace(config, sources={**config.sources, "new": SourceConfig(str(other))})
+    with pytest.raises(ConfigError, match=r"data\.sources\.new was made with tokenizer tok-b .*Prepare one of them again"):
+        open_training(mixed, 0, 10)
+    data = open_training(config, 0, 10)
+    require_one_tokenizer(
+        {"data.sources": data.shards[0].manifest, "eval.sets.val": open_evaluation(corpora["web"], config, 2).manifest}
+    )
+
+
+def test_missing_directories_are_named(config, tmp_path):
+    for path, error, message in (
+        ("", ConfigError, "is empty.*Set it to one made by"),
+        ("nowhere", DataError, "nowhere.*Make one with"),
+    ):
+        missing = dataclasses.replace(config, sources={"web": SourceConfig(path and str(tmp_path / path))})
+        with pytest.raises(error, match=rf"data\.sources\.web\.path.*{message}"):
+            open_training(missing, 0, "auto")
+    with pytest.raises(DataError, match=r"eval\.sets: .*nowhere"):
+        open_evaluation(tmp_path / "nowhere", config, 2)
+    with pytest.raises(ConfigError, match=r"data\.sources is empty"):
+        open_training(DataConfig(), 0, "auto")
+
+
+def test_an_evaluation_set_without_targets_is_refused(tmp_path, config):
+    ones = write(tmp_path / "ones", 1, [1, 1], eod="none")
+    with pytest.raises(DataError, match=r"has no target tokens\. Prepare it from longer documents"):
+        open_evaluation(ones, config, 2)

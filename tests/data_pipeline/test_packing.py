@@ -1,0 +1,94 @@
+"""Packing: equal to a slow oracle that walks token by token, and every token a target exactly once."""
+
+import collections
+import hashlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.packing import Window, count_rows, pack, phase
+from data_pipeline.shards import Manifest, ShardWriter, TokenShards
+
+layouts = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3)
+policies = st.sampled_from(["append", "none"])
+
+
+def write(directory, layout, eod):
+    """Shards of documents with the given lengths; token i of the stream is i, so that it tells where it was read."""
+    directory.mkdir(parents=True, exist_ok=True)
+    entries, first = [], 0
+    for number, lengths in enumerate(layout):
+        writer = ShardWriter(directory, f"tokens-{number:05d}", 5000)
+        writer.append(np.arange(first, first + sum(lengths)), np.array(lengths))
+        first += sum(lengths)
+        entries.append(writer.close())
+    tokenizer = {"name": "test", "sha256": hashlib.sha256(b"").hexdigest(), "vocab_size": 5000, "special_ids": {"eod": 0}}
+    Manifest(tokenizer, "uint16", eod, 10, tuple(entries)).save(directory)
+    return TokenShards.open(directory)
+
+
+def oracle(layout, start, count, length, eod, restart, across):
+    """One row, position by position."""
+    lengths = [n for shard in layout for n in shard]
+    total, begins = sum(lengths), set(np.cumsum([0, *lengths])[:-1].tolist())
+    row = {name: [0] * length for name in ("inputs", "targets", "segment_ids", "positions", "loss_mask")}
+    segment, position = 1, 0
+    for i in range(length):
+        if not restart:
+            row["positions"][i] = i
+        if i >= count:
+            continue
+        target = (start + 1 + i) % total
+        if i and target in begins and not across:
+            segment, position = segment + 1, 0
+        if restart:
+            row["positions"][i] = position
+        row["inputs"][i], row["targets"][i], row["segment_ids"][i] = (start + i) % total, target, segment
+        row["loss_mask"][i] = int(eod == "append" or target not in begins)
+        position += 1
+    return row
+
+
+@settings(max_examples=80, deadline=None)
+@given(layouts, policies, st.integers(1, 20), st.booleans(), st.booleans(), st.data())
+def test_rows_equal_the_oracle(tmp_path_factory, layout, eod, length, restart, across, data):
+    shards = write(tmp_path_factory.mktemp("shards"), layout, eod)
+    rows = st.tuples(st.integers(-1, 60), st.integers(0, length))
+    windows = [Window(shards, *row) for row in data.draw(st.lists(rows, min_size=1, max_size=5))]
+    batch = pack(windows, length, restart_positions=restart, attend_across_documents=across)
+    for index, window in enumerate(windows):
+        for name, expected in oracle(layout, window.start, window.count, length, eod, restart, across).items():
+            assert batch[name][index].tolist() == expected, (name, index)
+    for name, array in batch.items():
+        assert array.flags.c_contiguous and array.dtype == (np.float32 if name == "loss_mask" else np.int32)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layouts, policies, st.integers(1, 20), st.integers(0, 2**63), st.integers(0, 50))
+def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path_factory, layout, eod, length, seed, epoch):
+    shards = write(tmp_path_factory.mktemp("shards"), layout, eod)
+    total = shards.num_tokens
+    first = phase(seed, shards.uid, epoch, total)
+    rows = range(count_rows(total, length))
+    batch = pack([Window(shards, first + i * length, min(length, total - i * length)) for i in rows], length)
+    found = collections.Counter(batch["targets"][batch["segment_ids"] > 0].tolist())
+    assert found == collections.Counter(range(total))
+    assert batch["loss_mask"].sum() == total - (shards.num_documents if eod == "none" else 0)
+    assert 0 <= first < total
+
+
+def test_end_of_document_token_begins_the_next_document(tmp_path):
+    shards = write(tmp_path, [[3, 4]], "append")  # documents 0 1 2 | 3 4 5 6: tokens 2 and 6 are the end marks
+    batch = pack([Window(shards, -1, 7)], 8)
+    assert batch["inputs"].tolist() == [[6, 0, 1, 2, 3, 4, 5, 0]]
+    assert batch["targets"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0]]
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 0]]
+    assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+
+
+def test_phases_of_epochs_seeds_and_sources_differ():
+    phases = {phase(seed, uid, epoch, 10**9) for seed in range(5) for uid in "ab" for epoch in range(5)}
+    assert len(phases) == 50
+    assert np.std([p / 10**9 for p in phases]) == pytest.approx(12**-0.5, abs=0.05)  # uniform over the stream
