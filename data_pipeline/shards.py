@@ -32,15 +32,7 @@ Verify = Literal["off", "size", "lazy", "full"]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it is either whole or absent, even after a power cut.
-
-    Args:
-        path: the file; its directory exists.
-        data: all of its bytes.
-
-    Raises:
-        StorageError: the file system refused.
-    """
+    """Write a file so that it is either whole or absent, even after a power cut; StorageError if the file system refuses."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -92,6 +84,8 @@ class Manifest:
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     command: str = ""
+    problems: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was left out or mended: count and examples
+    input_sha256: str = ""
     version: int = VERSION
 
     @property
@@ -118,7 +112,7 @@ class Manifest:
         content = dataclasses.asdict(self)
         content |= {"num_tokens": self.num_tokens, "num_documents": self.num_documents, "uid": self.uid}
         content["digest"] = _digest(content)
-        write_atomic(directory / MANIFEST, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        write_atomic(directory / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -151,7 +145,7 @@ class Manifest:
 
 
 def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _explain_missing(directory: Path, error: OSError) -> str:

@@ -1,0 +1,31 @@
+"""Text files: each is one document. Line ends are kept as they are."""
+
+import glob
+import sysconfig
+from collections.abc import Iterator
+from pathlib import PurePath
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources.document import Document, Piece, decode, find_files
+
+_NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+def documents(piece: Piece) -> Iterator[Document]:
+    """The document of a piece of a file."""
+    try:
+        with open(piece.path, "rb") as file:
+            before = file.read(piece.start).count(b"\n")  # 0 unless the file was divided
+            raw = file.read(piece.stop - piece.start)
+    except OSError as error:
+        yield Document(None, f"{piece.path}:1", f"can't be read ({error.strerror})")
+        return
+    if len(raw) != piece.stop - piece.start:
+        raise DataError(f"{piece.path}: became shorter while it was read. Leave the input alone, then run the command again.")
+    yield decode(raw, piece.path, before + 1)
+
+
+def python_stdlib() -> list[Piece]:
+    """The Python source of the running interpreter's standard library, without tests and installed packages."""
+    pieces = find_files(glob.escape(sysconfig.get_paths()["stdlib"]) + "/**/*.py", "text")
+    return [piece for piece in pieces if not _NOT_LIBRARY & set(PurePath(piece.name).parts)]
