@@ -134,18 +134,18 @@ class TrainingData(_Dataset):
         block, within = divmod(step, self._steps_per_block)
         size, length = self.plan.batch_size, self.config.seq_length
         all_rows = Rows(*(part[within * size : (within + 1) * size] for part in self._block(block)))
-        mine = list(zip(*(part.tolist() for part in (all_rows if rows is None else all_rows.take(rows)))))
-
-        def window(source: int, epoch: int, row: int) -> Window:
+        mine = list(zip(*(part.tolist() for part in (all_rows if rows is None else (p[rows] for p in all_rows)))))
+        windows = []
+        for source, epoch, row in mine:
             shards = self.shards[source]
             first = phase(self.plan.seed, shards.uid, epoch, shards.num_tokens) + row * length
-            return Window(shards, first, min(length, shards.num_tokens - row * length))
+            windows.append(Window(shards, first, min(length, shards.num_tokens - row * length)))
 
         def describe(index: int) -> str:
             source, epoch, row = mine[index]
             return f"step {step}, source '{self.plan.names[source]}' in {self.shards[source].path}, epoch {epoch}, row {row}"
 
-        return self._pack(step, all_rows, [window(*row) for row in mine], self.plan.epochs_at(step), describe)
+        return self._pack(step, all_rows, windows, self.plan.epochs_at(step), describe)
 
     def iterate(self, start_step: int, rows: np.ndarray | None = None, stop_step: int | None = None) -> Iterator[Batch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
@@ -185,23 +185,17 @@ class EvaluationData(_Dataset):
 
 
 def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
-    """Check that data that meets one model was made with one tokenizer.
-
-    Args:
-        manifests: by the config key that names the data.
+    """Check that data that meets one model, by the config key that names it, was made with one tokenizer.
 
     Raises:
-        ConfigError: names the first set that differs.
+        ConfigError: names the first that differs.
     """
-    first, *others = manifests.items()
-    for where, manifest in others:
-        ours, theirs = first[1].tokenizer, manifest.tokenizer
+    (first, ours), *others = ((where, manifest.tokenizer) for where, manifest in manifests.items())
+    for where, theirs in others:
         if theirs["sha256"] != ours["sha256"]:
             names = [f"{t['name']} ({t['vocab_size']:,} entries, sha256 {t['sha256'][:12]})" for t in (theirs, ours)]
-            raise ConfigError(
-                f"{where} was made with tokenizer {names[0]}, but {first[0]} with {names[1]}; ids would mean different text. "
-                f"Prepare one of them again with the tokenizer of the other."
-            )
+            rule = f"was made with tokenizer {names[0]}, but {first} with {names[1]}, so that ids would mean different text"
+            raise ConfigError(f"{where} {rule}. Prepare one of them again with the tokenizer of the other.")
 
 
 def open_training(config: DataConfig, seed: int, steps: int | Literal["auto"]) -> TrainingData:

@@ -69,8 +69,8 @@ def pack(
         positions = np.tile(np.arange(seq_length, dtype=np.int32), (len(windows), 1))
     batch = {"inputs": inputs, "targets": targets, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
     for row, window in enumerate(windows):
-        if window.count < seq_length:
-            for name in batch.keys() - ({"positions"} if not restart_positions else set()):
+        for name in batch if window.count < seq_length else ():
+            if name != "positions" or restart_positions:
                 batch[name][row, window.count :] = 0
     return batch
 

@@ -28,6 +28,9 @@ _WEIGHT_UNIT = 1 << 20
 _MAX_ROWS = 1 << 42  # so that row count times weight stays inside an int64
 _ROUNDS = 8
 
+Steps = int | Literal["auto"]
+_Stages = list[tuple[int | None, dict[int, float]]]  # end step (None: open), weight of each source by its index
+
 
 class PlanSource(NamedTuple):
     """What the plan knows of a source: its content identity, rows in one epoch, tokens in one epoch."""
@@ -43,10 +46,6 @@ class Rows(NamedTuple):
     source: np.ndarray
     epoch: np.ndarray
     row: np.ndarray
-
-    def take(self, index: np.ndarray) -> "Rows":
-        """The rows at `index`."""
-        return Rows(self.source[index], self.epoch[index], self.row[index])
 
 
 class Segment(NamedTuple):
@@ -119,8 +118,6 @@ def permute(position: np.ndarray, length: np.ndarray, keys: np.ndarray) -> np.nd
         length: int64 [n], at most 2^42.
         keys: uint64 [n, 8], see `round_keys`.
 
-    Returns: int64 [n].
-
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002); splitmix64 finaliser as the round function.
     """
     half = ((np.maximum(2, np.frexp(length - 1.0)[1]) + 1) // 2).astype(np.uint64)  # frexp: the exact bit length below 2^53
@@ -135,14 +132,8 @@ def permute(position: np.ndarray, length: np.ndarray, keys: np.ndarray) -> np.nd
         x = (left << half) | right
         result[todo] = x
         outside = np.flatnonzero(x >= bound)
-        todo, x, half, mask, bound, keys = (
-            todo[outside],
-            x[outside],
-            half[outside],
-            mask[outside],
-            bound[outside],
-            keys[:, outside],
-        )
+        todo, x, half, mask, bound = (array[outside] for array in (todo, x, half, mask, bound))
+        keys = keys[:, outside]
     return result.astype(np.int64)
 
 
@@ -161,13 +152,7 @@ class Plan:
 
     @classmethod
     def solve(
-        cls,
-        seed: int,
-        seq_length: int,
-        batch_size: int,
-        sources: dict[str, PlanSource],
-        config: DataConfig,
-        steps: int | Literal["auto"],
+        cls, seed: int, seq_length: int, batch_size: int, sources: dict[str, PlanSource], config: DataConfig, steps: Steps
     ) -> "Plan":
         """Lay out the whole run: segments, end, and the reason for the end.
 
@@ -182,16 +167,15 @@ class Plan:
         Raises:
             ConfigError: the sources, weights, stages or steps can't be planned; all problems at once.
         """
-        names = tuple(sorted(sources))
         problems = _source_problems(config, sources)
-        stages = _stages(config, names, seq_length * batch_size, steps, problems)
+        stages = _stages(config, sorted(sources), seq_length * batch_size, steps, problems)
         if problems:
             raise ConfigError(problems)
-        layout = _Layout(names, tuple(sources[n] for n in names), config, stages, batch_size, steps == "auto")
+        layout = _Layout(config, sources, stages, batch_size, steps == "auto")
         num_steps = layout.num_steps(steps, batch_size)
         segments = tuple(s for s in layout.segments if s.start < num_steps * batch_size)
         reason = layout.reason if steps == "auto" else f"steps={steps:,}"
-        return cls(seed, seq_length, batch_size, names, layout.sources, segments, num_steps, reason)
+        return cls(seed, seq_length, batch_size, layout.names, layout.sources, segments, num_steps, reason)
 
     @functools.cached_property
     def _tables(self) -> tuple[np.ndarray, np.ndarray]:
@@ -233,8 +217,8 @@ class Plan:
             for s in self.segments
             if s.start < row
         ]
-        content = repr((self.seed, self.seq_length, self.batch_size, step, done))
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        content = (self.seed, self.seq_length, self.batch_size, step, done)
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -246,8 +230,7 @@ class Plan:
         tokens = self.num_steps * self.batch_size * self.seq_length
         size, unit = next(((n, u) for n, u in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")) if tokens >= n), (1, ""))
         epochs = ", ".join(f"{name} {passes:.3g} epochs" for name, passes in self.epochs_at(self.num_steps).items())
-        ends = f"ends because {self.ends_because}; {epochs}"
-        return f"plan: {self.num_steps:,} steps, {tokens / size:.3g}{unit} tokens; {ends}"
+        return f"plan: {self.num_steps:,} steps, {tokens / size:.3g}{unit} tokens; ends because {self.ends_because}; {epochs}"
 
 
 def _source_problems(config: DataConfig, sources: dict[str, PlanSource]) -> list[str]:
@@ -270,10 +253,8 @@ def _source_problems(config: DataConfig, sources: dict[str, PlanSource]) -> list
     return problems
 
 
-def _stages(
-    config: DataConfig, names: tuple[str, ...], step_tokens: int, steps: int | str, problems: list[str]
-) -> list[tuple[int | None, dict[int, float]]]:
-    """(end step or None, weight of each source index) of each stage; appends to `problems` what is wrong with them."""
+def _stages(config: DataConfig, names: list[str], step_tokens: int, steps: Steps, problems: list[str]) -> _Stages:
+    """The stages of the config; appends to `problems` what is wrong with them."""
     if not config.stages:
         return [(None, {i: config.sources[n].weight for i, n in enumerate(names) if config.sources[n].weight > 0})]
     stages, previous = [], 0
@@ -294,8 +275,7 @@ def _stages(
             rule = "is a fraction of `steps`, which is auto" if steps == "auto" else "must be above 0 and at most 1"
             problems.append(f"{where}.until={stage.until:g} {rule}. Set steps to a number, or unit to steps or tokens.")
         else:
-            scale = {"steps": 1.0, "tokens": 1 / step_tokens, "fraction": steps}[stage.unit]
-            end = round(stage.until * scale)  # stages change between steps, never inside one
+            end = round(stage.until * {"steps": 1, "tokens": 1 / step_tokens, "fraction": steps}[stage.unit])  # whole steps
             if end <= previous:
                 rule = f"is step {end:,}, but stages must increase and the one before ends at step {previous:,}"
                 problems.append(f"{where}.until={stage.until:g} {stage.unit} {rule}. Set it to more, or reorder the stages.")
@@ -307,25 +287,17 @@ def _stages(
 class _Layout:
     """Turns stages into segments, and finds the end: `segments`, `end` (row, None: endless) and `reason`."""
 
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        sources: tuple[PlanSource, ...],
-        config: DataConfig,
-        stages: list,
-        batch_size: int,
-        auto: bool,
-    ):
-        self.names, self.sources, self.policy, self.auto = names, sources, config.on_exhausted, auto
+    def __init__(self, config: DataConfig, sources: dict[str, PlanSource], stages: _Stages, batch_size: int, auto: bool):
+        self.names, self.policy, self.auto = tuple(sorted(sources)), config.on_exhausted, auto
+        self.sources = tuple(sources[n] for n in self.names)
         self.used = sorted({i for _, weights in stages for i in weights})
-        self.epochs = [config.sources[n].epochs for n in names]
-        self.limits = [
-            _MAX_ROWS if e is None else min(_MAX_ROWS, max(1, round(e * s.num_rows))) for e, s in zip(self.epochs, sources)
-        ]
+        self.epochs = [config.sources[n].epochs for n in self.names]
+        limits = (math.inf if e is None else max(1, round(e * s.num_rows)) for e, s in zip(self.epochs, self.sources))
+        self.limits = [min(limit, _MAX_ROWS) for limit in limits]
         self.segments: list[Segment] = []
         self.end, self.reason = self._solve(stages, batch_size)
 
-    def _solve(self, stages: list[tuple[int | None, dict[int, float]]], batch_size: int) -> tuple[int | None, str]:
+    def _solve(self, stages: _Stages, batch_size: int) -> tuple[int | None, str]:
         row, drawn = 0, [0] * len(self.names)
         for end, weights in stages:
             while True:
@@ -362,15 +334,15 @@ class _Layout:
 
     def _source_finished(self, source: int, unfinished: list[int]) -> str:
         name, epochs = self.names[source], self.epochs[source]
+        assert epochs is not None
         if self.policy == "error" and self.auto and unfinished:
-            rule = (
-                f"'{name}' completes its {epochs:g} epochs while {', '.join(self.names[i] for i in unfinished)} still has rows"
-            )
+            others = ", ".join(self.names[i] for i in unfinished)
+            rule = f"'{name}' completes its {epochs:g} epochs while there is more of {others}"
             mend = f"Set steps to a lower number, data.sources.{name}.epochs higher, or data.on_exhausted to stop"
             raise ConfigError(f"data.on_exhausted=error, and {rule}. {mend}.")
         return f"'{name}' completes epoch {epochs:g}" if epochs == int(epochs) else f"'{name}' completes {epochs:g} epochs"
 
-    def num_steps(self, steps: int | str, batch_size: int) -> int:
+    def num_steps(self, steps: Steps, batch_size: int) -> int:
         """Whole steps of the run, at most as many as there are."""
         rows = sum(self.sources[i].num_rows for i in self.used)
         rows = rows if self.end is None else min(rows, self.end)
@@ -382,16 +354,14 @@ class _Layout:
             mend = "Set steps to a number, data.sources.NAME.epochs to a number, or until of the last of data.stages"
             raise ConfigError(f"steps=auto, but the plan has no end: no source that is drawn runs out. {mend}.")
         available = (_MAX_ROWS if self.end is None else self.end) // batch_size
-        if steps == "auto":
-            return available
-        if steps > available:
-            epochs = ", ".join(f"{n} {'null' if e is None else format(e, 'g')}" for n, e in zip(self.names, self.epochs))
-            raise ConfigError(
-                f"steps={steps:,} is beyond the plan's end at step {available:,}, where {self.reason}. Set steps to at most "
-                f"{available:,}, steps=auto, data.sources.NAME.epochs higher (now {epochs}; null: no end), or "
-                f"data.on_exhausted (now {self.policy}) to renormalize or repeat."
-            )
-        return steps
+        if steps == "auto" or steps <= available:
+            return available if steps == "auto" else steps
+        epochs = ", ".join(f"{n} {'null' if e is None else format(e, 'g')}" for n, e in zip(self.names, self.epochs))
+        raise ConfigError(
+            f"steps={steps:,} is beyond the plan's end at step {available:,}, where {self.reason}. Set steps to at most "
+            f"{available:,}, steps=auto, data.sources.NAME.epochs higher (now {epochs}; null: no end), or data.on_exhausted "
+            f"(now {self.policy}) to renormalize or repeat."
+        )
 
 
 def _last(limit: int, holds: Callable[[int], bool]) -> int:
