@@ -238,7 +238,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
         if not already:
             try:
                 manifests = _build(out, request, arguments.workers)
-            except DataError:  # input or settings have to change: what there is can't be gone on with
+            except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                 _remove(out)
                 raise
         shutil.rmtree(out / _WORK, ignore_errors=True)
@@ -358,8 +358,8 @@ def _build(out: Path, request: _Request, workers: int) -> dict[str, Manifest]:
 
 
 def _summarize(out: Path, manifests: dict[str, Manifest], verdict: str) -> None:
-    parts = [(str(out / part), m) for part, m in manifests.items()]
-    table = Table("", *(Text(name, overflow="fold") for name, _ in parts))
+    parts = [(part or "all", manifest) for part, manifest in manifests.items()]
+    table = Table("", *(name for name, _ in parts))
     for label, value in (
         ("documents", lambda m: f"{m.num_documents:,}"),
         ("tokens", lambda m: f"{m.num_tokens:,}"),

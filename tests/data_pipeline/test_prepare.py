@@ -1,0 +1,334 @@
+"""prepare: the same bytes whatever happens, every odd document accounted for, and errors that say what to do."""
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline import build, prepare
+from data_pipeline.shards import Manifest, TokenShards
+from data_pipeline.sources import text as text_source
+from data_pipeline.sources.document import held_out
+from data_pipeline.tokenizer import load_tokenizer
+
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+
+
+def contents(directory):
+    """Every file below a directory, by relative name."""
+    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+
+
+def texts(directory):
+    """Every document of prepared data, decoded."""
+    shards, tokenizer = TokenShards.open(directory, "full"), load_tokenizer(directory)
+    spans = [shards.document(number) for number in range(shards.num_documents)]
+    return [tokenizer.decode(shards.read(first, stop - first)) for first, stop in spans]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """40 text files in folders and a JSONL file, 1.3 MB together."""
+    rng = random.Random(3)
+    folder = tmp_path_factory.mktemp("corpus")
+
+    def words(count):
+        return " ".join(rng.choices(WORDS, k=count)) + "\n"
+
+    for number in range(40):
+        path = folder / f"part{number % 3}" / f"text{number}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join(words(12) for _ in range(rng.randrange(1, 400))))
+    with open(folder / "lines.jsonl", "w") as file:
+        for _ in range(4000):
+            file.write(json.dumps({"text": words(rng.randrange(1, 80)), "n": 1}) + "\n")
+    return folder
+
+
+def arguments(corpus, out, *more):
+    inputs = ["--text", f"{corpus}/**/*.txt", "--jsonl", f"{corpus}/*.jsonl"]
+    return [str(out), *inputs, "--tokenizer", "bpe:400", "--holdout", "0.1", "--shard-tokens", "20000", *more]
+
+
+@pytest.fixture(scope="module")
+def reference(corpus, tmp_path_factory):
+    out = tmp_path_factory.mktemp("reference") / "out"
+    assert prepare.main(arguments(corpus, out, "--workers", "1")) == 0
+    return contents(out)
+
+
+def test_every_document_arrives_once_in_order(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert prepare.main(arguments(corpus, out, "--workers", "1")) == 0
+    parts = {part: texts(out / part) for part in ("train", "eval")}
+    files = sorted(corpus.rglob("*.txt"), key=lambda path: str(path.relative_to(corpus)))
+    lines = (corpus / "lines.jsonl").read_bytes().splitlines()
+    for part in parts:
+        wanted = [f.read_text() for f in files if held_out(str(f.relative_to(corpus)), 0.1) == (part == "eval")]
+        wanted += [json.loads(line)["text"] for line in lines if held_out(line, 0.1) == (part == "eval")]
+        assert parts[part] == wanted
+        manifest = Manifest.load(out / part)
+        assert manifest.num_documents == len(wanted)
+        assert manifest.text_bytes == sum(len(text.encode()) for text in wanted)
+        assert all(shard.tokens <= 20_000 for shard in manifest.shards)
+    assert 300 < len(parts["eval"]) < 500
+    assert len(Manifest.load(out / "train").shards) > 5
+    shown = capsys.readouterr().out
+    assert f"{len(parts['train']):,}" in shown and "complete" in shown
+    assert prepare.main(["verify", str(out)]) == 0
+    assert prepare.main(["show", str(out / "eval"), "--document", "2"]) == 0
+    assert capsys.readouterr().out.endswith(parts["eval"][2])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [2, 3])
+def test_same_bytes_for_any_number_of_workers(corpus, reference, tmp_path, workers):
+    assert prepare.main(arguments(corpus, tmp_path / "out", "--workers", str(workers))) == 0
+    assert contents(tmp_path / "out") == reference
+
+
+@pytest.mark.processes
+def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(corpus, reference, tmp_path):
+    """One build, killed again and again at random instants, with what it leaves checked each time."""
+    out, rng, kills = tmp_path / "out", random.Random(11), 0
+    command = [sys.executable, "-m", "data_pipeline.prepare", *arguments(corpus, out, "--workers", "2")]
+    for attempt in range(12):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
+        try:
+            # the first kills come soon after whatever comes next: the tokenizer, the first records, the first manifest
+            for found in (out / ".prepare/state.json", *sorted(out.glob(".prepare/*/0000*.json"))[-1:]):
+                while attempt < 9 and process.poll() is None and not found.exists():
+                    time.sleep(0.002)
+            process.wait(timeout=rng.uniform(0.02, 0.7) if attempt < 9 else 60)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+        for part in ("train", "eval"):
+            if (out / part / "manifest.json").exists():
+                TokenShards.open(out / part, "full")
+        if process.returncode == 0:
+            break
+    assert process.returncode == 0 and kills >= 3
+    assert contents(out) == reference
+
+
+def test_killed_inside_every_step_of_a_unit(corpus, reference, tmp_path, monkeypatch):
+    """Stops at each durable write in turn, as a kill would."""
+    real, out = build.write_atomic, tmp_path / "out"
+    count = 0
+
+    class Killed(BaseException):
+        pass
+
+    def write(path, data):
+        nonlocal count
+        if rng.random() < 0.12:
+            count += 1
+            raise Killed
+        real(path, data)
+
+    rng = random.Random(5)
+    for module in (build, prepare, sys.modules["data_pipeline.shards"], sys.modules["data_pipeline.tokenizer"]):
+        monkeypatch.setattr(module, "write_atomic", write)
+    while count < 400:
+        try:
+            assert prepare.main(arguments(corpus, out, "--workers", "1")) == 0
+            break
+        except Killed:
+            continue
+    assert count > 5
+    assert contents(out) == reference
+
+
+def test_finished_output_is_left_alone(corpus, reference, tmp_path, capsys):
+    copy, out = tmp_path / "corpus", tmp_path / "out"
+    shutil.copytree(corpus, copy)
+    assert prepare.main(arguments(copy, out, "--workers", "1")) == 0
+    uid = Manifest.load(out / "train").uid
+    assert uid == json.loads(reference["train/manifest.json"])["uid"]  # another place, the same content
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    (copy / "lines.jsonl").touch()
+    assert prepare.main(arguments(copy, out)) == 0
+    assert "already complete and unchanged" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
+    assert prepare.main(arguments(copy, out, "--on-bad", "skip")) == 64
+    assert "on_bad: there raise, asked for skip" in (error := capsys.readouterr().err) and "--overwrite" in error
+    data = bytearray((copy / "lines.jsonl").read_bytes())
+    data[12] ^= 1
+    (copy / "lines.jsonl").write_bytes(data)
+    assert prepare.main(arguments(copy, out)) == 64
+    assert "content of the input files has changed" in capsys.readouterr().err
+    (copy / "part0" / "new.txt").write_text("one more")
+    assert prepare.main(arguments(copy, out)) == 64
+    assert "input files: there 41, asked for 42" in capsys.readouterr().err
+    assert prepare.main(arguments(copy, out, "--overwrite", "--workers", "1")) == 0
+    assert Manifest.load(out / "train").uid != uid
+    (out / "train" / "tokens-00000-00.idx").unlink()
+    assert prepare.main(arguments(copy, out)) == 65
+    assert "tokens-00000-00.idx: can't be read" in capsys.readouterr().err
+    assert prepare.main(["verify", str(out)]) == 65
+
+
+BAD = [
+    ("latin1.txt", b"ok\ncaf\xe9\n", "not UTF-8", 2, "ok\ncaf\ufffd\n"),
+    ("nul.txt", b"a\n\nb\0c", "NUL character", 3, "a\n\nb\ufffdc"),
+    ("broken.jsonl", b'{"text": "fine"}\n{"text": \n', "broken JSON", 2, None),
+    ("key.jsonl", b'{"text": "fine"}\n{"body": 1}\n', "no key 'text'", 2, None),
+    ("null.jsonl", b'{"text": "fine"}\n{"text": null}\n', "key 'text' is null", 2, None),
+    ("number.jsonl", b'{"text": "fine"}\n{"text": 3}\n', "key 'text' is not a string", 2, None),
+    ("list.jsonl", b'{"text": "fine"}\n[1]\n', "not a JSON object", 2, None),
+    ("bytes.jsonl", b'{"text": "fine"}\n{"text": "\xff"}\n', "not UTF-8", 2, "\ufffd"),
+    ("surrogate.jsonl", b'{"text": "fine"}\n{"text": "a\\ud800b"}\n', "lone surrogate", 2, "a\ufffd\ufffd\ufffdb"),
+    ("nulls.jsonl", b'{"text": "fine"}\n{"text": "a\\u0000b"}\n', "NUL character", 2, "a\ufffdb"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "problem", "line", "mended"), BAD, ids=[bad[0] for bad in BAD])
+def test_documents_that_are_not_clean(tmp_path, capsys, name, data, problem, line, mended):
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / f"z{name}").write_bytes(b'{"text": "good"}')
+    out = tmp_path / "out"
+    command = [str(out), "--jsonl" if name.endswith("jsonl") else "--text", f"{tmp_path}/*{name}", "--on-bad"]
+    assert prepare.main([*command, "raise"]) == 65
+    error = capsys.readouterr().err
+    assert f"{name}:{line}: {problem}. Mend the file, or give --on-bad skip or replace." in error and "Traceback" not in error
+    good = ["fine", "good"] if name.endswith("jsonl") else ['{"text": "good"}']
+    for mode, wanted in (("skip", good), ("replace", [*good[:-1], mended, good[-1]] if mended else good)):
+        assert prepare.main([*command, mode, "--overwrite"]) == 0
+        assert f"1 x {problem}: {tmp_path}/{name}:{line}" in capsys.readouterr().out
+        assert texts(out) == wanted
+        assert Manifest.load(out).problems == {problem: {"count": 1, "examples": [f"{tmp_path}/{name}:{line}"]}}
+
+
+def test_harmless_oddities_are_kept_or_counted(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfmark\r\nkept\r\n")
+    (tmp_path / "b.txt").write_bytes(b"")
+    (tmp_path / "c.txt").write_bytes(b" \n\t")
+    (tmp_path / "é 東.txt").write_text("name")
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "first"}\r\n\n{"text": ""}\n{"text": "last\\r\\n"}')
+    with gzip.open(tmp_path / "e.jsonl.gz", "wb") as file:
+        file.write(b'{"text": "packed"}\n')
+    out = tmp_path / "öut"
+    command = [str(out), "--text", f"{tmp_path}/*.txt", "--jsonl", f"{tmp_path}/*.jsonl*"]
+    assert prepare.main(command) == 0
+    assert texts(out) == ["mark\r\nkept\r\n", "name", "first", "last\r\n", "packed"]
+    shown = capsys.readouterr().out
+    assert "4 x empty, or only whitespace" in shown and "1 x byte order mark removed" in shown
+    # the output of an earlier run is not taken for input, and plain names work as well as globs
+    assert prepare.main([str(tmp_path / "two"), "--text", *map(str, sorted(tmp_path.glob("*.txt")))]) == 0
+    assert texts(tmp_path / "two") == ["mark\r\nkept\r\n", "name"]
+
+
+def test_broken_archive_and_unreadable_file(tmp_path, capsys, monkeypatch):
+    (tmp_path / "good.jsonl").write_text('{"text": "good"}\n')
+    packed = gzip.compress(b'{"text": "one"}\n' * 1000)
+    (tmp_path / "torn.jsonl.gz").write_bytes(packed[: len(packed) // 2])
+    command = [str(tmp_path / "out"), "--jsonl", f"{tmp_path}/*.jsonl*"]
+    assert prepare.main(command) == 65
+    assert "can't be read (Compressed file ended" in capsys.readouterr().err
+    assert prepare.main([*command, "--on-bad", "skip"]) == 0
+    assert texts(tmp_path / "out")[0] == "good"
+
+    def refuse(path, mode):
+        raise PermissionError(13, "Permission denied", path)
+
+    (tmp_path / "secret.txt").write_text("x")
+    monkeypatch.setattr(text_source, "open", refuse, raising=False)
+    assert prepare.main([str(tmp_path / "other"), "--text", f"{tmp_path}/secret.txt"]) == 65
+    assert "secret.txt:1: can't be read (Permission denied). Mend the file, or give --on-bad skip" in capsys.readouterr().err
+
+
+def test_commands_that_can_not_be_done(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "chars", "characters": "etx", "eod": False}))
+    text, out = ["--text", f"{tmp_path}/a.txt"], str(tmp_path / "out")
+    for command, code, message in (
+        ([], 64, "required: OUT.*--help"),
+        ([out], 64, "no input. Give --text GLOB"),
+        ([out, *text, "--wrong"], 64, "unrecognized arguments: --wrong"),
+        ([out, *text, "--holdout", "5"], 64, "--holdout 5.0: must be between 0 and 1"),
+        ([out, *text, "--workers", "0"], 64, "--workers 0: must be at least 1"),
+        ([out, *text, "--tokenizer", "bpe"], 64, "such as bpe:4096"),
+        ([out, *text, "--tokenizer", "bpe:100"], 64, "at least 257"),
+        ([out, *text, "--eod-token", "x"], 64, "--eod-token x: is for a given tokenizer.json"),
+        ([out, *text, "--tokenizer", "absent.json"], 65, "tokenizer=absent.json: can't be read.*or `bytes`"),
+        ([out, *text, "--tokenizer", str(tmp_path)], 65, "no end-of-document token.*--eod none"),
+        ([out, *text, "--holdout", "0.01"], 65, "nothing is left for eval, out of 1 files.*--holdout-by tail"),
+        ([out, "--text", f"{tmp_path}/*.md"], 65, "matches no file. Check the path; quote globs"),
+        ([out, "--text", f"{tmp_path}/b.txt"], 65, "matches no file"),
+        ([out, "--text", str(tmp_path)], 65, r"is a directory. Name its files: --text '.*/\*\*/\*'"),
+        ([out, *text, "--exclude", "*.txt"], 65, "leaves out all 1 files"),
+        ([out, "--text", f"{tmp_path}/empty.txt"], 65, "holds no text at all.*1 x empty.*Give other input"),
+        ([f"{tmp_path}/a.txt", *text], 64, "is a file. Name a directory"),
+        ([str(tmp_path), *text], 64, "which prepare did not make. Choose a new or empty directory"),
+        (["verify", out], 65, "Make one with"),
+        (["show", f"{tmp_path}/absent"], 65, "Make one with"),
+    ):
+        assert prepare.main(command) == code, command
+        error = capsys.readouterr().err
+        assert re.search(message, error, re.DOTALL), (message, error)
+        assert "Traceback" not in error
+
+
+def test_characters_and_the_held_out_tail(tmp_path, capsys):
+    lines = [f"line {number}\n" for number in range(100)]
+    (tmp_path / "play.txt").write_text("".join(lines) + "Z")
+    command = [str(tmp_path / "out"), "--text", f"{tmp_path}/play.txt", "--tokenizer", "chars", "--holdout", "0.2"]
+    assert prepare.main([*command, "--holdout-by", "tail"]) == 65
+    assert "play.txt:82: character 'Z' (U+005A) is not in the tokenizer's vocabulary. Give --on-bad" in capsys.readouterr().err
+    assert prepare.main([*command, "--holdout-by", "tail", "--on-bad", "replace"]) == 0
+    (train,), (held,) = texts(tmp_path / "out/train"), texts(tmp_path / "out/eval")
+    assert train + held == "".join(lines) and 0.15 < len(held) / len(train + held) < 0.25
+    shards = TokenShards.open(tmp_path / "out/train")
+    assert shards.vocab_size == len(set(train)) and shards.manifest.eod == "none"
+    assert shards.num_tokens == len(train)
+
+
+def test_document_longer_than_a_shard_and_given_tokenizer(corpus, tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 1000)
+    (tmp_path / "b.txt").write_text("y" * 10)
+    out = tmp_path / "out"
+    assert prepare.main([str(out), "--text", f"{tmp_path}/?.txt", "--shard-tokens", "100"]) == 0
+    assert [shard.tokens for shard in Manifest.load(out).shards] == [1001, 11]
+    assert np.array_equal(TokenShards.open(out).document_starts(0, 1012), [0, 1001])
+    assert prepare.main([str(tmp_path / "again"), "--text", f"{tmp_path}/?.txt", "--tokenizer", str(out)]) == 0
+    assert Manifest.load(tmp_path / "again").tokenizer == Manifest.load(out).tokenizer
+
+
+def test_two_at_once_are_refused(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "out").mkdir()
+    holder = os.open(tmp_path / "out", os.O_RDONLY)
+    prepare.fcntl.flock(holder, prepare.fcntl.LOCK_EX)
+    try:
+        assert prepare.main([str(tmp_path / "out"), "--text", f"{tmp_path}/a.txt"]) == 74
+    finally:
+        os.close(holder)
+    assert "another prepare is at work here. Wait for it" in capsys.readouterr().err
+
+
+def test_standard_library_preset_is_code_without_tests():
+    names = [piece.name for piece in text_source.python_stdlib()]
+    assert {"argparse.py", "json/decoder.py"} <= set(names) and names == sorted(names)
+    assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
+
+
+def test_help_is_fast_and_shows_examples():
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "data_pipeline.prepare", "--help"], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
+    assert done.returncode == 0 and "--python-stdlib --tokenizer bpe:4096" in done.stdout and not done.stderr
+    assert time.perf_counter() - started < 2  # a third of a second on an idle machine; others may be busy
