@@ -1,5 +1,6 @@
 """The `data` and `eval` sections of a run's config: frozen dataclasses with a type, a default and a line of help per key."""
 
+import copy
 import dataclasses
 from typing import Any, Literal
 
@@ -16,12 +17,8 @@ def key(default: Any, help: str, *, low: float | None = None, high: float | None
     """
     metadata = {"help": help, "low": low, "high": high, "above": above}
     if isinstance(default, dict | list) or dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=lambda: _copy(default), metadata=metadata)
+        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
-
-
-def _copy(value: Any) -> Any:
-    return dataclasses.replace(value) if dataclasses.is_dataclass(value) else type(value)(value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +34,9 @@ class SourceConfig:
 class StageConfig:
     """One stage of the mixture; stages follow each other, every source goes on where it left off."""
 
-    until: float | None = key(None, "where the stage ends, counted from the start of the run; null: the end of the run", above=0)
+    until: float | None = key(
+        None, "where the stage ends, counted from the start of the run; null: the end of the run", above=0
+    )
     unit: Literal["steps", "tokens", "fraction"] = key("steps", "unit of `until`; fraction is of `steps`")
     weights: dict[str, float] = key({}, "share of tokens of each source; a source left out is not drawn")
 

@@ -1,7 +1,7 @@
 """What must hold across keys and needs neither device nor data; problems are gathered, never raised one by one.
 
-A rule yields messages with the values, the rule and the mend. `check_devices` is the part that has to wait until the number
-of devices is known.
+A rule yields messages with the values, the rule and the mend. `check_devices` and `fit_to_devices` are for later, when the
+number of devices is known.
 """
 
 import dataclasses
@@ -45,8 +45,24 @@ def problems_across(config: RunConfig, known_bad: Iterable[str] = ()) -> list[st
     return [text for text in found if not bad.search(text)]
 
 
-def check_devices(config: RunConfig, num_devices: int) -> MeshConfig:
-    """The mesh with its -1 filled in.
+def check_devices(mesh: MeshConfig, num_devices: int) -> list[str]:
+    """The problem, if any, of arranging all the job's devices on the mesh's axes, with the nearest valid sizes."""
+    sizes = {key: size for key, size in _axes(mesh).items() if size > 0}
+    product, free = math.prod(sizes.values()), len(sizes) < 3
+    if num_devices == product or (free and num_devices % product == 0):
+        return []
+    mends = []
+    for key, size in sizes.items():
+        if num_devices % (rest := product // size) == 0:  # so changing this axis alone is enough
+            share = num_devices // rest
+            mends.append(f"{key} to {choices(_nearest(_divisors(share), size)) if free else share}")
+    rule = f"= {product} must {'divide' if free else 'be'} the number of devices, {num_devices}"
+    mend = ", or ".join(mends) or f"{' and '.join(sizes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
+    return [f"{' x '.join(f'{key}={size}' for key, size in sizes.items())} {rule}. Set {mend}."]
+
+
+def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
+    """The config with the mesh's -1 filled in.
 
     Args:
         config: a checked config.
@@ -55,23 +71,15 @@ def check_devices(config: RunConfig, num_devices: int) -> MeshConfig:
     Raises:
         ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be divided by them.
     """
+    if problems := check_devices(config.mesh, num_devices):
+        raise ConfigError(problems)
     axes = _axes(config.mesh)
-    set_axes = {key: size for key, size in axes.items() if size > 0}
-    fixed, free = math.prod(set_axes.values()), [key for key, size in axes.items() if size == -1]
-    if num_devices % fixed or (not free and fixed != num_devices):
-        mends = []
-        for key, size in set_axes.items():
-            if num_devices % (rest := fixed // size) == 0:  # so changing this axis alone is enough
-                share = num_devices // rest
-                mends.append(f"{key} to {choices(_nearest(_divisors(share), size)) if free else share}")
-        rule = f"= {fixed} must {'divide' if free else 'be'} the number of devices, {num_devices}"
-        mend = ", or ".join(mends) or f"{' and '.join(set_axes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
-        raise ConfigError(f"{' x '.join(f'{key}={size}' for key, size in set_axes.items())} {rule}. Set {mend}.")
-    filled = {key.removeprefix("mesh."): num_devices // fixed for key in free}
+    left = num_devices // math.prod(size for size in axes.values() if size > 0)
+    filled = {key.removeprefix("mesh."): left for key, size in axes.items() if size == -1}
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **filled))
     if problems := [*_batch(config), *_tensor(config)]:
         raise ConfigError(problems)
-    return config.mesh
+    return config
 
 
 def _run(c: RunConfig) -> Iterator[str]:
@@ -101,8 +109,8 @@ def _directories(c: RunConfig) -> Iterator[str]:
     for key, path in (sources | sets | others).items():
         if path == "":
             yield f'{key}="" is not a directory. Set {key} to one{"" if key in others else " made by `prepare`"}.'
-    where = {key: os.path.realpath(os.path.expanduser(path)) for key, path in (sources | sets).items() if path}
-    runs = os.path.realpath(os.path.expanduser(c.output_dir))
+    where = {key: os.path.abspath(os.path.expanduser(path)) for key, path in (sources | sets).items() if path}
+    runs = os.path.abspath(os.path.expanduser(c.output_dir))
     for key, path in where.items():
         if path in (runs, os.path.join(runs, c.run_name)):
             place = f"output_dir={c.output_dir} with run_name={c.run_name}"

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from data_pipeline.errors import UsageError
-from maxtrain.config.keys import Key, describe, keys, show, unknown
+from maxtrain.config.keys import Key, all_keys, describe, show, unknown
 from maxtrain.config.schema import RunConfig
 
 
@@ -25,7 +25,7 @@ def help_text(prog: str, about: Sequence[str], configs: Iterable[str]) -> str:
     """
     sections = {f.name: f.metadata["help"] for f in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(f.type)}
     if about and about[0] != "all":
-        rows = [k for k in keys() if k.path == about[0] or k.path.startswith((f"{about[0]}.", f"{about[0]}["))]
+        rows = [k for k in all_keys() if k.path == about[0] or k.path.startswith((f"{about[0]}.", f"{about[0]}["))]
         if not rows:
             raise UsageError(f"--help {about[0]}: {unknown(about[0])} Sections: {', '.join(sections)}.")
         return f"{_bold(about[0])}  {sections.get(about[0], '')}\n{_table(rows)}"
@@ -40,7 +40,7 @@ def help_text(prog: str, about: Sequence[str], configs: Iterable[str]) -> str:
   {"  ".join(configs)}
 
 {_bold("keys")}    values: 1e-3  1e6  10_000  true  null  10,12;  NAME in a key is a name of your own
-{_table([k for k in keys() if about or "." not in k.path])}
+{_table([k for k in all_keys() if about or "." not in k.path])}
 
 {_bold("sections")}
 {listed}"""

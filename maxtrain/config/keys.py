@@ -29,7 +29,7 @@ def kinds(section: type) -> dict[str, Any]:
 
 
 @functools.cache
-def keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
+def all_keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
     """Every key of a section and of what is below it, in the schema's order."""
     found: list[Key] = []
     for field in dataclasses.fields(section):
@@ -39,7 +39,7 @@ def keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
         if inner is not kind and not (named and dataclasses.is_dataclass(inner)):
             found.append(Key(below, inner, None, field.metadata["help"]) if named else Key(path, kind, *_about(field)))
         if dataclasses.is_dataclass(inner):
-            found += keys(inner, below + ".")
+            found += all_keys(inner, below + ".")
     return tuple(found)
 
 
@@ -49,7 +49,7 @@ def _about(field: dataclasses.Field) -> tuple[Any, str]:
 
 def default_of(field: dataclasses.Field) -> Any:
     """A fresh copy of a field's default."""
-    return field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def element(kind: Any) -> Any:
@@ -93,7 +93,7 @@ def unknown(path: str) -> str:
     """What to say of a key that does not exist: the right name, wherever one can be guessed."""
     parts = path.split(".")
     leaf = parts[-1].lower().replace("-", "_")
-    leaves = {key.path: key.path.rsplit(".", 1)[-1] for key in keys()}
+    leaves = {key.path: key.path.rsplit(".", 1)[-1] for key in all_keys()}
     named = {key: _with_names(key.split("."), parts) for key in leaves}
     right = [n for n in named.values() if n.lower() == path.lower()] or [named[k] for k in leaves if leaves[k].lower() == leaf]
     if not right and leaf in MAXTEXT:

@@ -47,7 +47,7 @@ def default_config() -> ConfigDict:
 
     Locked: a key that does not exist can't be set. Only `data.sources` and `eval.sets` take new names.
     """
-    config = ConfigDict(dataclasses.asdict(RunConfig()), type_safe=False).lock()
+    config: Any = ConfigDict(dataclasses.asdict(RunConfig()), type_safe=False).lock()
     config.data.sources.unlock()
     config.eval.sets.unlock()
     return config
@@ -209,10 +209,10 @@ class _Reader:
         self.bad.append(path)
         self.problems.append(problem)
 
-    def section(self, cls: type, raw: Any, path: str) -> Any:
+    def section(self, cls: Any, raw: Any, path: str) -> Any:
         """A dataclass from a mapping of some of its fields."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        raw = dataclasses.asdict(raw) if dataclasses.is_dataclass(raw) else {} if raw is None else raw
+        raw = dataclasses.asdict(raw) if isinstance(raw, cls) else {} if raw is None else raw
         if not isinstance(raw, dict):
             keys = choices(f"{path}.{name}" for name in list(fields)[:3])
             self.complain(path, f"{path}={show(raw)} is a section, not a value. Set one of its keys, such as {keys}.")
@@ -229,19 +229,23 @@ class _Reader:
         """A value of an annotation; `field`, if it is one, has default and limits."""
         if dataclasses.is_dataclass(kind):
             return self.section(kind, raw, path)
-        default = default_of(field) if field else None
+        default, count = default_of(field) if field else None, len(self.problems)
+        value = default
         try:
             value = self.convert(kind, raw, path)
             problem = out_of_range(path, value, field.metadata) if field else None
         except ValueError as error:
             why = f" ({error})" if str(error) else ""
             close = difflib.get_close_matches(str(raw).lower(), describe(kind).split(" | "), 1)
-            usual = {float: 1, str: "DIR"}.get(kind, default) if default in (None, "") else _plain(default)
+            usual = {int: 1, float: 1, str: "DIR"}.get(kind, default) if default in (None, "") else _plain(default)
             mend = f"Did you mean {path}={close[0]}?" if close else f"Write for example {path}={show(usual)}."
             problem = f"{path}={show(raw)} must be: {describe(kind)}{why}. {mend}"
         if problem:
             self.complain(path, problem)
-        return default if problem else value
+        if len(self.problems) == count or dataclasses.is_dataclass(element(kind)):
+            return value
+        self.bad.append(path)  # for a list or dict, of which some elements were wrong
+        return default
 
     def convert(self, kind: Any, raw: Any, path: str) -> Any:
         """A value that is not a section; raises ValueError with a detail, or without one."""
@@ -261,8 +265,8 @@ def _structure(raw: Any, brackets: str, expected: Any) -> Any:
     """A list or mapping, or one typed on the command line: `10,12` or `[{until: 100}]`."""
     if isinstance(raw, _Typed):
         text = raw.strip()
-        if brackets == "[]":
-            text = f"[{text[1:-1] if text[:1] in ('[', '(') else text}]"
+        if brackets == "[]" and not text.startswith("["):
+            text = f"[{text[1:-1] if text.startswith('(') and text.endswith(')') else text}]"
         try:
             raw = yaml.load(text, _Loader)
         except yaml.YAMLError:

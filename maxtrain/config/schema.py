@@ -11,7 +11,7 @@ from data_pipeline.config import DataConfig, EvalConfig, key
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture. Letters in comments and shapes: D embed, F mlp, N heads, K kv heads, H head dim, L layers, V vocabulary."""
+    """The architecture. Letters in shapes: D embed, F mlp, N heads, K kv heads, H head dim, L layers, V vocabulary."""
 
     family: Literal["llama", "qwen3"] = key("llama", "block choices and Hugging Face names")
     vocab_size: int | None = key(None, "V; null: the vocabulary of the training data's tokenizer", low=1)
@@ -109,7 +109,7 @@ class RunConfig:
 
     run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
     output_dir: str = key("runs", "where run directories are made")
-    seed: int = key(0, "of parameters, data order and everything else random", low=0)
+    seed: int = key(0, "of parameters, data order and everything else random", low=0, high=2**32 - 1)
     steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
     eval_interval: int = key(0, "steps between evaluations; 0: none while training", low=0)
     eval_steps: int = key(-1, "batches of each evaluation; -1: every set whole, exactly once", low=-1)

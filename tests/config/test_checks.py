@@ -1,0 +1,190 @@
+"""Rules across keys: every message has the value and the mend, and all come at once."""
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config import fit_to_devices, load_config
+from maxtrain.config.checks import check_devices
+
+WEIGHTS_0 = ["data.sources.stdlib.weight=0"]
+
+
+def problems(*overrides: str) -> list[str]:
+    """The problems of the quickstart with these overrides."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(["config=quickstart", *overrides])
+    assert caught.value.exit_code == 78
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "value", "mend"),
+    [
+        # limits of single keys
+        (["data.batch_size=0"], "data.batch_size=0 must be at least 1", "Set data.batch_size to 1 or more"),
+        (["steps=0"], "steps=0 must be at least 1", "Set steps to 1 or more"),
+        (["seed=-1"], "seed=-1", "Set seed to 0 or more"),
+        (["seed=1e10"], "seed=10000000000 must be at most 4294967295", "to 4294967295 or less"),
+        (["optimizer.learning_rate=0"], "optimizer.learning_rate=0.0 must be more than 0", "above 0"),
+        (["optimizer.decay_fraction=1.5"], "optimizer.decay_fraction=1.5 must be at most 1", "to 1 or less"),
+        (["data.sources.stdlib.weight=-1"], "data.sources.stdlib.weight=-1.0", "to 0 or more"),
+        (["eval_steps=-2"], "eval_steps=-2 must be at least -1", "Set eval_steps to -1 or more"),
+        # the run
+        (["run_name=a/b"], "run_name='a/b' must be the name of one folder", "Set run_name=a-b"),
+        (["run_name=.."], "run_name='..'", "Set run_name=run"),
+        (["eval.sets={}"], "eval_interval=100 needs an evaluation set", "Add eval.sets.NAME=DIR, or set eval_interval=0"),
+        (["eval_steps=0"], "eval_steps=0 would evaluate nothing, every eval_interval=100", "Set eval_steps=-1"),
+        (["checkpoint.keep_every=5", "checkpoint_interval=0"], "checkpoint.keep_every=5", "Set checkpoint_interval"),
+        (["observe.profile_steps=10"], "observe.profile_steps=[10]", "Set for example 10,12"),
+        (["observe.profile_steps=12,10"], "observe.profile_steps=[12, 10]", "Set for example 10,12"),
+        (["observe.profile_steps=10,300"], "[10, 300] must end before steps=300", "at most 299"),
+        # directories
+        (["data.sources.stdlib.path="], 'data.sources.stdlib.path="" is not a directory', "made by `prepare`"),
+        (["output_dir="], 'output_dir="" is not a directory', "Set output_dir to one"),
+        (["checkpoint.init_from="], 'checkpoint.init_from="" is not', "Set checkpoint.init_from"),
+        (["output_dir=data/stdlib/eval/../train/"], "data.sources.stdlib.path=data/stdlib/train", "Set output_dir to another"),
+        (["output_dir=data/stdlib", "run_name=eval"], "eval.sets.heldout=data/stdlib/eval", "Set output_dir to another"),
+        (["eval.sets.a=./data/stdlib/train"], "eval.sets.a=./data/stdlib/train is also data.sources.stdlib.path", "held-out"),
+        # sources and mixture
+        (["data.sources={}"], "data.sources is empty", "Add data.sources.NAME.path=DIR"),
+        (WEIGHTS_0, "data.sources.stdlib.weight=0: nothing would be drawn", "Set data.sources.stdlib.weight above 0"),
+        (["steps=auto", "data.sources.stdlib.epochs=null"], "steps=auto has no end", "Set steps or data.sources.stdlib.epochs"),
+        (["data.stages=[{weights: {stdlb: 1}}]"], "data.stages[0].weights.stdlb is not in data.sources", "Set it for stdlib"),
+        (["data.stages=[{weights: {stdlib: -1}}]"], "data.stages[0].weights.stdlib=-1.0", "Set it to 0, or leave it out"),
+        (["data.stages=[{until: 5}]"], "data.stages[0].weights sum to 0", "Give one source a weight above 0"),
+        (
+            ["data.stages=[{until: 5, weights: {stdlib: 1}}, {until: 5, weights: {stdlib: 1}}]"],
+            "data.stages[1].until=5.0 must be more than the 5.0 before it",
+            "Set it higher, or reorder",
+        ),
+        (
+            ["data.stages=[{weights: {stdlib: 1}}, {weights: {stdlib: 1}}]"],
+            "data.stages[0].until=null",
+            "Set it to where the stage ends",
+        ),
+        (
+            ["data.stages=[{until: 0.5, unit: fraction, weights: {stdlib: 1}}]", "steps=auto"],
+            "data.stages[0].until=0.5 is a fraction of steps=auto",
+            "steps to a number",
+        ),
+        # model
+        (["model.num_kv_heads=3"], "model.num_kv_heads=3 must divide model.num_heads=4", "to 1, 2 or 4"),
+        (["model.embed_dim=250"], "model.embed_dim=250 must be an even multiple of model.num_heads=4", "to 248 or 256"),
+        (["model.head_dim=63"], "model.head_dim=63 must be even", "to 62 or 64"),
+        (["data.seq_length=2048"], "data.seq_length=2048 must be at most model.max_length=1024", "model.max_length=2048"),
+        (["model.rope_scaling=llama3", "model.rope_high_freq_factor=1"], "model.rope_high_freq_factor=1.0", "to 1 and 4"),
+        # optimizer
+        (["optimizer.warmup_steps=300"], "optimizer.warmup_steps=300 must be less than steps=300", "at most 299"),
+        (
+            ["optimizer.min_learning_rate=1"],
+            "optimizer.min_learning_rate=1.0 must be at most optimizer.learning_rate",
+            "=0.0002",
+        ),
+        (["optimizer.beta1=1"], "optimizer.beta1=1.0 must be less than 1", "optimizer.beta1=0.9"),
+        (["optimizer.beta2=-0.1"], "optimizer.beta2=-0.1 must be at least 0", "to 0 or more"),
+        (["optimizer.schedule=wsd", "optimizer.decay_fraction=0.95"], "optimizer.decay_fraction=0.95", "at most 0.9"),
+        # batch
+        (["optimizer.accumulation=3"], "data.batch_size=16 must be divisible by optimizer.accumulation=3", "15 or 18"),
+        (["optimizer.accumulation=3"], "data.batch_size=16", "optimizer.accumulation to 1, 2, 4 or 8"),
+        (["mesh.data=3", "mesh.fsdp=1"], "data.batch_size=16 must be divisible by mesh.data=3 times mesh.fsdp=1", "15 or 18"),
+        (["mesh.fsdp=8", "optimizer.accumulation=4"], "times optimizer.accumulation=4", "Set data.batch_size to 32"),
+        (["mesh.fsdp=8", "eval.batch_size=12"], "eval.batch_size=12 must be divisible", "Set eval.batch_size to 8 or 16"),
+        # mesh
+        (["mesh.data=0"], "mesh.data=0 must be at least 1", "Set mesh.data to 1 or -1"),
+        (["mesh.tensor=-2"], "mesh.tensor=-2", "Set mesh.tensor to 1 or -1"),
+        (["mesh.data=-1"], "mesh.data=-1 and mesh.fsdp=-1: only one", "Set mesh.data or mesh.fsdp to 1"),
+        (
+            ["mesh.tensor=3"],
+            "mesh.tensor=3 must divide model.num_heads=4 and model.num_kv_heads=2",
+            "Set mesh.tensor to 1 or 2",
+        ),
+        (["mesh.tensor=2", "model.vocab_size=4097"], "mesh.tensor=2 must divide model.vocab_size=4097", "mesh.tensor to 1"),
+        (["mesh.tensor=2", "model.mlp_dim=705"], "mesh.tensor=2 must divide model.mlp_dim=705", "mesh.tensor to 1"),
+        (["mesh.simulated_devices=8", "mesh.platform=gpu"], "mesh.platform=gpu", "Set mesh.platform=cpu"),
+        (["mesh.num_processes=2", "mesh.process_id=2"], "mesh.process_id=2 must be less than", "at most 1"),
+        (["mesh.coordinator=host"], "mesh.coordinator=host must be host:port", "10.0.0.1:8476"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_one_problem_with_value_and_mend(overrides, value, mend):
+    (problem,) = problems(*overrides)
+    assert value in problem
+    assert re.search(r"\. (Set|Add|Give) ", problem), "no mend"
+    assert mend in problem.partition(". ")[2] or mend in problem
+
+
+def test_all_are_reported_at_once():
+    found = problems(
+        "optimizer.warmup_steps=500", "eval.sets={}", "optimizer.min_learning_rate=1", "optimizer.beta2=1", "mesh.data=0",
+        "output_dir=data/stdlib/train", "model.num_kv_heads=3", "run_name=a/b", "optimizer.accumulation=3",
+    )  # fmt: skip
+    assert len(found) == 9
+
+
+def test_a_value_already_refused_is_not_judged_against_others():
+    (problem,) = problems("steps=ten", "optimizer.warmup_steps=400")
+    assert problem.startswith("steps=ten")
+    assert len(problems("steps=ten", "optimizer.warmup_steps=400", "mesh.data=0")) == 2
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["steps=auto", "optimizer.warmup_steps=100000"],
+        ["eval.sets={}", "eval_interval=0"],
+        ["eval_steps=0", "eval_interval=0"],
+        ["data.stages=[{until: 5, weights: {stdlib: 1}}, {weights: {stdlib: 2}}]", "data.sources.stdlib.weight=0"],
+        ["data.stages=[{until: 5, weights: {stdlib: 1}}, {until: 3, unit: tokens, weights: {stdlib: 2}}]"],
+        ["model.head_dim=66"],
+        ["model.embed_dim=250", "model.head_dim=64"],
+        ["mesh.tensor=2", "mesh.data=4", "mesh.fsdp=2", "optimizer.accumulation=2"],
+        ["mesh.simulated_devices=8", "mesh.platform=cpu"],
+        ["observe.profile_steps=[5, 5]"],
+        ["output_dir=data/stdlib"],
+        ["optimizer.beta1=0", "optimizer.min_learning_rate=2e-3"],
+        ["mesh.coordinator=[::1]:1234", "mesh.num_processes=2", "mesh.process_id=1"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_fine_is_accepted(overrides):
+    load_config(["config=quickstart", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "rule", "mend"),
+    [
+        (["mesh.fsdp=3"], 8, "= 3 must be the number of devices, 8", "Set mesh.fsdp to 8"),
+        (["mesh.data=2", "mesh.fsdp=2"], 8, "mesh.data=2 x mesh.fsdp=2 x mesh.tensor=1 = 4 must be", "mesh.data to 4, or"),
+        (["mesh.data=3"], 8, "mesh.data=3 x mesh.tensor=1 = 3 must divide the number of devices, 8", "to 1, 2, 4 or 8"),
+        (["mesh.data=16"], 8, "= 16 must divide the number of devices, 8", "mesh.data to 1, 2, 4 or 8"),
+        (["mesh.data=4", "mesh.fsdp=4"], 6, "= 16 must be the number of devices, 6", "multiply to 6, or mesh.fsdp=-1"),
+        (["data.batch_size=16"], 3, "data.batch_size=16 must be divisible by mesh.data=1 times mesh.fsdp=3", "to 15 or 18"),
+        (["mesh.fsdp=1", "mesh.tensor=-1"], 4, "mesh.tensor=4 must divide model.num_kv_heads=2", "mesh.tensor to 1 or 2"),
+    ],
+)
+def test_devices_that_do_not_fit(overrides, devices, rule, mend):
+    given_batch = any(o.startswith("data.batch_size") for o in overrides)
+    config = load_config(["config=quickstart", *overrides, *([] if given_batch else ["data.batch_size=48"])])
+    with pytest.raises(ConfigError) as caught:
+        fit_to_devices(config, devices)
+    assert rule in str(caught.value) and mend in str(caught.value)
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=st.tuples(*[st.integers(1, 4)] * 3), free=st.sampled_from([None, "data", "fsdp", "tensor"]))
+def test_the_free_axis_takes_what_is_left(sizes, free):
+    config = load_config(["config=quickstart"])
+    axes = dict(zip(("data", "fsdp", "tensor"), sizes))
+    devices = sizes[0] * sizes[1] * sizes[2]
+    model = dataclasses.replace(config.model, num_heads=12, num_kv_heads=12, mlp_dim=12)
+    data = dataclasses.replace(config.data, batch_size=144)
+    given_axes = axes | ({free: -1} if free else {})
+    config = dataclasses.replace(config, model=model, data=data, mesh=dataclasses.replace(config.mesh, **given_axes))
+    assert check_devices(config.mesh, devices) == []
+    mesh = fit_to_devices(config, devices).mesh
+    assert {name: getattr(mesh, name) for name in axes} == axes

@@ -1,0 +1,58 @@
+"""Names: an unknown key is told its right name, wherever it can be guessed."""
+
+import pytest
+
+from maxtrain.config import keys
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("model.embd_dim", "model.embed_dim"),  # typo in the key
+        ("modle.num_layers", "model.num_layers"),  # typo in the section
+        ("modle.num_layer", "model.num_layers"),  # typo in both
+        ("Optimizer.Learning_Rate", "optimizer.learning_rate"),  # wrong case
+        ("STEPS", "steps"),
+        ("learning_rate", "optimizer.learning_rate"),  # wrong level
+        ("model.seq_length", "data.seq_length"),
+        ("data.steps", "steps"),
+        ("optimizer.warmup-steps", "optimizer.warmup_steps"),
+        ("data.sources.web.pth", "data.sources.web.path"),  # below a name of the user's
+        ("data.sorces.web.path", "data.sources.web.path"),
+        ("eval.set.held", "eval.sets.held"),
+        ("model.num_heads.x", "model.num_heads"),
+    ],
+)
+def test_the_right_name_is_suggested(wrong, right):
+    text = keys.unknown(wrong)
+    assert text.startswith(f"{wrong} is not a key. Did you mean {right}"), text
+
+
+@pytest.mark.parametrize(("wrong", "where"), [("frobnicate", "`--help`"), ("model.frobnicate", "`--help model`")])
+def test_a_hopeless_name_is_sent_to_the_help(wrong, where):
+    assert keys.unknown(wrong) == f"{wrong} is not a key. {where} lists those there are."
+
+
+def test_a_name_in_two_sections_gives_both():
+    assert "data.batch_size or eval.batch_size" in keys.unknown("batch_size")
+
+
+@pytest.mark.parametrize(
+    "path", ["steps", "model.num_heads", "data.sources.web.path", "eval.sets.a", "data.sources.web", "model"]
+)
+def test_find_knows_keys_and_sections(path):
+    assert keys.find(path) is not None
+
+
+@pytest.mark.parametrize("path", ["", "Steps", "model.", ".model", "steps.x", "data.sources.web.path.x", "data.stages.0.until"])
+def test_find_knows_nothing_else(path):
+    assert keys.find(path) is None
+
+
+def test_words():
+    assert keys.describe(keys.find("steps")) == "whole number | auto"
+    assert keys.describe(keys.find("observe.profile_steps")) == "list of whole numbers"
+    assert keys.describe(keys.find("model.head_dim")) == "whole number | null"
+    assert [keys.choices(range(n)) for n in (0, 1, 2, 4)] == ["nothing", "0", "0 or 1", "0, 1, 2 or 3"]
+    assert [keys.show(v) for v in (True, None, 1.5, "a")] == ["true", "null", "1.5", "a"]
+    assert len(keys.show("x" * 500)) == 60
