@@ -62,25 +62,14 @@ class Verdict(NamedTuple):
 
 
 class ZeroWeight:
-    """The policy `data.zero_weight`, fed once per step by the training loop.
-
-    Args:
-        policy: "raise" an error, "stop" in good order, or "warn" and go on (the step itself changes nothing).
-    """
+    """`data.zero_weight`, fed once per step: "raise" an error, "stop" in good order, or "warn" (the step changes nothing)."""
 
     def __init__(self, policy: Literal["raise", "stop", "warn"]):
         self.policy = policy
         self.steps = 0
 
     def observe(self, step: int, num_targets: float) -> Verdict | None:
-        """Judge one step.
-
-        Args:
-            step: which.
-            num_targets: target tokens (or their summed weight) in the global batch.
-
-        Returns:
-            None when there is a target.
+        """Judge a step by the target tokens (or their summed weight) in its global batch; None when there are some.
 
         Raises:
             DataError: policy "raise".
@@ -92,7 +81,5 @@ class ZeroWeight:
         mend = "Check the loss masks and empty documents of the sources"
         if self.policy == "raise":
             raise DataError(f"{what}. {mend}, or set data.zero_weight to stop or warn.")
-        result = (
-            "the run stops here" if self.policy == "stop" else f"weights stay as they are ({self.steps:,} such steps so far)"
-        )
+        result = "the run stops here" if self.policy == "stop" else f"weights stay as they are ({self.steps:,} such steps)"
         return Verdict(self.policy == "stop", f"{what}; {result}. {mend}.")

@@ -9,7 +9,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -20,7 +20,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch
 from data_pipeline.packing import Window, count_rows, pack, phase
-from data_pipeline.plan import Plan, PlanSource, Rows
+from data_pipeline.plan import Plan, PlanSource, Rows, Steps
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
@@ -78,13 +78,7 @@ class _Dataset:
 
 
 class TrainingData(_Dataset):
-    """The training stream. Build it with `open_training`; `plan` says what is read when.
-
-    Args:
-        config: the `data` section.
-        plan: the solved plan.
-        shards: open shards of every source, in the order of `plan.names`.
-    """
+    """The training stream. Build it with `open_training`; `plan` says what is read when, `shards` are in its order of names."""
 
     def __init__(self, config: DataConfig, plan: Plan, shards: list[TokenShards]):
         super().__init__(config, shards[0].vocab_size)
@@ -198,7 +192,7 @@ def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
             raise ConfigError(f"{where} {rule}. Prepare one of them again with the tokenizer of the other.")
 
 
-def open_training(config: DataConfig, seed: int, steps: int | Literal["auto"]) -> TrainingData:
+def open_training(config: DataConfig, seed: int, steps: Steps) -> TrainingData:
     """Open all sources and solve the plan.
 
     Args:

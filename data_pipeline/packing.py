@@ -65,13 +65,12 @@ def pack(
                 loss_mask[row, starts] = 0
     borders = [] if attend_across_documents else borders
     segment_ids, positions = _segments(np.concatenate([*borders, np.arange(len(windows)) * seq_length]), shape)
-    if not restart_positions:
-        positions = np.tile(np.arange(seq_length, dtype=np.int32), (len(windows), 1))
     batch = {"inputs": inputs, "targets": targets, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
     for row, window in enumerate(windows):
-        for name in batch if window.count < seq_length else ():
-            if name != "positions" or restart_positions:
-                batch[name][row, window.count :] = 0
+        for array in batch.values() if window.count < seq_length else ():
+            array[row, window.count :] = 0
+    if not restart_positions:
+        positions[:] = np.arange(seq_length)
     return batch
 
 

@@ -12,6 +12,7 @@ resume, every host can compute its own rows, and no iterator runs dry on one hos
 Knows nothing of files, tokens or batches: only of counts.
 """
 
+import bisect
 import dataclasses
 import functools
 import hashlib
@@ -84,10 +85,8 @@ def prefix_counts(count, weights: tuple[int, ...]) -> list:
     0 or 1 per row, so exactly one source's count does.
 
     Args:
-        count: int, or int64 array, at most 2^42.
+        count: int, or int64 array, at most 2^42; the result has one such per source.
         weights: integers that sum to 2^20.
-
-    Returns: one count (same kind as `count`) per source.
     """
     remaining, left, counts = sum(weights), count, []
     for weight in weights[:-1]:
@@ -366,10 +365,4 @@ class _Layout:
 
 def _last(limit: int, holds: Callable[[int], bool]) -> int:
     """The largest k in [0, limit] for which `holds` does; it holds at 0 and, once it fails, fails for ever."""
-    if holds(limit):
-        return limit
-    low, high = 0, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(limit + 1), True, key=lambda k: not holds(k)) - 1
