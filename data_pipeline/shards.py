@@ -71,6 +71,12 @@ class ShardEntry:
     max_id: int
     checks_sha256: str
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file of the shard, by suffix."""
+        sizes = {".bin": self.bytes, ".idx": 8 * (self.documents + 1)}
+        return sizes | {".crc": 4 * sum(-(-size // BLOCK_BYTES) for size in sizes.values())}
+
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
@@ -177,8 +183,7 @@ class ShardWriter:
         self._dtype = token_dtype(vocab_size)
         self._lengths: list[np.ndarray] = []
         self._max_id = 0
-        self._sha, self._crcs, self._crc, self._filled = hashlib.sha256(), [], 0, 0
-        self._file = open(directory / f".{stem}.bin.tmp", "wb")  # noqa: SIM115 - lives as long as the writer
+        self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
         """Add documents.
@@ -200,122 +205,87 @@ class ShardWriter:
         self._max_id = max(self._max_id, high)
         self._lengths.append(lengths.astype(np.int64))
         self.tokens += len(tokens)
-        data = memoryview(np.ascontiguousarray(tokens, self._dtype)).cast("B")
-        self._file.write(data)
-        self._sha.update(data)
-        while data:
-            part = data[: BLOCK_BYTES - self._filled]
-            data = data[len(part) :]
-            self._crc, self._filled = zlib.crc32(part, self._crc), self._filled + len(part)
-            if self._filled == BLOCK_BYTES:
-                self._crcs.append(self._crc)
-                self._crc = self._filled = 0
+        self._file.write(np.ascontiguousarray(tokens, self._dtype).data)
 
     def close(self) -> ShardEntry:
-        """Make the shard durable and visible.
-
-        Returns:
-            its entry for the manifest.
-        """
+        """Make the shard durable and visible; returns its entry for the manifest."""
         lengths = np.concatenate(self._lengths)
         index = np.concatenate([[0], np.cumsum(lengths)]).astype("<u8").tobytes()
-        crcs = self._crcs + [self._crc] * (self._filled > 0) + crc_blocks(index)
-        checks = np.array(crcs, "<u4").tobytes()
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
+        with self._file, mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            checks = np.array(crc_blocks(data) + crc_blocks(index), "<u4").tobytes()
+            sha256, checks_sha256 = hashlib.sha256(data).hexdigest(), hashlib.sha256(checks).hexdigest()
         write_atomic(self._directory / f"{self._stem}.crc", checks)
         write_atomic(self._directory / f"{self._stem}.idx", index)
         path = self._directory / f"{self._stem}.bin"
         os.replace(self._file.name, path)
         sync_directory(self._directory)
         size = self.tokens * self._dtype.itemsize
-        sha256, checks_sha256 = self._sha.hexdigest(), hashlib.sha256(checks).hexdigest()
         return ShardEntry(path.name, self.tokens, len(lengths), size, sha256, self._max_id, checks_sha256)
 
     def abort(self) -> None:
         """Forget everything appended."""
         self._file.close()
-        os.unlink(self._file.name)
+        Path(self._file.name).unlink(missing_ok=True)
 
 
-def crc_blocks(data: bytes | memoryview) -> list[int]:
+def crc_blocks(data: bytes | mmap.mmap) -> list[int]:
     """crc32 of each 1 MiB block of `data`; the last may be shorter."""
-    view = memoryview(data)
-    return [zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(view), BLOCK_BYTES)]
+    return [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
 
 
-class _OpenShard:
-    """Memory maps of one shard; `pending` has a 1 for every block of the .bin whose crc32 was not compared yet."""
+class _File:
+    """A mapped .bin or .idx. `pending`, kept by the reader, has a 1 for every block whose crc32 was not compared yet.
 
-    def __init__(self, owner: "TokenShards", number: int):
-        self.owner, self.entry = owner, owner.manifest.shards[number]
-        self.path = owner.path / self.entry.path
-        self.data = _map(self.path, self.entry.bytes, owner.mend)
-        self.tokens = np.frombuffer(self.data, owner.dtype)
-        self.pending = owner.pending.get(number)
-        if self.pending is None:
-            blocks = -(-self.entry.bytes // BLOCK_BYTES)
-            self.pending = owner.pending[number] = bytearray([owner.verify == "lazy"]) * blocks
-        self._index: np.ndarray | None = None
+    Args:
+        owner: the reader.
+        entry: of the shard.
+        suffix: ".bin" or ".idx".
 
-    @property
-    def index(self) -> np.ndarray:
-        """int64 [documents + 1]: where documents begin, then the number of tokens; checked as a whole when first used."""
-        if self._index is None:
-            path = self.path.with_suffix(".idx")
-            data = _map(path, 8 * (self.entry.documents + 1), self.owner.mend)
-            if self.owner.verify == "lazy" and self.path not in self.owner.checked_indexes:
-                for block in range(-(-len(data) // BLOCK_BYTES)):
-                    self._check(path, data, block, len(self.pending) + block)
-                self.owner.checked_indexes.add(self.path)
-            self._index = np.frombuffer(data, "<i8")  # signed, because a search with int64 keys would copy an unsigned array
-        return self._index
+    Raises:
+        DataError: missing, or not of the size that the manifest gives.
+    """
+
+    def __init__(self, owner: "TokenShards", entry: ShardEntry, suffix: str):
+        self.owner, self.entry, self.path = owner, entry, (owner.path / entry.path).with_suffix(suffix)
+        if problem := owner.size_problem(self.path, entry.sizes[suffix]):
+            raise DataError(problem)
+        try:
+            with open(self.path, "rb") as file:
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"{self.path}: can't be read ({error.strerror}). {owner.mend}") from error
+        # Signed offsets, because a search with int64 keys would copy an unsigned array.
+        self.values = np.frombuffer(self.data, owner.dtype if suffix == ".bin" else "<i8")
+        blocks = bytearray([owner.verify == "lazy"]) * -(-len(self.data) // BLOCK_BYTES)
+        self.pending = owner.pending.setdefault(self.path, blocks)
+        self.first_row = 0 if suffix == ".bin" else -(-entry.bytes // BLOCK_BYTES)
 
     def window(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) in the stored dtype, a view; compares the crc32 of blocks never touched before."""
-        size = self.tokens.itemsize
+        """Values [start, stop), a view; compares the crc32 of blocks never touched before."""
+        size = self.values.itemsize
         first, last = start * size // BLOCK_BYTES, (stop * size - 1) // BLOCK_BYTES + 1
         while (block := self.pending.find(1, first, last)) >= 0:
-            self._check(self.path, self.data, block, block)
+            if problem := self.block_problem(block):
+                raise DataError(problem)
             self.pending[block] = 0
-        return self.tokens[start:stop]
+        return self.values[start:stop]
+
+    def block_problem(self, block: int) -> str | None:
+        """Compare one block, whatever was compared before."""
+        start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(self.data))
+        expected, found = int(self.owner.checks(self.entry)[self.first_row + block]), zlib.crc32(self.data[start:stop])
+        if found == expected:
+            return None
+        numbers = f"bytes {start} to {stop - 1} (block {block}): expected crc32 {expected:08x}, found {found:08x}"
+        return f"{self.path}: {numbers}: changed after it was built. {self.owner.mend}"
 
     def problems(self) -> Iterator[str]:
-        """Compare every byte with the digests, whatever was compared before."""
-        index_path = self.path.with_suffix(".idx")
-        for path, data, offset in (
-            (self.path, self.data, 0),
-            (index_path, _map(index_path, 8 * (self.entry.documents + 1), self.owner.mend), len(self.pending)),
-        ):
-            for block in range(-(-len(data) // BLOCK_BYTES)):
-                try:
-                    self._check(path, data, block, offset + block)
-                except DataError as error:
-                    yield str(error)
-        if (found := hashlib.sha256(self.data).hexdigest()) != self.entry.sha256:
+        """Compare all blocks, and the .bin with its sha256."""
+        yield from (problem for block in range(len(self.pending)) if (problem := self.block_problem(block)))
+        if self.first_row == 0 and (found := hashlib.sha256(self.data).hexdigest()) != self.entry.sha256:
             yield f"{self.path}: expected sha256 {self.entry.sha256}, found {found}. {self.owner.mend}"
-
-    def _check(self, path: Path, data: mmap.mmap, block: int, row: int) -> None:
-        expected = int(self.owner.checks(self.path, self.entry)[row])
-        start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(data))
-        found = zlib.crc32(memoryview(data)[start:stop])
-        if found != expected:
-            raise DataError(
-                f"{path}: bytes {start} to {stop - 1} (block {block}): expected crc32 {expected:08x}, found {found:08x}: "
-                f"changed after it was built. {self.owner.mend}"
-            )
-
-
-def _map(path: Path, size: int, mend: str) -> mmap.mmap:
-    try:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if found == size:
-                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise DataError(f"{path}: can't be read ({error.strerror}). {mend}") from error
-    raise DataError(f"{path}: expected {size} bytes, found {found}: cut short or changed after it was built. {mend}")
 
 
 class TokenShards:
@@ -332,14 +302,16 @@ class TokenShards:
         self.uid, self.fingerprint = manifest.uid, manifest.fingerprint
         self.tokenizer_path = path / TOKENIZER if (path / TOKENIZER).exists() else None
         self.dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        self.mend = _mend(manifest.command)
-        self.pending: dict[int, bytearray] = {}
-        self.checked_indexes: set[Path] = set()
+        self.mend = _mend(
+            manifest.command.replace(" OUT ", f" {path.parent if manifest.settings.get('holdout') else path} ", 1)
+        )
+        self.pending: dict[Path, bytearray] = {}
         self._starts = [0, *np.cumsum([s.tokens for s in manifest.shards]).tolist()]
         self._document_starts = [0, *np.cumsum([s.documents for s in manifest.shards]).tolist()]
-        self._checks: dict[Path, np.ndarray] = {}
-        self._open: dict[int, _OpenShard] = {}
-        # Python's mmap keeps a descriptor, two per shard here; stay below half of what the process may have.
+        self._checks: dict[str, np.ndarray] = {}
+        self._tokens: dict[int, _File] = {}
+        self._indexes: dict[int, _File] = {}
+        # Python's mmap keeps a descriptor; both kinds of files together stay below half of what the process may have.
         self._limit = max(4, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._lock = threading.Lock()
 
@@ -382,12 +354,11 @@ class TokenShards:
         number = bisect_right(self._starts, start) - 1
         local = start - self._starts[number]
         if start + length <= self._starts[number + 1]:
-            shard = self._open.get(number) or self._map_shard(number)
-            return shard.window(local, local + length).astype(np.int32)
+            return (self._tokens.get(number) or self._map(number, ".bin")).window(local, local + length).astype(np.int32)
         result = np.empty(length, np.int32)
         for number, at, first, last in self._spans(start, length):
-            shard = self._open.get(number) or self._map_shard(number)
-            result[at : at + last - first] = shard.window(first, last)
+            file = self._tokens.get(number) or self._map(number, ".bin")
+            result[at : at + last - first] = file.window(first, last)
         return result
 
     def document_starts(self, start: int, length: int) -> np.ndarray:
@@ -402,7 +373,7 @@ class TokenShards:
         """
         parts = []
         for number, at, first, last in self._spans(start % self.num_tokens, length):
-            index = (self._open.get(number) or self._map_shard(number)).index
+            index = self._index(number)
             low, high = np.searchsorted(index, (first, last))
             parts.append(index[low:high] + (at - first))
         return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
@@ -416,8 +387,7 @@ class TokenShards:
         if not 0 <= number < self.num_documents:
             raise DataError(f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}.")
         shard = bisect_right(self._document_starts, number) - 1
-        index = (self._open.get(shard) or self._map_shard(shard)).index
-        first, last = index[number - self._document_starts[shard] :][:2].tolist()
+        first, last = self._index(shard)[number - self._document_starts[shard] :][:2].tolist()
         return self._starts[shard] + first, self._starts[shard] + last
 
     def problems(self, full: bool = True) -> Iterator[str]:
@@ -435,36 +405,30 @@ class TokenShards:
                 yield f"{self.tokenizer_path}: expected sha256 {expected}, found {found}: another tokenizer. {self.mend}"
         elif full:
             yield f"{self.path / TOKENIZER}: is missing. {self.mend}"
-        for number, entry in enumerate(self.manifest.shards):
-            path = self.path / entry.path
-            sizes = {".bin": entry.bytes, ".idx": 8 * (entry.documents + 1)}
-            sizes[".crc"] = 4 * sum(-(-size // BLOCK_BYTES) for size in sizes.values())
-            wrong = [found for suffix, size in sizes.items() if (found := self._size_problem(path.with_suffix(suffix), size))]
+        for entry in self.manifest.shards:
+            paths = {(self.path / entry.path).with_suffix(suffix): size for suffix, size in entry.sizes.items()}
+            wrong = [problem for path, size in paths.items() if (problem := self.size_problem(path, size))]
             yield from wrong
             if full and not wrong:
                 try:
-                    yield from _OpenShard(self, number).problems()
+                    for suffix in (".bin", ".idx"):
+                        yield from _File(self, entry, suffix).problems()
                 except DataError as error:
                     yield str(error)
 
-    def checks(self, path: Path, entry: ShardEntry) -> np.ndarray:
+    def checks(self, entry: ShardEntry) -> np.ndarray:
         """The crc32 table of a shard, compared with the manifest when first read; uint32 [blocks of .bin, then of .idx]."""
-        table = self._checks.get(path)
-        if table is None:
-            sidecar = path.with_suffix(".crc")
-            try:
-                data = sidecar.read_bytes()
-            except OSError as error:
-                raise DataError(f"{sidecar}: can't be read ({error.strerror}). {self.mend}") from error
+        if entry.path not in self._checks:
+            path = (self.path / entry.path).with_suffix(".crc")
+            data = path.read_bytes() if path.exists() else b""
             if (found := hashlib.sha256(data).hexdigest()) != entry.checks_sha256:
-                raise DataError(
-                    f"{sidecar}: bytes 0 to {len(data) - 1}: expected sha256 {entry.checks_sha256}, found {found}: "
-                    f"changed after it was built. {self.mend}"
-                )
-            table = self._checks[path] = np.frombuffer(data, "<u4")
-        return table
+                numbers = f"{len(data)} bytes: expected sha256 {entry.checks_sha256}, found {found}"
+                raise DataError(f"{path}: {numbers}: changed after it was built. {self.mend}")
+            self._checks[entry.path] = np.frombuffer(data, "<u4")
+        return self._checks[entry.path]
 
-    def _size_problem(self, path: Path, expected: int) -> str | None:
+    def size_problem(self, path: Path, expected: int) -> str | None:
+        """What is wrong with the size of a file, if anything."""
         try:
             found = os.stat(path).st_size
         except OSError as error:
@@ -483,12 +447,16 @@ class TokenShards:
             at += last - first
             number, first = (number + 1) % len(self.manifest.shards), 0
 
-    def _map_shard(self, number: int) -> _OpenShard:
+    def _index(self, number: int) -> np.ndarray:
+        """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""
+        file = self._indexes.get(number) or self._map(number, ".idx")
+        return file.window(0, len(file.values))
+
+    def _map(self, number: int, suffix: str) -> _File:
         with self._lock:
-            shard = self._open.get(number)
-            if shard is None:
-                shard = _OpenShard(self, number)
-                while len(self._open) >= self._limit:
-                    del self._open[next(iter(self._open))]
-                self._open[number] = shard
-        return shard
+            files = self._tokens if suffix == ".bin" else self._indexes
+            if number not in files:
+                while len(files) >= self._limit:
+                    del files[next(iter(files))]
+                files[number] = _File(self, self.manifest.shards[number], suffix)
+            return files[number]

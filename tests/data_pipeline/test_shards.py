@@ -192,4 +192,4 @@ def test_many_shards_open_fast_and_within_the_descriptor_limit(tmp_path, monkeyp
     assert time.perf_counter() - started < 3
     assert shards.read(0, 3 * 600).tolist() == [1, 2, 3] * 600
     assert shards.document_starts(0, 9).tolist() == [0, 2, 3, 5, 6, 8]
-    assert len(shards._open) <= 16
+    assert len(shards._tokens) <= 16 and len(shards._indexes) <= 16
