@@ -17,12 +17,12 @@ def good():
     return {"inputs": ids, "targets": ids.copy(), "segment_ids": segments, "positions": positions, "loss_mask": mask}
 
 
-def check(batch):
+def check_small(batch):
     check_batch(batch, SHAPE, 10, lambda row: f"source 'web', row {row + 100}")
 
 
 def test_a_good_batch_passes():
-    check(good())
+    check_small(good())
 
 
 BAD = [
@@ -47,17 +47,17 @@ def test_a_broken_invariant_names_row_source_value_and_mend(name, place, value, 
     batch = good()
     batch[name][place] = value
     with pytest.raises(DataError, match=message + r".*\. Run with data\.verify=full") as caught:
-        check(batch)
+        check_small(batch)
     assert caught.value.exit_code == 65
 
 
 def test_wrong_shapes_dtypes_and_names_are_refused():
     with pytest.raises(DataError, match=r"inputs is \(\(3, 6\), 'int64'\), but must be \(\(3, 6\), 'int32'\)"):
-        check(good() | {"inputs": good()["inputs"].astype(np.int64)})
+        check_small(good() | {"inputs": good()["inputs"].astype(np.int64)})
     with pytest.raises(DataError, match=r"targets is \(\(2, 6\), 'int32'\)"):
-        check(good() | {"targets": good()["targets"][:2]})
+        check_small(good() | {"targets": good()["targets"][:2]})
     with pytest.raises(DataError, match=r"extra is .* but must be None"):
-        check(good() | {"extra": np.zeros(1)})
+        check_small(good() | {"extra": np.zeros(1)})
 
 
 def test_zero_weight_policies():

@@ -47,7 +47,7 @@ def config(corpora):
     return DataConfig(sources=sources, seq_length=32, batch_size=6)
 
 
-def same(first, second):
+def assert_same(first, second):
     assert first._replace(arrays=None) == second._replace(arrays=None)
     for name, array in first.arrays.items():
         np.testing.assert_array_equal(array, second.arrays[name], strict=True)
@@ -75,7 +75,7 @@ def test_hosts_read_their_rows_of_one_batch(config):
 
 def test_pickled_data_gives_the_same_batches(config):
     data = open_training(config, seed=3, steps=50)
-    same(pickle.loads(pickle.dumps(data)).batch(20), data.batch(20))
+    assert_same(pickle.loads(pickle.dumps(data)).batch(20), data.batch(20))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -86,7 +86,7 @@ def test_stream_is_the_same_for_any_number_of_workers(config, workers):
         stream = list(data.iterate(start, rows, stop))
         assert [batch.step for batch in stream] == list(range(start, stop))
         for batch in stream:
-            same(batch, data.batch(batch.step, rows))
+            assert_same(batch, data.batch(batch.step, rows))
     assert not workers or flags.FLAGS.is_parsed()
 
 
@@ -155,8 +155,8 @@ def test_evaluation_streams_by_host(corpora, config):
     stream = list(data.iterate(rows))
     assert len(stream) == data.num_batches and [batch.step for batch in data.iterate(num_batches=3)] == [0, 1, 2]
     for number, batch in enumerate(stream):
-        same(batch, data.batch(number, rows))
-    same(pickle.loads(pickle.dumps(data)).batch(1), data.batch(1))
+        assert_same(batch, data.batch(number, rows))
+    assert_same(pickle.loads(pickle.dumps(data)).batch(1), data.batch(1))
     assert data.text_bytes == data.manifest.text_bytes == 3 * data.num_tokens
 
 
