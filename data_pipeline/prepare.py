@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as problem:
         error = problem
     except OSError as problem:
-        what = f"{problem.filename or ''}: {problem.strerror or problem}"
+        what = f"{problem.filename}: {problem.strerror}" if problem.filename else f"{problem.strerror or problem}"
         error = StorageError(f"{what}. Free space or mend access, then run the same command again: it goes on where it was.")
     print(f"error: {error}", file=sys.stderr)
     return error.exit_code

@@ -307,6 +307,28 @@ def test_document_longer_than_a_shard_and_given_tokenizer(corpus, tmp_path):
     assert Manifest.load(tmp_path / "again").tokenizer == Manifest.load(out).tokenizer
 
 
+def test_full_disk_and_interruption_say_how_to_go_on(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    for error, code, message in (
+        (
+            OSError(28, "No space left on device"),
+            74,
+            "error: No space left on device. Free space or mend access, then run the same",
+        ),
+        (KeyboardInterrupt(), 75, "interrupted. Run the same command again: it goes on where it was."),
+    ):
+
+        def fail(*args, error=error, **kwargs):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(build, "ShardWriter", fail)
+            assert prepare.main([str(tmp_path / "out"), "--text", f"{tmp_path}/a.txt"]) == code
+        assert message in capsys.readouterr().err and not (tmp_path / "out/manifest.json").exists()
+    assert prepare.main([str(tmp_path / "out"), "--text", f"{tmp_path}/a.txt"]) == 0
+    assert texts(tmp_path / "out") == ["text"]
+
+
 def test_two_at_once_are_refused(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "out").mkdir()
