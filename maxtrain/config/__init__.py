@@ -2,15 +2,6 @@
 
 from maxtrain.config.checks import fit_to_devices
 from maxtrain.config.load import default_config, from_command_line, load_config, resolve, to_yaml
-from maxtrain.config.schema import ModelConfig, RunConfig
+from maxtrain.config.schema import RunConfig
 
-__all__ = [
-    "ModelConfig",
-    "RunConfig",
-    "default_config",
-    "fit_to_devices",
-    "from_command_line",
-    "load_config",
-    "resolve",
-    "to_yaml",
-]
+__all__ = ["RunConfig", "default_config", "fit_to_devices", "from_command_line", "load_config", "resolve", "to_yaml"]

@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import itertools
 import math
+import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,19 +18,18 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.keys import choices, show
 from maxtrain.config.schema import MeshConfig, RunConfig
 
+_LIMITS = (("low", operator.lt, "at least"), ("above", operator.le, "more than"), ("high", operator.gt, "at most"))
+
 
 def out_of_range(path: str, value: Any, limits: Mapping[str, Any]) -> str | None:
     """The problem with a value outside its key's limits, None if it is inside or not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    low, high, above = limits["low"], limits["high"], limits["above"]
-    if low is not None and value < low:
-        return f"{path}={value} must be at least {low}. Set {path} to {low} or more."
-    if above is not None and value <= above:
-        return f"{path}={value} must be more than {above}. Set {path} above {above}."
-    return (
-        f"{path}={value} must be at most {high}. Set {path} to {high} or less." if high is not None and value > high else None
-    )
+    for name, outside, words in _LIMITS:
+        limit = limits[name]
+        if limit is not None and outside(value, limit):
+            return f"{path}={value} must be {words} {limit}. Set {path} to {words} {limit}."
+    return None
 
 
 def problems_across(config: RunConfig, known_bad: Iterable[str] = ()) -> list[str]:
@@ -163,9 +163,7 @@ def _model(c: RunConfig) -> Iterator[str]:
         mend = f"Set model.num_kv_heads to {choices(_nearest(_divisors(m.num_heads), m.num_kv_heads))}"
         yield f"model.num_kv_heads={m.num_kv_heads} must divide model.num_heads={m.num_heads}. {mend}."
     if m.head_dim is None and m.embed_dim % (2 * m.num_heads):
-        mend = (
-            f"Set model.embed_dim to {choices(_multiples(m.embed_dim, 2 * m.num_heads))}, or model.head_dim to an even number"
-        )
+        mend = f"Set model.embed_dim to {choices(_multiples(m.embed_dim, 2 * m.num_heads))}, or model.head_dim"
         yield f"model.embed_dim={m.embed_dim} must be an even multiple of model.num_heads={m.num_heads} (rotary pairs). {mend}."
     if m.head_dim is not None and m.head_dim % 2:
         mend = f"Set model.head_dim to {choices(_multiples(m.head_dim, 2))}"

@@ -33,18 +33,15 @@ def all_keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
     """Every key of a section and of what is below it, in the schema's order."""
     found: list[Key] = []
     for field in dataclasses.fields(section):
-        kind, path = kinds(section)[field.name], prefix + field.name
-        named = typing.get_origin(kind) is dict
-        inner, below = (kind, path) if dataclasses.is_dataclass(kind) else (element(kind), path + (".NAME" if named else "[0]"))
-        if inner is not kind and not (named and dataclasses.is_dataclass(inner)):
-            found.append(Key(below, inner, None, field.metadata["help"]) if named else Key(path, kind, *_about(field)))
+        kind, path, default = kinds(section)[field.name], prefix + field.name, default_of(field)
+        if typing.get_origin(kind) is dict:
+            kind, path, default = element(kind), path + ".NAME", None
+        inner = kind if dataclasses.is_dataclass(kind) else element(kind)
+        if inner is not kind:
+            found.append(Key(path, kind, default, field.metadata["help"]))
         if dataclasses.is_dataclass(inner):
-            found += all_keys(inner, below + ".")
+            found += all_keys(inner, path + ("." if inner is kind else "[0]."))
     return tuple(found)
-
-
-def _about(field: dataclasses.Field) -> tuple[Any, str]:
-    return default_of(field), field.metadata["help"]
 
 
 def default_of(field: dataclasses.Field) -> Any:

@@ -26,14 +26,18 @@ def problems(*overrides: str) -> list[str]:
     ("overrides", "value", "mend"),
     [
         # limits of single keys
-        (["data.batch_size=0"], "data.batch_size=0 must be at least 1", "Set data.batch_size to 1 or more"),
-        (["steps=0"], "steps=0 must be at least 1", "Set steps to 1 or more"),
-        (["seed=-1"], "seed=-1", "Set seed to 0 or more"),
-        (["seed=1e10"], "seed=10000000000 must be at most 4294967295", "to 4294967295 or less"),
-        (["optimizer.learning_rate=0"], "optimizer.learning_rate=0.0 must be more than 0", "above 0"),
-        (["optimizer.decay_fraction=1.5"], "optimizer.decay_fraction=1.5 must be at most 1", "to 1 or less"),
-        (["data.sources.stdlib.weight=-1"], "data.sources.stdlib.weight=-1.0", "to 0 or more"),
-        (["eval_steps=-2"], "eval_steps=-2 must be at least -1", "Set eval_steps to -1 or more"),
+        (["data.batch_size=0"], "data.batch_size=0 must be at least 1", "Set data.batch_size to at least 1"),
+        (["steps=0"], "steps=0 must be at least 1", "Set steps to at least 1"),
+        (["seed=-1"], "seed=-1", "Set seed to at least 0"),
+        (["seed=1e10"], "seed=10000000000 must be at most 4294967295", "Set seed to at most 4294967295"),
+        (
+            ["optimizer.learning_rate=0"],
+            "optimizer.learning_rate=0.0 must be more than 0",
+            "Set optimizer.learning_rate to more than 0",
+        ),
+        (["optimizer.decay_fraction=1.5"], "optimizer.decay_fraction=1.5 must be at most 1", "to at most 1"),
+        (["data.sources.stdlib.weight=-1"], "data.sources.stdlib.weight=-1.0", "to at least 0"),
+        (["eval_steps=-2"], "eval_steps=-2 must be at least -1", "Set eval_steps to at least -1"),
         # the run
         (["run_name=a/b"], "run_name='a/b' must be the name of one folder", "Set run_name=a-b"),
         (["run_name=.."], "run_name='..'", "Set run_name=run"),
@@ -86,7 +90,7 @@ def problems(*overrides: str) -> list[str]:
             "=0.0002",
         ),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0 must be less than 1", "optimizer.beta1=0.9"),
-        (["optimizer.beta2=-0.1"], "optimizer.beta2=-0.1 must be at least 0", "to 0 or more"),
+        (["optimizer.beta2=-0.1"], "optimizer.beta2=-0.1 must be at least 0", "to at least 0"),
         (["optimizer.schedule=wsd", "optimizer.decay_fraction=0.95"], "optimizer.decay_fraction=0.95", "at most 0.9"),
         # batch
         (["optimizer.accumulation=3"], "data.batch_size=16 must be divisible by optimizer.accumulation=3", "15 or 18"),
@@ -152,7 +156,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
     ids=" ".join,
 )
 def test_what_is_fine_is_accepted(overrides):
-    load_config(["config=quickstart", *overrides])
+    assert load_config(["config=quickstart", *overrides]).run_name == "quickstart"
 
 
 @pytest.mark.parametrize(

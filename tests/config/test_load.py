@@ -15,6 +15,7 @@ from data_pipeline.config import SourceConfig, StageConfig
 from data_pipeline.errors import ConfigError, UsageError
 from maxtrain.config import RunConfig, default_config, from_command_line, keys, load_config, resolve, to_yaml
 
+load_module = sys.modules[load_config.__module__]
 ROOT = Path(__file__).parents[2]
 
 
@@ -176,6 +177,18 @@ def test_names_are_found_in_the_working_directory_first(tmp_path, monkeypatch):
     (tmp_path / "configs" / "quickstart.py").write_text((ROOT / "configs" / "quickstart.py").read_text().replace("300", "301"))
     assert load_config(["config=mine"]).run_name == "mine"
     assert load_config(["config=quickstart"]).steps == 301
+
+
+def test_an_installed_package_has_its_configs_inside(tmp_path, monkeypatch):
+    inside = tmp_path / "site-packages" / "maxtrain" / "configs"
+    inside.mkdir(parents=True)
+    (inside / "installed.yaml").write_text("data: {sources: {a: {path: b}}}\n")
+    (tmp_path / "site-packages" / "configs").mkdir()
+    (tmp_path / "site-packages" / "configs" / "of_others.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(load_module, "__file__", str(inside.parent / "config" / "load.py"))
+    assert load_config(["config=installed"]).data.sources["a"].path == "b"
+    assert "Available: installed; or" in problems("config=of_others")[0]
 
 
 HEAD = "from maxtrain.config import default_config\n\n\ndef get_config():\n    config = default_config()\n"
