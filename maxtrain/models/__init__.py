@@ -1,0 +1,1 @@
+"""Language models as Flax NNX modules. A family is block choices plus its Hugging Face names; the decoder is shared."""

@@ -1,0 +1,168 @@
+"""The decoder: embedding, layers, final norm, head.
+
+Layers are stacked on a leading dim [L, ...] and run as one scanned loop or unrolled: the parameters, and so the
+checkpoints, are the same.
+
+Remat policies (`model.remat`), by what the backward pass finds stored instead of computing it again:
+    none           everything
+    dots           results of all matrix products
+    dots_no_batch  results of products with weights, not those of attention's scores
+    full           the input of each layer only
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.models.layers import BlockChoices, Context, DecoderLayer, KVCache, RMSNorm, matrix
+from maxtrain.ops.einsum import matmul
+from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
+from maxtrain.parallel.sharding import constrain
+
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.checkpoint_dots,
+    "dots_no_batch": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+}
+
+
+def head_dim(config: ModelConfig) -> int:
+    """H: given, or embed_dim / num_heads."""
+    return config.head_dim or config.embed_dim // config.num_heads
+
+
+class Decoder(nnx.Module):
+    """A decoder-only transformer.
+
+    Args:
+        config: sizes; vocab_size must be known by now.
+        block: the family's choices inside a layer.
+        precision: number formats.
+        rngs: stream `params`; the same seed gives the same bits on every mesh.
+    """
+
+    def __init__(self, config: ModelConfig, block: BlockChoices, precision: PrecisionConfig, rngs: nnx.Rngs):
+        assert config.vocab_size is not None
+        V, D, params = config.vocab_size, config.embed_dim, precision.params
+        self.config, self.compute = config, precision.compute
+        # Deviation 1 / sqrt(D), so that a tied head starts with logits of deviation about 1.
+        self.embedding = matrix(rngs.params(), (V, D), ("vocab", "embed"), D, params, config.init_scale)
+        H = head_dim(config)
+
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stacked(key: Array) -> DecoderLayer:
+            return DecoderLayer(config, block, H, params, precision.compute, nnx.Rngs(params=key))
+
+        self.layers = stacked(jax.random.split(rngs.params(), config.num_layers))
+        self.final_norm = RMSNorm(D, "norm", config.norm_eps, params)
+        head = None if config.tie_embeddings else (D, V)
+        self.head = head and matrix(rngs.params(), head, ("embed", "vocab"), D, params, config.init_scale)
+
+    def output_matrix(self) -> Float[Array, "D V"]:
+        """The head, or the embedding table turned around."""
+        return self.embedding[...].T if self.head is None else self.head[...]
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token, float32. Training uses `hidden` and a chunked loss instead."""
+        return self.logits(self.hidden(tokens, segment_ids, positions))
+
+    def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        return matmul(hidden, self.output_matrix(), self.compute)
+
+    def hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Normalised last hidden states, float32.
+
+        Args:
+            tokens: [B, T] ids.
+            segment_ids: [B, T] document of each token inside its row, 0 for padding; None: one document a row.
+            positions: [B, T] position of each token for rope; None: 0, 1, 2, ...
+        """
+        if segment_ids is None:
+            segment_ids = jnp.ones_like(tokens)
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        context = Context(*self._rope(positions), segment_ids, segment_ids, 0)
+        return self.final_norm(self._run(self._embed(tokens), context, None)[0])
+
+    def extend(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B S"],
+        positions: Int[Array, "B T"],
+        offset: Int[Array, ""] | int,
+        cache: KVCache,
+    ) -> tuple[Float[Array, "B T D"], KVCache]:
+        """Hidden states of T more columns, and the cache with them in it.
+
+        Args:
+            tokens: [B, T] ids that stand at columns offset ... offset + T - 1.
+            segment_ids: [B, S] of all columns of the cache; negative where there is nothing yet.
+            positions: [B, T] for rope.
+            offset: number of columns already in the cache.
+            cache: as made by `new_cache`.
+        """
+        q_segments = jax.lax.dynamic_slice_in_dim(segment_ids, offset, tokens.shape[1], axis=1)
+        context = Context(*self._rope(positions), q_segments, segment_ids, offset)
+        x, extended = self._run(self._embed(tokens), context, cache)
+        assert extended is not None
+        return self.final_norm(x), extended
+
+    def new_cache(self, rows: int, columns: int) -> KVCache:
+        """An empty cache [L, B, S, K, H] in the compute type."""
+        shape = (self.config.num_layers, rows, columns, self.config.num_kv_heads, head_dim(self.config))
+        return KVCache(jnp.zeros(shape, self.compute), jnp.zeros(shape, self.compute))
+
+    def _rope(self, positions: Array) -> tuple[Array, Array]:
+        c = self.config
+        frequencies = rope_frequencies(head_dim(c), c.rope_theta)
+        if c.rope_scaling == "llama3":
+            frequencies = llama3_frequencies(
+                frequencies, c.rope_factor, c.rope_low_freq_factor, c.rope_high_freq_factor, c.rope_original_length
+            )
+        return rope_tables(positions, frequencies)
+
+    def _embed(self, tokens: Array) -> Array:
+        # Split over the vocabulary only: a table that is split over its width as well would be gathered whole.
+        table = constrain(self.embedding[...], "vocab", None)
+        x = jnp.take(table, tokens, axis=0).astype(jnp.float32)
+        return constrain(x, "activation_batch", "activation_length", "activation_embed")
+
+    def _run(self, x: Array, context: Context, cache: KVCache | None) -> tuple[Array, KVCache | None]:
+        graphdef, stacked = nnx.split(self.layers)
+
+        def layer(x: Array, parts: tuple[Any, KVCache | None]) -> tuple[Array, KVCache | None]:
+            params, cache = parts
+            return nnx.merge(graphdef, params)(x, context, cache)
+
+        if self.config.remat != "none" and cache is None:
+            layer = jax.checkpoint(layer, policy=REMAT[self.config.remat])
+        if self.config.scan_layers:
+            return jax.lax.scan(layer, x, (stacked, cache))
+        caches = []
+        for parts in _unstack((stacked, cache), self.config.num_layers):
+            x, new = layer(x, parts)
+            caches.append(new)
+        return x, cache and jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
+
+
+def _unstack(tree: Any, num_layers: int) -> list[Any]:
+    """Splits the leading dim of every leaf. By `lax.split`, whose gradient is one concatenation: indexing layer by layer
+    would add num_layers arrays of the full size."""
+    leaves, structure = jax.tree.flatten(tree)
+    columns = [[x[0] for x in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
+    return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]

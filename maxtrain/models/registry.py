@@ -1,0 +1,30 @@
+"""From a config to a model."""
+
+import jax
+from flax import nnx
+
+from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.families.family import Family
+from maxtrain.models.families.llama import LLAMA
+from maxtrain.models.families.qwen import QWEN3
+from maxtrain.parallel.sharding import Axes
+
+FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
+
+
+def build_model(config: ModelConfig, precision: PrecisionConfig, seed: int | jax.Array = 0) -> Decoder:
+    """A model with random weights; under `nnx.eval_shape` or `jax.jit` its arrays are abstract.
+
+    Args:
+        config: with vocab_size known.
+        precision: number formats.
+        seed: or a key; the same on every mesh gives the same bits.
+    """
+    return Decoder(config, FAMILIES[config.family].block, precision, nnx.Rngs(params=seed))
+
+
+def logical_axes(variable: nnx.Variable) -> Axes:
+    """The logical names of a parameter's dims; what is stacked over layers has `layers` in front."""
+    axes = variable.get_metadata("axes")
+    return ("layers",) * (variable.ndim - len(axes)) + axes

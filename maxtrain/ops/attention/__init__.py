@@ -1,0 +1,39 @@
+"""Attention behind one door: `attention(..., kernel=...)`. A kernel that can't do what is asked raises; none falls back."""
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Float, Int
+
+from maxtrain.ops.attention.eager import eager_attention
+from maxtrain.ops.attention.xla import xla_attention
+
+KERNELS: dict[str, Callable[..., Array]] = {"eager": eager_attention, "xla": xla_attention}
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    q_segments: Int[Array, "B T"],
+    kv_segments: Int[Array, "B S"],
+    *,
+    offset: Int[Array, ""] | int = 0,
+    kernel: str,
+    dtype: str,
+) -> Float[Array, "B T N H"]:
+    """Causal softmax attention inside segments, grouped queries.
+
+    Args:
+        q: queries [B, T, N, H]; query t stands at column offset + t of the keys.
+        k: keys [B, S, K, H]; K divides N.
+        v: values [B, S, K, H].
+        q_segments: [B, T]; a query sees the keys of its own segment only, padding (0) sees padding.
+        kv_segments: [B, S]; negative where a cache holds nothing yet.
+        offset: column of the first query: 0 in training, the number of cached columns in generation.
+        kernel: "eager" (the oracle: all scores at once) or "xla" (blocks of queries, backward without stored scores).
+        dtype: inputs of the matrix products; scores, softmax and sums are float32.
+
+    Returns:
+        [B, T, N, H] float32.
+    """
+    return KERNELS[kernel](q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype)

@@ -1,0 +1,1 @@
+"""Where arrays live: mesh axes, logical axes, processes."""

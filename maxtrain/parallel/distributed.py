@@ -1,0 +1,89 @@
+"""Starting: the platform, the processes of a job, and the host's memory. Called once, before the first device is used."""
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+import jax
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import MeshConfig
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # names of glibc's mallopt(3)
+
+
+def start(config: MeshConfig, compilation_cache: str | None) -> None:
+    """Selects the platform, connects the processes, and turns on the cache of compiled programs.
+
+    Args:
+        config: the `mesh` section; what is null there comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+            JAX_PROCESS_ID, and on TPU pods and Slurm from the cluster itself.
+        compilation_cache: directory, or None.
+
+    Raises:
+        ConfigError: the platform asked for is not there, or only part of a multi-process job is described.
+    """
+    if config.platform != "auto":
+        jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
+    if config.simulated_devices:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.simulated_devices)
+    if compilation_cache:
+        folder = Path(compilation_cache).expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    _connect(config)
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        found = "JAX found no such device" if "Unable to initialize backend" in str(error) else str(error)
+        raise ConfigError(
+            f"mesh.platform={config.platform}: {found}. Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or set "
+            "mesh.platform=auto."
+        ) from error
+
+
+def _connect(config: MeshConfig) -> None:
+    environment = os.environ.get
+    coordinator = config.coordinator or environment("JAX_COORDINATOR_ADDRESS")
+    count = config.num_processes or int(environment("JAX_NUM_PROCESSES", "0")) or None
+    index = config.process_id if config.process_id is not None else environment("JAX_PROCESS_ID")
+    given = {"mesh.coordinator": coordinator, "mesh.num_processes": count, "mesh.process_id": index}
+    missing = [name for name, value in given.items() if value is None]
+    managed = any(
+        environment(name) for name in ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+    )
+    if len(missing) == 3:
+        if managed and config.platform != "cpu":
+            jax.distributed.initialize()  # the cluster says the rest
+        return
+    if missing:
+        raise ConfigError(
+            f"{', '.join(f'{k}={v}' for k, v in given.items() if v is not None)} describe only part of a job; "
+            f"{' and '.join(missing)} must be known too. Set {' and '.join(missing)}, or none of the three."
+        )
+    assert index is not None
+    jax.distributed.initialize(coordinator, count, int(index))
+
+
+def keep_host_memory() -> str:
+    """Makes glibc keep what it has got from the system, in huge pages, for a process that computes on the CPU.
+
+    XLA frees and takes its gigabytes of temporary memory in every step. By default each time the system maps and zeroes
+    new 4 KiB pages, which cost a quarter of a training step. With this, memory stays with the process: its size is that of
+    the peak, as it would be on an accelerator. Linux with glibc only.
+
+    Returns:
+        What was done, for the log; empty where it does not apply.
+    """
+    if not sys.platform.startswith("linux"):
+        return ""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return ""
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, -1)
+    libc.mallopt(_M_ARENA_MAX, 1)
+    return "host memory is kept between steps"

@@ -1,0 +1,58 @@
+"""How fast devices are, for model FLOPs utilisation."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+from data_pipeline.errors import ConfigError
+
+# Dense bf16 TFLOP/s of one device as jax counts devices, from the makers' data sheets (no sparsity). First match counts.
+PEAK_TFLOPS = (
+    ("b200", 2250.0),
+    ("h200", 989.5),
+    ("h100 pcie", 756.5),
+    ("h100", 989.5),
+    ("a100", 312.0),
+    ("tpu v7x", 1153.5),  # a device is one of the chip's two chiplets
+    ("tpu v7", 1153.5),
+    ("tpu v6", 918.0),
+    ("tpu v5p", 459.0),
+    ("tpu v5 lite", 197.0),
+    ("tpu v5e", 197.0),
+    ("tpu v5", 459.0),
+    ("tpu v4", 275.0),
+)
+
+
+def peak_flops(device: jax.Device, dtype: str) -> float:
+    """FLOP/s that one device can reach in matrix products: from the table, or measured on a CPU.
+
+    Args:
+        device: any device of the mesh.
+        dtype: of the products' inputs; the CPU is measured with it, the table is for bfloat16.
+
+    Raises:
+        ConfigError: an accelerator that the table doesn't know.
+    """
+    if device.platform == "cpu":
+        return measure_matmul(dtype) / jax.local_device_count()
+    kind = device.device_kind.lower()
+    for name, tflops in PEAK_TFLOPS:
+        if name in kind:
+            return tflops * 1e12
+    raise ConfigError(f"observe.peak_tflops=null: no peak is known for {device.device_kind!r}. Set it from the data sheet.")
+
+
+def measure_matmul(dtype: str, seconds: float = 0.3) -> float:
+    """FLOP/s of this machine in the best of several 4096 x 512 x 1376 products with float32 accumulation."""
+    m, k, n = 4096, 512, 1376
+    a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
+    dot = jax.jit(lambda a, b: jnp.einsum("mk,kn->mn", a, b, precision="highest", preferred_element_type=jnp.float32))
+    dot(a, b).block_until_ready()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        dot(a, b).block_until_ready()
+        best = min(best, time.perf_counter() - start)
+    return 2 * m * k * n / best

@@ -1,0 +1,24 @@
+"""The device mesh: axis names, sizes, devices."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from maxtrain.config.schema import MeshConfig
+
+# Outer to inner. Only three of them can be asked for today; the others have size 1, so that rules and checkpoints need no
+# change when they come.
+AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A mesh over all devices (or those given), neighbours in `tensor` closest; GSPMD (Auto) axes.
+
+    Args:
+        config: sizes, with -1 already filled in (see config.checks.fit_to_devices).
+        devices: None for all devices of all processes.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = tuple({"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}.get(axis, 1) for axis in AXES)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

@@ -1,0 +1,98 @@
+"""From the names of an array's dims to the mesh axes that they are split over: one table, checked.
+
+Modules name their dims with logical axes; only this file knows which mesh axis that is. Outside a mesh
+(`jax.set_mesh`) nothing is constrained, so that the same code runs in a notebook on one device.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data_pipeline.errors import ConfigError
+
+Axes = tuple[str | None, ...]
+
+RULES: dict[str, tuple[str, ...]] = {
+    "embed": ("fsdp",),
+    "mlp": ("tensor",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "vocab": ("tensor",),
+    "norm": (),
+    "layers": (),
+    "activation_batch": ("data", "fsdp"),
+    "activation_length": (),
+    "activation_embed": (),
+    "activation_mlp": ("tensor",),
+    "activation_heads": ("tensor",),
+    "activation_kv_heads": ("tensor",),
+    "activation_head_dim": (),
+    "activation_vocab": ("tensor",),
+}
+
+
+def partition_spec(
+    axes: Axes, mesh_shape: Mapping[str, int], shape: tuple[int, ...] | None = None, name: str = "array"
+) -> PartitionSpec:
+    """The PartitionSpec of an array whose dims have these logical names.
+
+    Args:
+        axes: a logical name for each dim, or None for a dim that is never split.
+        mesh_shape: devices along each mesh axis.
+        shape: sizes of the dims, checked for divisibility when given.
+        name: what to call the array in a message.
+
+    Raises:
+        ConfigError: an unknown name; two dims on the same mesh axis; a dim that its mesh axes don't divide.
+    """
+    spec: list[Any] = []
+    used: dict[str, str | None] = {}
+    problems = []
+    for i, axis in enumerate(axes):
+        if axis is not None and axis not in RULES:
+            raise ConfigError(f"{name}: unknown logical axis {axis!r}. Use one of {', '.join(sorted(RULES))}.")
+        split = tuple(m for m in RULES.get(axis or "", ()) if mesh_shape.get(m, 1) > 1)
+        for m in split:
+            if m in used:
+                problems.append(
+                    f"{name}: dims {used[m]!r} and {axis!r} are both split over mesh axis {m!r}. Change one of them in RULES."
+                )
+            used[m] = axis
+        parts = 1
+        for m in split:
+            parts *= mesh_shape[m]
+        if shape is not None and shape[i] % parts:
+            product = " * ".join(f"mesh.{m}={mesh_shape[m]}" for m in split)
+            problems.append(
+                f"{name}: dim {axis!r} of size {shape[i]} must be divisible by {product} = {parts}. "
+                f"Use a divisor of {shape[i]}, or change the size."
+            )
+        spec.append(split[0] if len(split) == 1 else (split or None))
+    if problems:
+        raise ConfigError(problems)
+    return PartitionSpec(*spec)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Fixes how an intermediate array is split, by the logical names of its dims; does nothing outside a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition_spec(axes, mesh.shape))
+
+
+def batch_shards() -> int:
+    """Number of parts that the rows of a batch are split into on the current mesh."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    parts = 1
+    for m in RULES["activation_batch"]:
+        parts *= shape.get(m, 1)
+    return parts
+
+
+def named_sharding(mesh: Mesh, axes: Axes, shape: tuple[int, ...] | None = None, name: str = "array") -> NamedSharding:
+    """The sharding of an array on a real mesh; raises like `partition_spec`."""
+    return NamedSharding(mesh, partition_spec(axes, mesh.shape, shape, name))
