@@ -13,7 +13,6 @@ added to them, and checked where `_defect` checks sizes. All processes of a job 
 
 import concurrent.futures
 import contextlib
-import datetime
 import json
 import os
 import shutil
@@ -53,11 +52,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
-        return [step for step in self._candidates() if _defect(self._path(step)) is None]
+        return [step for step, defect in self._survey().items() if defect is None]
 
     def latest(self) -> int | None:
         """The newest complete step, read from the disk; None if there is none."""
-        return next((step for step in reversed(self._candidates()) if _defect(self._path(step)) is None), None)
+        return max(self.steps(), default=None)
 
     def save(self, step: int, state: PyTree[jax.Array], record: dict[str, Any]) -> bool:
         """Save one step, after any save under way; if `asynchronous`, return as soon as the state may be changed or donated.
@@ -78,9 +77,8 @@ class Checkpoints:
             return False
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
-        commit = {"format": FORMAT, "step": step, "time": now, "versions": _VERSIONS, "arrays": arrays}
+        commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
         with self._saving(step):
             if jax.process_index() == 0:
                 for leftover in self.directory.glob(".*.partial"):  # of a process that was killed
@@ -138,6 +136,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Return when the last save is complete on the disk, for all processes.
 
+        If writing arrays fails in one process alone, the others notice by Orbax's limit of 20 minutes.
+
         Raises:
             StorageError: it failed, here or in another process. Earlier checkpoints are untouched.
         """
@@ -164,17 +164,20 @@ class Checkpoints:
     def _staging(self, step: int) -> Path:
         return self.directory / f".{step:08d}.partial"
 
-    def _candidates(self) -> list[int]:
-        """Steps that have a directory, complete or not, in ascending order."""
-        names = (path.name for path in self.directory.glob("*") if path.name.isdecimal())
-        return sorted(int(name) for name in names if self._path(int(name)).name == name)
+    def _survey(self) -> dict[int, str | None]:
+        """Steps that have a directory, in ascending order, and why they don't count; None for those that do."""
+        steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdecimal())
+        return {step: _defect(self._path(step)) for step in steps}
 
     def _open(self, step: int | None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         """Path, commit record and caller's record of a complete step of a format that we know."""
         self.wait()
         step = self.latest() if step is None else step
         if step is None:
-            found = "".join(f"\n  {p}: {_defect(p)}." for p in map(self._path, self._candidates())) or " It has no step directories."
+            found = (
+                "".join(f"\n  {self._path(bad)}: {why}." for bad, why in self._survey().items())
+                or " It has no step directories."
+            )
             raise StorageError(f"{self.directory} has no complete checkpoint.{found}\nCheck the path, or train from the start.")
         path = self._path(step)
         if defect := _defect(path):
@@ -189,16 +192,9 @@ class Checkpoints:
                 )
             return path, commit, _read_json(path / "record.json")
 
-    @contextlib.contextmanager
-    def _saving(self, step: int) -> Iterator[None]:
-        """On failure remove what was written of this step (its space is needed) and raise a StorageError."""
+    def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
-        with _as_storage_error(f"saving step {step} to {self.directory}", advice):
-            try:
-                yield
-            except BaseException:
-                shutil.rmtree(self._staging(step), ignore_errors=True)
-                raise
+        return _as_storage_error(f"saving step {step} to {self.directory}", advice, self._staging(step))
 
     def _commit(self, step: int, record: str, commit: dict[str, Any]) -> None:
         """In the background: when the arrays are written, write the rest, make it a checkpoint, and retire old ones."""
@@ -288,12 +284,15 @@ def _sync(*paths: Path) -> None:
 
 
 @contextlib.contextmanager
-def _as_storage_error(doing: str, advice: str) -> Iterator[None]:
-    """Turn what Orbax, its array store and the operating system raise into one error with a mend."""
+def _as_storage_error(doing: str, advice: str, unfinished: Path | None = None) -> Iterator[None]:
+    """Turn what Orbax, its array store and the system raise into one error with a mend; remove what is left unfinished."""
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise StorageError(f"{doing} failed: {first_line[:300]}. {advice}") from error
+        if unfinished:
+            shutil.rmtree(unfinished, ignore_errors=True)  # its space is needed
+        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        what = what if len(what) < 300 else f"{what[:100]} ... {what[-160:]}"  # the cause comes last
+        raise StorageError(f"{doing} failed: {what}. {advice}") from error

@@ -40,7 +40,6 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: s
         return np.interp(steps, known_steps, known_tokens) if len(known_steps) > 1 else steps
 
     figure = Figure(figsize=(9, 6.2), dpi=150, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
     top.set_title(title, loc="left", fontsize=14, fontweight="bold", color=_INK, pad=22 if subtitle else 10)
     top.annotate(subtitle, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", color="#6b7280", size=9)

@@ -119,6 +119,12 @@ def test_retention_keeps_the_last_and_every_nth(tmp_path):
     checkpoints.close()
 
 
+def test_steps_are_ordered_as_numbers(checkpoints):
+    for step in (99_999_999, 100_000_000, 0):
+        checkpoints.save(step, small(), {})
+    assert checkpoints.steps() == [0, 99_999_999, 100_000_000] and checkpoints.latest() == 100_000_000
+
+
 def test_a_complete_step_is_not_saved_twice(checkpoints):
     assert checkpoints.save(5, small(1), {"try": 1})
     assert not checkpoints.save(5, small(2), {"try": 2})
