@@ -60,7 +60,8 @@ def resolve(config: ConfigDict) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """Every key of a config as plain YAML, which `config=` reads back to an equal config."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True, width=1000)
+    plain = _plain(dataclasses.asdict(config))
+    return yaml.safe_dump(plain, sort_keys=False, width=1000)  # escapes é, since U+0085 would not come back as it is
 
 
 def load_config(argv: Sequence[str]) -> RunConfig:

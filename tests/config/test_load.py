@@ -300,7 +300,7 @@ SOURCE = st.fixed_dictionaries({"path": TEXTS.map("a/".__add__), "weight": FLOAT
 STRANGE = ["null", "1e3", "true", "off", "~", "- a", "a: b", "#", "'", '"', "é", "0x1F", "2024-01-01", "[", "!!x", " a "]
 VALUES = {
     "run_name": st.sampled_from(STRANGE),
-    "output_dir": TEXTS.map("b/".__add__),
+    "output_dir": (TEXTS | st.just("\x85")).map("b/".__add__),
     "seed": st.integers(0, 2**32 - 1),
     "steps": st.integers(1000, 2**62),
     "data.sources": st.fixed_dictionaries({"a": SOURCE, "b": SOURCE}),
