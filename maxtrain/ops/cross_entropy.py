@@ -97,7 +97,7 @@ def _forward(
         x, target, weight = part
         x = x.astype(dtype)
         logits = dot("btd,dv->btv", x, low)
-        hit = jnp.arange(logits.shape[-1]) == target[..., None]
+        hit = (jnp.arange(logits.shape[-1]) == target[..., None]).astype(jnp.float32)
         lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         nll = lse[..., 0] - jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         dlogits = ((jnp.exp(logits - lse) - hit) * weight[..., None]).astype(dtype)
@@ -112,8 +112,7 @@ def _forward(
 
 
 def _backward(chunks: int, dtype: str, saved: tuple[Array, Array], g: Array) -> tuple:
-    dx, dhead = saved
-    return (dx * g).astype(dx.dtype), (dhead * g).astype(dhead.dtype), None, None
+    return *((d.astype(jnp.float32) * g).astype(d.dtype) for d in saved), None, None
 
 
 _chunked.defvjp(_forward, _backward)
