@@ -96,6 +96,7 @@ class ObserveConfig:
     progress: Literal["auto", "rich", "plain", "off"] = key("auto", "live line, plain lines, or none; auto: live in a terminal")
     tensorboard: bool = key(True, "write TensorBoard event files")
     plot: bool = key(True, "draw the curves to curves.png")
+    prompts: tuple[str, ...] = key((), "texts that the finished model completes at the end of the run")
     peak_tflops: float | None = key(None, "TFLOP/s of one device for MFU; null: from the table, or measured on a CPU", above=0)
     compilation_cache: str | None = key(
         "~/.cache/maxtrain/jax", "directory that keeps compiled programs between runs; null: none"

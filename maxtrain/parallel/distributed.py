@@ -40,8 +40,8 @@ def start(config: MeshConfig, compilation_cache: str | None) -> None:
     except RuntimeError as error:
         found = "JAX found no such device" if "Unable to initialize backend" in str(error) else str(error)
         raise ConfigError(
-            f"mesh.platform={config.platform}: {found}. Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or set "
-            "mesh.platform=auto."
+            f"mesh.platform={config.platform}: {found}. Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or "
+            "set mesh.platform=auto."
         ) from error
 
 

@@ -4,6 +4,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+from jaxlib.xla_client import Device
 
 from data_pipeline.errors import ConfigError
 
@@ -25,7 +26,7 @@ PEAK_TFLOPS = (
 )
 
 
-def peak_flops(device: jax.Device, dtype: str) -> float:
+def peak_flops(device: Device, dtype: str) -> float:
     """FLOP/s that one device can reach in matrix products: from the table, or measured on a CPU.
 
     Args:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
+from jaxlib.xla_client import Device
 
 from maxtrain.config.schema import MeshConfig
 
@@ -12,7 +13,7 @@ from maxtrain.config.schema import MeshConfig
 AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """A mesh over all devices (or those given), neighbours in `tensor` closest; GSPMD (Auto) axes.
 
     Args:

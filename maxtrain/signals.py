@@ -1,0 +1,46 @@
+"""Stopping in good order: the first SIGINT or SIGTERM asks, the second one ends the process at once."""
+
+import os
+import signal
+import threading
+from types import FrameType
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+class StopRequest:
+    """Use as `with StopRequest() as stop:`; inside, `stop.name` is the signal that came, or empty."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.name = ""
+
+    def __enter__(self) -> "StopRequest":
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        else:
+            self._old = {}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, old in self._old.items():
+            signal.signal(number, old)
+
+    def agreed(self, every_host: bool) -> bool:
+        """Whether to stop here; the same answer on all hosts.
+
+        Args:
+            every_host: all hosts are at this line now, so that they can ask each other. With one process it is not needed.
+        """
+        if jax.process_count() == 1:
+            return bool(self.name)
+        return every_host and bool(multihost_utils.process_allgather(np.array(bool(self.name))).any())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.name:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.name = signal.Signals(number).name

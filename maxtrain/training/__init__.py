@@ -1,0 +1,1 @@
+"""The jitted step and what it needs: optimizer, objective, state, evaluation."""

@@ -1,0 +1,49 @@
+"""Evaluation of a held-out set: every target counted once, sums first, one division at the end."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from data_pipeline.errors import DataError
+from maxtrain.training.objective import Batch, Objective, Sum
+
+EvalStep = Callable[[nnx.State, Batch], Sum]
+
+
+def make_eval_step(graphdef: nnx.GraphDef, objective: Objective) -> EvalStep:
+    """Jitted (params, batch) -> Sum."""
+    return jax.jit(lambda params, batch: objective(nnx.merge(graphdef, params), batch))
+
+
+def evaluate(
+    step: EvalStep, params: nnx.State, batches: Iterable[Batch], num_tokens: int | None, text_bytes: int
+) -> dict[str, Any]:
+    """Negative log-likelihood over all batches.
+
+    Args:
+        step: of `make_eval_step`.
+        params: of the model.
+        batches: global arrays; rows of padding have no weight.
+        num_tokens: targets of the whole set, which must be what was evaluated; None if only part of it is read.
+        text_bytes: UTF-8 bytes of the text of the whole set.
+
+    Returns:
+        nll (nats per target), perplexity, tokens (evaluated), and bits_per_byte if the whole set was read.
+
+    Raises:
+        DataError: the whole set was meant and another number of targets came.
+    """
+    sums = jax.device_get([step(params, batch) for batch in batches])
+    total, weight = math.fsum(float(s.total) for s in sums), math.fsum(float(s.weight) for s in sums)
+    if num_tokens is not None and weight != num_tokens:
+        raise DataError(
+            f"the evaluation read {weight:,.0f} targets, but its manifest has {num_tokens:,}. Run `prepare verify` on the set."
+        )
+    nll = total / weight if weight else math.nan
+    result = {"nll": nll, "perplexity": math.exp(min(nll, 700.0)), "tokens": int(weight)}
+    if num_tokens is not None and text_bytes:
+        result["bits_per_byte"] = total / math.log(2) / text_bytes
+    return result

@@ -1,0 +1,87 @@
+"""Everything that training changes, as one pytree of global arrays; made in place on the mesh, or described abstractly.
+
+Parameter counts, checkpoints and imported weights all read the same abstract tree.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Int, PyTree
+
+from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.models.registry import build_model, logical_axes
+from maxtrain.parallel.sharding import named_sharding
+
+
+class TrainState(NamedTuple):
+    """Parameters, optimizer, and counters of optimizer steps."""
+
+    params: nnx.State
+    opt_state: PyTree
+    step: Int[Array, ""]  # finished steps, whether they changed anything or not
+    skipped: Int[Array, ""]  # steps of these that changed nothing: non-finite, or without a target
+    skipped_in_row: Int[Array, ""]  # non-finite steps in a row, up to now
+
+
+def _shard(tree: Any, mesh: Mesh) -> Any:
+    """The tree with a sharding on every abstract leaf: a parameter's, and its optimizer state's, from its logical axes."""
+
+    def place(path: Any, x: Any) -> Any:
+        if not isinstance(x, nnx.Variable):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named_sharding(mesh, (None,) * x.ndim))
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        value = x.get_value()
+        sharding = named_sharding(mesh, logical_axes(x), value.shape, name)
+        return x.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def abstract_model(model: ModelConfig, precision: PrecisionConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+    """The model's structure, and its parameters as shapes with shardings.
+
+    Raises:
+        ConfigError: a dim that the mesh does not divide.
+    """
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: build_model(model, precision)))
+    return graphdef, _shard(params, mesh)
+
+
+def _init(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    zeros = [jnp.zeros((), jnp.int32) for _ in range(3)]
+    return TrainState(params, optimizer.init(params), *zeros)
+
+
+def abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """The state as shapes with shardings, from abstract parameters."""
+    return _shard(jax.eval_shape(lambda p: _init(p, optimizer), params), mesh)
+
+
+def shardings(tree: PyTree) -> PyTree:
+    """The sharding of each leaf of an abstract tree."""
+    return jax.tree.map(lambda x: x.sharding, tree)
+
+
+def create_state(
+    abstract: TrainState, model: ModelConfig, precision: PrecisionConfig, optimizer: optax.GradientTransformation, seed: int
+) -> TrainState:
+    """Random parameters and a fresh optimizer, each array made where it lives; the same bits on every mesh."""
+
+    def create(key: Array) -> TrainState:
+        return _init(nnx.state(build_model(model, precision, key)), optimizer)
+
+    return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
+
+
+def state_from_params(abstract: TrainState, params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    """Given parameters (donated) and a fresh optimizer."""
+    return jax.jit(lambda p: _init(p, optimizer), out_shardings=shardings(abstract), donate_argnums=0)(params)
+
+
+def num_parameters(params: nnx.State) -> int:
+    """Numbers in all arrays."""
+    return sum(x.size for x in jax.tree.leaves(params))
