@@ -70,6 +70,8 @@ def _attend_forward(
     for start, stop in _blocks(q.shape[1]):
         end = _key_end(stop, q.shape[1], k.shape[1])
         block = _group(q[:, start:stop], k.shape[2])
+        if outputs:  # one block after the other: XLA would hold the scores of all of them at once
+            block, outputs[-1] = jax.lax.optimization_barrier((block, outputs[-1]))
         scores = _scores(block, k_BKHS[..., :end], q_seg[:, start:stop], kv_seg[:, :end], start + offset)
         top = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - top)
@@ -88,6 +90,7 @@ def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
     for (start, stop), lse in zip(_blocks(q.shape[1]), lses, strict=True):
         end = _key_end(stop, q.shape[1], S)
         block, g_block = _group(q[:, start:stop], K), _group(g[:, start:stop], K).astype(dtype)
+        block, dk_BKHS, dv_BKHS = jax.lax.optimization_barrier((block, dk_BKHS, dv_BKHS))
         scores = _scores(block, k_BKHS[..., :end], q_seg[:, start:stop], kv_seg[:, :end], start + offset)
         p = jnp.exp(scores - lse)
         dp = _dot("bkmh,bkhs->bkms", g_block, v_BKHS[..., :end])
@@ -111,6 +114,6 @@ def xla_attention(
     offset: Int[Array, ""] | int,
     dtype: str,
 ) -> Float[Array, "B T N H"]:
-    """See `attention`. Memory: scores of one block, B * N * max(128, T / 8) * S float32."""
+    """See `attention`. Memory: a few times the scores of one block, B * N * max(128, T / 8) * S float32."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))  # so that gradients come back float32
     return _attend(q, k, v, q_segments, kv_segments, jnp.asarray(offset, jnp.int32), dtype)
