@@ -41,7 +41,7 @@ def _matmul_forward(x: Array, w: Array, dtype: str) -> tuple[Array, tuple[Array,
     return _contract("...i,io->...o", rounded, w.astype(dtype)), (rounded, w, jnp.zeros((), x.dtype))
 
 
-def _matmul_backward(dtype: str, saved: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array]:
+def _matmul_backward(dtype: str, saved: tuple, g: Array) -> tuple[Array, Array]:
     x, w, like_x = saved
     g = g.astype(dtype)
     batch = "abcdefgh"[: x.ndim - 1]

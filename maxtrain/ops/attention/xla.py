@@ -9,6 +9,7 @@ Source: Dao et al. 2022, https://arxiv.org/abs/2205.14135, for the backward pass
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _scores(q_BKMH: Array, k_BKHS: Array, q_seg: Array, kv_seg: Array, first: Array | int) -> Array:
+def _scores(q_BKMH: Array, k_BKHS: Array, q_seg: Array, kv_seg: Array, first: Any) -> Array:
     """Scaled, masked scores of one block [B, K, G * t, s]; the queries of a group lie one after the other."""
     t, s = q_seg.shape[1], kv_seg.shape[1]
     scores = _dot("bkmh,bkhs->bkms", q_BKMH, k_BKHS) * q_BKMH.shape[-1] ** -0.5

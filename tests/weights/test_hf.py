@@ -1,0 +1,265 @@
+"""Weights of Hugging Face directories against what transformers computes with them, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from data_pipeline.errors import ConfigError, DataError, UsageError
+from maxtrain.config.schema import MeshConfig, PrecisionConfig
+from maxtrain.generate import generate
+from maxtrain.models.registry import FAMILIES
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.state import abstract_model
+from maxtrain.weights.hf import load_pretrained, load_weights, read_config
+
+PARITY = Path(__file__).parents[1] / "data" / "parity"
+CASES = ("llama3", "llama_tied_mha", "qwen3")
+FORMS = [(True, "xla"), (False, "xla"), (True, "eager"), (False, "eager")]
+
+
+def leaves_by_name(params):
+    flat, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in flat}
+
+
+def as_theirs(leaf, tensor):
+    """One of our arrays, without stacked dims, as it lies in a checkpoint."""
+    if tensor.inputs is None:
+        return leaf
+    rows = int(np.prod(leaf.shape[: tensor.inputs]))
+    return np.asarray(leaf).reshape(rows, -1).T
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("scan", "kernel"), FORMS[1:3])
+def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel):
+    model, config = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
+    reference = np.load(PARITY / case / "reference.npz")
+    tokens = jnp.asarray(reference["tokens"])
+    graphdef, params = nnx.split(model)
+
+    def loss_of(params):
+        logits = nnx.merge(graphdef, params)(tokens)
+        logp = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1).mean(), logits
+
+    (loss, logits), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
+    norm = np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(norm, reference["grad_norm"], rtol=1e-5)
+    table, named = FAMILIES[config.family].tensors(config), leaves_by_name(grads)
+    ours = {
+        tensor.name.format(1): (tensor, named[name][1] if tensor.stacked else named[name]) for name, tensor in table.items()
+    }
+    theirs = {name.removeprefix("grad/"): reference[name] for name in reference.files if name.startswith("grad/")}
+    assert len(theirs) == 2
+    for name, grad in theirs.items():
+        tensor, leaf = ours[name]
+        np.testing.assert_allclose(as_theirs(leaf, tensor), grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("scan", "kernel"), FORMS[:1] + FORMS[3:])
+def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
+    model, _ = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
+    reference = np.load(PARITY / case / "reference.npz")
+    prompts, expected = reference["tokens"].tolist(), reference["greedy"][:, reference["tokens"].shape[1] :]
+    np.testing.assert_array_equal(generate(model, prompts, max_tokens=expected.shape[1], temperature=0.0).tokens, expected)
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}])
+def test_weights_split_over_a_mesh_are_the_same_bits(axes):
+    mesh = make_mesh(MeshConfig(**axes))
+    for case in CASES[::2]:
+        sharded, _ = load_pretrained(PARITY / case, mesh=mesh)
+        whole, _ = load_pretrained(PARITY / case)
+        expected = leaves_by_name(nnx.state(whole))
+        for name, leaf in leaves_by_name(nnx.state(sharded)).items():
+            assert leaf.sharding.mesh == mesh
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[name]), err_msg=name)
+        assert any(not leaf.sharding.is_fully_replicated for leaf in leaves_by_name(nnx.state(sharded)).values())
+
+
+def test_only_the_part_that_a_device_holds_is_read(monkeypatch):
+    biggest = 0
+
+    def counting(shape, sharding, callback):
+        def read(index):
+            nonlocal biggest
+            part = callback(index)
+            biggest = max(biggest, part.nbytes)
+            return part
+
+        return make(shape, sharding, read)
+
+    make = jax.make_array_from_callback
+    monkeypatch.setattr(jax, "make_array_from_callback", counting)
+    model, _ = load_pretrained(PARITY / "llama3", mesh=make_mesh(MeshConfig(fsdp=4, tensor=2)))
+    assert biggest == max(leaf.nbytes // 8 for leaf in jax.tree.leaves(nnx.state(model)))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of llama3 that a test may break: (directory, config, tensors, save)."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(PARITY / "llama3" / name, tmp_path / name)
+    return tmp_path
+
+
+def change_config(directory, **changes):
+    path = directory / "config.json"
+    values = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in values.items() if v != "absent"}))
+
+
+def change_tensors(directory, **changes):
+    tensors = load_file(directory / "model.safetensors") | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, directory / "model.safetensors")
+
+
+def test_shards_with_an_index_are_read_as_one(copy):
+    tensors = load_file(copy / "model.safetensors")
+    (copy / "model.safetensors").unlink()
+    parts = {"a.safetensors": sorted(tensors)[::2], "b.safetensors": sorted(tensors)[1::2]}
+    for file, names in parts.items():
+        save_file({name: tensors[name] for name in names}, copy / file)
+    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = jax.tree.leaves(nnx.state(load_pretrained(PARITY / "llama3")[0]))
+    for leaf, other in zip(jax.tree.leaves(nnx.state(load_pretrained(copy)[0])), expected, strict=True):
+        np.testing.assert_array_equal(leaf, other)
+    (copy / "b.safetensors").unlink()
+    with pytest.raises(DataError, match=r"b\.safetensors: is missing. Get the file again"):
+        load_pretrained(copy)
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
+def test_values_are_rounded_to_the_dtype_asked_for(copy, stored):
+    tensors = {name: value.astype(stored) for name, value in load_file(copy / "model.safetensors").items()}
+    save_file(tensors, copy / "model.safetensors")
+    model, _ = load_pretrained(copy)
+    np.testing.assert_array_equal(model.embedding[...], tensors["model.embed_tokens.weight"].astype(np.float32))
+    model, _ = load_pretrained(copy, dtype="bfloat16")
+    assert model.embedding[...].dtype == jnp.bfloat16 and model.compute == "bfloat16"
+    np.testing.assert_array_equal(model.embedding[...], tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16))
+
+
+def test_configurations_of_transformers_4_read_the_same(copy):
+    expected = read_config(copy)
+    rope = json.loads((copy / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    change_config(copy, rope_parameters="absent", rope_scaling=rope, rope_theta=theta)
+    assert read_config(copy) == expected and expected.rope_scaling == "llama3" and expected.rope_original_length == 32
+    change_config(copy, rope_scaling=None, head_dim="absent", num_key_value_heads="absent", tie_word_embeddings="absent")
+    older = read_config(copy)
+    assert (older.rope_scaling, older.rope_theta) == ("none", theta)
+    assert (older.head_dim, older.num_kv_heads, older.tie_embeddings) == (8, 6, False)
+
+
+def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(PARITY / "llama_tied_mha" / name, tmp_path / name)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32), "lm_head.weight": embedding}
+    change_tensors(tmp_path, **extra)
+    assert load_pretrained(tmp_path)[1].tie_embeddings
+
+
+REFUSED_CONFIGS = [
+    ({"architectures": ["MambaForCausalLM"]}, "one of: LlamaForCausalLM, Qwen3ForCausalLM"),
+    ({"architectures": "absent"}, "architectures=None is not known here"),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        "'yarn'.*only one set for all layers, of type 'default' or 'llama3'",
+    ),
+    ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*Choose a model"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "only one set for all layers"),
+    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor=None must be a number above 0"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1.0"),
+    ({"sliding_window": 16}, "sliding_window=16 is not supported, only null"),
+    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "Choose a model with layer_types="),
+    ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+    ({"mlp_bias": True}, "Choose a model with mlp_bias=False"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "Choose a model with quantization_config=null"),
+    ({"vocab_size": "absent"}, "vocab_size=None must be an integer above 0. Get the file again"),
+    ({"hidden_size": 48.5}, "hidden_size=48.5 must be an integer above 0"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads=4 must divide num_attention_heads=6"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_CONFIGS)
+def test_what_the_decoder_cannot_do_is_refused(copy, changes, message):
+    change_config(copy, **changes)
+    with pytest.raises(DataError, match=message) as caught:
+        load_pretrained(copy)
+    assert str(copy / "config.json") in str(caught.value)
+
+
+def test_a_window_that_qwen3_does_not_use_is_no_obstacle(tmp_path):
+    shutil.copy(PARITY / "qwen3" / "config.json", tmp_path)
+    change_config(tmp_path, sliding_window=4096)
+    assert read_config(tmp_path).head_dim == 16
+    change_config(tmp_path, use_sliding_window=True)
+    with pytest.raises(DataError, match="sliding_window=4096 is not supported"):
+        read_config(tmp_path)
+
+
+NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
+REFUSED_TENSORS = [
+    ({NORM: None}, r"model.norm.weight +missing +\[48\] expected"),
+    ({"model.layers.3.mlp.up_proj.bias": np.ones(3, np.float32)}, r"layers.3.mlp.up_proj.bias +extra +\[3\]"),
+    ({DOWN: np.ones((80, 48), np.float32)}, r"down_proj.weight +wrong shape +\[80, 48\], \[48, 80\] expected"),
+    ({NORM: np.ones(48, np.int8)}, r"model.norm.weight +wrong dtype +I8, a float"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED_TENSORS)
+def test_other_tensors_than_expected_are_listed(copy, changes, message):
+    change_tensors(copy, **changes)
+    with pytest.raises(DataError, match=message) as caught:
+        load_pretrained(copy)
+    assert "Get the directory again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", None, r"config.json: can't be read \(No such file or directory\). Name a directory with config.json"),
+        ("config.json", b"{", "config.json: is not JSON"),
+        ("config.json", b"[]", "must hold a JSON object"),
+        ("model.safetensors", None, "model.safetensors: is missing. Get the file again .*save_pretrained"),
+        ("model.safetensors", b"\x10" * 200, "model.safetensors: can't be read"),
+    ],
+)
+def test_files_that_are_missing_or_broken_are_named(copy, file, content, message):
+    (copy / file).unlink()
+    if content is not None:
+        (copy / file).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        load_pretrained(copy)
+
+
+def test_an_unknown_dtype_is_refused(copy):
+    with pytest.raises(UsageError, match="Use 'float32' or 'bfloat16'"):
+        load_pretrained(copy, dtype="float16")
+
+
+def test_weights_of_another_model_than_the_run_asks_for_are_refused_key_by_key(copy):
+    config = load_pretrained(copy)[1]
+    asked = type(config)(**{**vars(config), "num_layers": 2, "rope_factor": 4.0, "head_dim": None, "max_length": 9})
+    _, params = abstract_model(asked, PrecisionConfig(), make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
+    with pytest.raises(ConfigError) as caught:
+        load_weights(params, copy, asked)
+    keys = [problem.partition(" ")[0] for problem in caught.value.problems]
+    assert keys == ["model.num_layers=2", "model.rope_factor=4.0"] and "Set model.num_layers=3." in str(caught.value)
