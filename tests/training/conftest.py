@@ -1,0 +1,122 @@
+"""What tests of training share: a small model, batches with ragged masks, and everything that a step is made of."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from maxtrain.parallel.batches import BatchLayout
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.objective import next_token
+from maxtrain.training.optimizer import make_optimizer, make_schedule
+from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, shardings
+from maxtrain.training.step import make_train_step
+
+# Every size is divisible by 8, and no two that could be confused are equal.
+MODEL = ModelConfig(
+    vocab_size=96, num_layers=2, embed_dim=32, mlp_dim=56, num_heads=8, num_kv_heads=8, head_dim=6, loss_chunk=64, max_length=64
+)
+EXACT = PrecisionConfig(params="float32", compute="float32")
+# A large eps: with a small one the first step of Adam is the sign of each gradient, even of those that are rounding noise.
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=2, eps=1e-2, clip_norm=0.5)
+B, T, STEPS, SEED = 8, 24, 20, 5
+
+
+class Parts(NamedTuple):
+    """Everything of a run's state and step, on one mesh."""
+
+    mesh: Any
+    graphdef: Any
+    abstract: TrainState
+    create: Callable[..., TrainState]  # of a seed, in place
+    new_state: Callable[[], TrainState]  # always the same bits, copied
+    put: Callable[[dict[str, np.ndarray]], dict[str, jax.Array]]
+    step: Any
+
+
+class Tiny:
+    """The namespace behind the fixture `tiny`."""
+
+    model, precision, optimizer, rows, length, steps = MODEL, EXACT, OPTIMIZER, B, T, STEPS
+
+    @staticmethod
+    def mesh(*shape: int):
+        """A mesh of (data, fsdp, tensor) on the first devices."""
+        return make_mesh(MeshConfig(*shape), jax.devices()[: np.prod(shape)])
+
+    @staticmethod
+    @functools.cache
+    def batch(seed: int = 0) -> dict[str, np.ndarray]:
+        """Rows of two documents and padding. Even rows have many targets, odd rows one or two, and those are hard: the loss
+        of a random model on them is about three times as high. So a mean of the means of parts is far from the mean."""
+        rng = np.random.default_rng(seed)
+        lengths = np.array([24, 9, 20, 24, 22, 11, 24, 16])
+        column = np.arange(T)[None]
+        first = lengths[:, None] // 3
+        real = column < lengths[:, None]
+        segments = np.where(real, 1 + (column >= first), 0)
+        wanted = np.where(np.arange(B) % 2 == 0, T, 1 + (np.arange(B) == 3))[:, None]
+        batch = {
+            "inputs": np.where(real, rng.integers(2, 96, (B, T)), 0),
+            "targets": np.zeros((B, T)),
+            "segment_ids": segments,
+            "positions": np.where(column >= first, column - first, column) * real,
+        }
+        batch = {name: x.astype(np.int32) for name, x in batch.items()} | {
+            "loss_mask": (real & (column < wanted)).astype(np.float32)
+        }
+        parts = Tiny.parts()
+        with jax.set_mesh(parts.mesh):
+            logits = jax.jit(_logits, static_argnums=0)(parts.graphdef, parts.new_state().params, batch)
+        likely = np.argsort(np.asarray(logits), axis=-1)
+        hard = (np.arange(B) % 2 == 1)[:, None]
+        return batch | {"targets": np.where(hard, likely[..., 0], likely[..., -3]).astype(np.int32)}
+
+    @staticmethod
+    @functools.cache
+    def first_state(precision: PrecisionConfig) -> TrainState:
+        """Made on one device; test_state.py shows that it would be the same anywhere."""
+        parts = Tiny.parts(precision=precision)
+        with jax.set_mesh(parts.mesh):
+            return parts.create()
+
+    @staticmethod
+    def parts(
+        shape: tuple[int, int, int] = (1, 1, 1), accumulation: int = 1, objective=next_token, precision=EXACT, **model: Any
+    ) -> Parts:
+        """A step, and functions for new states, on a mesh of (data, fsdp, tensor)."""
+        config, mesh = dataclasses.replace(MODEL, **model), Tiny.mesh(*shape)
+        graphdef, params = abstract_model(config, precision, mesh)
+        optimizer = make_optimizer(OPTIMIZER, STEPS)
+        abstract = abstract_state(params, optimizer, mesh)
+        step = make_train_step(abstract, graphdef, objective, optimizer, make_schedule(OPTIMIZER, STEPS), accumulation)
+
+        def create(seed: int = SEED) -> TrainState:
+            return create_state(abstract, config, precision, optimizer, seed)
+
+        def new_state() -> TrainState:
+            return jax.device_put(Tiny.first_state(precision), shardings(abstract), may_alias=False)
+
+        return Parts(mesh, graphdef, abstract, create, new_state, BatchLayout(mesh, B, T).to_global, step)
+
+
+def _logits(graphdef, params, batch):
+    return nnx.merge(graphdef, params)(batch["inputs"], batch["segment_ids"], batch["positions"])
+
+
+@pytest.fixture(scope="session")
+def tiny() -> type[Tiny]:
+    return Tiny
+
+
+@pytest.fixture(scope="module")
+def optax_dtypes() -> Iterator[None]:
+    """Optax promotes counts to floats silently (say, beta ** count), which the strict world of tests would refuse."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
