@@ -33,7 +33,7 @@ def all_keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
     """Every key of a section and of what is below it, in the schema's order."""
     found: list[Key] = []
     for field in dataclasses.fields(section):
-        kind, path, default = kinds(section)[field.name], prefix + field.name, default_of(field)
+        kind, path, default = kinds(section)[field.name], prefix + field.name, getattr(section(), field.name)
         if typing.get_origin(kind) is dict:
             kind, path, default = element(kind), path + ".NAME", None
         inner = kind if dataclasses.is_dataclass(kind) else element(kind)
@@ -42,11 +42,6 @@ def all_keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
         if dataclasses.is_dataclass(inner):
             found += all_keys(inner, path + ("." if inner is kind else "[0]."))
     return tuple(found)
-
-
-def default_of(field: dataclasses.Field) -> Any:
-    """A fresh copy of a field's default."""
-    return field.default_factory() if callable(field.default_factory) else field.default
 
 
 def element(kind: Any) -> Any:
@@ -65,24 +60,24 @@ def find(path: str) -> Any:
 
 def describe(kind: Any) -> str:
     """An annotation in words: `whole number | auto`."""
-    if typing.get_origin(kind) is tuple:
-        return f"list of {describe(element(kind))}s"
-    if typing.get_origin(kind) is dict:
-        return f"{describe(element(kind))} by name"
-    if typing.get_origin(kind) is Literal:
-        return " | ".join(typing.get_args(kind))
-    return _WORDS.get(kind) or " | ".join(describe(k) for k in typing.get_args(kind)) or "section"
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (tuple, dict):
+        return f"list of {describe(arguments[0])}s" if origin is tuple else f"{describe(arguments[1])} by name"
+    if origin is Literal:
+        return " | ".join(arguments)
+    return _WORDS.get(kind) or " | ".join(map(describe, arguments)) or "section"
 
 
 def show(value: Any) -> str:
     """A value as one would type it, shortened."""
-    text = {True: "true", False: "false", None: "null"}[value] if value is None or isinstance(value, bool) else str(value)
+    words = {"True": "true", "False": "false", "None": "null", "()": "[]"}
+    text = words.get(str(value), str(value))
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def choices(values: Iterable[Any]) -> str:
     """`1, 2, 4 or 8`."""
-    *others, last = [str(v) for v in values] or ["nothing"]
+    *others, last = map(str, values)
     return f"{', '.join(others)} or {last}" if others else last
 
 
@@ -90,22 +85,24 @@ def unknown(path: str) -> str:
     """What to say of a key that does not exist: the right name, wherever one can be guessed."""
     parts = path.split(".")
     leaf = parts[-1].lower().replace("-", "_")
-    leaves = {key.path: key.path.rsplit(".", 1)[-1] for key in all_keys()}
-    named = {key: _with_names(key.split("."), parts) for key in leaves}
-    right = [n for n in named.values() if n.lower() == path.lower()] or [named[k] for k in leaves if leaves[k].lower() == leaf]
-    if not right and leaf in MAXTEXT:
+
+    def likeness(key: str) -> float:  # the right leaf in a wrong section counts almost as much as the right path
+        whole = difflib.SequenceMatcher(None, path.lower(), named(key)).ratio()
+        return max(whole, 0.99 * difflib.SequenceMatcher(None, leaf, key.rpartition(".")[2]).ratio())
+
+    def named(key: str) -> str:  # with the user's own names in place of NAME
+        words = key.split(".")
+        return ".".join(p if w == "NAME" else w for w, p in zip(words, parts)) if len(words) == len(parts) else key
+
+    keys = [*(key.path for key in all_keys()), *(field.name for field in dataclasses.fields(RunConfig))]
+    likely = {named(key): likeness(key) for key in keys}
+    best = max(likely.values())
+    if path in likely:
+        return f"{path} can't be set alone. Set the whole list, {path.partition('[')[0]}=[...]."
+    if best < 0.99 and leaf in MAXTEXT:
         ours, note = MAXTEXT[leaf]
-        return f"{path} is a key of MaxText. " + (f"Here it is {ours}: {note}." if ours else f"Here {note}.")
-    right = right or difflib.get_close_matches(path.lower(), named.values(), 2, 0.8)
-    close = difflib.get_close_matches(leaf, leaves.values(), 2, 0.75)
-    right = right or [named[k] for k in leaves if leaves[k] in close]
+        return f"{path} is a key of MaxText. Here {f'it is {ours}: ' if ours else ''}{note}."
+    right = [name for name, value in likely.items() if value == best]
     section = f" {parts[0]}" if len(parts) > 1 and find(parts[0]) else ""
-    return f"{path} is not a key. " + (
-        f"Did you mean {choices(right)}?" if right else f"`--help{section}` lists those there are."
-    )
-
-
-def _with_names(words: list[str], parts: list[str]) -> str:
-    """A key of the schema with the user's own names in place of NAME."""
-    same = len(words) == len(parts)
-    return ".".join(part if word == "NAME" else word for word, part in zip(words, parts)) if same else ".".join(words)
+    mend = f"Did you mean {choices(right)}?" if best > 0.78 else f"`--help{section}` lists those there are."
+    return f"{path} is not a key. {mend}"

@@ -6,14 +6,16 @@ resolved config in a run directory. Types are checked here, alike for all of the
 
 import dataclasses
 import difflib
+import math
 import re
 import runpy
 import sys
 import traceback
 import typing
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import yaml
 from ml_collections import ConfigDict
@@ -21,14 +23,11 @@ from ml_collections import ConfigDict
 from data_pipeline.errors import ConfigError, UsageError, UserError
 from maxtrain.config.checks import out_of_range, problems_across
 from maxtrain.config.help import help_text
-from maxtrain.config.keys import choices, default_of, describe, element, find, kinds, show, unknown
+from maxtrain.config.keys import choices, describe, find, kinds, show, unknown
 from maxtrain.config.schema import RunConfig
 
 _SUFFIXES = (".py", ".yaml", ".yml")
-
-
-class _Typed(str):
-    """A value as typed on the command line, where `null` means none."""
+_Problems = list[tuple[str, str]]  # key and message
 
 
 class _Loader(yaml.SafeLoader):
@@ -55,12 +54,12 @@ def default_config() -> ConfigDict:
 
 def resolve(config: ConfigDict) -> RunConfig:
     """The checked RunConfig of a ConfigDict; raises ConfigError with every problem."""
-    return _assemble(config.to_dict(), {}, [])
+    return _checked(config.to_dict(), [])
 
 
 def to_yaml(config: RunConfig) -> str:
     """Every key of a config as plain YAML, which `config=` reads back to an equal config."""
-    plain = _plain(dataclasses.asdict(config))
+    plain = dataclasses.asdict(config)
     return yaml.safe_dump(plain, sort_keys=False, width=1000)  # escapes é, since U+0085 would not come back as it is
 
 
@@ -74,24 +73,29 @@ def load_config(argv: Sequence[str]) -> RunConfig:
         UsageError: something is not `key=value`, or `config=` is missing.
         ConfigError: with every problem of the file, of the overrides and across both.
     """
-    given: dict[str, _Typed] = {}
-    problems: list[str] = []
+    given: dict[str, str] = {}
+    problems: _Problems = []
     for argument in argv:
         name, equals, value = argument.partition("=")
         if not equals or name.startswith("-") or not name:
             mend = f"Write {name.lstrip('-') or 'key'}={value or 'value'}, without dashes or spaces; `--help` lists the keys"
             raise UsageError(f"{argument!r} can't be understood; arguments are key=value. {mend}.")
         if name in given:
-            problems.append(f"{name} is given twice, {show(given[name])} and {show(value)}. Keep one of them.")
-        given[name] = _Typed(value)
-    reference = given.pop("config", None)
-    if not reference:
+            problems.append((name, f"{name} is given twice, {show(given[name])} and {show(value)}. Keep one of them."))
+        given[name] = value
+    if not (reference := given.pop("config", None)):
         raise UsageError(f"no config is given. Add config=NAME, for example config=quickstart. {_available()}.")
     try:
-        raw = _read(reference)
+        tree = _read(reference)
     except ConfigError as error:
-        return _assemble(None, given, problems + error.problems)
-    return _assemble(raw, given, problems)
+        tree = {}
+        problems.append(("", error.problems[0]))
+    for path, text in given.items():
+        if (kind := find(path)) is None:
+            problems.append((path, unknown(path)))
+        else:
+            _put(tree, path, _from_text(kind, text))
+    return _checked(tree, problems)
 
 
 def from_command_line(argv: Sequence[str], prog: str) -> RunConfig:
@@ -104,7 +108,8 @@ def from_command_line(argv: Sequence[str], prog: str) -> RunConfig:
     arguments = [a for a in argv if a != "--print-config"]
     try:
         if asked := [i for i, a in enumerate(arguments) if a in ("--help", "-h")]:
-            print(help_text(prog, arguments[asked[0] + 1 : asked[0] + 2], sorted(_shipped())))
+            section = arguments[asked[0] + 1] if len(arguments) > asked[0] + 1 else None
+            print(help_text(prog, section, sorted(_shipped())))
             raise SystemExit(0)
         config = load_config(arguments)
     except UserError as error:
@@ -114,13 +119,6 @@ def from_command_line(argv: Sequence[str], prog: str) -> RunConfig:
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, for YAML."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, tuple) else value
 
 
 def _shipped() -> dict[str, Path]:
@@ -159,158 +157,124 @@ def _read_python(path: Path) -> dict:
     try:
         config = runpy.run_path(str(path)).get("get_config", dict)()
     except Exception as error:
-        _explain(error, path)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        where = f"config={path} line {lines[-1] if lines else getattr(error, 'lineno', '?')}"
+        if "ml_collections" in frames[-1].filename and (name := re.search(r"\w+(?=\\?['\"])", str(error))):
+            raise ConfigError(f"{where}: {unknown(name[0])}") from None  # not a key of the locked ConfigDict
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}. Correct it there.") from error
     if not isinstance(config, ConfigDict):
         raise ConfigError(f"config={path} has no get_config() that returns a ConfigDict. Return default_config() with changes.")
     return config.to_dict()
 
 
-def _explain(error: Exception, path: Path) -> NoReturn:
-    """Say where in the config file it went wrong, and which key was meant."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename == str(path)]
-    line, code = (own[-1].lineno, own[-1].line or "") if own else (getattr(error, "lineno", "?"), "")
-    name = re.search(r"\w+(?=\\?['\"])", str(error))
-    if name and "ml_collections" in frames[-1].filename and isinstance(error, AttributeError | KeyError):  # a locked ConfigDict
-        match = re.search(rf"\.((?:\w+\.)*{name[0]}(?:\.\w+)*)", code)
-        section, _, leaf = (match[1] if match else name[0]).rpartition(".")
-        missing = f'{section} does not exist yet. Write config.{section} = {{"{leaf}": ...}}.'
-        text = missing if match and find(match[1]) else unknown(match[1] if match else name[0])
-        raise ConfigError(f"config={path} line {line}: {text}") from None
-    raise ConfigError(f"config={path} line {line}: {type(error).__name__}: {error}. Correct it there.") from error
+def _from_text(kind: Any, text: str) -> Any:
+    """What is typed on the command line as a YAML file would give it, where that is not the text itself."""
+    if type(None) in typing.get_args(kind) and text in ("null", "none", "None"):
+        return None
+    if (origin := typing.get_origin(kind)) not in (tuple, dict):
+        return text
+    listed = f"[{text.strip('()')}]" if origin is tuple and not text.startswith("[") else text
+    try:
+        return yaml.load(listed, _Loader)
+    except yaml.YAMLError:
+        return text
 
 
-def _assemble(raw: dict | None, overrides: dict[str, _Typed], problems: list[str]) -> RunConfig:
-    """Plain values (None: the file could not be read) and overrides to a RunConfig; `problems` are those found before."""
-    reader, tree = _Reader(list(problems)), raw or {}
-    for path, value in overrides.items():
-        if find(path) is None:
-            reader.complain(path, unknown(path))
-            continue
-        *parents, leaf = path.split(".")
-        node: Any = tree
-        for part in parents:
-            node = node.setdefault(part, {}) if isinstance(node, dict) else None
-        if isinstance(node, dict):  # otherwise the file has something else there, of which the reader complains
-            node[leaf] = value
-    config = reader.section(RunConfig, tree, "")
-    problems = reader.problems + (problems_across(config, reader.bad) if raw is not None else [])
-    if problems:
-        raise ConfigError(problems)
+def _put(tree: dict, path: str, value: Any) -> None:
+    """Set a key. Something else in place of its section stays, so that it is complained about."""
+    head, _, rest = path.partition(".")
+    if not rest:
+        tree[head] = value
+        return
+    if tree.get(head) is None:
+        tree[head] = {}
+    if isinstance(tree[head], dict):
+        _put(tree[head], rest, value)
+
+
+def _checked(tree: dict, problems: _Problems) -> RunConfig:
+    """Plain values to a RunConfig; `problems` are those found before, "" for a file that could not be read."""
+    config = _section(RunConfig, tree, "", problems)
+    texts = [text for _, text in problems]
+    if all(path for path, _ in problems):  # a value refused above is not the user's: no judgement on it
+        bad = re.compile("|".join(rf"(?<![\w.]){re.escape(path)}(?!\w)" for path, _ in problems) or "(?!)")
+        texts += [text for text in problems_across(config) if not bad.search(text)]
+    if texts:
+        raise ConfigError(texts)
     return config
 
 
-class _Reader:
-    """Turns plain values into the schema's types. What does not fit is noted and left at its default."""
-
-    def __init__(self, problems: list[str]):
-        self.problems, self.bad = problems, list[str]()
-
-    def complain(self, path: str, problem: str) -> None:
-        self.bad.append(path)
-        self.problems.append(problem)
-
-    def section(self, cls: Any, raw: Any, path: str) -> Any:
-        """A dataclass from a mapping of some of its fields."""
-        fields = {field.name: field for field in dataclasses.fields(cls)}
-        raw = dataclasses.asdict(raw) if isinstance(raw, cls) else {} if raw is None else raw
-        if not isinstance(raw, dict):
-            keys = choices(f"{path}.{name}" for name in list(fields)[:3])
-            self.complain(path, f"{path}={show(raw)} is a section, not a value. Set one of its keys, such as {keys}.")
-            return cls()
-        values, prefix = {}, f"{path}." if path else ""
-        for name, value in raw.items():
-            if name in fields:
-                values[name] = self.value(kinds(cls)[name], value, prefix + name, fields[name])
-            else:
-                self.complain(f"{prefix}{name}", unknown(f"{prefix}{name}"))
-        return cls(**values)
-
-    def value(self, kind: Any, raw: Any, path: str, field: dataclasses.Field | None = None) -> Any:
-        """A value of an annotation; `field`, if it is one, has default and limits."""
-        if dataclasses.is_dataclass(kind):
-            return self.section(kind, raw, path)
-        default, count = default_of(field) if field else None, len(self.problems)
-        value = default
+def _section(cls: Any, raw: Any, path: str, problems: _Problems) -> Any:
+    """A dataclass from a mapping of some of its fields. What does not fit is noted and left at its default."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    raw = {} if raw is None else raw
+    if not isinstance(raw, dict):
+        names = choices(f"{path}.{name}" for name in list(fields)[:3])
+        problems.append((path, f"{path}={show(raw)} is a section, not a value. Set one of its keys, such as {names}."))
+        return cls()
+    default, values = cls(), {}
+    for name, value in raw.items():
+        key = f"{path}.{name}" if path else str(name)
+        if name not in fields:
+            problems.append((key, unknown(key)))
+            continue
+        kind = kinds(cls)[name]
         try:
-            value = self.convert(kind, raw, path)
-            problem = out_of_range(path, value, field.metadata) if field else None
+            values[name] = _convert(kind, value, key, problems)
+            problem = out_of_range(key, values[name], fields[name].metadata)
         except ValueError as error:
-            why = f" ({error})" if str(error) else ""
-            close = difflib.get_close_matches(str(raw).lower(), describe(kind).split(" | "), 1)
-            usual = {int: 1, float: 1, str: "DIR"}.get(kind, default) if default in (None, "") else _plain(default)
-            mend = f"Did you mean {path}={close[0]}?" if close else f"Write for example {path}={show(usual)}."
-            problem = f"{path}={show(raw)} must be: {describe(kind)}{why}. {mend}"
+            close = difflib.get_close_matches(str(value).lower(), describe(kind).split(" | "), 1)
+            mend = f"Did you mean {key}={close[0]}?" if close else f"Write for example {key}={show(getattr(default, name))}."
+            problem = f"{key}={show(value)} must be: {describe(kind)}{f' ({error})' if str(error) else ''}. {mend}"
         if problem:
-            self.complain(path, problem)
-        if len(self.problems) == count or dataclasses.is_dataclass(element(kind)):
-            return value
-        self.bad.append(path)  # for a list or dict, of which some elements were wrong
-        return default
-
-    def convert(self, kind: Any, raw: Any, path: str) -> Any:
-        """A value that is not a section; raises ValueError with a detail, or without one."""
-        origin = typing.get_origin(kind)
-        if origin is dict:
-            raw = _structure(raw, "{}", dict)
-            if wrong := [name for name in raw if not re.fullmatch(r"[\w-]+", str(name))]:
-                raise ValueError(f"the name {wrong[0]!r} is not letters, digits, _ and -")
-            return {str(name): self.value(element(kind), value, f"{path}.{name}") for name, value in raw.items()}
-        if origin is tuple:
-            items = _structure(raw, "[]", list | tuple)
-            return tuple(self.value(element(kind), item, f"{path}[{i}]") for i, item in enumerate(items))
-        return _scalar(kind, raw)
+            problems.append((key, problem))
+            values[name] = getattr(default, name)
+    return cls(**values)
 
 
-def _structure(raw: Any, brackets: str, expected: Any) -> Any:
-    """A list or mapping, or one typed on the command line: `10,12` or `[{until: 100}]`."""
-    if isinstance(raw, _Typed):
-        text = raw.strip()
-        if brackets == "[]" and not text.startswith("["):
-            text = f"[{text[1:-1] if text.startswith('(') and text.endswith(')') else text}]"
-        try:
-            raw = yaml.load(text, _Loader)
-        except yaml.YAMLError:
-            raw = None
-    if not isinstance(raw, expected):
-        raise ValueError(f"in brackets, {brackets}")
-    return raw
-
-
-def _scalar(kind: Any, raw: Any) -> Any:
-    """A number, text, truth value, choice, null, or a union of them; raises ValueError."""
-    options, why = typing.get_args(kind), ""
-    if typing.get_origin(kind) is Literal:
+def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
+    """A value of an annotation; raises ValueError with a detail, or without one. Sections note their problems themselves."""
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _section(kind, raw, path, problems)
+    if origin is tuple and isinstance(raw, list | tuple):
+        return tuple(_convert(inner[0], item, f"{path}[{i}]", problems) for i, item in enumerate(raw))
+    if origin is dict and isinstance(raw, dict):
+        if wrong := [name for name in raw if not re.fullmatch(r"[\w-]+", str(name))]:
+            raise ValueError(f"the name {wrong[0]!r} is not letters, digits, _ and -")
+        return {str(name): _convert(inner[1], value, f"{path}.{name}", problems) for name, value in raw.items()}
+    if origin is Literal:
         text = "off" if raw is False else raw  # what YAML makes of a bare off
-        if isinstance(text, str) and text in options:
-            return str(text)
-    elif options:
-        for option in reversed(options):  # null first, since as text it is anything
+        if isinstance(text, str) and text in inner:
+            return text
+    elif inner and origin not in (tuple, dict):  # a union
+        details = []
+        for option in inner:
             try:
-                return _scalar(option, raw)
+                return _convert(option, raw, path, problems)
             except ValueError as error:
-                why = str(error) or why
-    elif kind is type(None) and (raw is None or (isinstance(raw, _Typed) and raw in ("null", "none", "None"))):
-        return None
-    elif kind is bool and (isinstance(raw, bool) or (isinstance(raw, str) and raw.lower() in ("true", "false"))):
-        return str(raw).lower() == "true"
-    elif kind is str and isinstance(raw, str):
-        return str(raw)
+                details.append(str(error))
+        raise ValueError(max(details, key=len))
+    elif kind is type(raw) and kind in (bool, str, type(None)):
+        return raw
+    elif kind is bool and isinstance(raw, str) and raw.lower() in ("true", "false"):
+        return raw.lower() == "true"
     elif kind in (int, float) and isinstance(raw, int | float | str) and not isinstance(raw, bool):
         return _number(kind, raw)
-    raise ValueError(why)
+    raise ValueError
 
 
 def _number(kind: type, raw: int | float | str) -> int | float:
-    """A finite number; raises ValueError. Whole numbers stay exact, though 1e6 is one too."""
-    if kind is int and isinstance(raw, str) and re.fullmatch(r"\s*[+-]?\d[\d_]*\s*", raw) and len(raw) < 40:
-        raw = int(raw)
+    """A finite number; raises ValueError. Whole numbers stay exact, and 1e6 and 10_000 are such."""
     try:
-        number = raw if kind is int and isinstance(raw, int) else float(raw)
-    except (ValueError, OverflowError):
+        number = Decimal(raw)
+    except ArithmeticError:
         raise ValueError from None
-    if not abs(number) < float("inf"):
+    if not number.is_finite() or (kind is float and math.isinf(float(number))):
         raise ValueError("nan and inf are not allowed")
-    if kind is int and (number % 1 or abs(number) >= 2**63):
-        raise ValueError("without a fraction" if number % 1 else "less than 2^63")
+    if kind is int and not -(2**63) < number < 2**63:
+        raise ValueError("less than 2^63")
+    if kind is int and number != int(number):
+        raise ValueError("without a fraction")
     return kind(number)

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import fit_to_devices, load_config
-from maxtrain.config.checks import check_devices
-
-WEIGHTS_0 = ["data.sources.stdlib.weight=0"]
 
 
 def problems(*overrides: str) -> list[str]:
@@ -39,43 +36,16 @@ def problems(*overrides: str) -> list[str]:
         (["data.sources.stdlib.weight=-1"], "data.sources.stdlib.weight=-1.0", "to at least 0"),
         (["eval_steps=-2"], "eval_steps=-2 must be at least -1", "Set eval_steps to at least -1"),
         # the run
-        (["run_name=a/b"], "run_name='a/b' must be the name of one folder", "Set run_name=a-b"),
-        (["run_name=.."], "run_name='..'", "Set run_name=run"),
+        (["run_name=a/b"], "run_name='a/b' must be the name of one folder", "Set run_name=NAME"),
+        (["run_name=.."], "run_name='..'", "Set run_name=NAME"),
         (["eval.sets={}"], "eval_interval=100 needs an evaluation set", "Add eval.sets.NAME=DIR, or set eval_interval=0"),
         (["eval_steps=0"], "eval_steps=0 would evaluate nothing, every eval_interval=100", "Set eval_steps=-1"),
-        (["checkpoint.keep_every=5", "checkpoint_interval=0"], "checkpoint.keep_every=5", "Set checkpoint_interval"),
         (["observe.profile_steps=10"], "observe.profile_steps=[10]", "Set for example 10,12"),
         (["observe.profile_steps=12,10"], "observe.profile_steps=[12, 10]", "Set for example 10,12"),
-        (["observe.profile_steps=10,300"], "[10, 300] must end before steps=300", "at most 299"),
         # directories
-        (["data.sources.stdlib.path="], 'data.sources.stdlib.path="" is not a directory', "made by `prepare`"),
-        (["output_dir="], 'output_dir="" is not a directory', "Set output_dir to one"),
-        (["checkpoint.init_from="], 'checkpoint.init_from="" is not', "Set checkpoint.init_from"),
         (["output_dir=data/stdlib/eval/../train/"], "data.sources.stdlib.path=data/stdlib/train", "Set output_dir to another"),
         (["output_dir=data/stdlib", "run_name=eval"], "eval.sets.heldout=data/stdlib/eval", "Set output_dir to another"),
-        (["eval.sets.a=./data/stdlib/train"], "eval.sets.a=./data/stdlib/train is also data.sources.stdlib.path", "held-out"),
-        # sources and mixture
         (["data.sources={}"], "data.sources is empty", "Add data.sources.NAME.path=DIR"),
-        (WEIGHTS_0, "data.sources.stdlib.weight=0: nothing would be drawn", "Set data.sources.stdlib.weight above 0"),
-        (["steps=auto", "data.sources.stdlib.epochs=null"], "steps=auto has no end", "Set steps or data.sources.stdlib.epochs"),
-        (["data.stages=[{weights: {stdlb: 1}}]"], "data.stages[0].weights.stdlb is not in data.sources", "Set it for stdlib"),
-        (["data.stages=[{weights: {stdlib: -1}}]"], "data.stages[0].weights.stdlib=-1.0", "Set it to 0, or leave it out"),
-        (["data.stages=[{until: 5}]"], "data.stages[0].weights sum to 0", "Give one source a weight above 0"),
-        (
-            ["data.stages=[{until: 5, weights: {stdlib: 1}}, {until: 5, weights: {stdlib: 1}}]"],
-            "data.stages[1].until=5.0 must be more than the 5.0 before it",
-            "Set it higher, or reorder",
-        ),
-        (
-            ["data.stages=[{weights: {stdlib: 1}}, {weights: {stdlib: 1}}]"],
-            "data.stages[0].until=null",
-            "Set it to where the stage ends",
-        ),
-        (
-            ["data.stages=[{until: 0.5, unit: fraction, weights: {stdlib: 1}}]", "steps=auto"],
-            "data.stages[0].until=0.5 is a fraction of steps=auto",
-            "steps to a number",
-        ),
         # model
         (["model.num_kv_heads=3"], "model.num_kv_heads=3 must divide model.num_heads=4", "to 1, 2 or 4"),
         (["model.embed_dim=250"], "model.embed_dim=250 must be an even multiple of model.num_heads=4", "to 248 or 256"),
@@ -142,14 +112,13 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["steps=auto", "optimizer.warmup_steps=100000"],
         ["eval.sets={}", "eval_interval=0"],
         ["eval_steps=0", "eval_interval=0"],
-        ["data.stages=[{until: 5, weights: {stdlib: 1}}, {weights: {stdlib: 2}}]", "data.sources.stdlib.weight=0"],
-        ["data.stages=[{until: 5, weights: {stdlib: 1}}, {until: 3, unit: tokens, weights: {stdlib: 2}}]"],
         ["model.head_dim=66"],
         ["model.embed_dim=250", "model.head_dim=64"],
         ["mesh.tensor=2", "mesh.data=4", "mesh.fsdp=2", "optimizer.accumulation=2"],
         ["mesh.simulated_devices=8", "mesh.platform=cpu"],
         ["observe.profile_steps=[5, 5]"],
         ["output_dir=data/stdlib"],
+        ["eval.sets.a=data/stdlib/train"],
         ["optimizer.beta1=0", "optimizer.min_learning_rate=2e-3"],
         ["mesh.coordinator=[::1]:1234", "mesh.num_processes=2", "mesh.process_id=1"],
     ],
@@ -189,6 +158,5 @@ def test_the_free_axis_takes_what_is_left(sizes, free):
     data = dataclasses.replace(config.data, batch_size=144)
     given_axes = axes | ({free: -1} if free else {})
     config = dataclasses.replace(config, model=model, data=data, mesh=dataclasses.replace(config.mesh, **given_axes))
-    assert check_devices(config.mesh, devices) == []
     mesh = fit_to_devices(config, devices).mesh
     assert {name: getattr(mesh, name) for name in axes} == axes

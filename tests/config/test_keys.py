@@ -33,6 +33,10 @@ def test_a_hopeless_name_is_sent_to_the_help(wrong, where):
     assert keys.unknown(wrong) == f"{wrong} is not a key. {where} lists those there are."
 
 
+def test_a_key_inside_a_list_is_said_to_be_set_with_the_list():
+    assert "Set the whole list, data.stages=[...]" in keys.unknown("data.stages[0].until")
+
+
 def test_a_name_in_two_sections_gives_both():
     assert "data.batch_size or eval.batch_size" in keys.unknown("batch_size")
 
@@ -53,6 +57,6 @@ def test_words():
     assert keys.describe(keys.find("steps")) == "whole number | auto"
     assert keys.describe(keys.find("observe.profile_steps")) == "list of whole numbers"
     assert keys.describe(keys.find("model.head_dim")) == "whole number | null"
-    assert [keys.choices(range(n)) for n in (0, 1, 2, 4)] == ["nothing", "0", "0 or 1", "0, 1, 2 or 3"]
+    assert [keys.choices(range(n)) for n in (1, 2, 4)] == ["0", "0 or 1", "0, 1, 2 or 3"]
     assert [keys.show(v) for v in (True, None, 1.5, "a")] == ["true", "null", "1.5", "a"]
     assert len(keys.show("x" * 500)) == 60
