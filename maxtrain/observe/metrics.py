@@ -10,13 +10,14 @@ lacks are the strings "nan", "inf" and "-inf"; `read_metrics` gives them back as
 import contextlib
 import json
 import math
-import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from data_pipeline.errors import DataError
+from data_pipeline.shards import write_atomic
 
 FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -36,14 +37,8 @@ class MetricsLog:
     def __init__(self, run_dir: str | Path, resume_step: int = 0):
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
-            beside = path.with_suffix(".partial")
-            with open(beside, "w", encoding="utf-8") as file:
-                file.writelines(_line(record) for record in kept)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(beside, path)
+        kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
+        write_atomic(path, "".join(map(_line, kept)).encode())
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval"] = "train") -> None:
@@ -89,10 +84,8 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, bool | int | str):
-        return value
     value = value.item() if hasattr(value, "item") else value
-    return value if isinstance(value, int) or math.isfinite(value) else str(float(value))
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Stopwatch:
@@ -106,13 +99,9 @@ class Stopwatch:
         clock: seconds that never go back.
     """
 
-    IN_LAP = ("step", "data_wait")
-
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
-        self._cause = "step"
-        self._since = clock()
-        self._seconds: dict[str, float] = {"step": 0.0}
+        self._clock, self._cause, self._since = clock, "step", clock()
+        self._seconds = defaultdict[str, float](float, step=0.0)
         self._lap_start = 0.0
 
     @contextlib.contextmanager
@@ -126,10 +115,10 @@ class Stopwatch:
 
     def lap(self) -> float:
         """Seconds of steps, data waits included, since the last lap."""
-        self._switch(self._cause)
-        total = sum(self._seconds.get(cause, 0.0) for cause in self.IN_LAP)
-        seconds, self._lap_start = total - self._lap_start, total
-        return seconds
+        seconds = self.seconds()
+        total = seconds["step"] + seconds.get("data_wait", 0.0)
+        lap, self._lap_start = total - self._lap_start, total
+        return lap
 
     def seconds(self) -> dict[str, float]:
         """Wall seconds by cause until now, largest first; they sum to the time since the stopwatch was made."""
@@ -138,6 +127,6 @@ class Stopwatch:
 
     def _switch(self, cause: str) -> str:
         now = self._clock()
-        self._seconds[self._cause] = self._seconds.get(self._cause, 0.0) + now - self._since
+        self._seconds[self._cause] += now - self._since
         outer, self._cause, self._since = self._cause, cause, now
         return outer

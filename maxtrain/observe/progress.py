@@ -13,29 +13,26 @@ from rich.text import Text
 
 from maxtrain.observe import human
 
-_LONGEST_BAR = 30
-_SHORTEST_BAR = 8
-_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_LONGEST_BAR, _SHORTEST_BAR = 30, 8
 
 
 class Progress:
     """Shows a run from `with Progress(...) as progress:` to the end of the block. Make it on process 0 only.
 
     Args:
-        mode: "rich" draws a live line, "plain" prints a line for each record, "off" prints nothing, "auto" is rich in a
-            terminal and plain elsewhere.
+        mode: "rich" draws a live line, "plain" prints a line for each record and flushes it, "off" prints nothing, "auto" is
+            rich in a terminal and plain elsewhere.
         total_steps: optimizer steps of the whole run.
         console: where to print; None: standard output.
     """
 
     def __init__(self, mode: Literal["auto", "rich", "plain", "off"], total_steps: int, console: Console | None = None):
-        self.console = console or Console(force_terminal=True if mode == "rich" else None, highlight=False)
-        self.mode = ("rich" if self.console.is_terminal else "plain") if mode == "auto" else mode
-        self._total = total_steps
-        self._step = 0
+        self._console = console or Console(force_terminal=True if mode == "rich" else None, highlight=False)
+        self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
+        self._total, self._step = total_steps, 0
         self._record: Mapping[str, Any] = {}
         self._phase: tuple[str, float] | None = None
-        self._live = Live(self, console=self.console, refresh_per_second=5) if self.mode == "rich" else None
+        self._live = Live(self, console=self._console, refresh_per_second=5) if self._mode == "rich" else None
 
     def __enter__(self) -> "Progress":
         if self._live:
@@ -57,26 +54,26 @@ class Progress:
         self._step, self._phase = step, None
         if record is not None:
             self._record = record
-            if self.mode == "plain":
-                self._print(self._words(), style="")
+            if self._mode == "plain":
+                self.message(self._words())
 
     def phase(self, text: str) -> None:
         """Say what takes its time now, until the next update or phase; an empty text ends it."""
         self._phase = (text, time.monotonic()) if text else None
-        if text and self.mode == "plain":
-            self._print(text, style="")
+        if text and self._mode == "plain":
+            self.message(text)
         if self._live:
             self._live.refresh()
 
     def message(self, text: str, style: str = "") -> None:
-        """Leave a line standing above the live one.
+        """Leave lines standing above the live one.
 
         Args:
             text: one or more lines, without markup.
             style: a rich style such as "green", for terminals.
         """
-        if self.mode != "off":
-            self._print(text, style)
+        if self._mode != "off":
+            self._console.print(Text(text, style=style), soft_wrap=True)  # flushes
 
     def evaluated(self, step: int, name: str, values: Mapping[str, Any]) -> None:
         """Leave a line with the result of an evaluation.
@@ -92,46 +89,33 @@ class Progress:
         words += [f"({human.count(values['tokens'])} tokens)"] if "tokens" in values else []
         self.message("  ".join(words), style="green")
 
-    def _print(self, text: str, style: str) -> None:
-        self.console.print(Text(text, style=style), soft_wrap=True)
-
     def _steps(self, step: int) -> str:
         total = f"{self._total:,}"
         return f"step {step:>{len(total)},}/{total}"
 
-    def _words(self, learning_rate: bool = True) -> str:
+    def _words(self) -> str:
         """The last record in columns of fixed width."""
-        known = {name: value for name, value in self._record.items() if value is not None}
-        words = [self._steps(self._step)]
-        if "loss" in known:
-            words.append(f"loss {known['loss']:7.4f}")
-        if "learning_rate" in known and learning_rate:
-            words.append(f"lr {human.small(known['learning_rate'])}")
-        if "tokens_per_second" in known:
-            words.append(f"{human.count(known['tokens_per_second']):>5} tok/s")
-        if "mfu" in known:
-            words.append(f"MFU {known['mfu']:5.1%}")
-        if "step_seconds" in known and self._step < self._total:
-            words.append(f"{human.duration((self._total - self._step) * known['step_seconds']):>5} left")
-        return "  ".join(words)
+        left = self._total - self._step
+        columns = {
+            "loss": lambda v: f"loss {v:7.4f}",
+            "tokens_per_second": lambda v: f"{human.count(v):>5} tok/s",
+            "mfu": lambda v: f"MFU {v:5.1%}",
+            "step_seconds": lambda v: f"{human.duration(left * v):>5} left" if left > 0 else "",
+        }
+        words = [form(self._record[name]) for name, form in columns.items() if self._record.get(name) is not None]
+        return "  ".join([self._steps(self._step), *filter(None, words)])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        """The live line in the terminal's width: the learning rate gives way to the bar, the bar to the other numbers."""
-        width = options.max_width - 1
-        words = self._words()
-        if len(words) + _SHORTEST_BAR + 2 > width:
-            words = self._words(learning_rate=False)
-        bar = min(_LONGEST_BAR, width - len(words) - 2)
+        """The live line: a bar if the terminal is wide enough, then the numbers or what takes its time now."""
+        words, width = self._words(), options.max_width - 1
         if self._phase:
-            since = time.monotonic() - self._phase[1]
-            waited = f"  {human.duration(since)}" if since >= 1 else ""
-            words = f"{self._steps(self._step)}  {_SPINNER[int(since * 10) % len(_SPINNER)]} {self._phase[0]}{waited}"
-            bar = min(bar, width - len(words) - 2)
+            words = f"{self._steps(self._step)}  {self._phase[0]}  {human.duration(time.monotonic() - self._phase[1])}"
+        bar = min(_LONGEST_BAR, width - len(words) - 2)
         if bar >= _SHORTEST_BAR:
             done = bar * self._step // self._total if self._total else bar
-            yield Text.assemble(("━" * done, "cyan" if done < bar else "green"), ("─" * (bar - done), "dim"), "  ", end="")
+            yield Text.assemble(("━" * done, "cyan"), ("─" * (bar - done), "dim"), "  ", end="")
             width -= bar + 2
         text = Text(words, no_wrap=True, end="")
-        text.highlight_words(("step", "loss", "lr", "tok/s", "MFU", "left"), "dim")
+        text.highlight_words(("step", "loss", "tok/s", "MFU", "left"), "dim")
         text.truncate(width, overflow="ellipsis")
         yield text

@@ -21,13 +21,6 @@ def test_count(value, text):
     assert human.count(value) == text
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(12_000, "12k"), (500_000, "500k"), (1_500_000, "1.5M"), (100, "100"), (0.5, "0.5")]
-)
-def test_trimmed_count(value, text):
-    assert human.count(value, trim=True) == text
-
-
 @given(st.integers(0, 10**14))
 def test_count_is_short_and_near(value):
     text = human.count(value)
@@ -41,8 +34,3 @@ def test_count_is_short_and_near(value):
 )
 def test_duration(seconds, text):
     assert human.duration(seconds) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(3e-4, "3.00e-4"), (0, "0.00e0"), (1.25, "1.25e0"), (math.nan, "nan")])
-def test_small(value, text):
-    assert human.small(value) == text

@@ -10,7 +10,6 @@ from maxtrain.observe.progress import Progress
 
 RECORD = {
     "loss": 2.34567,
-    "learning_rate": 3e-4,
     "tokens_per_second": 12_345,
     "mfu": 0.412,
     "step_seconds": 0.05,
@@ -35,10 +34,10 @@ def test_plain_lines_are_compact_and_aligned():
     lines = run("plain", width=40).splitlines()
     assert lines == [
         "compiling the step ...",
-        "step   340/2,000  loss  2.3457  lr 3.00e-4  12.3k tok/s  MFU 41.2%   1:23 left",
+        "step   340/2,000  loss  2.3457  12.3k tok/s  MFU 41.2%   1:23 left",
         "step   340/2,000  eval val: nll 2.5000  perplexity 12.18  1.2500 bits/byte  (1.23M tokens)",
         "saved [the] checkpoint",
-        "step 2,000/2,000  loss     nan  lr 3.00e-4  12.3k tok/s  MFU 41.2%",
+        "step 2,000/2,000  loss     nan  12.3k tok/s  MFU 41.2%",
     ]
 
 
@@ -70,7 +69,7 @@ def test_the_live_line_is_one_line_of_the_terminal(width, phase):
     assert len(line) < width
     assert ("─" in line) == (width >= 80)
     if not phase and width >= 80:
-        assert line.endswith("15:38 left") and "loss  2.3457" in line and ("lr 3.00e-4" in line) == (width > 80)
+        assert line.endswith("15:38 left") and "loss  2.3457" in line
 
 
 def test_a_record_may_lack_anything():
@@ -79,3 +78,17 @@ def test_a_record_may_lack_anything():
         progress.update(0, {})
         progress.evaluated(0, "val", {"nll": 3.0})
     assert file.getvalue() == "step 0/0\nstep 0/0  eval val: nll 3.0000\n"
+
+
+def test_plain_lines_are_flushed_one_by_one():
+    class File(io.StringIO):
+        flushed = ""
+
+        def flush(self):
+            self.flushed = self.getvalue()
+
+    file = File()
+    with Progress("plain", 2000, Console(file=file)) as progress:
+        for say in (lambda: progress.phase("compiling"), lambda: progress.update(1, RECORD), lambda: progress.message("saved")):
+            say()
+            assert file.flushed == file.getvalue() and file.flushed.endswith("\n")
