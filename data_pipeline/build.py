@@ -1,188 +1,116 @@
 """From pieces of input files to a finished directory of token shards: in parallel, resumable, the same bytes every time.
 
-The pieces are grouped into units by their sizes alone. A worker turns a unit into shards of its own and then writes the unit's
-record, so a killed build goes on from the records; when all are there, the manifest is written. Knows no command line.
+The pieces are grouped into units by their sizes. A worker turns a unit into one shard and then writes the unit's record, so a
+killed build goes on from the records; when all are there, the manifest is written. Knows no command line.
 """
 
 import concurrent.futures
-import hashlib
+import itertools
 import json
-import math
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from data_pipeline.errors import DataError, TryAgainError
 from data_pipeline.shards import TOKENIZER, Manifest, ShardEntry, ShardWriter, token_dtype, write_atomic
 from data_pipeline.sources import jsonl, text
-from data_pipeline.sources.document import Document, Piece
+from data_pipeline.sources.document import HARMLESS, Document, Piece
 from data_pipeline.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
 
 _READERS = {"text": text.documents, "jsonl": jsonl.documents}
-_SMALLEST_UNIT = 1 << 20
+_UNIT_BYTES = (1 << 16, 1 << 28)
 _TRAINING_BYTES = 1 << 30  # a BPE tokenizer learns from about this much text, spread over the whole input
-_BATCH_CHARACTERS = 1 << 20
 _EXAMPLES = 3
 Unit = list[Piece]
 Problems = dict[str, dict[str, Any]]  # by kind: count, examples
 
 
-class Rules(NamedTuple):
-    """What decides the output, besides the input and the tokenizer."""
-
-    eod: str  # append | none
-    on_bad: str  # raise | skip | replace
-    shard_tokens: int  # largest shard, unless one document is longer
-
-
-def make_units(pieces: Iterable[Piece], shard_tokens: int) -> list[Unit]:
-    """Group pieces, in order, into units of work of similar size; plain JSONL files may be divided. Depends on sizes only."""
-    pieces = list(pieces)
-    size = min(max(sum(piece.stop - piece.start for piece in pieces) // 32, _SMALLEST_UNIT), 4 * shard_tokens)
+def make_units(pieces: list[Piece]) -> list[Unit]:
+    """Group pieces, in order, into units of work of similar size; plain JSONL files may be divided."""
+    size = min(max(sum(piece.size for piece in pieces) // 32, _UNIT_BYTES[0]), _UNIT_BYTES[1])
     units: list[Unit] = [[]]
-    filled = 0
     for piece in pieces:
-        step = size if piece.kind == "jsonl" and not piece.path.endswith(".gz") else max(1, piece.stop - piece.start)
-        for start in range(piece.start, max(piece.stop, piece.start + 1), step):
-            part = piece._replace(start=start, stop=min(start + step, piece.stop))
-            if filled and filled + part.stop - part.start > size:
+        cuts = [piece.start, piece.stop]
+        if piece.kind == "jsonl" and not piece.path.endswith(".gz"):
+            cuts = sorted({*cuts, *(piece.line_start(at) for at in range(piece.start + size, piece.stop, size))})
+        for start, stop in itertools.pairwise(cuts):
+            if units[-1] and unit_bytes(units[-1]) + stop - start > size:
                 units.append([])
-                filled = 0
-            units[-1].append(part)
-            filled += part.stop - part.start
+            units[-1].append(piece._replace(start=start, stop=stop))
     return units
 
 
 def unit_bytes(unit: Unit) -> int:
     """Bytes of input in a unit."""
-    return sum(piece.stop - piece.start for piece in unit)
+    return sum(piece.size for piece in unit)
 
 
 def usable(unit: Unit, on_bad: str, problems: Problems) -> Iterator[Document]:
-    """Documents to use, by the on_bad rule; counts what was wrong in `problems`.
-
-    Raises:
-        DataError: the first bad document, if on_bad is "raise".
-    """
+    """Documents to use, by the on_bad rule; counts what was wrong. DataError: a bad one, and `on_bad` is raise."""
     for piece in unit:
         for document in _READERS[piece.kind](piece):
-            if document.problem:
-                if on_bad == "raise" and not document.harmless:
-                    raise DataError(f"{document.where}: {document.problem}. Mend the file, or give --on-bad skip or replace.")
-                count_problem(problems, document.problem, 1, [document.where])
-            if document.text is not None and (not document.problem or document.harmless or on_bad == "replace"):
+            if accept(document, on_bad, problems):
                 yield document
 
 
-def count_problem(problems: Problems, kind: str, count: int, examples: list[str]) -> None:
-    """Add to the count of a kind of problem; the first few examples are kept."""
+def accept(document: Document, on_bad: str, problems: Problems) -> bool:
+    """Whether a document, perhaps a mended one, is to be used."""
+    if not document.problem:
+        return True
+    harmless = document.problem in HARMLESS
+    if on_bad == "raise" and not harmless:
+        raise DataError(f"{document.where}: {document.problem}. Mend the file, or give --on-bad skip or replace.")
+    _count(problems, document.problem, 1, [document.where])
+    return bool(document.text) and (harmless or on_bad == "replace")
+
+
+def _count(problems: Problems, kind: str, count: int, examples: list[str]) -> None:
     entry = problems.setdefault(kind, {"count": 0, "examples": []})
     entry["count"] += count
     entry["examples"] = (entry["examples"] + examples)[:_EXAMPLES]
 
 
-def train_tokenizer(spec: str, units: list[Unit], rules: Rules, seen: Callable[[int], None]) -> Tokenizer:
+def train_tokenizer(spec: str, eod: str, units: list[Unit], on_bad: str, seen: Callable[[int], None]) -> Tokenizer:
     """Train the tokenizer that `spec` asks for, "chars" or "bpe:SIZE", on the units; `seen` gets input bytes when read."""
+    step = 1 if spec == "chars" else -(-sum(map(unit_bytes, units)) // _TRAINING_BYTES) or 1
 
-    def texts(step: int) -> Iterator[str]:
+    def texts() -> Iterator[str]:
         for unit in units[::step]:
-            for document in usable(unit, rules.on_bad, {}):
-                yield document.text or ""
+            yield from (document.text or "" for document in usable(unit, on_bad, {}))
             seen(unit_bytes(unit) * step)
 
     if spec == "chars":
-        return CharTokenizer(set().union(*texts(1)), rules.eod == "append")
-    total = sum(map(unit_bytes, units))
-    return train_bpe(texts(max(1, math.ceil(total / _TRAINING_BYTES))), int(spec.removeprefix("bpe:")))
+        return CharTokenizer(set().union(*texts()), eod == "append")
+    return train_bpe(texts(), int(spec.removeprefix("bpe:")))
 
 
-def input_digest(units: list[Unit]) -> str:
-    """sha256 that changes with any byte of the input."""
-    return _combine(_unit_digest(unit) for unit in units)
-
-
-def _combine(digests: Iterable[str]) -> str:
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def _unit_digest(unit: Unit) -> str:
-    digest = hashlib.sha256()
-    for piece in unit:
-        try:
-            with open(piece.path, "rb") as file:
-                file.seek(piece.start)
-                for left in range(piece.stop - piece.start, 0, -(1 << 20)):
-                    digest.update(file.read(min(left, 1 << 20)))
-        except OSError as error:
-            digest.update(str(error.strerror).encode())
-    return digest.hexdigest()
-
-
-def encode_unit(directory: Path, record: Path, number: int, unit: Unit, tokenizer: Tokenizer, rules: Rules) -> None:
-    """Write the shards of a unit, tokens-NUMBER-00 and on, and after them its record.
-
-    Raises:
-        DataError: bad input, as the rules say.
-    """
+def encode_unit(directory: Path, record: Path, unit: Unit, tokenizer: Tokenizer, eod: str, on_bad: str) -> None:
+    """Write the shard of a unit, unless it has no text, and after it the unit's record; both are named by its number."""
     problems: Problems = {}
-    entries: list[ShardEntry] = []
     text_bytes = 0
-    end = np.array([tokenizer.eod_id] if rules.eod == "append" else [], np.int32)
-    writer: ShardWriter | None = None
+    end = [tokenizer.eod_id] if eod == "append" else []
+    writer = ShardWriter(directory, f"tokens-{record.stem}", tokenizer.vocab_size)
     try:
-        for content, ids in _encoded(usable(unit, rules.on_bad, problems), tokenizer, rules.on_bad, problems):
-            if writer and writer.tokens + len(ids) + len(end) > rules.shard_tokens:
-                entries.append(writer.close())
-                writer = None
-            writer = writer or ShardWriter(directory, f"tokens-{number:05d}-{len(entries):02d}", tokenizer.vocab_size)
-            writer.append(np.concatenate([ids, end]))
-            text_bytes += len(content.encode())
-        entries += [writer.close()] if writer else []
-    except BaseException:
-        if writer:
-            writer.abort()
-        raise
-    content = {"shards": [vars(entry) for entry in entries], "text_bytes": text_bytes, "problems": problems}
-    write_atomic(record, json.dumps(content | {"input_sha256": _unit_digest(unit)}).encode())
-
-
-def _encoded(
-    documents: Iterator[Document], tokenizer: Tokenizer, on_bad: str, problems: Problems
-) -> Iterator[tuple[str, np.ndarray]]:
-    """Text and ids (at least one) of each document; one with a character without an id falls under the on_bad rule."""
-    for batch in _batches(documents):
-        texts = [document.text or "" for document in batch]
-        try:
-            encoded = tokenizer.encode_batch(texts)
-        except DataError as error:
-            texts = [tokenizer.known(text) for text in texts]
-            bad = [document.where for document, text in zip(batch, texts) if text != document.text]
-            if on_bad == "raise":
-                mend = "Give --on-bad skip (leaves the document out) or replace (leaves the character out)."
-                raise DataError(f"{bad[0]}: {error}. {mend}") from error
-            count_problem(problems, "character without an id", len(bad), bad)
-            if on_bad == "skip":
-                texts = [text for document, text in zip(batch, texts) if text == document.text]
-            encoded = tokenizer.encode_batch(texts)
-        yield from (pair for pair in zip(texts, encoded) if len(pair[1]))
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document.text or "")
-        if size >= _BATCH_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    yield batch
+        for document in usable(unit, on_bad, problems):
+            content, where = document.text or "", document.where
+            if unknown := tokenizer.unknown(content):
+                content = content.translate(dict.fromkeys(map(ord, unknown)))
+                where = f"{where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
+                if not accept(Document(content, where, "character without an id in the tokenizer"), on_bad, problems):
+                    continue
+            if len(ids := tokenizer.encode(content)):
+                writer.append(np.append(ids, np.array(end, np.int32)))
+                text_bytes += len(content.encode())
+        shards = [vars(writer.close())] if writer.tokens else []
+    finally:
+        writer.abort()
+    write_atomic(record, json.dumps({"shards": shards, "text_bytes": text_bytes, "problems": problems}).encode())
 
 
 def _start_worker(tokenizer: Path, eod_id: int | None) -> None:
@@ -197,20 +125,14 @@ def _start_worker(tokenizer: Path, eod_id: int | None) -> None:
     _tokenizer.eod_id = eod_id
 
 
-def _encode_in_worker(directory: Path, record: Path, number: int, unit: Unit, rules: Rules) -> None:
-    encode_unit(directory, record, number, unit, _tokenizer, rules)
+def _encode_in_worker(directory: Path, record: Path, unit: Unit, eod: str, on_bad: str) -> None:
+    encode_unit(directory, record, unit, _tokenizer, eod, on_bad)
 
 
 def build_part(
-    directory: Path,
-    work: Path,
-    units: list[Unit],
-    tokenizer: Tokenizer,
-    rules: Rules,
-    workers: int,
-    seen: Callable[[int], None],
-    **origin: Any,
-) -> Manifest:
+    directory: Path, work: Path, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str, workers: int,
+    seen: Callable[[int], None], **origin: Any,
+) -> Manifest:  # fmt: skip
     """Build one directory of shards, or go on with one.
 
     Args:
@@ -218,7 +140,8 @@ def build_part(
         work: folder for the records of finished units of this part of this build.
         units: the input.
         tokenizer: gives the ids.
-        rules: see Rules.
+        eod: "append" the end-of-document token to each document, or "none".
+        on_bad: "raise", "skip" or "replace" text that is not clean.
         workers: processes; 1: this one.
         seen: called with input bytes as they are done.
         origin: fields of the manifest that say where the data came from: sources, settings, command.
@@ -233,52 +156,38 @@ def build_part(
     for folder in (directory, work):
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
-    records = [work / f"{number:05d}.json" for number in range(len(units))]
-    open_units = [number for number, record in enumerate(records) if not record.exists()]
-    seen(sum(map(unit_bytes, units)) - sum(unit_bytes(units[number]) for number in open_units))
-    if min(workers, len(open_units)) < 2:
-        for number in open_units:
-            encode_unit(directory, records[number], number, units[number], tokenizer, rules)
-            seen(unit_bytes(units[number]))
+    records = {work / f"{number:05d}.json": unit for number, unit in enumerate(units)}
+    todo = {record: unit for record, unit in records.items() if not record.exists()}
+    seen(sum(unit_bytes(unit) for record, unit in records.items() if record not in todo))
+    workers = min(workers, len(todo))
+    if workers < 2:
+        for record, unit in todo.items():
+            encode_unit(directory, record, unit, tokenizer, eod, on_bad)
+            seen(unit_bytes(unit))
     else:
         context, start = multiprocessing.get_context("spawn"), (directory / TOKENIZER, tokenizer.eod_id)
-        pool = concurrent.futures.ProcessPoolExecutor(min(workers, len(open_units)), context, _start_worker, start)
         try:
-            arguments = ((directory, records[number], number, units[number], rules) for number in open_units)
-            futures = [pool.submit(_encode_in_worker, *each) for each in arguments]
-            for number, future in zip(open_units, futures):
-                future.result()
-                seen(unit_bytes(units[number]))
+            with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, start) as pool:
+                arguments = zip(*((directory, record, unit, eod, on_bad) for record, unit in todo.items()))
+                for unit, _ in zip(todo.values(), pool.map(_encode_in_worker, *arguments)):
+                    seen(unit_bytes(unit))
         except concurrent.futures.BrokenExecutor as error:
             mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept."
             raise TryAgainError(f"{directory}: a worker process was killed. {mend}") from error
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return _finish(directory, [json.loads(record.read_bytes()) for record in records], tokenizer, rules, origin)
+    return _finish(directory, [json.loads(record.read_bytes()) for record in records], tokenizer, eod, origin)
 
 
-def _finish(directory: Path, records: list[dict], tokenizer: Tokenizer, rules: Rules, origin: dict[str, Any]) -> Manifest:
-    shards = tuple(ShardEntry(**entry) for record in records for entry in record["shards"])
+def _finish(directory: Path, records: list[dict], tokenizer: Tokenizer, eod: str, origin: dict[str, Any]) -> Manifest:
     problems: Problems = {}
     for kind, entry in (item for record in records for item in record["problems"].items()):
-        count_problem(problems, kind, entry["count"], entry["examples"])
+        _count(problems, kind, entry["count"], entry["examples"])
+    shards = tuple(ShardEntry(**entry) for record in records for entry in record["shards"])
     if not shards:
         raise DataError(f"{directory}: the input holds no text at all ({describe_problems(problems)}). Give other input.")
-    manifest = Manifest(
-        tokenizer={
-            "name": tokenizer.name,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-            "special_ids": {"eod": tokenizer.eod_id},
-        },
-        dtype=token_dtype(tokenizer.vocab_size).name,  # type: ignore[arg-type]
-        eod=rules.eod,  # type: ignore[arg-type]
-        text_bytes=sum(record["text_bytes"] for record in records),
-        shards=shards,
-        problems=problems,
-        input_sha256=_combine(record["input_sha256"] for record in records),
-        **origin,
-    )
+    special_ids, size = {"eod": tokenizer.eod_id}, tokenizer.vocab_size
+    identity = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": size, "special_ids": special_ids}
+    text_bytes = sum(record["text_bytes"] for record in records)
+    manifest = Manifest(identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin)
     manifest.save(directory)
     return manifest
 

@@ -8,7 +8,7 @@ reads a set exactly once, in order, with rows of zero weight to fill its last ba
 import functools
 import gc
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from grain import experimental
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch
-from data_pipeline.packing import Window, count_rows, pack, phase
+from data_pipeline.packing import Windows, count_rows, pack, phase
 from data_pipeline.plan import Plan, PlanSource, Rows, Steps
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
@@ -47,19 +47,26 @@ class Batch(NamedTuple):
 class _Dataset:
     """What training and evaluation share. Pickled by its parts, so that workers open the files themselves."""
 
-    def __init__(self, config: DataConfig, vocab_size: int):
-        self.config, self.vocab_size = config, vocab_size
+    def __init__(self, config: DataConfig, shards: list[TokenShards]):
+        self.config, self.sources, self.vocab_size = config, shards, shards[0].vocab_size
+        self._sizes = np.array([s.num_tokens for s in shards])
 
-    def _pack(
-        self, step: int, all_rows: Rows, windows: list[Window], epochs: dict[str, float], describe: Callable[[int], str]
+    def _read(
+        self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str], epochs: dict
     ) -> Batch:
-        length = self.config.seq_length
-        across, restart = self.config.attend_across_documents, self.config.restart_positions
-        arrays = pack(windows, length, restart_positions=restart, attend_across_documents=across)
-        check_batch(arrays, (len(windows), length), self.vocab_size, describe)
-        digest = hashlib.blake2b(np.stack([np.full_like(all_rows.row, step), *all_rows]).astype("<i8").tobytes(), digest_size=8)
-        targets = int(np.count_nonzero(arrays["loss_mask"]))
-        return Batch(step, arrays, targets, len(windows) * length, digest.hexdigest(), epochs)
+        """The batch of a step: this host's `rows` of the global batch, whose epochs begin at `phases` of their streams."""
+        length, seen = self.config.seq_length, (np.full_like(batch.row, step), *batch)
+        digest = hashlib.blake2b(np.concatenate(seen).astype("<i8").tobytes(), digest_size=8).hexdigest()
+        source, epoch, row, first = (part if rows is None else part[rows] for part in (*batch, phases))
+        windows = Windows(source, first + row * length, (self._sizes[source] - row * length).clip(0, length))
+        arrays = pack(self.sources, windows, length, self.config.restart_positions, self.config.attend_across_documents)
+
+        def describe(i: int) -> str:
+            place = f"source '{names[source[i]]}' in {self.sources[source[i]].path}"
+            return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
+
+        check_batch(arrays, (len(row), length), self.vocab_size, describe)
+        return Batch(step, arrays, int(np.count_nonzero(arrays["loss_mask"])), len(row) * length, digest, epochs)
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         workers, prefetch = self.config.workers, self.config.prefetch
@@ -85,7 +92,7 @@ class TrainingData(_Dataset):
     """The training stream. Build it with `open_training`; `plan` says what is read when, `shards` are in its order of names."""
 
     def __init__(self, config: DataConfig, plan: Plan, shards: list[TokenShards]):
-        super().__init__(config, shards[0].vocab_size)
+        super().__init__(config, shards)
         self.plan, self.shards = plan, shards
         self._steps_per_block = max(1, _BLOCK_ROWS // plan.batch_size)
         self._block = functools.lru_cache(maxsize=8)(self._read_block)
@@ -114,9 +121,12 @@ class TrainingData(_Dataset):
         """Identity of all batches of the run, hex."""
         return self.fingerprint_at(self.plan.num_steps)
 
-    def _read_block(self, block: int) -> Rows:
+    def _read_block(self, block: int) -> tuple[Rows, np.ndarray]:
+        """Rows of all steps of a block, and where in its stream the epoch of each begins."""
         first, last = (min(b * self._steps_per_block, self.plan.num_steps) for b in (block, block + 1))
-        return self.plan.rows(first * self.plan.batch_size, last * self.plan.batch_size)
+        rows = self.plan.rows(first * self.plan.batch_size, last * self.plan.batch_size)
+        pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
+        return rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])
 
     def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
         """The batch of a step: a pure function of (config, manifests, seed, step).
@@ -129,27 +139,16 @@ class TrainingData(_Dataset):
             DataError: a shard is damaged, or a batch breaks an invariant.
         """
         assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
-        block, within = divmod(step, self._steps_per_block)
-        size, length = self.plan.batch_size, self.config.seq_length
-        all_rows = Rows(*(part[within * size : (within + 1) * size] for part in self._block(block)))
-        mine = list(zip(*(part.tolist() for part in (all_rows if rows is None else (p[rows] for p in all_rows)))))
-        windows = []
-        for source, epoch, row in mine:
-            shards = self.shards[source]
-            first = phase(self.plan.seed, shards.uid, epoch, shards.num_tokens) + row * length
-            windows.append(Window(shards, first, min(length, shards.num_tokens - row * length)))
-
-        def describe(index: int) -> str:
-            source, epoch, row = mine[index]
-            return f"step {step}, source '{self.plan.names[source]}' in {self.shards[source].path}, epoch {epoch}, row {row}"
-
-        return self._pack(step, all_rows, windows, self.plan.epochs_at(step), describe)
+        (block, within), size = divmod(step, self._steps_per_block), self.plan.batch_size
+        of_block, phases = self._block(block)
+        here = slice(within * size, (within + 1) * size)
+        batch = Rows(*(part[here] for part in of_block))
+        return self._read(step, batch, phases[here], rows, self.plan.names, self.plan.epochs_at(step))
 
     def iterate(self, start_step: int, rows: np.ndarray | None = None, stop_step: int | None = None) -> Iterator[Batch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
-        return self._iterate(
-            start_step, self.plan.num_steps if stop_step is None else stop_step, functools.partial(self.batch, rows=rows)
-        )
+        stop = self.plan.num_steps if stop_step is None else stop_step
+        return self._iterate(start_step, stop, functools.partial(self.batch, rows=rows))
 
 
 class EvaluationData(_Dataset):
@@ -159,7 +158,7 @@ class EvaluationData(_Dataset):
     """
 
     def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
-        super().__init__(config, shards.vocab_size)
+        super().__init__(config, [shards])
         self.batch_size, self.shards, self.manifest, self.text_bytes = batch_size, shards, shards.manifest, shards.text_bytes
         self.num_tokens = shards.num_tokens - (shards.num_documents if shards.manifest.eod == "none" else 0)
         self.num_batches = -(-count_rows(shards.num_tokens, config.seq_length) // batch_size)
@@ -170,11 +169,9 @@ class EvaluationData(_Dataset):
     def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See `TrainingData.batch`."""
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
-        every = step * self.batch_size + np.arange(self.batch_size)
-        mine, length, total = (every if rows is None else every[rows]).tolist(), self.config.seq_length, self.shards.num_tokens
-        windows = [Window(self.shards, row * length - 1, max(0, min(length, total - row * length))) for row in mine]
-        all_rows = Rows(np.zeros_like(every), np.zeros_like(every), every)
-        return self._pack(step, all_rows, windows, {}, lambda index: f"{self.shards.path}, row {mine[index]}")
+        row = step * self.batch_size + np.arange(self.batch_size)
+        batch = Rows(np.zeros_like(row), np.zeros_like(row), row)
+        return self._read(step, batch, np.full_like(row, -1), rows, ["held out"], {})
 
     def iterate(self, rows: np.ndarray | None = None, num_batches: int | None = None) -> Iterator[Batch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""

@@ -18,12 +18,12 @@ import numpy as np
 from data_pipeline.shards import TokenShards
 
 
-class Window(NamedTuple):
-    """One row: `start` is the stream index of its first input, `count` the real targets (0: a row of padding)."""
+class Windows(NamedTuple):
+    """One row each, int64 [B]: index of its source, stream index of its first input, real targets (0: a row of padding)."""
 
-    shards: TokenShards
-    start: int
-    count: int
+    source: np.ndarray
+    start: np.ndarray
+    count: np.ndarray
 
 
 def count_rows(num_tokens: int, seq_length: int) -> int:
@@ -39,49 +39,49 @@ def phase(seed: int, uid: str, epoch: int, num_tokens: int) -> int:
 
 
 def pack(
-    windows: Sequence[Window], seq_length: int, *, restart_positions: bool = True, attend_across_documents: bool = False
+    shards: Sequence[TokenShards], windows: Windows, length: int, restart_positions: bool, attend_across_documents: bool
 ) -> dict[str, np.ndarray]:
-    """Read windows and build the arrays of a batch; vectorised over its rows.
+    """Read windows and build the arrays of a batch.
 
     Args:
-        windows: one per row, B of them.
-        seq_length: T, positions in a row.
+        shards: the sources.
+        windows: B of them.
+        length: T, positions in a row.
         restart_positions: positions count from 0 in every segment, else from 0 in the row.
         attend_across_documents: the whole row is one segment.
 
     Returns:
         inputs, targets, segment_ids, positions (int32 [B, T]) and loss_mask (float32 [B, T], 1 where the target counts).
     """
-    shape = (len(windows), seq_length)
-    inputs, targets, loss_mask = np.empty(shape, np.int32), np.empty(shape, np.int32), np.ones(shape, np.float32)
-    borders = []
-    for row, (shards, start, count) in enumerate(windows):
-        if count:
-            tokens = shards.read(start, count + 1)
-            inputs[row, :count], targets[row, :count] = tokens[:-1], tokens[1:]
-            starts = shards.document_starts(start + 1, count)
-            borders.append(starts + row * seq_length)
-            if shards.manifest.eod == "none":
-                loss_mask[row, starts] = 0
-    borders = [] if attend_across_documents else borders
-    segment_ids, positions = _segments(np.concatenate([*borders, np.arange(len(windows)) * seq_length]), shape)
-    batch = {"inputs": inputs, "targets": targets, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-    for row, window in enumerate(windows):
-        for array in batch.values() if window.count < seq_length else ():
-            array[row, window.count :] = 0
+    shape = (len(windows.start), length)
+    tokens, loss_mask = np.empty((shape[0], length + 1), np.int32), np.ones(shape, np.float32)
+    begins = np.zeros(shape, bool)  # targets that begin a segment
+    for source in np.unique(windows.source).tolist():
+        rows = np.flatnonzero(windows.source == source)
+        tokens[rows], borders = shards[source].windows(windows.start[rows], length + 1)
+        row, column = rows[borders // (length + 1)], borders % (length + 1) - 1
+        row, column = row[column >= 0], column[column >= 0]
+        begins[row, column] = not attend_across_documents
+        if shards[source].manifest.eod == "none":
+            loss_mask[row, column] = 0
+    begins[:, 0] = True
+    segment_ids, positions = _segments(begins)
     if not restart_positions:
-        positions[:] = np.arange(seq_length)
+        positions[:] = np.arange(length, dtype=np.int32)
+    batch = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+    batch |= {"segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+    if (windows.count < length).any():
+        padding = np.arange(length) >= windows.count[:, None]
+        for array in batch.values() if restart_positions else (a for name, a in batch.items() if name != "positions"):
+            array[padding] = 0
     return batch
 
 
-def _segments(borders: np.ndarray, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Segment ids and positions, int32 [B, T], from the flat indices at which segments begin (any order, repeats allowed)."""
-    rows, length = shape
-    borders = np.unique(borders)
-    row_start = np.arange(rows) * length
-    first = np.searchsorted(borders, row_start)  # each row's first border
-    numbers = np.arange(1, borders.size + 1) - np.repeat(first, np.diff(first, append=borders.size))
-    sizes = np.diff(borders, append=rows * length)
+def _segments(begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Segment ids and positions, int32 [B, T], from where segments begin; each row begins with one."""
+    length, (borders,) = begins.shape[1], np.nonzero(begins.ravel())
+    numbers = np.arange(1, borders.size + 1) - np.searchsorted(borders, borders // length * length)
+    sizes = np.diff(borders, append=begins.size)
     segment_ids = np.repeat(numbers.astype(np.int32), sizes)
-    positions = np.arange(rows * length, dtype=np.int32) - np.repeat(borders.astype(np.int32), sizes)
-    return segment_ids.reshape(shape), positions.reshape(shape)
+    positions = np.arange(begins.size, dtype=np.int32) - np.repeat(borders.astype(np.int32), sizes)
+    return segment_ids.reshape(begins.shape), positions.reshape(begins.shape)

@@ -8,6 +8,7 @@ that is finished, or belongs to other input or settings, is never touched unless
 
 import argparse
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -20,11 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
-from rich.text import Text
+from rich.progress import Progress
 
-from data_pipeline.build import Rules, build_part, describe_problems, input_digest, make_units, train_tokenizer, unit_bytes
+from data_pipeline.build import build_part, describe_problems, make_units, train_tokenizer, unit_bytes
 from data_pipeline.errors import DataError, StorageError, TryAgainError, UsageError, UserError
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources.document import Piece, find_files, held_out
@@ -40,10 +39,10 @@ _EXAMPLES = f"""examples:
   {_PROGRAM} verify data/code            check every byte; exit code 65 if one differs
   {_PROGRAM} show data/code/train --document 3
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
-_WORK = ".prepare"
+_STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
 _PARTS = ("train", "eval")  # folders of the output, if something is held out
 _NOT_GIVEN = re.compile(r"(bytes|chars|bpe:\d+)$")
-_OURS = re.compile(r"\.?(tokens-\d+-\d+\.(bin|idx|crc)|manifest\.json|tokenizer\.json)(\.tmp)?")
+_OURS = re.compile(r"\.*(tokens-\d+\.(bin|idx|crc)|manifest\.json|tokenizer\.json|prepare\.json)(\.tmp)?|train|eval|\.prepare")
 
 
 class _Request(NamedTuple):
@@ -53,7 +52,6 @@ class _Request(NamedTuple):
     settings: dict[str, Any]
     sources: list[dict[str, Any]]
     command: str
-    rules: Rules
     tokenizer: Tokenizer | None  # None: to be trained
 
 
@@ -73,12 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] == ["verify"]:
-            _verify(_parse_verb("verify", argv[1:]).directory)
-        elif argv[:1] == ["show"]:
-            _show(_parse_verb("show", argv[1:]))
+        if argv[:1] in (["verify"], ["show"]):
+            _look(argv[0], argv[1:])
         else:
-            _prepare(_parse(argv))
+            _prepare(*_parse(argv))
         return 0
     except SystemExit as stop:  # argparse, after --help
         return int(stop.code or 0)
@@ -93,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return error.exit_code
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
+    """The options, and the command that gives this output, whatever its OUT."""
     parser = _Parser(
         prog=_PROGRAM, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         description="Turn text into token shards for training.",
@@ -111,15 +108,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
     add("--holdout-by", choices=["document", "tail"], default="document", help="tail: the last share of every file instead")
     add("--on-bad", choices=["raise", "skip", "replace"], default="raise", help="what to do about text that is not clean")
-    add("--shard-tokens", metavar="N", type=int, default=1 << 26, help="most tokens in a shard (default: %(default)s)")
-    add(
-        "--workers", metavar="N", type=int, default=_cores(), help="processes (default: %(default)s, the cores of this machine)"
-    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    add("--workers", metavar="N", type=int, default=cores, help="processes (default: %(default)s, the cores of this machine)")
     add("--overwrite", action="store_true", help="replace an output of other input or settings")
     arguments = parser.parse_args(argv)
     for name, good, rule in (
         ("holdout", arguments.holdout is None or 0 < arguments.holdout < 1, "must be between 0 and 1, such as 0.05"),
-        ("shard_tokens", arguments.shard_tokens >= 1, "must be at least 1"),
         ("workers", arguments.workers >= 1, "must be at least 1"),
         ("eod_token", not arguments.eod_token or not _NOT_GIVEN.match(arguments.tokenizer), "is for a given tokenizer.json"),
     ):
@@ -129,37 +123,30 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         raise UsageError("no input. Give --text GLOB, --jsonl GLOB or --python-stdlib.")
     if re.match(r"bpe(:|$)", arguments.tokenizer) and not re.fullmatch(r"bpe:\d+", arguments.tokenizer):
         raise UsageError(f"--tokenizer {arguments.tokenizer}: bpe takes its number of entries, such as bpe:4096.")
-    return arguments
+    words = []
+    for name, value in vars(arguments).items():
+        if name not in ("out", "workers", "overwrite") and value != parser.get_default(name):
+            words += [
+                f"--{name.replace('_', '-')}",
+                *(value if isinstance(value, list) else [] if value is True else [str(value)]),
+            ]
+    return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
 
 
-def _parse_verb(verb: str, argv: list[str]) -> argparse.Namespace:
-    parser = _Parser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="what prepare made")
-    if verb == "show":
-        parser.add_argument("--document", metavar="N", type=int, default=0, help="which, from 0")
-    return parser.parse_args(argv)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _request(arguments: argparse.Namespace) -> _Request:
+def _request(arguments: argparse.Namespace, command: str) -> _Request:
     """Look at input and tokenizer; nothing is written."""
-    found = [("text", pattern, find_files(pattern, "text", arguments.exclude)) for pattern in arguments.text]
-    found += [("jsonl", p, find_files(p, "jsonl", arguments.exclude, arguments.key)) for p in arguments.jsonl]
-    found += [("python-stdlib", "", python_stdlib())] if arguments.python_stdlib else []
-    sources, pieces, seen = [], [], set()
-    for kind, pattern, candidates in found:
-        own = os.path.join(os.path.abspath(arguments.out), "")  # a glob may find the output of an earlier run
-        paths = {piece: os.path.abspath(piece.path) for piece in candidates}
-        fresh = [piece for piece, path in paths.items() if path not in seen and not path.startswith(own)]
-        seen |= set(paths.values())
-        names = hashlib.sha256("".join(f"{piece.name}\0{piece.stop}\0" for piece in fresh).encode(errors="surrogateescape"))
-        size = unit_bytes(fresh)
-        source = {"kind": kind, "files": len(fresh), "bytes": size, "names_sha256": names.hexdigest(), "pattern": pattern}
-        sources.append(source | ({"key": arguments.key} if kind == "jsonl" else {}))
-        pieces += fresh
+    found = [("text", find_files(pattern, "text", arguments.exclude)) for pattern in arguments.text]
+    found += [("jsonl", find_files(pattern, "jsonl", arguments.exclude, arguments.key)) for pattern in arguments.jsonl]
+    found += [("python-stdlib", python_stdlib())] if arguments.python_stdlib else []
+    own = os.path.join(os.path.abspath(arguments.out), "")  # a glob may find the output of an earlier run
+    sources, pieces = [], {}
+    for kind, candidates in found:
+        paths = {os.path.abspath(piece.path): piece for piece in candidates}
+        fresh = {path: piece for path, piece in paths.items() if path not in pieces and not path.startswith(own)}
+        names = "".join(f"{piece.name}\0{piece.size}\0" for piece in fresh.values()).encode(errors="surrogateescape")
+        size, digest = unit_bytes(list(fresh.values())), hashlib.sha256(names).hexdigest()
+        sources.append({"kind": kind, "files": len(fresh), "bytes": size, "names_sha256": digest})
+        pieces |= fresh
     trained = arguments.tokenizer == "chars" or arguments.tokenizer.startswith("bpe:")
     eod = arguments.eod or ("none" if arguments.tokenizer == "chars" else "append")
     tokenizer = None if trained else load_tokenizer(arguments.tokenizer, arguments.eod_token)
@@ -168,29 +155,11 @@ def _request(arguments: argparse.Namespace) -> _Request:
             f"--tokenizer {arguments.tokenizer}: has no end-of-document token by a usual name. "
             "Give --eod-token TOKEN, or --eod none to join documents without a mark."
         )
-    settings = {
-        "tokenizer": arguments.tokenizer if tokenizer is None else tokenizer.sha256,
-        "eod": eod,
-        "eod_id": tokenizer.eod_id if tokenizer else None,
-        "holdout": arguments.holdout,
-        "holdout_by": arguments.holdout_by,
-        "on_bad": arguments.on_bad,
-        "shard_tokens": arguments.shard_tokens,
-    }
-    command = f"{_PROGRAM} OUT " + " ".join(_spell(name, value) for name, value in _deciding(arguments).items())
-    rules = Rules(eod, arguments.on_bad, arguments.shard_tokens)
-    return _Request(_divide(pieces, arguments.holdout, arguments.holdout_by), settings, sources, command, rules, tokenizer)
-
-
-def _deciding(arguments: argparse.Namespace) -> dict[str, Any]:
-    given = {name: value for name, value in vars(arguments).items() if name not in ("out", "workers", "overwrite")}
-    defaults = vars(_parse(["OUT", "--python-stdlib"])) | {"python_stdlib": False}
-    return {name: value for name, value in given.items() if value != defaults[name]}
-
-
-def _spell(name: str, value: Any) -> str:
-    words = value if isinstance(value, list) else [] if value is True else [str(value)]
-    return shlex.join([f"--{name.replace('_', '-')}", *words])
+    settings = {name: getattr(arguments, name) for name in ("key", "holdout", "holdout_by", "on_bad")}
+    settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
+    settings["tokenizer"] = tokenizer.sha256 if tokenizer else arguments.tokenizer
+    parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
+    return _Request(parts, settings, sources, command, tokenizer)
 
 
 def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list[Piece]]:
@@ -202,10 +171,7 @@ def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list
         if by == "tail":
             if piece.path.endswith(".gz"):
                 raise UsageError(f"--holdout-by tail: {piece.path} is compressed. Unpack it, or hold out by document.")
-            with open(piece.path, "rb") as file:
-                file.seek(int(piece.stop * (1 - share)))
-                file.readline()
-                at = min(file.tell(), piece.stop)
+            at = piece.line_start(int(piece.stop * (1 - share)))
             parts["train"] += [piece._replace(stop=at)]
             parts["eval"] += [piece._replace(start=at)] if at < piece.stop else []
         elif piece.kind == "jsonl":
@@ -222,164 +188,117 @@ def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list
     return parts
 
 
-def _prepare(arguments: argparse.Namespace) -> None:
-    request, out = _request(arguments), arguments.out
+def _prepare(arguments: argparse.Namespace, command: str) -> None:
+    request, out = _request(arguments, command), arguments.out
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
     out.mkdir(parents=True, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise StorageError(f"{out}: another prepare is at work here. Wait for it, or choose another directory.") from error
-        manifests = _go_on(out, request, arguments.overwrite)
-        already = len(manifests) == len(request.parts)
-        if not already:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _make_way(out, request, arguments.overwrite)
+        done = [out / part for part in request.parts if (out / part / MANIFEST).exists()]
+        already = len(done) == len(request.parts)
+        if already:
+            manifests = {folder: TokenShards.open(folder, "size").manifest for folder in done}
+        else:
             try:
                 manifests = _build(out, request, arguments.workers)
             except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                 _remove(out)
                 raise
         shutil.rmtree(out / _WORK, ignore_errors=True)
+    except BlockingIOError as error:
+        raise StorageError(f"{out}: another prepare is at work here. Wait for it, or choose another directory.") from error
     finally:
         os.close(lock)
-    _summarize(out, manifests, "already complete and unchanged: nothing to do" if already else "complete")
-
-
-def _go_on(out: Path, request: _Request, overwrite: bool) -> dict[str, Manifest]:
-    """Look at what is in the way: refuse it, remove it, or keep it to go on with.
-
-    Returns:
-        the manifests of finished parts.
-    """
-    folders = _folders(out)
-    foreign = [
-        p for folder in folders for p in folder.iterdir() if not _OURS.fullmatch(p.name) and p not in (*folders, out / _WORK)
-    ]
-    if foreign:
-        raise UsageError(f"{out}: holds {foreign[0].name}, which prepare did not make. Choose a new or empty directory.")
-    found = {} if overwrite else {p.parent: Manifest.load(p.parent) for f in folders if (p := f / MANIFEST).exists()}
-    state_path = out / _WORK / "state.json"
-    wanted = _identity(request.settings, request.sources)
-    state = json.loads(state_path.read_bytes()) if state_path.exists() and not overwrite else None
-    records = [(_identity(manifest.settings, manifest.sources), folder / MANIFEST) for folder, manifest in found.items()]
-    for there, path in records + ([(state, state_path)] if state else []):
-        names = [name for name in wanted if there.get(name) != wanted[name]]
-        if names:
-            table = "".join(f"\n  {name}: there {there.get(name)}, asked for {wanted[name]}" for name in names)
-            raise UsageError(f"{out}: was made from other input or settings:{table}\nChoose another OUT, or give --overwrite.")
-        newest = max(
-            max(s.st_mtime_ns, s.st_ctime_ns) for part in request.parts.values() for p in part for s in [os.stat(p.path)]
-        )
-        if newest < path.stat().st_mtime_ns:
-            continue
-        if path == state_path:
-            state = None  # input changed since the build began: begin again
-            continue
-        if input_digest(_units(request, "" if path.parent == out else path.parent.name)) != found[path.parent].input_sha256:
-            raise UsageError(
-                f"{out}: the content of the input files has changed since. Choose another OUT, or give --overwrite."
-            )
-    complete = len(found) == len(request.parts)
-    if complete:
-        for folder in found:
-            TokenShards.open(folder, "size")
-    elif not state:
-        _remove(out)
-        found = {}
-        state_path.parent.mkdir()
-        write_atomic(state_path, json.dumps(wanted).encode())
-    return {"" if folder == out else folder.name: manifest for folder, manifest in found.items()}
-
-
-def _identity(settings: dict[str, Any], sources: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must be equal for an output to be the one asked for; patterns may differ if they find the same files."""
-    names = hashlib.sha256("".join(source["names_sha256"] for source in sources).encode()).hexdigest()
-    return settings | {
-        "input": [source["kind"] + (f" {source['key']}" if "key" in source else "") for source in sources],
-        "input files": sum(source["files"] for source in sources),
-        "input bytes": sum(source["bytes"] for source in sources),
-        "input names and sizes": names[:12],
-    }
-
-
-def _remove(out: Path) -> None:
-    """Remove an output; manifests first, so that what is left is never taken for whole."""
-    folders = _folders(out)
-    paths = [path for folder in folders for path in folder.iterdir() if _OURS.fullmatch(path.name)]
-    for path in sorted(paths, key=lambda path: path.name != MANIFEST):
-        path.unlink()
-    for folder in folders[1:]:
-        folder.rmdir()
-    if (out / _WORK).exists():
-        shutil.rmtree(out / _WORK)
-
-
-def _folders(out: Path) -> list[Path]:
-    return [out, *(out / part for part in _PARTS if (out / part).is_dir())]
-
-
-def _units(request: _Request, part: str) -> list[list[Piece]]:
-    return make_units(request.parts[part], request.rules.shard_tokens)
-
-
-def _build(out: Path, request: _Request, workers: int) -> dict[str, Manifest]:
-    """Train the tokenizer, if there is none yet, and build all parts."""
-    columns = [
-        TextColumn("{task.description:<12}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    ]
-    units = {part: _units(request, part) for part in request.parts}
-    sizes = {part: sum(map(unit_bytes, part_units)) for part, part_units in units.items()}
-    work, first = out / _WORK, next(iter(units))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        tokenizer = request.tokenizer
-        if tokenizer is None and (work / TOKENIZER).exists():
-            tokenizer = load_tokenizer(work)
-        elif tokenizer is None:
-            task = progress.add_task("tokenizer", total=sizes[first])
-            seen = lambda size: progress.advance(task, size)  # noqa: E731
-            tokenizer = train_tokenizer(request.settings["tokenizer"], units[first], request.rules, seen)
-            tokenizer.save(work)
-        tokenizer.name = request.settings["tokenizer"] if request.tokenizer is None else tokenizer.name
-        manifests = {}
-        for part, part_units in units.items():
-            task = progress.add_task(part or "tokens", total=sizes[part])
-            manifests[part] = build_part(
-                out / part, work / (part or "all"), part_units, tokenizer, request.rules, workers,
-                lambda size, task=task: progress.advance(task, size),
-                sources=request.sources, settings=request.settings, command=request.command,
-            )  # fmt: skip
-    return manifests
-
-
-def _summarize(out: Path, manifests: dict[str, Manifest], verdict: str) -> None:
-    parts = [(part or "all", manifest) for part, manifest in manifests.items()]
-    table = Table("", *(name for name, _ in parts))
-    for label, value in (
-        ("documents", lambda m: f"{m.num_documents:,}"),
-        ("tokens", lambda m: f"{m.num_tokens:,}"),
-        ("bytes of text", lambda m: f"{m.text_bytes:,}"),
-        ("bytes per token", lambda m: f"{m.text_bytes / m.num_tokens:.3f}"),
-        ("shards", lambda m: f"{len(m.shards):,}"),
-        ("vocabulary", lambda m: f"{m.tokenizer['vocab_size']:,} ({m.tokenizer['name']})"),
-    ):
-        table.add_row(label, *(Text(value(m), justify="right") for _, m in parts))
-    Console().print(table)
-    for name, m in parts:
-        if m.problems:
-            lines = describe_problems(m.problems).encode(errors="backslashreplace").decode()
-            print(f"left out or mended in {name}:\n{lines}")
+    _summarize(manifests)
+    verdict = "already complete and unchanged: nothing to do" if already else "complete"
     print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
 
 
-def _verify(directory: Path) -> None:
+def _make_way(out: Path, request: _Request, overwrite: bool) -> None:
+    """Keep what is there to go on with, if it is of this request; else refuse it, or remove it if that is asked for."""
+    state, mend = out / _STATE, "Choose another OUT, or give --overwrite."
+    wanted = request.settings | {"input": request.sources}
+    if foreign := [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]:
+        raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. Choose a new or empty directory.")
+    if not overwrite and (state.exists() or any(path.name == MANIFEST for path in _files(out))):
+        there = json.loads(state.read_bytes()) if state.exists() else {}
+        names = [name for name in wanted if there.get(name) != wanted[name]]
+        if names:
+            table = "".join(f"\n  {name}: there {there.get(name)}, asked for {wanted[name]}" for name in names)
+            raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
+        times = [os.stat(piece.path) for pieces in request.parts.values() for piece in pieces]
+        if max(max(time.st_mtime_ns, time.st_ctime_ns) for time in times) > state.stat().st_mtime_ns:
+            raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
+    else:
+        _remove(out)
+        write_atomic(state, json.dumps(wanted).encode())
+
+
+def _files(out: Path) -> list[Path]:
+    return [path for folder in (out, *(out / part for part in _PARTS)) if folder.is_dir() for path in folder.iterdir()]
+
+
+def _remove(out: Path) -> None:
+    """Remove an output; manifests and records first, so that what is left is never taken for whole, and the state last."""
+    order = {MANIFEST: 0, _WORK: 1, _STATE: 4}
+    for path in sorted(_files(out), key=lambda path: order.get(path.name, 3 if path.is_dir() else 2)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _build(out: Path, request: _Request, workers: int) -> dict[Path, Manifest]:
+    """Train the tokenizer, if there is none yet, and build all parts."""
+    units = {part: make_units(pieces) for part, pieces in request.parts.items()}
+    sizes = {part: sum(map(unit_bytes, part_units)) for part, part_units in units.items()}
+    work, first, eod, on_bad = out / _WORK, next(iter(units)), request.settings["eod"], request.settings["on_bad"]
+    origin = {"sources": request.sources, "settings": request.settings, "command": request.command}
+    with Progress(console=Console(stderr=True)) as progress:
+        tokenizer = request.tokenizer
+        if tokenizer is None:
+            if (work / TOKENIZER).exists():
+                tokenizer = load_tokenizer(work)
+            else:
+                task = progress.add_task("tokenizer", total=sizes[first])
+                seen = functools.partial(progress.advance, task)
+                tokenizer = train_tokenizer(request.settings["tokenizer"], eod, units[first], on_bad, seen)
+                work.mkdir(exist_ok=True)
+                tokenizer.save(work)
+            tokenizer.name = request.settings["tokenizer"]
+        manifests = {}
+        for part, part_units in units.items():
+            seen = functools.partial(progress.advance, progress.add_task(part or "tokens", total=sizes[part]))
+            records = work / (part or "all")
+            manifest = build_part(out / part, records, part_units, tokenizer, eod, on_bad, workers, seen, **origin)
+            manifests[out / part] = manifest
+    return manifests
+
+
+def _summarize(manifests: dict[Path, Manifest]) -> None:
+    for folder, m in manifests.items():
+        ratio, tokenizer = m.text_bytes / m.num_tokens, f"{m.tokenizer['name']}, {m.tokenizer['vocab_size']:,} entries"
+        print(f"{folder}: {m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards,", end=" ")
+        print(f"{m.text_bytes:,} bytes of text, {ratio:.3f} bytes per token ({tokenizer})")
+        if m.problems:
+            lines = describe_problems(m.problems).encode(errors="backslashreplace").decode()
+            print(f"left out or mended in {folder}:\n{lines}")
+
+
+def _look(verb: str, argv: list[str]) -> None:
+    """The verbs verify and show."""
+    parser = _Parser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
+    parser.add_argument("directory", metavar="DIR", type=Path, help="what prepare made")
+    if verb == "show":
+        parser.add_argument("--document", metavar="N", type=int, default=0, help="which, from 0")
+        arguments = parser.parse_args(argv)
+        shards = TokenShards.open(arguments.directory)
+        first, length = shards.document(arguments.document)
+        print(f"document {arguments.document} of {shards.num_documents:,}: {length:,} tokens from {first:,}", file=sys.stderr)
+        sys.stdout.write(load_tokenizer(arguments.directory).decode(shards.read(first, length)))
+        return
+    directory, problems = parser.parse_args(argv).directory, []
     parts = [folder for part in ("", *_PARTS) if ((folder := directory / part) / MANIFEST).exists()]
-    problems = []
     for folder in parts or [directory]:
         shards = TokenShards(folder, Manifest.load(folder), "full")
         found = list(shards.problems())
@@ -388,14 +307,6 @@ def _verify(directory: Path) -> None:
         print(f"{folder}: {shards.num_tokens:,} tokens in {len(shards.manifest.shards):,} shards: {state}")
     if problems:
         raise DataError("\n".join(problems))
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    shards = TokenShards.open(arguments.directory)
-    first, stop = shards.document(arguments.document)
-    ids = shards.read(first, stop - first)
-    print(f"document {arguments.document} of {shards.num_documents:,}: {len(ids):,} tokens from {first:,}", file=sys.stderr)
-    sys.stdout.write(load_tokenizer(arguments.directory).decode(ids))
 
 
 if __name__ == "__main__":

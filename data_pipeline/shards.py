@@ -8,19 +8,18 @@ shards. Knows nothing of batches, rows or tokenizers' insides.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import mmap
 import os
-import resource
-import threading
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from data_pipeline.errors import DataError, StorageError
 
@@ -28,6 +27,7 @@ VERSION = 1
 BLOCK_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+_MAPPED = 128  # files of one reader that are mapped at a time; each keeps a descriptor
 Verify = Literal["off", "size", "lazy", "full"]
 
 
@@ -40,12 +40,12 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        _sync_directory(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: can't be written ({error.strerror}). Free space or choose another place.") from error
 
 
-def sync_directory(directory: Path) -> None:
+def _sync_directory(directory: Path) -> None:
     """Make renames inside `directory` durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
@@ -83,15 +83,14 @@ class Manifest:
     """manifest.json. `uid` is the identity of the content: the same for equal tokens, whatever the place or command."""
 
     tokenizer: dict[str, Any]  # name, sha256, vocab_size, special_ids {"eod": id or None}
-    dtype: Literal["uint16", "uint32"]
-    eod: Literal["append", "none"]
+    dtype: str  # uint16 | uint32
+    eod: str  # append | none
     text_bytes: int  # UTF-8 bytes of all documents, without end-of-document marks
     shards: tuple[ShardEntry, ...]
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     command: str = ""
     problems: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was left out or mended: count and examples
-    input_sha256: str = ""
     version: int = VERSION
 
     @property
@@ -103,15 +102,11 @@ class Manifest:
         return sum(shard.documents for shard in self.shards)
 
     @property
-    def fingerprint(self) -> str:
-        """Hex digest (64 characters) over tokens, document borders, tokenizer and end-of-document policy."""
+    def uid(self) -> str:
+        """Hex digest over tokens, document borders, tokenizer and end-of-document policy."""
         shards = [[s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256] for s in self.shards]
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
-        return _digest([self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards])
-
-    @property
-    def uid(self) -> str:
-        return self.fingerprint[:16]
+        return _digest([self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards])[:16]
 
     def save(self, directory: Path) -> None:
         """Write manifest.json; the last thing a builder does."""
@@ -122,22 +117,16 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Read and check manifest.json.
-
-        Raises:
-            DataError: missing, not a manifest, of a later version, or changed since it was written.
-        """
+        """Read and check manifest.json; DataError: missing, not a manifest, of a later version, or changed since written."""
         path = directory / MANIFEST
         try:
             content = json.loads(path.read_bytes())
-            if not isinstance(content, dict) or not {"version", "shards", "digest"} <= content.keys():
-                raise DataError(f"{path}: is not a manifest of token shards. Name a directory that `prepare` made.")
         except OSError as error:
             raise DataError(_explain_missing(directory, error)) from error
         except ValueError as error:
-            if isinstance(error, DataError):
-                raise
             raise DataError(f"{path}: is not JSON ({error}). {_mend()}") from error
+        if not isinstance(content, dict) or not {"version", "shards", "digest"} <= content.keys():
+            raise DataError(f"{path}: is not a manifest of token shards. Name a directory that `prepare` made.")
         if content["version"] != VERSION:
             raise DataError(
                 f"{path}: version={content['version']}, but this program reads version {VERSION}. "
@@ -178,28 +167,21 @@ class ShardWriter:
     """
 
     def __init__(self, directory: Path, stem: str, vocab_size: int):
-        self.tokens = 0
-        self._directory, self._stem, self._vocab_size = directory, stem, vocab_size
-        self._dtype = token_dtype(vocab_size)
+        self.tokens = self._max_id = 0
+        self._path, self._vocab_size, self._dtype = directory / f"{stem}.bin", vocab_size, token_dtype(vocab_size)
         self._lengths: list[np.ndarray] = []
-        self._max_id = 0
         self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
-        """Add documents.
-
-        Args:
-            tokens: integer ids [T] of one or more whole documents, back to back.
-            lengths: tokens of each document, each at least 1, summing to T; None: one document.
-        """
-        lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
-        assert lengths.sum() == len(tokens) and (lengths > 0).all(), "lengths must be positive and sum to the tokens"
+        """Add integer ids [T]: one document, or whole documents of the given positive `lengths`, back to back."""
         if not len(tokens):
             return
+        lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
+        assert lengths.sum() == len(tokens) and (lengths > 0).all(), "lengths must be positive and sum to the tokens"
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self._vocab_size:
             raise DataError(
-                f"{self._stem}: token id {low if low < 0 else high} is outside [0, {self._vocab_size}), "
+                f"{self._path.stem}: token id {low if low < 0 else high} is outside [0, {self._vocab_size}), "
                 f"the tokenizer's vocabulary ({self._dtype.name}). Build with the tokenizer that these ids belong to."
             )
         self._max_id = max(self._max_id, high)
@@ -214,15 +196,14 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         with self._file, mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            checks = np.array(crc_blocks(data) + crc_blocks(index), "<u4").tobytes()
-            sha256, checks_sha256 = hashlib.sha256(data).hexdigest(), hashlib.sha256(checks).hexdigest()
-        write_atomic(self._directory / f"{self._stem}.crc", checks)
-        write_atomic(self._directory / f"{self._stem}.idx", index)
-        path = self._directory / f"{self._stem}.bin"
-        os.replace(self._file.name, path)
-        sync_directory(self._directory)
+            checks = np.array([*crc_blocks(data), *crc_blocks(index)], "<u4").tobytes()
+            digests = hashlib.sha256(data).hexdigest(), hashlib.sha256(checks).hexdigest()
+        write_atomic(self._path.with_suffix(".crc"), checks)
+        write_atomic(self._path.with_suffix(".idx"), index)
+        os.replace(self._file.name, self._path)
+        _sync_directory(self._path.parent)
         size = self.tokens * self._dtype.itemsize
-        return ShardEntry(path.name, self.tokens, len(lengths), size, sha256, self._max_id, checks_sha256)
+        return ShardEntry(self._path.name, self.tokens, len(lengths), size, digests[0], self._max_id, digests[1])
 
     def abort(self) -> None:
         """Forget everything appended."""
@@ -230,62 +211,9 @@ class ShardWriter:
         Path(self._file.name).unlink(missing_ok=True)
 
 
-def crc_blocks(data: bytes | mmap.mmap) -> list[int]:
+def crc_blocks(data: bytes | mmap.mmap) -> Iterator[int]:
     """crc32 of each 1 MiB block of `data`; the last may be shorter."""
-    return [zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-
-
-class _File:
-    """A mapped .bin or .idx. `pending`, kept by the reader, has a 1 for every block whose crc32 was not compared yet.
-
-    Args:
-        owner: the reader.
-        entry: of the shard.
-        suffix: ".bin" or ".idx".
-
-    Raises:
-        DataError: missing, or not of the size that the manifest gives.
-    """
-
-    def __init__(self, owner: "TokenShards", entry: ShardEntry, suffix: str):
-        self.owner, self.entry, self.path = owner, entry, (owner.path / entry.path).with_suffix(suffix)
-        if problem := owner.size_problem(self.path, entry.sizes[suffix]):
-            raise DataError(problem)
-        try:
-            with open(self.path, "rb") as file:
-                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise DataError(f"{self.path}: can't be read ({error.strerror}). {owner.mend}") from error
-        # Signed offsets, because a search with int64 keys would copy an unsigned array.
-        self.values = np.frombuffer(self.data, owner.dtype if suffix == ".bin" else "<i8")
-        blocks = bytearray([owner.verify == "lazy"]) * -(-len(self.data) // BLOCK_BYTES)
-        self.pending = owner.pending.setdefault(self.path, blocks)
-        self.first_row = 0 if suffix == ".bin" else -(-entry.bytes // BLOCK_BYTES)
-
-    def window(self, start: int, stop: int) -> np.ndarray:
-        """Values [start, stop), a view; compares the crc32 of blocks never touched before."""
-        size = self.values.itemsize
-        first, last = start * size // BLOCK_BYTES, (stop * size - 1) // BLOCK_BYTES + 1
-        while (block := self.pending.find(1, first, last)) >= 0:
-            if problem := self.block_problem(block):
-                raise DataError(problem)
-            self.pending[block] = 0
-        return self.values[start:stop]
-
-    def block_problem(self, block: int) -> str | None:
-        """Compare one block, whatever was compared before."""
-        start, stop = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, len(self.data))
-        expected, found = int(self.owner.checks(self.entry)[self.first_row + block]), zlib.crc32(self.data[start:stop])
-        if found == expected:
-            return None
-        numbers = f"bytes {start} to {stop - 1} (block {block}): expected crc32 {expected:08x}, found {found:08x}"
-        return f"{self.path}: {numbers}: changed after it was built. {self.owner.mend}"
-
-    def problems(self) -> Iterator[str]:
-        """Compare all blocks, and the .bin with its sha256."""
-        yield from (problem for block in range(len(self.pending)) if (problem := self.block_problem(block)))
-        if self.first_row == 0 and (found := hashlib.sha256(self.data).hexdigest()) != self.entry.sha256:
-            yield f"{self.path}: expected sha256 {self.entry.sha256}, found {found}. {self.owner.mend}"
+    return (zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
 
 
 class TokenShards:
@@ -298,22 +226,13 @@ class TokenShards:
     def __init__(self, path: Path, manifest: Manifest, verify: Verify):
         self.path, self.manifest, self.verify = path, manifest, verify
         self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
-        self.text_bytes, self.vocab_size = manifest.text_bytes, manifest.tokenizer["vocab_size"]
-        self.uid, self.fingerprint = manifest.uid, manifest.fingerprint
-        self.tokenizer_path = path / TOKENIZER if (path / TOKENIZER).exists() else None
-        self.dtype = np.dtype(manifest.dtype).newbyteorder("<")
-        self.mend = _mend(
-            manifest.command.replace(" OUT ", f" {path.parent if manifest.settings.get('holdout') else path} ", 1)
-        )
-        self.pending: dict[Path, bytearray] = {}
-        self._starts = [0, *np.cumsum([s.tokens for s in manifest.shards]).tolist()]
-        self._document_starts = [0, *np.cumsum([s.documents for s in manifest.shards]).tolist()]
-        self._checks: dict[str, np.ndarray] = {}
-        self._tokens: dict[int, _File] = {}
-        self._indexes: dict[int, _File] = {}
-        # Python's mmap keeps a descriptor; both kinds of files together stay below half of what the process may have.
-        self._limit = max(4, min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
-        self._lock = threading.Lock()
+        self.text_bytes, self.vocab_size, self.uid = manifest.text_bytes, manifest.tokenizer["vocab_size"], manifest.uid
+        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
+        self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
+        self._pending: dict[tuple[int, str], set[int]] = {}  # blocks whose crc32 was not compared yet
+        self._map = functools.lru_cache(_MAPPED)(self._map_file)
+        self._checks = functools.lru_cache(_MAPPED)(self._read_checks)
 
     @classmethod
     def open(cls, path: str | Path, verify: Verify = "lazy") -> Self:
@@ -326,8 +245,7 @@ class TokenShards:
         Raises:
             DataError: not a finished directory, an empty one, or one that differs from its manifest.
         """
-        path = Path(path)
-        shards = cls(path, Manifest.load(path), verify)
+        shards = cls(Path(path), Manifest.load(Path(path)), verify)
         if not shards.num_tokens:
             raise DataError(f"{path}: holds 0 tokens. Prepare it from at least one document.")
         if verify != "off" and (problem := next(shards.problems(full=verify == "full"), None)):
@@ -337,126 +255,142 @@ class TokenShards:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenShards, (self.path, self.manifest, self.verify)
 
-    def read(self, start: int, length: int) -> np.ndarray:
-        """A window of the stream, which goes round: token -1 is the last one.
+    def windows(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows of the stream, which goes round: token -1 is the last one, token num_tokens the first.
 
         Args:
-            start: first token, any integer.
-            length: number of tokens; may exceed num_tokens.
+            starts: first token of each window, any integers [n].
+            length: number of tokens in each, at least 1; may exceed num_tokens.
 
         Returns:
-            int32 [length].
+            int32 [n, length] tokens, and int64 indices into these, flat, where documents begin (in no order).
 
         Raises:
             DataError: a block differs from its crc32.
         """
-        start %= self.num_tokens
-        number = bisect_right(self._starts, start) - 1
-        local = start - self._starts[number]
-        if start + length <= self._starts[number + 1]:
-            return (self._tokens.get(number) or self._map(number, ".bin")).window(local, local + length).astype(np.int32)
-        result = np.empty(length, np.int32)
-        for number, at, first, last in self._spans(start, length):
-            file = self._tokens.get(number) or self._map(number, ".bin")
-            result[at : at + last - first] = file.window(first, last)
-        return result
+        starts = starts % self.num_tokens
+        result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]
+        shard = np.searchsorted(self._starts, starts, "right") - 1
+        inside = starts + length <= self._starts[shard + 1]
+        for number in np.unique(shard[inside]).tolist():
+            rows = np.flatnonzero(inside & (shard == number))
+            result[rows], which, offset = self._read(number, starts[rows] - self._starts[number], length)
+            borders.append(rows[which] * length + offset)
+        for row in np.flatnonzero(~inside).tolist():  # these go on in the next shard, or in many
+            number, at, first = int(shard[row]), 0, starts[row] - self._starts[shard[row]]
+            while at < length:
+                size = int(min(length - at, self.manifest.shards[number].tokens - first))
+                result[row, at : at + size], _, offset = self._read(number, np.array([first]), size)
+                borders.append(row * length + at + offset)
+                number, at, first = (number + 1) % len(self.manifest.shards), at + size, 0
+        return result, np.concatenate(borders)
 
-    def document_starts(self, start: int, length: int) -> np.ndarray:
-        """Where documents begin inside a window of the (cyclic) stream.
-
-        Args:
-            start: first token, any integer.
-            length: number of tokens.
-
-        Returns:
-            int64, ascending offsets in [0, length).
-        """
-        parts = []
-        for number, at, first, last in self._spans(start % self.num_tokens, length):
-            index = self._index(number)
-            low, high = np.searchsorted(index, (first, last))
-            parts.append(index[low:high] + (at - first))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
+    def read(self, start: int, length: int) -> np.ndarray:
+        """One window, int32 [length]; see `windows`."""
+        return self.windows(np.array([start]), length)[0][0]
 
     def document(self, number: int) -> tuple[int, int]:
-        """First token of document `number` (counted from 0) and the token after its last one.
-
-        Raises:
-            DataError: there is no such document.
-        """
+        """First token and length of document `number`, counted from 0; DataError if there is no such document."""
         if not 0 <= number < self.num_documents:
             raise DataError(f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}.")
-        shard = bisect_right(self._document_starts, number) - 1
+        shard = int(np.searchsorted(self._document_starts, number, "right")) - 1
         first, last = self._index(shard)[number - self._document_starts[shard] :][:2].tolist()
-        return self._starts[shard] + first, self._starts[shard] + last
+        return int(self._starts[shard]) + first, last - first
 
     def problems(self, full: bool = True) -> Iterator[str]:
-        """Compare the directory with its manifest.
-
-        Args:
-            full: compare every byte, not only the sizes.
-
-        Yields:
-            one message per difference.
-        """
-        if full and self.tokenizer_path:
-            found, expected = hashlib.sha256(self.tokenizer_path.read_bytes()).hexdigest(), self.manifest.tokenizer["sha256"]
+        """Compare the directory with its manifest: every byte, or only the sizes; one message per difference."""
+        if full:
+            path, expected = self.path / TOKENIZER, self.manifest.tokenizer["sha256"]
+            found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no file"
             if found != expected:
-                yield f"{self.tokenizer_path}: expected sha256 {expected}, found {found}: another tokenizer. {self.mend}"
-        elif full:
-            yield f"{self.path / TOKENIZER}: is missing. {self.mend}"
-        for entry in self.manifest.shards:
-            paths = {(self.path / entry.path).with_suffix(suffix): size for suffix, size in entry.sizes.items()}
-            wrong = [problem for path, size in paths.items() if (problem := self.size_problem(path, size))]
+                yield f"{path}: expected sha256 {expected}, found {found}: another tokenizer. {self._mend}"
+        for number, entry in enumerate(self.manifest.shards):
+            wrong = [problem for suffix in entry.sizes if (problem := self._size_problem(number, suffix))]
             yield from wrong
-            if full and not wrong:
-                try:
-                    for suffix in (".bin", ".idx"):
-                        yield from _File(self, entry, suffix).problems()
-                except DataError as error:
-                    yield str(error)
+            if not full or wrong:
+                continue
+            try:
+                for suffix in (".bin", ".idx"):
+                    blocks = range(-(-entry.sizes[suffix] // BLOCK_BYTES))
+                    yield from (problem for block in blocks if (problem := self._block_problem(number, suffix, block)))
+                if (found := hashlib.sha256(self._map(number, ".bin")).hexdigest()) != entry.sha256:
+                    yield f"{self._file(number, '.bin')}: expected sha256 {entry.sha256}, found {found}. {self._mend}"
+            except DataError as error:
+                yield str(error)
 
-    def checks(self, entry: ShardEntry) -> np.ndarray:
-        """The crc32 table of a shard, compared with the manifest when first read; uint32 [blocks of .bin, then of .idx]."""
-        if entry.path not in self._checks:
-            path = (self.path / entry.path).with_suffix(".crc")
-            data = path.read_bytes() if path.exists() else b""
-            if (found := hashlib.sha256(data).hexdigest()) != entry.checks_sha256:
-                numbers = f"{len(data)} bytes: expected sha256 {entry.checks_sha256}, found {found}"
-                raise DataError(f"{path}: {numbers}: changed after it was built. {self.mend}")
-            self._checks[entry.path] = np.frombuffer(data, "<u4")
-        return self._checks[entry.path]
+    @property
+    def _mend(self) -> str:
+        out = self.path.parent if self.manifest.settings.get("holdout") else self.path
+        return _mend(self.manifest.command.replace(" OUT ", f" {out} ", 1))
 
-    def size_problem(self, path: Path, expected: int) -> str | None:
-        """What is wrong with the size of a file, if anything."""
+    def _file(self, number: int, suffix: str) -> Path:
+        return (self.path / self.manifest.shards[number].path).with_suffix(suffix)
+
+    def _size_problem(self, number: int, suffix: str) -> str | None:
+        path, expected = self._file(number, suffix), self.manifest.shards[number].sizes[suffix]
         try:
-            found = os.stat(path).st_size
+            found = path.stat().st_size
         except OSError as error:
-            return f"{path}: can't be read ({error.strerror}). {self.mend}"
+            return f"{path}: can't be read ({error.strerror}). {self._mend}"
         if found == expected:
             return None
-        return f"{path}: expected {expected} bytes, found {found}: cut short or changed after it was built. {self.mend}"
+        return f"{path}: expected {expected} bytes, found {found}: cut short or changed after it was built. {self._mend}"
 
-    def _spans(self, start: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, offset in the window, first, last token in the shard) of the pieces of a window; 0 <= start < num_tokens."""
-        number, at = bisect_right(self._starts, start) - 1, 0
-        first = start - self._starts[number]
-        while at < length:
-            last = min(first + length - at, self.manifest.shards[number].tokens)
-            yield number, at, first, last
-            at += last - first
-            number, first = (number + 1) % len(self.manifest.shards), 0
+    def _map_file(self, number: int, suffix: str) -> np.ndarray:
+        """A mapped .bin or .idx; offsets are signed, because a search with int64 keys would copy an unsigned array."""
+        if problem := self._size_problem(number, suffix):
+            raise DataError(problem)
+        try:
+            with open(self._file(number, suffix), "rb") as file:
+                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"{self._file(number, suffix)}: can't be read ({error.strerror}). {self._mend}") from error
+        blocks = range(-(-len(data) // BLOCK_BYTES) if self.verify == "lazy" else 0)
+        self._pending.setdefault((number, suffix), set(blocks))
+        return np.frombuffer(data, self._dtype if suffix == ".bin" else "<i8")
+
+    def _read_checks(self, number: int) -> np.ndarray:
+        """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx]."""
+        path, expected = self._file(number, ".crc"), self.manifest.shards[number].checks_sha256
+        data = path.read_bytes() if path.exists() else b""
+        if (found := hashlib.sha256(data).hexdigest()) != expected:
+            numbers = f"{len(data)} bytes: expected sha256 {expected}, found {found}"
+            raise DataError(f"{path}: {numbers}: changed after it was built. {self._mend}")
+        return np.frombuffer(data, "<u4")
+
+    def _block_problem(self, number: int, suffix: str, block: int) -> str | None:
+        start, data = block * BLOCK_BYTES, self._map(number, suffix).view(np.uint8)
+        row = block if suffix == ".bin" else block - (-self.manifest.shards[number].bytes // BLOCK_BYTES)
+        expected, found = int(self._checks(number)[row]), zlib.crc32(data[start : start + BLOCK_BYTES])
+        if found == expected:
+            return None
+        place = f"bytes {start} to {min(start + BLOCK_BYTES, data.size) - 1} (block {block})"
+        message = f"{place}: expected crc32 {expected:08x}, found {found:08x}: changed after it was built"
+        return f"{self._file(number, suffix)}: {message}. {self._mend}"
+
+    def _check(self, number: int, suffix: str, starts: Iterable[int], length: int) -> None:
+        """Compare the blocks of windows, in bytes, that were never touched before."""
+        if not (pending := self._pending[number, suffix]):
+            return
+        for start in starts:
+            for block in range(start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES + 1):
+                if block in pending:
+                    if problem := self._block_problem(number, suffix, block):
+                        raise DataError(problem)
+                    pending.discard(block)
 
     def _index(self, number: int) -> np.ndarray:
         """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""
-        file = self._indexes.get(number) or self._map(number, ".idx")
-        return file.window(0, len(file.values))
+        index = self._map(number, ".idx")
+        self._check(number, ".idx", [0], index.nbytes)
+        return index
 
-    def _map(self, number: int, suffix: str) -> _File:
-        with self._lock:
-            files = self._tokens if suffix == ".bin" else self._indexes
-            if number not in files:
-                while len(files) >= self._limit:
-                    del files[next(iter(files))]
-                files[number] = _File(self, self.manifest.shards[number], suffix)
-            return files[number]
+    def _read(self, number: int, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Windows inside one shard [n, length]; for each document that begins in one: which window, and where in it."""
+        tokens, index = self._map(number, ".bin"), self._index(number)
+        self._check(number, ".bin", (starts * tokens.itemsize).tolist(), length * tokens.itemsize)
+        low, high = index.searchsorted(starts), index.searchsorted(starts + length)
+        which = np.repeat(np.arange(len(starts)), high - low)
+        nth = np.arange(which.size) - (np.cumsum(high - low) - (high - low))[which]
+        every = as_strided(tokens, (len(tokens) - length + 1, length), tokens.strides * 2, writeable=False)
+        return every[starts], which, index[low[which] + nth] - starts[which]

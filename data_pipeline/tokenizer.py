@@ -6,9 +6,10 @@ text: a document that spells out a special token does not produce its id, so no 
 
 import abc
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -46,24 +47,16 @@ class Tokenizer(abc.ABC):
         return hashlib.sha256(self.content).hexdigest()
 
     @abc.abstractmethod
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Ids of each text, int32 [tokens], without special tokens.
-
-        Raises:
-            DataError: a text has a character without an id (characters only).
-        """
+    def encode(self, text: str) -> np.ndarray:
+        """Ids, int32 [tokens], without special tokens. DataError: a character without an id (characters only)."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens and ids outside the vocabulary give nothing, bytes that are not UTF-8 give U+FFFD."""
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of one text; see encode_batch."""
-        return self.encode_batch([text])[0]
-
-    def known(self, text: str) -> str:
-        """`text` without the characters that have no id."""
-        return text
+    def unknown(self, text: str) -> str:
+        """The characters that have no id, each once."""
+        return ""
 
     def save(self, directory: Path) -> None:
         """Write directory/tokenizer.json."""
@@ -75,8 +68,8 @@ class ByteTokenizer(Tokenizer):
 
     name, vocab_size, eod_id, content = "bytes", 257, 256, b'{"type": "bytes"}\n'
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
@@ -96,23 +89,19 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = len(self.characters) + eod
         record = {"type": "chars", "characters": self.characters, "eod": eod}
         self.content = (json.dumps(record, ensure_ascii=False) + "\n").encode()
-        points = np.array([ord(character) for character in self.characters], np.int64)
         self._table = np.full(0x110000, -1, np.int32)
-        self._table[points] = np.arange(len(points))
+        self._table[[ord(character) for character in self.characters]] = np.arange(len(self.characters))
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        result = [self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")] for text in texts]
-        for text, ids in zip(texts, result):
-            if len(ids) and ids.min() < 0:
-                character = text[int(ids.argmin())]
-                raise DataError(f"character {character!r} (U+{ord(character):04X}) is not in the tokenizer's vocabulary")
-        return result
+    def encode(self, text: str) -> np.ndarray:
+        if unknown := self.unknown(text):
+            raise DataError(f"character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not in the tokenizer's vocabulary")
+        return self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")]
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in map(int, ids) if 0 <= i < len(self.characters))
 
-    def known(self, text: str) -> str:
-        return "".join(character for character in text if self._table[ord(character)] >= 0)
+    def unknown(self, text: str) -> str:
+        return "".join(sorted(set(text).difference(self.characters)))
 
 
 class JsonTokenizer(Tokenizer):
@@ -143,18 +132,11 @@ class JsonTokenizer(Tokenizer):
         self.eod_id = next((vocabulary[end] for end in ([eod] if eod else _KNOWN_ENDS) if end in vocabulary), None)
         self._divisible = _splits_at_cuts(self.inner)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        pieces, owners = [], []
-        for number, text in enumerate(texts):
-            parts = list(cut(text)) if self._divisible else [text]
-            pieces += parts
-            owners += [number] * len(parts)
-        found: list[list[np.ndarray]] = [[] for _ in texts]
-        for at in range(0, len(pieces), _PIECES_AT_ONCE):
-            encodings = self.inner.encode_batch_fast(pieces[at : at + _PIECES_AT_ONCE], add_special_tokens=False)
-            for owner, encoding in zip(owners[at:], encodings):
-                found[owner].append(np.array(encoding.ids, np.int32))
-        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
+    def encode(self, text: str) -> np.ndarray:
+        pieces = list(cut(text)) if self._divisible else [text]
+        batches = (pieces[at : at + _PIECES_AT_ONCE] for at in range(0, len(pieces), _PIECES_AT_ONCE))
+        encodings = itertools.chain.from_iterable(self.inner.encode_batch_fast(b, add_special_tokens=False) for b in batches)
+        return np.concatenate([np.array(encoding.ids, np.int32) for encoding in encodings])
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.inner.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True)
@@ -171,16 +153,12 @@ def cut(text: str) -> Iterator[str]:
 
 def _splits_at_cuts(inner: tokenizers.Tokenizer) -> bool:
     """Whether a pre-tokenizer always splits at a `_CUT`: asked by trying it, since its parts may be combined in any way."""
-    before = inner.pre_tokenizer
-    if before is None or not isinstance(inner.normalizer, tokenizers.normalizers.NFC | None):
+    if inner.pre_tokenizer is None or not isinstance(inner.normalizer, tokenizers.normalizers.NFC | None):
         return False
     probes = [(left + "\n", right) for left in ("x", ";", "1", "é)", "_", "東") for right in ("b", "(", "1", "_", "'s", "東")]
     probes += [(left, right) for left in ("x", "don't", "1a", "\n\tis") for right in (" b", " the cat", " a1", " d's")]
-
-    def pieces(text: str) -> list[str]:
-        return [piece for piece, _ in before.pre_tokenize_str(text)]
-
-    return all(pieces(left + right) == pieces(left) + pieces(right) for left, right in probes)
+    split = inner.pre_tokenizer.pre_tokenize_str
+    return all([p for p, _ in split(a + b)] == [p for text in (a, b) for p, _ in split(text)] for a, b in probes)
 
 
 def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:

@@ -3,17 +3,21 @@
 import fnmatch
 import glob
 import hashlib
+import itertools
 import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from data_pipeline.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
+EMPTY, MARKED = "empty, or only whitespace", "byte order mark removed"
+HARMLESS = (EMPTY, MARKED)  # counted, but never an error
 
 
 class Piece(NamedTuple):
-    """A range of bytes of an input file, of one kind and one part of the data.
+    """A range of bytes of an input file, of whole lines, of one kind and one part of the data.
 
     `name` is relative to the glob's fixed folder, so that what depends on it does not depend on where the input lies.
     `part` and `share`, for kinds whose documents are divided one by one, say which of them belong here.
@@ -28,18 +32,25 @@ class Piece(NamedTuple):
     part: Literal["all", "train", "eval"] = "all"
     share: float = 0.0
 
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def line_start(self, at: int) -> int:
+        """Where the first line at or after byte `at` begins, at most `stop`."""
+        with open(self.path, "rb") as file:
+            file.seek(max(at - 1, 0))
+            if at:
+                file.readline()
+            return min(file.tell(), self.stop)
+
 
 class Document(NamedTuple):
-    """One document, or what was wrong with it.
-
-    `text` is None if nothing of it can be used; with a `problem` it is the mended text. A `harmless` problem is counted but
-    never an error, and the text, if any, is used.
-    """
+    """One document, or what was wrong with it: then `text` is the mended one, or None if nothing of it can be used."""
 
     text: str | None
     where: str
     problem: str = ""
-    harmless: bool = False
 
 
 def held_out(name: str | bytes, share: float) -> bool:
@@ -62,42 +73,34 @@ def find_files(pattern: str, kind: Literal["text", "jsonl"], exclude: Iterable[s
     """
     if os.path.isdir(pattern):
         raise DataError(f"--{kind} {pattern}: is a directory. Name its files: --{kind} '{os.path.join(pattern, '**', '*')}'")
-    fixed, rest = os.path.dirname(pattern) if not glob.has_magic(pattern) else "", pattern
-    if glob.has_magic(pattern):
-        while glob.has_magic(rest):
-            rest = os.path.dirname(rest)
-        fixed = rest
-    paths = glob.glob(pattern, recursive=True) if glob.has_magic(pattern) else [pattern] * os.path.exists(pattern)
-    found = {os.path.relpath(path, fixed or "."): path for path in paths if os.path.isfile(path)}
+    fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts[:-1]))
+    found = {os.path.relpath(path, fixed): path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
     if not found:
         raise DataError(f"--{kind} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders.")
-    kept = [
-        name for name in sorted(found) if not any(fnmatch.fnmatch(text, e) for e in exclude for text in (name, found[name]))
-    ]
+    kept = {name: path for name, path in found.items() if not any(fnmatch.fnmatch(t, e) for e in exclude for t in (name, path))}
     if not kept:
         raise DataError(f"--{kind} {pattern}: --exclude leaves out all {len(found)} files. Exclude less.")
-    return [Piece(kind, name, found[name], 0, os.path.getsize(found[name]), key) for name in kept]
+    return [Piece(kind, name, kept[name], 0, os.path.getsize(kept[name]), key) for name in sorted(kept)]
 
 
 def decode(raw: bytes, path: str, line: int = 1) -> Document:
     """Bytes to text; `line` is the number of the first line."""
     body = raw.removeprefix(BOM)
     try:
-        return judge(body.decode(), path, line, bom=len(body) < len(raw))
+        document = judge(body.decode(), path, line)
     except UnicodeDecodeError as error:
         at = line + body.count(b"\n", 0, error.start)
         return Document(body.decode(errors="replace").replace("\0", "\ufffd"), f"{path}:{at}", "not UTF-8")
+    return document._replace(problem=MARKED) if len(body) < len(raw) and not document.problem else document
 
 
-def judge(text: str, path: str, line: int, bom: bool = False) -> Document:
+def judge(text: str, path: str, line: int) -> Document:
     """Find what is wrong with text and mend it: NUL, lone surrogates (as JSON can spell them), nothing but whitespace."""
-    where = f"{path}:{line}"
     if "\0" in text:
-        return Document(
-            text.replace("\0", "\ufffd"), f"{path}:{line + text.count(chr(10), 0, text.index(chr(0)))}", "NUL character"
-        )
+        line += text.count("\n", 0, text.index("\0"))
+        return Document(text.replace("\0", "\ufffd"), f"{path}:{line}", "NUL character")
     if not text or text.isspace():
-        return Document(None, where, "empty, or only whitespace", harmless=True)
+        return Document(None, f"{path}:{line}", EMPTY)
     if not text.isascii() and (mended := text.encode(errors="surrogatepass").decode(errors="replace")) != text:
-        return Document(mended, where, "lone surrogate")
-    return Document(text, where, "byte order mark removed", harmless=True) if bom else Document(text, where)
+        return Document(mended, f"{path}:{line}", "lone surrogate")
+    return Document(text, f"{path}:{line}")

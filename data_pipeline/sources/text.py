@@ -5,7 +5,6 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from data_pipeline.errors import DataError
 from data_pipeline.sources.document import Document, Piece, decode, find_files
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
@@ -16,13 +15,10 @@ def documents(piece: Piece) -> Iterator[Document]:
     try:
         with open(piece.path, "rb") as file:
             before = file.read(piece.start).count(b"\n")  # 0 unless the file was divided
-            raw = file.read(piece.stop - piece.start)
+            document = decode(file.read(piece.size), piece.path, before + 1)
     except OSError as error:
-        yield Document(None, f"{piece.path}:1", f"can't be read ({error.strerror})")
-        return
-    if len(raw) != piece.stop - piece.start:
-        raise DataError(f"{piece.path}: became shorter while it was read. Leave the input alone, then run the command again.")
-    yield decode(raw, piece.path, before + 1)
+        document = Document(None, f"{piece.path}:1", f"can't be read ({error.strerror})")
+    yield document
 
 
 def python_stdlib() -> list[Piece]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.packing import Window, count_rows, pack, phase
+from data_pipeline.packing import Windows, count_rows, pack, phase
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 
 layouts = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3)
@@ -27,6 +27,12 @@ def write(directory, layout, eod):
     tokenizer = {"name": "test", "sha256": hashlib.sha256(b"").hexdigest(), "vocab_size": 5000, "special_ids": {"eod": 0}}
     Manifest(tokenizer, "uint16", eod, 10, tuple(entries)).save(directory)
     return TokenShards.open(directory)
+
+
+def packed(shards, rows, length, restart=True, across=False):
+    """A batch of (start, count) rows of one source."""
+    start, count = np.array(rows).T
+    return pack([shards], Windows(np.zeros_like(start), start, count), length, restart, across)
 
 
 def oracle(layout, start, count, length, eod, restart, across):
@@ -56,10 +62,10 @@ def oracle(layout, start, count, length, eod, restart, across):
 def test_rows_equal_the_oracle(tmp_path_factory, layout, eod, length, restart, across, data):
     shards = write(tmp_path_factory.mktemp("shards"), layout, eod)
     rows = st.tuples(st.integers(-1, 60), st.integers(0, length))
-    windows = [Window(shards, *row) for row in data.draw(st.lists(rows, min_size=1, max_size=5))]
-    batch = pack(windows, length, restart_positions=restart, attend_across_documents=across)
-    for index, window in enumerate(windows):
-        for name, expected in oracle(layout, window.start, window.count, length, eod, restart, across).items():
+    windows = data.draw(st.lists(rows, min_size=1, max_size=5))
+    batch = packed(shards, windows, length, restart, across)
+    for index, (start, count) in enumerate(windows):
+        for name, expected in oracle(layout, start, count, length, eod, restart, across).items():
             assert batch[name][index].tolist() == expected, (name, index)
     for name, array in batch.items():
         assert array.flags.c_contiguous and array.dtype == (np.float32 if name == "loss_mask" else np.int32)
@@ -72,7 +78,7 @@ def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path_factory, layout
     total = shards.num_tokens
     first = phase(seed, shards.uid, epoch, total)
     rows = range(count_rows(total, length))
-    batch = pack([Window(shards, first + i * length, min(length, total - i * length)) for i in rows], length)
+    batch = packed(shards, [(first + i * length, min(length, total - i * length)) for i in rows], length)
     found = collections.Counter(batch["targets"][batch["segment_ids"] > 0].tolist())
     assert found == collections.Counter(range(total))
     assert batch["loss_mask"].sum() == total - (shards.num_documents if eod == "none" else 0)
@@ -81,7 +87,7 @@ def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path_factory, layout
 
 def test_end_of_document_token_begins_the_next_document(tmp_path):
     shards = write(tmp_path, [[3, 4]], "append")  # documents 0 1 2 | 3 4 5 6: tokens 2 and 6 are the end marks
-    batch = pack([Window(shards, -1, 7)], 8)
+    batch = packed(shards, [(-1, 7)], 8)
     assert batch["inputs"].tolist() == [[6, 0, 1, 2, 3, 4, 5, 0]]
     assert batch["targets"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0]]
     assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 0]]
