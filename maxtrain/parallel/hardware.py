@@ -1,10 +1,10 @@
 """How fast devices are, for model FLOPs utilisation."""
 
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxlib.xla_client import Device
 
 from data_pipeline.errors import ConfigError
 
@@ -26,11 +26,16 @@ PEAK_TFLOPS = (
 )
 
 
-def peak_flops(device: Device, dtype: str) -> float:
+def compiler_options(platform: str) -> dict[str, int]:
+    """What the large programs are compiled with: CPUs with 512-bit vectors use them only if told to (a tenth of a step)."""
+    return {"xla_cpu_prefer_vector_width": 512} if platform == "cpu" else {}
+
+
+def peak_flops(device: Any, dtype: str) -> float:
     """FLOP/s that one device can reach in matrix products: from the table, or measured on a CPU.
 
     Args:
-        device: any device of the mesh.
+        device: any jax device of the mesh.
         dtype: of the products' inputs; the CPU is measured with it, the table is for bfloat16.
 
     Raises:

@@ -1,10 +1,10 @@
 """The device mesh: axis names, sizes, devices."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
-from jaxlib.xla_client import Device
 
 from maxtrain.config.schema import MeshConfig
 
@@ -13,12 +13,12 @@ from maxtrain.config.schema import MeshConfig
 AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over all devices (or those given), neighbours in `tensor` closest; GSPMD (Auto) axes.
 
     Args:
         config: sizes, with -1 already filled in (see config.checks.fit_to_devices).
-        devices: None for all devices of all processes.
+        devices: jax devices; None for all devices of all processes.
     """
     devices = jax.devices() if devices is None else devices
     shape = tuple({"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}.get(axis, 1) for axis in AXES)

@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from data_pipeline.errors import DataError
+from maxtrain.parallel.hardware import compiler_options
 from maxtrain.training.objective import Batch, Objective, Sum
 
 EvalStep = Callable[[nnx.State, Batch], Sum]
@@ -15,7 +16,8 @@ EvalStep = Callable[[nnx.State, Batch], Sum]
 
 def make_eval_step(graphdef: nnx.GraphDef, objective: Objective) -> EvalStep:
     """Jitted (params, batch) -> Sum."""
-    return jax.jit(lambda params, batch: objective(nnx.merge(graphdef, params), batch))
+    options = compiler_options(jax.default_backend())
+    return jax.jit(lambda params, batch: objective(nnx.merge(graphdef, params), batch), compiler_options=options)
 
 
 def evaluate(

@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.objective import Batch, Objective, Sum
 from maxtrain.training.state import TrainState, shardings
@@ -71,7 +72,7 @@ def train_step(
         the run that changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one between).
     """
     result, grads = gradients(graphdef, state.params, batch, objective, accumulation)
-    norm = optax.global_norm(grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(result.total)
     apply = finite & (result.weight > 0)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -86,7 +87,7 @@ def train_step(
         jax.tree.map(keep, opt_state, state.opt_state),
         state.step + 1,
         skipped,
-        jnp.where(finite, 0, state.skipped_in_row + 1),
+        jnp.where(apply, 0, state.skipped_in_row + ~finite),
     )
     metrics = {
         "loss": result.total / jnp.maximum(result.weight, 1.0),
@@ -112,4 +113,5 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         return train_step(state, batch, graphdef, objective, optimizer, schedule, accumulation)
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None))
+    options = compiler_options(jax.default_backend())
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)

@@ -26,8 +26,19 @@ def _blocks(length: int) -> list[tuple[int, int]]:
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:
+    """A product batched over the two leading dims, with float32 accumulation.
+
+    XLA's CPU compiler multiplies bfloat16 in its fast kernels only with a single batch dim; with two it may go back to
+    float32. Elsewhere they stay apart, because they are split over different mesh axes.
+    """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+
+    def flat(a: Array, b: Array) -> Array:
+        out = dot(spec.replace("bk", "z"), a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:]))
+        return out.reshape(*a.shape[:2], *out.shape[1:])
+
+    return jax.lax.platform_dependent(a, b, cpu=flat, default=functools.partial(dot, spec))
 
 
 def _scores(q_BKMH: Array, k_BKHS: Array, q_seg: Array, kv_seg: Array, first: Any) -> Array:
@@ -99,7 +110,9 @@ def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
         dq.append(_ungroup(_dot("bkms,bksh->bkmh", ds, k_BKSH[:, :, :end]), stop - start))
         dk_BKHS = dk_BKHS.at[..., :end].add(_dot("bkhm,bkms->bkhs", block.swapaxes(2, 3), ds))
         dv_BKHS = dv_BKHS.at[..., :end].add(_dot("bkhm,bkms->bkhs", g_block.swapaxes(2, 3), p.astype(dtype)))
-    return jnp.concatenate(dq, axis=1), dk_BKHS.transpose(0, 3, 1, 2), dv_BKHS.transpose(0, 3, 1, 2), None, None, None
+    # Finished before they are rotated back: fused with that, the transposes are read element by element.
+    dq, dk = jax.lax.optimization_barrier((jnp.concatenate(dq, axis=1), dk_BKHS.transpose(0, 3, 1, 2)))
+    return dq, dk, dv_BKHS.transpose(0, 3, 1, 2), None, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,356 @@
+"""The main job: `python -m maxtrain.train config=NAME key=value ...`. Read `run` first, top to bottom.
+
+config -> data and its plan -> devices -> model -> state (new, imported or restored) -> loop [batch, step, log, evaluate,
+save] -> finish. The same command goes on where a stopped run was, to the same numbers.
+"""
+
+import sys
+
+from maxtrain.config import RunConfig, fit_to_devices, from_command_line, to_yaml
+
+if __name__ == "__main__":  # before jax is imported, so that --help and config errors come at once
+    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from rich.console import Console
+
+from data_pipeline.errors import ConfigError, DivergedError, TryAgainError, UserError
+from data_pipeline.guard import ZeroWeight
+from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, open_training, require_one_tokenizer
+from data_pipeline.shards import write_atomic
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.finish import finish
+from maxtrain.models.cost import token_flops
+from maxtrain.observe.metrics import MetricsLog, Stopwatch
+from maxtrain.observe.progress import Progress
+from maxtrain.observe.trackers import TensorBoard
+from maxtrain.parallel import distributed
+from maxtrain.parallel.batches import BatchLayout, prefetch
+from maxtrain.parallel.hardware import peak_flops
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.signals import StopRequest
+from maxtrain.training.evaluate import EvalStep, evaluate, make_eval_step
+from maxtrain.training.objective import Batch, next_token
+from maxtrain.training.optimizer import make_optimizer, make_schedule
+from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, num_parameters, state_from_params
+from maxtrain.training.step import Metrics, make_train_step
+from maxtrain.weights.hf import load_weights
+
+
+def run(config: RunConfig) -> None:
+    """A whole run, from its config to its last checkpoint and summary.
+
+    Raises:
+        UserError: what went wrong, with the exit code that says whether the same command may be tried again.
+    """
+    clock = Stopwatch()
+    data, sets = open_data(config)
+    config = with_vocabulary(config, data.vocab_size)
+    distributed.start(config.mesh, config.observe.compilation_cache)
+    if jax.default_backend() == "cpu":
+        distributed.keep_host_memory()
+    config = fit_to_devices(config, jax.device_count())
+    mesh = make_mesh(config.mesh)
+    chief = jax.process_index() == 0
+    folder = Path(config.output_dir, config.run_name)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    num_steps = data.plan.num_steps
+    with (
+        jax.set_mesh(mesh),
+        StopRequest() as stop,
+        Progress(config.observe.progress if chief else "off", num_steps) as progress,
+    ):
+        progress.message(data.plan.describe())
+        graphdef, params = abstract_model(config.model, config.precision, mesh)
+        optimizer = make_optimizer(config.optimizer, num_steps)
+        abstract = abstract_state(params, optimizer, mesh)
+        describe(progress, config, params)
+        loop = Loop(config, data, sets, checkpoints, progress, clock, stop, graphdef, abstract, mesh)
+        state, record = loop.restore(optimizer)
+        if chief:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(folder / "config.yaml", to_yaml(config).encode())
+        loop.start(record)
+        try:
+            if loop.step < num_steps:
+                step = make_train_step(
+                    abstract,
+                    graphdef,
+                    next_token,
+                    optimizer,
+                    make_schedule(config.optimizer, num_steps),
+                    config.optimizer.accumulation,
+                )
+                state = loop.train(step, state)
+            else:
+                progress.message(f"Nothing to do: {folder} has all {num_steps:,} steps.", style="green")
+        finally:
+            loop.close()
+    if chief:
+        finish(config, data, sets, loop.step, clock, loop.ending, nnx.merge(graphdef, state.params))
+
+
+def open_data(config: RunConfig) -> tuple[TrainingData, dict[str, EvaluationData]]:
+    """Training data with its plan solved, and the evaluation sets; all of one tokenizer."""
+    data = open_training(config.data, config.seed, config.steps)
+    rows = config.eval.batch_size or config.data.batch_size
+    sets = {name: open_evaluation(path, config.data, rows) for name, path in config.eval.sets.items()}
+    first = next(iter(config.data.sources))
+    manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
+    require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
+    return data, sets
+
+
+def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
+    """The config with model.vocab_size filled in from the data; raises ConfigError if it is too small for the data."""
+    asked = config.model.vocab_size
+    if asked is not None and asked < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={asked} is smaller than the data's tokenizer, which has {vocab_size} entries. "
+            f"Set model.vocab_size to {vocab_size} or more, or to null."
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size))
+
+
+def describe(progress: Progress, config: RunConfig, params: nnx.State) -> None:
+    """What is about to train, and on what."""
+    devices = jax.devices()
+    axes = ", ".join(
+        f"{k} {v}" for k, v in dataclasses.asdict(config.mesh).items() if k in ("data", "fsdp", "tensor") and v > 1
+    )
+    where = f"{len(devices)} x {devices[0].device_kind}" + (f" ({axes})" if axes else "")
+    progress.message(
+        f"model: {config.model.family}, {num_parameters(params) / 1e6:,.2f} M parameters, {config.precision.compute} on "
+        f"{config.precision.params} weights; devices: {where}"
+    )
+
+
+class Loop:
+    """The loop's parts and its counters. `step` is the number of finished optimizer steps."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        data: TrainingData,
+        sets: dict[str, EvaluationData],
+        checkpoints: Checkpoints,
+        progress: Progress,
+        clock: Stopwatch,
+        stop: StopRequest,
+        graphdef: nnx.GraphDef,
+        abstract: TrainState,
+        mesh: jax.sharding.Mesh,
+    ):
+        self.config, self.data, self.sets, self.checkpoints = config, data, sets, checkpoints
+        self.progress, self.clock, self.stop, self.abstract, self.mesh = progress, clock, stop, abstract, mesh
+        self.graphdef = graphdef
+        self.step, self.tokens_seen, self.ending, self.evaluated_at = 0, 0, "", -1
+        self.window: list[tuple[int, Metrics]] = []
+        self.eval_step: EvalStep | None = None
+        self.eval_layout: BatchLayout | None = None
+        self.layout = BatchLayout(mesh, config.data.batch_size, config.data.seq_length)
+        self.flops = token_flops(config.model, config.data.seq_length)
+        self.peak = 0.0
+
+    def restore(self, optimizer: Any) -> tuple[TrainState, dict[str, Any] | None]:
+        """The newest checkpoint if there is one, else imported weights, else random ones."""
+        latest, config = self.checkpoints.latest(), self.config
+        if latest is not None:
+            record = self.checkpoints.read_record(latest)
+            if record["data"] != self.data.fingerprint_at(latest):
+                raise ConfigError(
+                    f"the data before step {latest:,} is not what {self.checkpoints.directory} was trained on: another data "
+                    "set, seed, batch size, row length or mixture. Set the config back to the saved config.yaml beside it, or "
+                    "set run_name to a new name to start afresh."
+                )
+            with self.clock.during("restore"):
+                self.progress.phase(f"restoring step {latest:,}")
+                state, record = self.checkpoints.restore(self.abstract)
+            self.progress.message(f"Goes on from step {latest:,} in {self.checkpoints.directory}.")
+            if record["num_steps"] != self.data.plan.num_steps:
+                planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
+                self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
+            return state, record
+        if config.checkpoint.init_from is not None:
+            self.progress.phase(f"reading weights from {config.checkpoint.init_from}")
+            params = load_weights(self.abstract.params, config.checkpoint.init_from, config.model)
+            return state_from_params(self.abstract, params, optimizer), None
+        self.progress.phase("making the initial weights")
+        with self.clock.during("compile"):
+            return create_state(self.abstract, config.model, config.precision, optimizer, config.seed), None
+
+    def start(self, record: dict[str, Any] | None) -> None:
+        """Opens the logs at the step where the run goes on."""
+        if record is not None:
+            self.step, self.tokens_seen = record["step"], record["tokens_seen"]
+        folder = Path(self.config.output_dir, self.config.run_name)
+        chief = jax.process_index() == 0
+        self.logs: list[Any] = [MetricsLog(folder, self.step)] if chief else []
+        if chief and self.config.observe.tensorboard:
+            self.logs.append(TensorBoard(folder, self.step))
+        self.progress.update(self.step)
+
+    def batches(self) -> Iterator[Batch]:
+        """Global batches from the current step on, some of them ahead on the device."""
+        host = self.data.iterate(self.step, self.layout.rows)
+        return prefetch((self.layout.to_global(batch.arrays) for batch in host), self.config.data.prefetch)
+
+    def train(self, step: jax.stages.Wrapped, state: TrainState) -> TrainState:
+        """Steps until the plan's end, or until somebody asks to stop.
+
+        Raises:
+            TryAgainError: asked to stop; everything is saved.
+            DivergedError, DataError: see `flush`.
+        """
+        config, total = self.config, self.data.plan.num_steps
+        zero_weight = ZeroWeight(config.data.zero_weight)
+        batches = self.batches()
+        with self.clock.during("data_wait"):
+            batch = next(batches)
+        compiled = self.compile(step, state, batch)
+        while True:
+            state, metrics = compiled(state, batch)
+            self.step += 1
+            self.window.append((self.step, metrics))
+            last = self.step == total
+            log_due = last or self.step % config.log_interval == 0
+            eval_due = last or (config.eval_interval and self.step % config.eval_interval == 0)
+            save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
+            stop = self.stop.agreed(log_due) and not last
+            self.progress.update(self.step)
+            if log_due or eval_due or save_due or stop:
+                self.flush(zero_weight, log_due)
+            if self.sets and eval_due:
+                self.evaluate(state)
+            if save_due or stop or self.ending:
+                self.save(state)
+            if stop:
+                self.checkpoints.wait()
+                raise TryAgainError(
+                    f"{self.stop.name or 'a signal to another process'}: stopped and saved at step {self.step:,} of {total:,}. "
+                    "Run the same command again to go on."
+                )
+            if last or self.ending:
+                return state
+            with self.clock.during("data_wait"):
+                batch = next(batches)
+
+    def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+        """The compiled step; and the peak that its speed is compared with."""
+        self.progress.phase("compiling the step")
+        with self.clock.during("compile"):
+            compiled = step.lower(state, batch).compile()
+            tflops, device = self.config.observe.peak_tflops, jax.local_devices()[0]
+            self.peak = tflops * 1e12 if tflops else peak_flops(device, self.config.precision.compute)
+        self.progress.phase("")
+        return compiled
+
+    def flush(self, zero_weight: ZeroWeight, log: bool) -> None:
+        """Fetches the metrics of the steps since the last flush, judges each, and writes down the last one if it is due.
+
+        Raises:
+            DivergedError: too many non-finite steps in a row.
+            DataError: a batch without targets, if data.zero_weight is "raise".
+        """
+        steps, values = [step for step, _ in self.window], jax.device_get([metrics for _, metrics in self.window])
+        self.window = []
+        limit = self.config.optimizer.max_skipped
+        for step, value in zip(steps, values, strict=True):
+            self.tokens_seen += int(value["targets"])
+            verdict = zero_weight.observe(step, float(value["targets"]))
+            if verdict is not None:
+                self.progress.message(verdict.message, style="yellow")
+                self.ending = verdict.message if verdict.stop else self.ending
+            if value["skipped_in_row"] > limit:
+                raise DivergedError(
+                    f"step {step:,}: loss {value['loss']:.4g}, gradient norm {value['grad_norm']:.4g}: "
+                    f"{value['skipped_in_row']} steps in a row were not finite and changed nothing; "
+                    f"optimizer.max_skipped={limit} allows no more. Lower optimizer.learning_rate, or look at the data there."
+                )
+        if not log or not steps:
+            return
+        self.record(steps, values)
+
+    def record(self, steps: list[int], values: list[Any]) -> None:
+        """Writes one record: the numbers of the last step, and the speed since the last record."""
+        seconds = self.clock.lap() / len(steps)
+        positions = self.layout.shape[0] * self.layout.shape[1]
+        rate = positions / seconds if seconds else 0.0
+        share = rate / (self.peak * jax.device_count()) if self.peak else 0.0
+        record = {name: values[-1][name].item() for name in ("loss", "grad_norm", "learning_rate", "skipped")}
+        record |= {
+            "tokens_seen": self.tokens_seen,
+            "fill": values[-1]["targets"].item() / positions,
+            "tokens_per_second": rate * sum(v["targets"].item() for v in values) / (positions * len(values)),
+            "step_seconds": seconds,
+            "mfu": self.flops.full * share,
+            "mfu_causal": self.flops.causal * share,
+        }
+        for log in self.logs:
+            log.append(steps[-1], record)
+        self.progress.update(steps[-1], record)
+
+    def evaluate(self, state: TrainState) -> None:
+        """Every evaluation set, whole unless eval_steps says otherwise."""
+        asked = self.config.eval_steps
+        for name, eval_set in self.sets.items():
+            if self.eval_layout is None:
+                self.eval_layout = BatchLayout(self.mesh, eval_set.batch_size, self.config.data.seq_length)
+                self.eval_step = make_eval_step(self.graphdef, next_token)
+            self.progress.phase(f"evaluating {name}")
+            layout, whole = self.eval_layout, asked < 0
+            host = eval_set.iterate(layout.rows, None if whole else asked)
+            batches = (layout.to_global(batch.arrays) for batch in host)
+            with self.clock.during("eval"):
+                assert self.eval_step is not None
+                tokens = eval_set.num_tokens if whole else None
+                result = evaluate(self.eval_step, state.params, batches, tokens, eval_set.text_bytes)
+            for log in self.logs:
+                log.append(self.step, {"set": name, **result}, kind="eval")
+            self.progress.evaluated(self.step, name, result)
+        self.progress.phase("")
+
+    def save(self, state: TrainState) -> None:
+        """A checkpoint of this step; in the background if the config says so."""
+        record = {
+            "step": self.step,
+            "num_steps": self.data.plan.num_steps,
+            "tokens_seen": self.tokens_seen,
+            "data": self.data.fingerprint_at(self.step),
+            "seed": self.config.seed,
+            "config": to_yaml(self.config),
+        }
+        with self.clock.during("save"):
+            if self.checkpoints.save(self.step, state, record):
+                self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
+
+    def close(self) -> None:
+        """Waits for the last save, closes the logs."""
+        with self.clock.during("save"):
+            self.checkpoints.close()
+        for log in self.logs:
+            log.close()
+
+
+def main(config: RunConfig) -> int:
+    """Runs, and turns what the user can mend into a message and an exit code."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we report ourselves
+    try:
+        run(config)
+    except UserError as error:
+        Console(stderr=True, highlight=False).print(
+            f"{error}", style="bold" if error.exit_code == 75 else "bold red", markup=False
+        )
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(CONFIG))
