@@ -6,14 +6,14 @@
 
 A step is prepared in `.00001000.partial`, gets its commit record when everything else is on the disk, and then its name
 by one rename: a process killed at any instant leaves a whole step or none. A directory that came to its name some other
-way (empty, half copied, half removed) lacks the commit record or a file listed there, and is passed over. Orbax itself
-checks none of this on a local disk. The commit record has one object for each array and file: digests and hashes can be
-added to them, and checked where `_defect` checks sizes. All processes of a job call every method, in the same order.
+way (empty, half copied, half removed) lacks the commit record or a file listed there, and is passed over: Orbax itself
+checks none of this on a local disk. All processes of a job call every method, in the same order.
 """
 
 import concurrent.futures
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -31,7 +31,6 @@ from data_pipeline.errors import ConfigError, StorageError, UserError
 from maxtrain.config.schema import CheckpointConfig
 
 FORMAT = 1
-_TABLE_ROWS = 40
 _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__}
 
 
@@ -49,6 +48,7 @@ class Checkpoints:
         self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
+        logging.getLogger("absl").addFilter(_not_of_orbax)
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
@@ -119,11 +119,10 @@ class Checkpoints:
         path, commit, record = self._open(step)
         names, leaves, treedef = _flatten(abstract_state)
         if differences := _differences(commit["arrays"], dict(zip(names, leaves)), partial):
-            raise ConfigError(
-                f"the checkpoint {path} holds another state than this config makes, and nothing is ever padded, truncated or "
-                f"cast:\n{differences}\nSet the config back to the one saved in {path / 'record.json'}, or set run_name to a "
-                "new name to start afresh."
+            mend = (
+                f"Set the config back to the one saved in {path / 'record.json'}, or set run_name to a new name to start afresh"
             )
+            raise ConfigError(f"{path} holds another state than this config makes:\n{differences}\n{mend}.")
         home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = [getattr(leaf, "sharding", None) or home for leaf in leaves]
         targets = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for n, x, s in zip(names, leaves, shardings)}
@@ -174,22 +173,17 @@ class Checkpoints:
         self.wait()
         step = self.latest() if step is None else step
         if step is None:
-            found = (
-                "".join(f"\n  {self._path(bad)}: {why}." for bad, why in self._survey().items())
-                or " It has no step directories."
-            )
-            raise StorageError(f"{self.directory} has no complete checkpoint.{found}\nCheck the path, or train from the start.")
+            found = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in self._survey().items())
+            raise StorageError(f"{self.directory} has no complete checkpoint.{found} Check the path, or train from the start.")
         path = self._path(step)
         if defect := _defect(path):
             known = ", ".join(map(str, self.steps())) or "none"
             raise StorageError(f"{path} is not a complete checkpoint: {defect}. Complete steps: {known}. Ask for one of these.")
+        commit = _read_json(path / "commit.json")
+        if commit["format"] > FORMAT:
+            rule = f"has format {commit['format']}, written by {commit.get('versions')}; this version reads up to {FORMAT}"
+            raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
         with _as_storage_error(f"reading {path}", "Check the file's permissions."):
-            commit = _read_json(path / "commit.json")
-            if commit["format"] > FORMAT:
-                raise StorageError(
-                    f"{path} has format {commit['format']}, written by {commit.get('versions')}; this version reads up to "
-                    f"{FORMAT}. Upgrade maxtrain, or remove that step to go on from the one before it."
-                )
             return path, commit, _read_json(path / "record.json")
 
     def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
@@ -232,22 +226,13 @@ def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
 
 def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) -> str:
     """A table of the arrays that differ, empty if there are none."""
-    rows = []
-    for name in saved.keys() | wanted.keys():
-        there = (str(saved[name]["dtype"]), str(list(saved[name]["shape"]))) if name in saved else ()
-        here = (str(wanted[name].dtype), str(list(wanted[name].shape))) if name in wanted else ()
-        if there and here:
-            what = " and ".join(f"other {part}" for part, a, b in zip(("dtype", "shape"), there, here) if a != b)
-        else:
-            what = "missing in the checkpoint" if here else "" if partial else "extra in the checkpoint"
-        if what:
-            rows.append((what, name, "".join(there) or "-", "".join(here) or "-"))
-    if not rows:
-        return ""
-    table = [("difference", "array", "checkpoint", "this run"), *sorted(rows)[:_TABLE_ROWS]]
+    there = {name: f"{array['dtype']}{array['shape']}" for name, array in saved.items()}
+    here = {name: f"{array.dtype}{list(array.shape)}" for name, array in wanted.items()}
+    names = sorted(name for name in (here if partial else here | there) if here.get(name) != there.get(name))
+    table = [("array", "checkpoint", "this run"), *((n, there.get(n, "missing"), here.get(n, "missing")) for n in names[:40])]
     widths = [max(map(len, column)) for column in zip(*table)]
     lines = ["    " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-    return "\n".join(lines + [f"    ... and {len(rows) - _TABLE_ROWS} more"] * (len(rows) > _TABLE_ROWS))
+    return "\n".join(lines + [f"    ... and {len(names) - 40} more"] * (len(names) > 40)) if names else ""
 
 
 def _defect(path: Path) -> str | None:
@@ -267,6 +252,11 @@ def _defect(path: Path) -> str | None:
         if size != entry["bytes"]:
             return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
     return None
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """Leaves out what Orbax logs: tracebacks of failures that are raised here."""
+    return "orbax" not in record.pathname
 
 
 def _read_json(path: Path) -> dict[str, Any]:

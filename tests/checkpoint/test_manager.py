@@ -175,7 +175,7 @@ def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
 
 def test_nothing_to_restore_names_what_is_there(checkpoints):
     assert checkpoints.latest() is None and checkpoints.steps() == []
-    with pytest.raises(StorageError, match=r"It has no step directories.*\nCheck the path"):
+    with pytest.raises(StorageError, match=r"has no complete checkpoint\. Check the path"):
         checkpoints.restore(small())
     (checkpoints.directory / "00000009").mkdir(parents=True)
     (checkpoints.directory / "notes").mkdir()
@@ -191,18 +191,18 @@ def test_differences_come_as_a_table_and_nothing_is_padded(checkpoints):
     with pytest.raises(ConfigError, match="set run_name to a new name") as caught:
         checkpoints.restore(wanted)
     lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
-    assert "other shape a float32[4, 8] float32[8, 8]" in lines
-    assert "other dtype b float32[3] bfloat16[3]" in lines
-    assert "extra in the checkpoint c float32[2] -" in lines
-    assert "missing in the checkpoint d - float32[5]" in lines
+    assert "a float32[4, 8] float32[8, 8]" in lines
+    assert "b float32[3] bfloat16[3]" in lines
+    assert "c float32[2] missing" in lines
+    assert "d missing float32[5]" in lines
     assert not any("same" in line for line in lines)
-    with pytest.raises(ConfigError, match="missing in the checkpoint"):
+    with pytest.raises(ConfigError, match=r"d +missing +float32\[5\]"):
         checkpoints.restore({"a": jnp.zeros((4, 8)), "d": jnp.zeros(5)}, partial=True)
 
 
 def test_another_width_is_refused(checkpoints):
     checkpoints.save(1, state_on(mesh_of(1, 1)), {})
-    with pytest.raises(ConfigError, match=r"other shape +optimizer.0.mu.0.bias +float32\[16\] +float32\[32\]"):
+    with pytest.raises(ConfigError, match=r"optimizer.0.mu.0.bias +float32\[16\] +float32\[32\]"):
         checkpoints.restore(state_on(mesh_of(1, 1), width=32))
 
 
@@ -235,7 +235,7 @@ def test_the_commit_record_leaves_room_for_digests(checkpoints):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_failed_save_never_removes_the_last_good_one(tmp_path, asynchronous):
+def test_a_failed_save_never_removes_the_last_good_one(tmp_path, asynchronous, caplog):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=asynchronous, keep=1))
     noise = jnp.asarray(np.random.default_rng(0).normal(size=100_000).astype(np.float32))
     checkpoints.save(1, {"w": noise}, {})
@@ -249,6 +249,7 @@ def test_a_failed_save_never_removes_the_last_good_one(tmp_path, asynchronous):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.exit_code == 74 and "saving step 2" in str(caught.value)
+    assert not caplog.records, "Orbax's own tracebacks"
     assert [path.name for path in tmp_path.iterdir()] == ["00000001"], "what was written is removed: its space is needed"
     assert bits(checkpoints.restore({"w": noise})[0]) == bits({"w": noise})
     checkpoints.save(2, {"w": noise + 1}, {})
