@@ -54,8 +54,6 @@ def run(config: RunConfig) -> None:
     data, sets = open_data(config)
     config = with_vocabulary(config, data.vocab_size)
     distributed.start(config.mesh, config.observe.compilation_cache)
-    if jax.default_backend() == "cpu":
-        distributed.keep_host_memory()
     config = fit_to_devices(config, jax.device_count())
     mesh = make_mesh(config.mesh)
     chief = jax.process_index() == 0

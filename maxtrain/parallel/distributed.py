@@ -34,6 +34,8 @@ def start(config: MeshConfig, compilation_cache: str | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if not accelerator_present() or config.platform == "cpu" or config.simulated_devices:
+        keep_host_memory()
     _connect(config)
     try:
         jax.devices()
@@ -47,9 +49,9 @@ def start(config: MeshConfig, compilation_cache: str | None) -> None:
 
 def _connect(config: MeshConfig) -> None:
     environment = os.environ.get
-    coordinator = config.coordinator or environment("JAX_COORDINATOR_ADDRESS")
-    count = config.num_processes or int(environment("JAX_NUM_PROCESSES", "0")) or None
-    index = config.process_id if config.process_id is not None else environment("JAX_PROCESS_ID")
+    coordinator = config.coordinator or environment("JAX_COORDINATOR_ADDRESS") or None
+    count = config.num_processes or _whole_number("JAX_NUM_PROCESSES", example=2)
+    index = config.process_id if config.process_id is not None else _whole_number("JAX_PROCESS_ID", example=0)
     given = {"mesh.coordinator": coordinator, "mesh.num_processes": count, "mesh.process_id": index}
     missing = [name for name, value in given.items() if value is None]
     managed = any(
@@ -64,12 +66,26 @@ def _connect(config: MeshConfig) -> None:
             f"{', '.join(f'{k}={v}' for k, v in given.items() if v is not None)} describe only part of a job; "
             f"{' and '.join(missing)} must be known too. Set {' and '.join(missing)}, or none of the three."
         )
-    assert index is not None
-    jax.distributed.initialize(coordinator, count, int(index))
+    jax.distributed.initialize(coordinator, count, index)
+
+
+def _whole_number(name: str, example: int) -> int | None:
+    """The value of an environment variable; None if it is unset or empty."""
+    text = os.environ.get(name, "")
+    if text and not text.isdecimal():
+        raise ConfigError(f"{name}={text} must be a whole number. Set it to {example}, for example, or unset it.")
+    return int(text) if text else None
+
+
+def accelerator_present() -> bool:
+    """Whether the system has device files of a GPU or TPU; known without starting any device."""
+    return any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd"))
 
 
 def keep_host_memory() -> bool:
     """Makes glibc keep the memory it has got from the system; for a process that computes on the CPU.
+
+    To be called before the CPU device is started: its threads would already have arenas of their own, which go on as before.
 
     XLA frees and takes its temporary memory, gigabytes, in every step. By default the system maps and zeroes new pages
     each time, which took a fifth to a third of a training step. With this the process keeps the size of its peak, as it would

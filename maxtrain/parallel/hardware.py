@@ -10,13 +10,14 @@ from data_pipeline.errors import ConfigError
 
 # Dense bf16 TFLOP/s of one device as jax counts devices, from the makers' data sheets (no sparsity). First match counts.
 PEAK_TFLOPS = (
+    ("gb200", 2500.0),
     ("b200", 2250.0),
     ("h200", 989.5),
     ("h100 pcie", 756.5),
+    ("h100 nvl", 835.5),
     ("h100", 989.5),
     ("a100", 312.0),
-    ("tpu v7x", 1153.5),  # a device is one of the chip's two chiplets
-    ("tpu v7", 1153.5),
+    ("tpu7x", 1153.5),  # a device is one of the chip's two chiplets
     ("tpu v6", 918.0),
     ("tpu v5p", 459.0),
     ("tpu v5 lite", 197.0),

@@ -1,0 +1,1 @@
+"""Measured figures, with the hardware named. Imports the packages, never the reverse."""

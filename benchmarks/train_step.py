@@ -1,0 +1,191 @@
+"""What a training step costs on a fixed workload, in bfloat16 and float32, without remat and with full remat.
+
+    python -m benchmarks.train_step [--write] [--steps 8] [--where]
+
+The workload never changes, so that figures can be compared over time: vocabulary 32,000, width 512, 8 layers, 8 heads of
+64, SwiGLU 1,376, batch 8 x 512, AdamW, float32 masters. The variants of one call take turns step by step: machines drift,
+ratios within a call do not. `--where` adds a table of the kinds of work that fill a bfloat16 step, from XLA's own profile.
+"""
+
+import argparse
+import collections
+import dataclasses
+import glob
+import gzip
+import json
+import os
+import platform
+import re
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from maxtrain.models.cost import token_flops
+from maxtrain.parallel.batches import BatchLayout
+from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
+from maxtrain.parallel.hardware import measure_matmul
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.objective import next_token
+from maxtrain.training.optimizer import make_optimizer, make_schedule
+from maxtrain.training.state import abstract_model, abstract_state, create_state
+from maxtrain.training.step import make_train_step
+
+RESULTS = Path(__file__).parent / "results" / "train_step.md"
+ROWS, LENGTH = 8, 512
+MODEL = ModelConfig(
+    vocab_size=32_000, num_layers=8, embed_dim=512, mlp_dim=1376, num_heads=8, num_kv_heads=8, scan_layers=False, loss_chunk=512
+)
+VARIANTS = (("bfloat16", "none"), ("float32", "none"), ("bfloat16", "full"), ("float32", "full"))
+
+
+class Variant:
+    """The step of one number format and remat policy, compiled, with its state and batch."""
+
+    def __init__(self, compute: str, remat: Any):
+        model, precision = dataclasses.replace(MODEL, remat=remat), PrecisionConfig(compute=compute)  # type: ignore[arg-type]
+        self.compute, self.remat = compute, remat
+        mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
+        with jax.set_mesh(mesh):
+            graphdef, params = abstract_model(model, precision, mesh)
+            config = OptimizerConfig()
+            optimizer, schedule = make_optimizer(config, 1000), make_schedule(config, 1000)
+            abstract = abstract_state(params, optimizer, mesh)
+            self.state = create_state(abstract, model, precision, optimizer, 0)
+            ids = np.random.default_rng(0).integers(0, 32_000, (ROWS, LENGTH + 1)).astype(np.int32)
+            ones = np.ones((ROWS, LENGTH), np.int32)
+            arrays = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": ones, "loss_mask": ones.astype(np.float32)}
+            arrays["positions"] = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
+            self.batch = BatchLayout(mesh, ROWS, LENGTH).to_global(arrays)
+            step = make_train_step(abstract, graphdef, next_token, optimizer, schedule, 1)
+            start = time.perf_counter()
+            self.compiled = step.lower(self.state, self.batch).compile()
+            self.compile_seconds = time.perf_counter() - start
+        self.temp_bytes = self.compiled.memory_analysis().temp_size_in_bytes
+        self.seconds: list[float] = []
+
+    def run(self) -> float:
+        """Seconds of one step, result waited for."""
+        start = time.perf_counter()
+        self.state, metrics = self.compiled(self.state, self.batch)
+        metrics["loss"].block_until_ready()
+        return time.perf_counter() - start
+
+
+def processor() -> str:
+    """Name of the accelerator, or of the CPU with the cores that this process may use."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    found = re.search(r"model name\s*: (.+)", text)
+    amx = ", AMX" if "amx_bf16" in text else ""
+    return f"{found[1] if found else platform.processor()}, {len(os.sched_getaffinity(0))} cores{amx}"
+
+
+def table(variants: list[Variant], peaks: dict[str, float]) -> str:
+    """Markdown, a row a variant."""
+    flops = token_flops(MODEL, LENGTH).causal * ROWS * LENGTH
+    lines = [
+        "| inputs | remat | ms/step | tokens/s | GFLOP/s | share of matmul rate | compile s | temporary MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for v in variants:
+        s = statistics.median(v.seconds)
+        lines.append(
+            f"| {v.compute} | {v.remat} | {s * 1e3:,.0f} | {ROWS * LENGTH / s:,.0f} | {flops / s / 1e9:,.0f} | "
+            f"{flops / s / peaks[v.compute]:.0%} | {v.compile_seconds:.1f} | {v.temp_bytes >> 20:,} |"
+        )
+    return "\n".join(lines)
+
+
+def where(variant: Variant) -> str:
+    """A table of the kinds of work in a step: thread milliseconds by kind of XLA operation."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            variant.run()
+        (path,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
+        with gzip.open(path) as file:
+            events = json.load(file)["traceEvents"]
+    instruction = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+ .*op_name=\"([^\"]*)\"", re.MULTILINE)
+    known = {name: op for name, op in instruction.findall(variant.compiled.as_text()) if "while" not in name}
+    milliseconds: collections.Counter[str] = collections.Counter()
+    for event in events:
+        if event.get("ph") == "X" and event["name"] in known:
+            milliseconds[kind(event["name"], known[event["name"]])] += event["dur"] / 1e3
+    total = sum(milliseconds.values())
+    lines = ["| work in a bfloat16 step | thread ms | share |", "|---|---|---|"]
+    return "\n".join(lines + [f"| {k} | {v:,.0f} | {v / total:.0%} |" for k, v in milliseconds.most_common()])
+
+
+def kind(name: str, op: str) -> str:
+    """What an XLA operation belongs to, from its place in the model."""
+    attention = re.search(r"z[mhs]+,z[mhs]+->z", op)
+    if "while/body" in op:
+        return "head and loss: products" if "dot_general" in op else "head and loss: everything else"
+    if attention:
+        return "attention: products"
+    if "dot_general" in op:
+        return "layers: products with weights"
+    return "softmax" if "exp" in name or "/exp" in op else "norms, rope, silu, casts, copies, AdamW"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} in benchmarks/results")
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of each variant, after two that are not")
+    parser.add_argument("--where", action="store_true", help="also say where the time of a bfloat16 step goes (CPU)")
+    options = parser.parse_args(argv)
+    if options.where:  # read by XLA when it first compiles
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_xprof_traceme=true"
+    if not accelerator_present():
+        keep_host_memory()
+    variants = []
+    for compute, remat in VARIANTS:
+        print(f"compiling {compute}, remat {remat}", file=sys.stderr)
+        variants.append(Variant(compute, remat))
+    peaks = {compute: [measure_matmul(compute)] for compute in ("bfloat16", "float32")}
+    for step in range(options.steps + 2):
+        for variant in variants:
+            seconds = variant.run()
+            variant.seconds += [seconds] if step >= 2 else []
+        for compute, found in peaks.items():
+            found.append(measure_matmul(compute, 0.1))
+        print(f"step {step + 1} of {options.steps + 2}", file=sys.stderr)
+    rates = {compute: statistics.median(found) for compute, found in peaks.items()}
+    fast, slow = (statistics.median(v.seconds) for v in variants[:2])
+    text = "\n".join(
+        [
+            "# Training step, fixed workload",
+            "",
+            f"`python -m benchmarks.train_step{' --where' if options.where else ''} --write` on {processor()}; "
+            f"Python {platform.python_version()}, jax {jax.__version__}. Medians of {options.steps} steps that took turns. "
+            "Vocabulary 32,000, width 512, 8 layers, 8 heads of 64, SwiGLU 1,376, batch 8 x 512, AdamW, float32 masters. "
+            "GFLOP/s count causal attention, and no recomputation.",
+            "",
+            table(variants, rates),
+            "",
+            f"bfloat16 is {slow / fast:.2f} times as fast as float32. Products alone (4096 x 512 x 1376, float32 accumulation, "
+            f"measured between the steps): {rates['bfloat16'] / 1e9:,.0f} GFLOP/s in bfloat16, {rates['float32'] / 1e9:,.0f} "
+            "in float32. Peak memory of the process with all four states: "
+            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB.",
+            *(["", where(variants[0])] if options.where else []),
+            "",
+        ]
+    )
+    print(text)
+    if options.write:
+        RESULTS.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
