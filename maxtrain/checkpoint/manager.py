@@ -119,10 +119,8 @@ class Checkpoints:
         path, commit, record = self._open(step)
         names, leaves, treedef = _flatten(abstract_state)
         if differences := _differences(commit["arrays"], dict(zip(names, leaves)), partial):
-            mend = (
-                f"Set the config back to the one saved in {path / 'record.json'}, or set run_name to a new name to start afresh"
-            )
-            raise ConfigError(f"{path} holds another state than this config makes:\n{differences}\n{mend}.")
+            mend = f"Set the config back to that of {path / 'record.json'}, or set run_name to a new name to start afresh."
+            raise ConfigError(f"{path} holds another state than this config makes:\n{differences}\n{mend}")
         home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = [getattr(leaf, "sharding", None) or home for leaf in leaves]
         targets = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for n, x, s in zip(names, leaves, shardings)}
@@ -135,10 +133,8 @@ class Checkpoints:
     def wait(self) -> None:
         """Return when the last save is complete on the disk, for all processes.
 
-        If writing arrays fails in one process alone, the others notice by Orbax's limit of 20 minutes.
-
         Raises:
-            StorageError: it failed, here or in another process. Earlier checkpoints are untouched.
+            StorageError: it failed, here or in another process (noticed after Orbax's limit of 20 minutes).
         """
         pending, self._pending = self._pending, None
         failure = pending.exception() if pending else None

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config.keys import choices, show
+from maxtrain.config.keys import choices
 from maxtrain.config.schema import MeshConfig, RunConfig
 
 _LIMITS = (("low", operator.lt, "at least"), ("above", operator.le, "more than"), ("high", operator.gt, "at most"))
@@ -47,11 +47,9 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
     sizes = {key: size for key, size in axes.items() if size > 0}
     product, free = math.prod(sizes.values()), [key for key in axes if key not in sizes]
     if num_devices % product or not (free or product == num_devices):
-        mends = []
-        for key, size in sizes.items():
-            share, rest = divmod(num_devices, product // size)
-            if not rest:  # so changing this axis alone is enough
-                mends.append(f"{key} to {_near(size, _divisors(share)) if free else share}")
+        shares = {key: num_devices * size / product for key, size in sizes.items()}  # changing one axis alone may be enough
+        whole = {key: int(share) for key, share in shares.items() if share % 1 == 0}
+        mends = [f"{key} to {_near(sizes[key], _divisors(share)) if free else share}" for key, share in whole.items()]
         rule = f"= {product} must {'divide' if free else 'be'} the number of devices, {num_devices}"
         mend = ", or ".join(mends) or f"{' and '.join(sizes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
         raise ConfigError(f"{' x '.join(f'{key}={size}' for key, size in sizes.items())} {rule}. Set {mend}.")
@@ -98,10 +96,6 @@ def _model(c: RunConfig) -> Iterator[str]:
     if c.data.seq_length > m.max_length:
         mend = f"Set data.seq_length={m.max_length} or less, or model.max_length={c.data.seq_length}"
         yield f"data.seq_length={c.data.seq_length} must be at most model.max_length={m.max_length}. {mend}."
-    low, high = m.rope_low_freq_factor, m.rope_high_freq_factor
-    if m.rope_scaling == "llama3" and high <= low:
-        mend = "Set them to 1 and 4, as Llama 3 does"
-        yield f"model.rope_low_freq_factor={low} must be less than model.rope_high_freq_factor={high}. {mend}."
 
 
 def _optimizer(c: RunConfig) -> Iterator[str]:
@@ -134,8 +128,6 @@ def _mesh(c: RunConfig) -> Iterator[str]:
     if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         mend = f"Set mesh.process_id to at most {mesh.num_processes - 1}; it counts from 0"
         yield f"mesh.process_id={mesh.process_id} must be less than mesh.num_processes={mesh.num_processes}. {mend}."
-    if mesh.coordinator is not None and not re.fullmatch(r".+:\d+", mesh.coordinator):
-        yield f"mesh.coordinator={show(mesh.coordinator)} must be host:port. Set for example mesh.coordinator=10.0.0.1:8476."
 
 
 def _parts(c: RunConfig) -> Iterator[str]:

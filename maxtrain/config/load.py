@@ -4,6 +4,7 @@ A config file is Python with `get_config()`, which returns `default_config()` wi
 resolved config in a run directory. Types are checked here, alike for all of them.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -93,8 +94,13 @@ def load_config(argv: Sequence[str]) -> RunConfig:
     for path, text in given.items():
         if (kind := find(path)) is None:
             problems.append((path, unknown(path)))
-        else:
-            _put(tree, path, _from_text(kind, text))
+            continue
+        *parents, leaf = path.split(".")
+        node = tree
+        for part in parents:
+            node[part] = node.get(part) or {}  # a section left empty in YAML is null
+            node = node[part] if isinstance(node[part], dict) else {}  # if not, it is complained about below
+        node[leaf] = _from_text(kind, text)
     return _checked(tree, problems)
 
 
@@ -140,10 +146,8 @@ def _read(reference: str) -> dict:
         close = difflib.get_close_matches(reference, shipped, 1)
         mend = f"Did you mean config={close[0]}? {_available()}" if close else _available()
         raise ConfigError(f"config={reference} is neither a known name nor a .py or .yaml file. {mend}.")
-    return _read_python(path) if path.suffix == ".py" else _read_yaml(path)
-
-
-def _read_yaml(path: Path) -> dict:
+    if path.suffix == ".py":
+        return _read_python(path)
     try:
         raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -179,18 +183,6 @@ def _from_text(kind: Any, text: str) -> Any:
         return yaml.load(listed, _Loader)
     except yaml.YAMLError:
         return text
-
-
-def _put(tree: dict, path: str, value: Any) -> None:
-    """Set a key. Something else in place of its section stays, so that it is complained about."""
-    head, _, rest = path.partition(".")
-    if not rest:
-        tree[head] = value
-        return
-    if tree.get(head) is None:
-        tree[head] = {}
-    if isinstance(tree[head], dict):
-        _put(tree[head], rest, value)
 
 
 def _checked(tree: dict, problems: _Problems) -> RunConfig:
@@ -249,13 +241,9 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
         if isinstance(text, str) and text in inner:
             return text
     elif inner and origin not in (tuple, dict):  # a union
-        details = []
         for option in inner:
-            try:
+            with contextlib.suppress(ValueError):
                 return _convert(option, raw, path, problems)
-            except ValueError as error:
-                details.append(str(error))
-        raise ValueError(max(details, key=len))
     elif kind is type(raw) and kind in (bool, str, type(None)):
         return raw
     elif kind is bool and isinstance(raw, str) and raw.lower() in ("true", "false"):

@@ -14,8 +14,7 @@ from rich.text import Text
 
 from maxtrain.observe import human
 
-_GREEN, _PURPLE, _GREY = "#0d9488", "#9333ea", "#6b7280"
-_BRAILLE = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # bits of the dots, by line and column
+_BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: str, subtitle: str = "") -> None:
@@ -31,10 +30,10 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: s
 
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
-    figure = Figure(figsize=(9, 6.2), dpi=150, layout="constrained")
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
+    figure = Figure(figsize=(9, 7), dpi=150, layout="constrained")
+    top, speed, rate = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
     top.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=22, parse_math=False)
-    top.annotate(subtitle, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", color=_GREY, size=9)
+    top.annotate(subtitle, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", size=9)
     steps, losses = _columns(train, "loss")
     top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
     top.plot(steps, _smooth(losses), label="train, smoothed")
@@ -43,22 +42,15 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: s
         last = f", at the end {values[-1]:.4f}" if len(values) else ""
         top.plot(steps, values, ":o", markersize=5, label=f"eval {name}{last}")
     top.legend(loc="upper right", frameon=False)
-    top.set_ylabel("loss, nats per token")
-    right = bottom.twinx()
-    for axes, name, label, color in (
-        (bottom, "tokens_per_second", "tokens/s", _GREEN),
-        (right, "learning_rate", "learning rate", _PURPLE),
-    ):
-        axes.plot(*_columns(train, name), color=color)
-        axes.set_ylim(bottom=0)
-        axes.set_ylabel(label, color=color)
-    bottom.yaxis.set_major_formatter(lambda value, _: human.count(value))
-    right.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    bottom.set_xlabel("step")
-    for axes in (top, bottom, right):
-        axes.spines[["top", "left", "right"]].set_visible(False)
-        axes.tick_params(length=0)
-        axes.grid(axis="y", color="none" if axes is right else "#e5e7eb")
+    speed.plot(*_columns(train, "tokens_per_second"), color="C2")
+    rate.plot(*_columns(train, "learning_rate"), color="C4")
+    for axes, label in ((top, "loss, nats per token"), (speed, "tokens/s"), (rate, "learning rate")):
+        axes.set_ylabel(label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
+    speed.set_ylim(bottom=0)
+    speed.yaxis.set_major_formatter(lambda value, _: human.count(value))
+    rate.set_xlabel("step")
     beside = Path(f"{path}.partial")
     figure.savefig(beside, format="png")
     os.replace(beside, path)
@@ -78,7 +70,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height: int = 12) -> str:
-    """A line chart in braille characters, two by four dots each, with labels on both axes.
+    """The area below a curve in block characters, with labels on both axes.
 
     Args:
         steps: horizontal positions, ascending.
@@ -94,27 +86,17 @@ def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height:
     if len(y) < 2 or x[0] == x[-1]:
         return ""
     low, spread = y.min(), np.ptp(y) or 1.0
-    every = max(1, (height - 1) // 4)
-    labels = ["" if row % every else f"{low + spread * (1 - row / (height - 1)):.4g}" for row in range(height)]
+    labels = [f"{low + spread * (row + 1) / height:.4g}" if row % 3 == 2 else "" for row in range(height)]
     gutter = max(map(len, labels))
     columns = max(8, width - gutter - 2)
-    # One height for each column of dots: the mean of its points, or the line between its neighbours.
-    column = np.round((x - x[0]) / (x[-1] - x[0]) * (2 * columns - 1)).astype(int)
-    counts, sums = np.bincount(column), np.bincount(column, y)
-    filled = np.flatnonzero(counts)
-    line = np.interp(np.arange(2 * columns), filled, sums[filled] / counts[filled])
-    dots = np.round((1 - (line - low) / spread) * (4 * height - 1)).astype(int)
-    cells = np.zeros((height, columns), int)
-    for i, dot in enumerate(dots):
-        before = dots[max(i - 1, 0)]
-        for j in range(min(before + 1, dot), max(before - 1, dot) + 1):  # down or up from the neighbour, to join the dots
-            cells[j // 4, i // 2] |= _BRAILLE[j % 4][i % 2]
-    rows = [
-        f"{label:>{gutter}} {'┤' if label else '│'}{''.join(chr(0x2800 + cell) for cell in line)}"
-        for label, line in zip(labels, cells)
+    line = np.interp(np.linspace(x[0], x[-1], columns), x, _smooth(y))
+    eighths = np.ceil((line - low) / spread * 8 * height).astype(int).clip(1)
+    lines = [
+        f"{labels[row]:>{gutter}} {'┤' if labels[row] else '│'}{''.join(_BLOCKS[n] for n in (eighths - 8 * row).clip(0, 8))}"
+        for row in reversed(range(height))
     ]
     first, last = f"{x[0]:,.0f}", f"step {x[-1]:,.0f}"
-    return "\n".join([*rows, f"{'':{gutter}} └{'─' * columns}", f"{'':{gutter + 2}}{first}{last:>{columns - len(first)}}"])
+    return "\n".join([*lines, f"{'':{gutter}} └{'─' * columns}", f"{'':{gutter + 2}}{first}{last:>{columns - len(first)}}"])
 
 
 def summary(
