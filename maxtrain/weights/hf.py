@@ -26,8 +26,10 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 
 _TABLE_ROWS = 40
+_AGAIN = "Get the file again from where the model is"
 # What a run may choose for itself; the rest of a ModelConfig is a property of the weights.
-_FREE = ("max_length", "init_scale", "attention", "scan_layers", "remat", "loss_chunk")
+_FREE = {"max_length", "init_scale", "attention", "scan_layers", "remat", "loss_chunk"}
+_LLAMA3_ROPE = {"rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"}
 
 
 def load_pretrained(
@@ -59,13 +61,14 @@ def load_pretrained(
 def read_config(directory: str | Path) -> ModelConfig:
     """The ModelConfig of a Hugging Face directory; raises DataError for what is missing or not supported."""
     path = Path(directory).expanduser() / "config.json"
-    values = _read_json(path, "Name a directory with config.json and model.safetensors, as downloaded from Hugging Face.")
-    named = values.get("architectures")
-    families = [family for family in FAMILIES.values() if [family.architecture] == named]
-    if not families:
-        known = ", ".join(family.architecture for family in FAMILIES.values())
-        raise DataError(f"{path}: architectures={named} is not known here. Choose a model of one of: {known}.")
-    return families[0].read(Settings(values, path))
+    values = _read_json(path)
+    for name, family in FAMILIES.items():
+        if [family.architecture] == values.get("architectures"):
+            return dataclasses.replace(family.read(Settings(values, path)), family=name)
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    raise DataError(
+        f"{path}: architectures={values.get('architectures')} is not known here. Choose a model of one of: {known}."
+    )
 
 
 def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) -> nnx.State:
@@ -81,7 +84,7 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
 
     Raises:
         ConfigError: the directory's model is not the one that `config` describes.
-        DataError: tensors are missing, left over or misshapen, or a file can't be read.
+        DataError: as `load_pretrained`.
     """
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
@@ -89,7 +92,7 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
     table, (flat, treedef) = family.tensors(config), jax.tree_util.tree_flatten_with_path(params)
     leaves = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in flat}
     assert leaves.keys() == table.keys(), leaves.keys() ^ table.keys()
-    _check_tensors(directory, files, {name: (table[name], leaf.shape) for name, leaf in leaves.items()}, family.ignored)
+    _check_tensors(directory, files, [(table[name], leaf.shape) for name, leaf in leaves.items()], family.ignored)
 
     def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         def read(index: tuple[slice, ...]) -> np.ndarray:
@@ -97,7 +100,8 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
             out = np.empty([len(part) for part in parts], leaf.dtype)
             for place in np.ndindex(*out.shape[: tensor.stacked]):
                 name = tensor.name.format(*(part[i] for part, i in zip(parts, place)))
-                out[place] = _read_part(files[name].get_slice(name), tensor, leaf.shape, parts[tensor.stacked :])
+                inner = (leaf.shape[tensor.stacked :], parts[tensor.stacked :])
+                out[place] = _read_part(files[name].get_slice(name), tensor.inputs, *inner)
             return out
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
@@ -105,89 +109,77 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
     return jax.tree.unflatten(treedef, [load(table[name], leaf) for name, leaf in leaves.items()])
 
 
-def _read_part(there: Any, tensor: Tensor, shape: tuple[int, ...], parts: list[range]) -> np.ndarray:
-    """The part of one tensor that makes the part `parts` of ours, without its stacked dims."""
-    if tensor.inputs is None:
-        return there[tuple(slice(part.start, part.stop) for part in parts)]
-
-    def span(first: int, stop: int) -> tuple[slice, list[int]]:
-        """Where a group of our dims lies in one dim there, all of it but for the group's first dim; and its shape."""
-        rest, outer = list(shape[tensor.stacked :][first + 1 : stop]), parts[first]
-        return slice(outer.start * math.prod(rest), outer.stop * math.prod(rest)), [len(outer), *rest]
-
-    (columns, inputs), (rows, outputs) = span(0, tensor.inputs), span(tensor.inputs, len(parts))
-    whole = there[rows, columns].T.reshape(inputs + outputs)
-    firsts = (0, tensor.inputs)
-    return whole[tuple(slice(None) if i in firsts else slice(part.start, part.stop) for i, part in enumerate(parts))]
+def _read_part(there: Any, inputs: int | None, dims: tuple[int, ...], parts: list[range]) -> np.ndarray:
+    """The ranges `parts` of our dims, out of one tensor there; of dims that share one there, the first bounds what is read."""
+    inner = [slice(part.start, part.stop) for part in parts]
+    if inputs is None:
+        return there[tuple(inner)]
+    spans, shape = [], []
+    for first, stop in ((inputs, len(dims)), (0, inputs)):
+        step = math.prod(dims[first + 1 : stop])
+        spans.append(slice(parts[first].start * step, parts[first].stop * step))
+        shape = [len(parts[first]), *dims[first + 1 : stop], *shape]
+        inner[first] = slice(None)
+    return there[tuple(spans)].T.reshape(shape)[tuple(inner)]
 
 
-def _read_json(path: Path, mend: str) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return values
+        raise ValueError("no object")
     except OSError as error:
+        mend = "Name a directory with config.json and model.safetensors, as downloaded from Hugging Face."
         raise DataError(f"{path}: can't be read ({error.strerror}). {mend}") from error
     except ValueError as error:
-        raise DataError(f"{path}: is not JSON ({error}). Get the file again from where the model is.") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: must hold a JSON object. Get the file again from where the model is.")
-    return values
+        raise DataError(f"{path}: is not a JSON object ({error}). {_AGAIN}.") from error
 
 
 def _open(directory: Path) -> dict[str, Any]:
     """Each tensor's name and the open file that has it."""
-    index, names = directory / "model.safetensors.index.json", {"model.safetensors"}
+    index, names, files = directory / "model.safetensors.index.json", {"model.safetensors"}, {}
     if index.exists():
-        names = set(_read_json(index, "Check its permissions.").get("weight_map", {}).values())
-    files = {}
-    for name in sorted(names):
+        names = set(_read_json(index).get("weight_map", {}).values())
+    for path in sorted(directory / name for name in names):
         try:
-            file = safe_open(directory / name, "numpy")
+            file = safe_open(path, "numpy")
         except (OSError, SafetensorError) as error:
             what = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read ({error})"
-            raise DataError(
-                f"{directory / name}: {what}. Get the file again from where the model is; weights in another format are turned "
-                "into this one by save_pretrained(..., safe_serialization=True) of transformers."
-            ) from error
+            mend = "save_pretrained(..., safe_serialization=True) of transformers makes it of weights in another format"
+            raise DataError(f"{path}: {what}. {_AGAIN}; {mend}.") from error
         files |= dict.fromkeys(file.keys(), file)
     return files
 
 
 def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -> None:
     """Raises ConfigError with one problem for each key that differs."""
-    here, there = ({**dataclasses.asdict(config), "head_dim": head_dim(config)} for config in (ours, theirs))
-    unused = set() if theirs.rope_scaling == ours.rope_scaling == "llama3" else {k for k in here if re.match("rope_[flho]", k)}
-    keys = [key for key in here if key not in _FREE and key not in unused and here[key] != there[key]]
-    if keys:
-        rows = (
-            f"model.{key}={here[key]} must be {there[key]}, as in {directory}. Set model.{key}={there[key]}." for key in keys
-        )
-        raise ConfigError(list(rows))
-
-
-def _check_tensors(
-    directory: Path, files: dict[str, Any], ours: dict[str, tuple[Tensor, tuple[int, ...]]], ignored: str
-) -> None:
-    """Raises DataError with a table of tensors that are missing, left over, of another shape or no plain floats."""
-    problems, expected = [], set()
-    for tensor, shape in ours.values():
-        for place in np.ndindex(*shape[: tensor.stacked]):
-            name, wanted = tensor.name.format(*place), tensor.shape(shape)
-            expected.add(name)
-            if name not in files:
-                problems.append((name, "missing", f"{list(wanted)} expected"))
-                continue
-            there = files[name].get_slice(name)
-            if tuple(there.get_shape()) != wanted:
-                problems.append((name, "wrong shape", f"{there.get_shape()}, {list(wanted)} expected"))
-            elif there.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-                problems.append((name, "wrong dtype", f"{there.get_dtype()}, a float of 16 or more bits expected"))
-    extra = [name for name in files if name not in expected and not re.fullmatch(ignored, name)]
-    problems += [(name, "extra", str(files[name].get_slice(name).get_shape())) for name in extra]
+    here, there = (dataclasses.asdict(config) | {"head_dim": head_dim(config)} for config in (ours, theirs))
+    unused = _FREE if theirs.rope_scaling == "llama3" else _FREE | _LLAMA3_ROPE
+    problems = [
+        f"model.{key}={value} must be {there[key]}, as in {directory}. Set model.{key}={there[key]}."
+        for key, value in here.items()
+        if key not in unused and value != there[key]
+    ]
     if problems:
-        width = max(len(name) for name, _, _ in problems)
-        rows = [f"\n    {name:<{width}}  {what:<11}  {detail}" for name, what, detail in sorted(problems)[:_TABLE_ROWS]]
-        more = f"\n    ... and {len(problems) - _TABLE_ROWS} more" if len(problems) > _TABLE_ROWS else ""
-        raise DataError(
-            f"{directory}: the tensors are not those that its config.json describes:{''.join(rows)}{more}\nGet the directory "
-            "again, config.json and all its weights, from where the model is."
-        )
+        raise ConfigError(problems)
+
+
+def _check_tensors(directory: Path, files: dict[str, Any], ours: list[tuple[Tensor, tuple[int, ...]]], ignored: str) -> None:
+    """Raises DataError with a table of tensors that are missing, left over, of another shape or no plain floats."""
+    wanted = {t.name.format(*place): t.shape(shape) for t, shape in ours for place in np.ndindex(*shape[: t.stacked])}
+    problems = [(name, "missing", f"{list(shape)} expected") for name, shape in wanted.items() if name not in files]
+    for name, file in files.items():
+        there = file.get_slice(name)
+        shape, dtype = there.get_shape(), there.get_dtype()
+        if name not in wanted:
+            if not re.fullmatch(ignored, name):
+                problems.append((name, "extra", f"{shape}"))
+        elif tuple(shape) != wanted[name]:
+            problems.append((name, "wrong shape", f"{shape}, {list(wanted[name])} expected"))
+        elif dtype not in ("F64", "F32", "F16", "BF16"):
+            problems.append((name, "wrong dtype", f"{dtype}, a float of 16 or more bits expected"))
+    if problems:
+        rows = [f"\n    {name}  {what}: {detail}" for name, what, detail in sorted(problems)]
+        rows[_TABLE_ROWS:] = [f"\n    ... and {len(rows) - _TABLE_ROWS} more"] if len(rows) > _TABLE_ROWS else []
+        raise DataError(f"{directory}: its tensors are not those that its config.json describes:{''.join(rows)}\n{_AGAIN}.")

@@ -74,10 +74,10 @@ def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     model, _ = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
     reference = np.load(PARITY / case / "reference.npz")
     prompts, expected = reference["tokens"].tolist(), reference["greedy"][:, reference["tokens"].shape[1] :]
-    np.testing.assert_array_equal(generate(model, prompts, max_tokens=expected.shape[1], temperature=0.0).tokens, expected)
+    np.testing.assert_array_equal(generate(model, prompts, max_tokens=expected.shape[1], temperature=0.0), expected)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 8}])
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}, {"fsdp": 8}])
 def test_weights_split_over_a_mesh_are_the_same_bits(axes):
     mesh = make_mesh(MeshConfig(**axes))
     for case in CASES[::2]:
@@ -217,10 +217,10 @@ def test_a_window_that_qwen3_does_not_use_is_no_obstacle(tmp_path):
 
 NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
 REFUSED_TENSORS = [
-    ({NORM: None}, r"model.norm.weight +missing +\[48\] expected"),
-    ({"model.layers.3.mlp.up_proj.bias": np.ones(3, np.float32)}, r"layers.3.mlp.up_proj.bias +extra +\[3\]"),
-    ({DOWN: np.ones((80, 48), np.float32)}, r"down_proj.weight +wrong shape +\[80, 48\], \[48, 80\] expected"),
-    ({NORM: np.ones(48, np.int8)}, r"model.norm.weight +wrong dtype +I8, a float"),
+    ({NORM: None}, r"model.norm.weight  missing: \[48\] expected"),
+    ({"model.layers.3.mlp.up_proj.bias": np.ones(3, np.float32)}, r"layers.3.mlp.up_proj.bias  extra: \[3\]"),
+    ({DOWN: np.ones((80, 48), np.float32)}, r"down_proj.weight  wrong shape: \[80, 48\], \[48, 80\] expected"),
+    ({NORM: np.ones(48, np.int8)}, r"model.norm.weight  wrong dtype: I8, a float"),
 ]
 
 
@@ -229,15 +229,15 @@ def test_other_tensors_than_expected_are_listed(copy, changes, message):
     change_tensors(copy, **changes)
     with pytest.raises(DataError, match=message) as caught:
         load_pretrained(copy)
-    assert "Get the directory again" in str(caught.value)
+    assert "Get the file again" in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("config.json", None, r"config.json: can't be read \(No such file or directory\). Name a directory with config.json"),
-        ("config.json", b"{", "config.json: is not JSON"),
-        ("config.json", b"[]", "must hold a JSON object"),
+        ("config.json", b"{", "config.json: is not a JSON object .*Get the file again"),
+        ("config.json", b"[]", "config.json: is not a JSON object"),
         ("model.safetensors", None, "model.safetensors: is missing. Get the file again .*save_pretrained"),
         ("model.safetensors", b"\x10" * 200, "model.safetensors: can't be read"),
     ],

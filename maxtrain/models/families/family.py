@@ -15,9 +15,9 @@ class Tensor(NamedTuple):
     """Where a parameter stands in a Hugging Face checkpoint.
 
     Args:
-        name: of the tensor, with one `{}` for each leading dim of ours that is stacked from several tensors.
-        inputs: how many of the dims after the stacked ones are a matrix's inputs; there it is [outputs, inputs], each side
-            one dim. None: as it is here.
+        name: with one `{}` for each leading dim of ours that is stacked from several tensors.
+        inputs: how many of the further dims are a matrix's inputs, which there is [outputs, inputs], each side one dim;
+            None: it is as here.
     """
 
     name: str
@@ -29,25 +29,20 @@ class Tensor(NamedTuple):
         return self.name.count("{}")
 
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of each tensor there, of a parameter's shape here."""
+        """Shape of each tensor there, from the parameter's shape here."""
         dims = ours[self.stacked :]
         return dims if self.inputs is None else (math.prod(dims[self.inputs :]), math.prod(dims[: self.inputs]))
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A config.json, read key by key; what the decoder can't do is refused.
-
-    Args:
-        values: its content.
-        path: of the file, for messages.
-    """
+    """A config.json (`values`) read key by key; all methods raise DataError for what the decoder can't do."""
 
     values: Mapping[str, Any]
     path: Path
 
     def number(self, name: str, default: Any = None, kind: type = int) -> Any:
-        """A number above 0; raises DataError if it is something else, or if it is missing or null without a default."""
+        """A number above 0; the default stands in for a missing key and for null."""
         value = default if self.values.get(name) is None else self.values[name]
         if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
             what = "an integer" if kind is int else "a number"
@@ -55,33 +50,28 @@ class Settings:
         return kind(value)
 
     def require(self, name: str, *allowed: Any) -> None:
-        """Raises DataError if a key is there, not null, and none of `allowed`."""
+        """A key may be missing or null, or else one of `allowed`."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
             need = " or ".join(map(repr, allowed)) or "null"
             raise DataError(f"{self.path}: {name}={value!r} is not supported, only {need}. Choose a model with {name}={need}.")
 
     def rope(self, max_length: int) -> dict[str, Any]:
-        """The rope keys of a ModelConfig: of `rope_parameters`, or of `rope_scaling` and `rope_theta` beside it."""
+        """The rope keys of a ModelConfig: of `rope_parameters`, or of `rope_scaling` with `rope_theta` beside it."""
         given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else given
         if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in given.values()):
             raise DataError(
-                f"{self.path}: rope_parameters (or rope_scaling) {given} are not supported, only one set for all layers, of type "
-                "'default' or 'llama3'. Choose a model with one of these."
+                f"{self.path}: rope_parameters (or rope_scaling) {given} are not supported, only one set for all layers, of "
+                "type 'default' or 'llama3'. Choose a model with one of these."
             )
         inner = Settings({**self.values, **given}, self.path)
         inner.require("partial_rotary_factor", 1.0)
         rope = {"rope_theta": inner.number("rope_theta", 10_000.0, float)}
-        if kind == "default":
-            return rope
-        return rope | {
-            "rope_scaling": kind,
-            "rope_factor": inner.number("factor", kind=float),
-            "rope_low_freq_factor": inner.number("low_freq_factor", kind=float),
-            "rope_high_freq_factor": inner.number("high_freq_factor", kind=float),
-            "rope_original_length": inner.number("original_max_position_embeddings", max_length),
-        }
+        if kind == "llama3":
+            rope |= {f"rope_{k}": inner.number(k, kind=float) for k in ("factor", "low_freq_factor", "high_freq_factor")}
+            rope["rope_original_length"] = inner.number("original_max_position_embeddings", max_length)
+        return rope | {"rope_scaling": "none" if kind == "default" else kind}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +81,7 @@ class Family:
     Args:
         architecture: the class name in Hugging Face configurations.
         block: where its layers differ from plain Llama.
-        read: a ModelConfig of a config.json; raises DataError for what the decoder can't do.
+        read: the ModelConfig of a config.json.
         tensors: of a ModelConfig, where each of our parameters (by its dotted path) stands in a checkpoint.
         ignored: regular expression of tensors that may be there and are not read.
     """

@@ -10,36 +10,33 @@ IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 
 
 def read_config(settings: Settings) -> ModelConfig:
-    """A ModelConfig of Llama's config.json, with the defaults of Hugging Face for keys that are missing."""
-    for name, allowed in {
-        "hidden_act": ("silu", "swish"),
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
-        "sliding_window": (),
-        "quantization_config": (),
-    }.items():
-        settings.require(name, *allowed)
-    layers, embed, heads = (settings.number(f"{n}") for n in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
+    """The ModelConfig of Llama's config.json, with Hugging Face's defaults for keys that are missing."""
+    number = settings.number
+    layers, heads, embed = number("num_hidden_layers"), number("num_attention_heads"), number("hidden_size")
+    kv_heads, size = number("num_key_value_heads", heads), number("head_dim", embed // heads)
+    length = number("max_position_embeddings", 2048)
+    settings.require("hidden_act", "silu", "swish")
     settings.require("layer_types", ["full_attention"] * layers)
-    kv_heads, size = settings.number("num_key_value_heads", heads), settings.number("head_dim", embed // heads)
+    for switch in ("attention_bias", "mlp_bias"):
+        settings.require(switch, False)
+    for extension in ("sliding_window", "quantization_config"):
+        settings.require(extension)
     if heads % kv_heads or size % 2:
         raise DataError(
-            f"{settings.path}: num_key_value_heads={kv_heads} must divide num_attention_heads={heads}, and head_dim={size} must be "
+            f"{settings.path}: num_key_value_heads={kv_heads} must divide num_attention_heads={heads}, and head_dim={size} be "
             "even. Get the file again from where the model is."
         )
-    length = settings.number("max_position_embeddings", 2048)
     return ModelConfig(
-        family="llama",
-        vocab_size=settings.number("vocab_size"),
+        vocab_size=number("vocab_size"),
         num_layers=layers,
         embed_dim=embed,
-        mlp_dim=settings.number("intermediate_size"),
+        mlp_dim=number("intermediate_size"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=size,
         tie_embeddings=bool(settings.values.get("tie_word_embeddings")),
         max_length=length,
-        norm_eps=settings.number("rms_norm_eps", 1e-6, float),
+        norm_eps=number("rms_norm_eps", 1e-6, float),
         **settings.rope(length),
     )
 
@@ -50,17 +47,12 @@ def tensors(config: ModelConfig) -> dict[str, Tensor]:
     table = {
         "embedding": Tensor("model.embed_tokens.weight"),
         "layers.attention_norm.scale": Tensor(layer + "input_layernorm.weight"),
-        "layers.attention.q": Tensor(layer + "self_attn.q_proj.weight", inputs=1),
-        "layers.attention.k": Tensor(layer + "self_attn.k_proj.weight", inputs=1),
-        "layers.attention.v": Tensor(layer + "self_attn.v_proj.weight", inputs=1),
-        "layers.attention.o": Tensor(layer + "self_attn.o_proj.weight", inputs=2),
         "layers.mlp_norm.scale": Tensor(layer + "post_attention_layernorm.weight"),
-        "layers.mlp.gate": Tensor(layer + "mlp.gate_proj.weight", inputs=1),
-        "layers.mlp.up": Tensor(layer + "mlp.up_proj.weight", inputs=1),
-        "layers.mlp.down": Tensor(layer + "mlp.down_proj.weight", inputs=1),
         "final_norm.scale": Tensor("model.norm.weight"),
     }
-    return table if config.tie_embeddings else table | {"head": Tensor("lm_head.weight", inputs=1)}
+    table |= {f"layers.attention.{x}": Tensor(f"{layer}self_attn.{x}_proj.weight", 2 if x == "o" else 1) for x in "qkvo"}
+    table |= {f"layers.mlp.{x}": Tensor(f"{layer}mlp.{x}_proj.weight", 1) for x in ("gate", "up", "down")}
+    return table if config.tie_embeddings else table | {"head": Tensor("lm_head.weight", 1)}
 
 
 LLAMA = Family("LlamaForCausalLM", BlockChoices(), read_config, tensors, IGNORED)

@@ -1,7 +1,5 @@
 """Qwen 3, dense: Llama with RMSNorm on query and key heads. Source: https://arxiv.org/abs/2505.09388."""
 
-import dataclasses
-
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings, Tensor
@@ -13,7 +11,7 @@ def read_config(settings: Settings) -> ModelConfig:
     values = {"head_dim": 128, "max_position_embeddings": 32_768} | {k: v for k, v in settings.values.items() if v is not None}
     if not values.get("use_sliding_window"):
         values["sliding_window"] = None
-    return dataclasses.replace(llama.read_config(Settings(values, settings.path)), family="qwen3")
+    return llama.read_config(Settings(values, settings.path))
 
 
 def tensors(config: ModelConfig) -> dict[str, Tensor]:

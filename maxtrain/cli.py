@@ -1,0 +1,53 @@
+"""The console script: `maxtrain VERB ...`. Each verb imports its job when it is called, so that help comes at once."""
+# ruff: noqa: PLC0415
+
+import difflib
+import sys
+from collections.abc import Sequence
+
+from data_pipeline.errors import UsageError
+from maxtrain import __version__
+
+VERBS = {
+    "prepare": "text to token shards: prepare OUT --text GLOB",
+    "train": "token shards to a model: train config=NAME key=value ...",
+    "generate": "a model to text: generate RUN --prompt TEXT",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a verb.
+
+    Args:
+        argv: the verb and its arguments; None: those of the process.
+
+    Returns:
+        The exit code.
+    """
+    verb, *rest = (sys.argv[1:] if argv is None else argv) or ["help"]
+    if verb == "help" and rest:
+        verb, rest = rest[0], ["--help"]
+    if verb == "prepare":
+        from data_pipeline import prepare
+
+        return prepare.main(rest)
+    if verb == "train":
+        from maxtrain.config.load import from_command_line
+
+        config = from_command_line(rest, "maxtrain train")  # before jax is imported
+        from maxtrain import train
+
+        return train.main(config)
+    if verb == "generate":
+        from maxtrain import generate
+
+        return generate.main(rest, "maxtrain generate")
+    if verb in ("help", "--help", "-h", "--version"):
+        verbs = "\n".join(f"  {name:<9} {about}" for name, about in VERBS.items())
+        usage = f"usage: maxtrain VERB ...\n\n{verbs}\n\n`maxtrain VERB --help` says more."
+        print(__version__ if verb == "--version" else usage)
+        return 0
+    close = difflib.get_close_matches(verb, VERBS, 1)
+    mend = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(VERBS)}."
+    print(f"maxtrain: {verb!r} is not a verb. {mend}", file=sys.stderr)
+    return UsageError.exit_code

@@ -1,0 +1,68 @@
+"""The console script: verbs reach their jobs, help is fast, mistakes are named."""
+
+import subprocess
+import sys
+
+import pytest
+
+import maxtrain
+from maxtrain.cli import VERBS, main
+
+RUN = """
+import sys
+from maxtrain.cli import main
+try:
+    code = main()
+except SystemExit as stop:
+    code = stop.code
+assert "jax" not in sys.modules
+sys.exit(code)
+"""
+
+
+def run(*argv):
+    return subprocess.run([sys.executable, "-c", RUN, *argv], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("argv", [(), ("--help",), ("-h",), ("help",)])
+def test_help_lists_the_verbs(argv, capsys):
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {verb}" in out for verb in VERBS) and "`maxtrain VERB --help`" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--help"], "maxtrain VERB"),
+        (["help", "train"], "config=NAME"),
+        (["prepare", "--help"], "--tokenizer"),
+        (["train", "--help", "model"], "model.num_layers"),
+    ],
+)
+def test_help_needs_no_jax(argv, part):
+    result = run(*argv)
+    assert (result.returncode, result.stderr) == (0, "") and part in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["trian", "config=quickstart"], 64, "maxtrain: 'trian' is not a verb. Did you mean train?"),
+        (["brew"], 64, "Use one of prepare, train, generate."),
+        (["prepare"], 64, "--help"),
+        (["train"], 64, "Add config=NAME"),
+        (["train", "config=quickstart", "stepz=3"], 78, "steps"),
+        (["generate"], 64, "required: --prompt"),
+    ],
+)
+def test_mistakes_are_named_with_their_exit_code(argv, code, message, capsys):
+    try:
+        found = main(argv)
+    except SystemExit as stop:
+        found = stop.code
+    assert found == code and message in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"{maxtrain.__version__}\n"

@@ -1,0 +1,307 @@
+"""Generation: the cache against the full forward pass, batches against single prompts, sampling, stopping, runs on disk."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from data_pipeline.errors import StorageError, UsageError
+from data_pipeline.prepare import main as prepare
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
+from maxtrain import generate as job
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.config.load import load_config, to_yaml
+from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
+from maxtrain.generate import complete, generate, load_run
+from maxtrain.models.registry import build_model
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.state import abstract_model, shardings
+
+CONFIG = ModelConfig(vocab_size=257, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, max_length=200)
+FLOAT32 = PrecisionConfig(compute="float32")
+PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(100, 140)), [65] * 9, [9, 8, 7]]
+
+
+@functools.cache
+def tiny(**changes) -> object:
+    config = dataclasses.replace(CONFIG, **changes)
+    return jax.jit(lambda: build_model(config, FLOAT32, 3))()
+
+
+def greedy_without_cache(model, prompt, count):
+    ids = list(prompt)
+    width = 128  # one shape: what is right of a token can't matter
+    for _ in range(count):
+        tokens = np.zeros((1, width), np.int32)
+        tokens[0, : len(ids)] = ids
+        ids.append(int(forward(model, tokens)[0, len(ids) - 1].argmax()))
+    return ids[len(prompt) :]
+
+
+@nnx.jit
+def forward(model, tokens):
+    return model(tokens)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"family": "qwen3", "scan_layers": False, "attention": "eager", "tie_embeddings": True}]
+)
+def test_greedy_with_the_cache_is_the_argmax_of_the_full_forward_pass(changes):
+    model = tiny(**changes)
+    made = generate(model, PROMPTS, max_tokens=12, temperature=0.0)
+    assert made == [greedy_without_cache(model, prompt, 12) for prompt in PROMPTS]
+
+
+def test_a_prompt_gets_the_same_tokens_in_any_company():
+    model = tiny()
+    together = generate(model, PROMPTS, max_tokens=12, temperature=0.0)
+    assert together[:3] == [generate(model, [prompt], max_tokens=12, temperature=0.0)[0] for prompt in PROMPTS[:3]]
+    sampled = generate(model, PROMPTS, max_tokens=12, seed=4)
+    longer = [*PROMPTS[:2], list(range(90)), *PROMPTS[3:]]  # moves the columns of all
+    others = generate(model, longer, max_tokens=12, seed=4)
+    assert [others[i] for i in (0, 1, 3, 4)] == [sampled[i] for i in (0, 1, 3, 4)]
+
+
+def test_bfloat16_goes_all_the_way():
+    config = dataclasses.replace(CONFIG, scan_layers=False)
+    model = jax.jit(lambda: build_model(config, PrecisionConfig(params="bfloat16"), 3))()
+    made = generate(model, PROMPTS, max_tokens=5, temperature=0.0)
+    assert [len(row) for row in made] == [5] * len(PROMPTS)
+
+
+def test_more_tokens_of_the_same_seed_begin_with_the_fewer():
+    model = tiny()
+    assert [row[:5] for row in generate(model, PROMPTS, max_tokens=12, seed=7)] == generate(
+        model, PROMPTS, max_tokens=5, seed=7
+    )
+
+
+def test_the_seed_decides_and_equal_prompts_differ():
+    model, prompts = tiny(), [[5]] * 5
+    first = generate(model, prompts, max_tokens=12, seed=2**32 - 1)
+    assert first == generate(model, prompts, max_tokens=12, seed=2**32 - 1)
+    assert first != generate(model, prompts, max_tokens=12, seed=1)
+    assert len({tuple(row) for row in first}) == 5
+
+
+def test_top_k_of_one_is_greedy():
+    model = tiny()
+    assert generate(model, PROMPTS, max_tokens=12, top_k=1) == generate(model, PROMPTS, max_tokens=12, temperature=0.0)
+
+
+def frequencies(choice, logits, draws=4000):
+    picked = choice(jnp.tile(logits, (draws, 1)), jax.random.key(0), 3)
+    return np.bincount(np.asarray(picked), minlength=logits.shape[-1]) / draws
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ((1.0, None, None), [0, 1, 2, 3, 4]),
+        ((1.0, None, 1.0), [0, 1, 2, 3, 4]),
+        ((1.0, 3, None), [0, 2, 4]),
+        ((1.0, None, 0.7), [2, 4]),  # 0.4 + 0.3
+        ((1.0, None, 0.71), [0, 2, 4]),
+        ((1.0, 2, 0.5), [2]),  # 0.4 of the 0.7 that are left
+        ((1.0, 99, None), [0, 1, 2, 3, 4]),
+        ((0.5, None, None), [0, 1, 2, 3, 4]),
+        ((1.0, None, 1e-6), [2]),
+        ((0.001, None, None), [2]),
+    ],
+)
+def test_tokens_come_as_often_as_their_probability_says(options, kept):
+    weights = np.array([0.15, 0.1, 0.4, 0.05, 0.3])
+    expected = np.where(np.isin(np.arange(5), kept), weights / 0.4, 0) ** (1 / options[0])
+    found = frequencies(job._Choice(*options), jnp.log(jnp.asarray(weights, jnp.float32)))
+    np.testing.assert_allclose(found, expected / expected.sum(), atol=0.03)
+    assert set(np.flatnonzero(found)) == set(kept)
+
+
+def test_ties_go_to_the_first():
+    assert (
+        frequencies(job._Choice(1.0, 1, None), jnp.zeros(7))[0]
+        == 1
+        == frequencies(job._Choice(0.0, None, None), jnp.zeros(7))[0]
+    )
+
+
+def test_a_row_ends_before_a_stop_id_and_the_others_go_on():
+    model = tiny()
+    free = generate(model, PROMPTS, max_tokens=12, seed=1)
+    stop_ids = [free[0][0], free[1][7]]
+    first = [next((i for i, token in enumerate(row) if token in stop_ids), 12) for row in free]
+    assert first[0] == 0 and 12 in first
+    assert generate(model, PROMPTS, max_tokens=12, seed=1, stop_ids=stop_ids) == [r[:n] for r, n in zip(free, first)]
+
+
+def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
+    model = tiny()
+    free = generate(model, PROMPTS, max_tokens=40, seed=1)
+    made = generate(model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: row[:3] == free[1][:3])
+    assert made[0] == free[0] and made[2:] == free[2:] and made[1][:16] == free[1][:16]
+    lengths = []
+    made = generate(model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: True, report=lambda n, _: lengths.append(n))
+    assert made == [row[: job._STOP_EVERY] for row in free] and lengths == [5 * (job._STOP_EVERY - 1)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "message"),
+    [
+        ([], {}, "Give some text"),
+        ([[1], []], {}, "a prompt is empty"),
+        ([[257]], {}, "beyond model.vocab_size=257. Use its tokenizer"),
+        ([[-1]], {}, "Use its tokenizer"),
+        ([[1]], {"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ([[1] * 150], {"max_tokens": 51}, "> model.max_length=200. Set max_tokens to 50 or less"),
+        ([[1] * 200], {"max_tokens": 1}, "Shorten the prompt"),
+        ([[1]], {"temperature": -0.1}, "temperature=-0.1 must be at least 0. Set 0"),
+        ([[1]], {"temperature": float("nan")}, "temperature=nan must be"),
+        ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Set 0.95"),
+        ([[1]], {"top_p": 1.5}, "top_p=1.5 must be"),
+        ([[1]], {"top_k": 0}, "top_k=0 must be at least 1. Set 40"),
+    ],
+)
+def test_bad_input_is_refused(prompts, options, message):
+    with pytest.raises(UsageError, match=message):
+        generate(tiny(), prompts, **options)
+
+
+def test_a_prompt_may_fill_the_model_up_to_its_last_token():
+    assert job._check(tiny(), [[1] * 150], 50, job._Choice(0.0, None, None)) is None
+
+
+def test_on_a_mesh_the_tokens_are_the_same():
+    mesh, single = make_mesh(MeshConfig(fsdp=2, tensor=2, data=2)), tiny(vocab_size=258)
+    expected = generate(single, PROMPTS[:3], max_tokens=5, temperature=0.0)
+    graphdef, abstract = abstract_model(single.config, FLOAT32, mesh)
+    model = nnx.merge(graphdef, jax.device_put(nnx.state(single), shardings(abstract)))
+    assert generate(model, PROMPTS[:3], max_tokens=5, temperature=0.0) == expected
+    with jax.set_mesh(mesh):  # four rows, of which one is not asked for
+        assert generate(model, PROMPTS[:3], max_tokens=5, temperature=0.0) == expected
+
+
+def test_complete_begins_documents_and_cuts_before_stop_texts():
+    model, tokenizer, options = tiny(), ByteTokenizer(), {"max_tokens": 20, "temperature": 0.9, "seed": 2}
+
+    def texts(*prompts):
+        return [tokenizer.decode(row) for row in generate(model, prompts, stop_ids=[256], **options)]
+
+    whole = complete(model, tokenizer, ["ab", ""], **options)
+    assert whole == texts([256, *b"ab"], [256])
+    assert complete(model, tokenizer, ["ab", "c"], begin=[], **options) == texts([*b"ab"], [*b"c"])
+    stops = [whole[0][4:6], whole[0][9]]
+    cut = complete(model, tokenizer, ["ab", ""], stop=stops, **options)[0]
+    assert cut == whole[0][: min(whole[0].find(stop) for stop in stops)] and len(cut) < len(whole[0])
+
+
+def test_an_empty_prompt_needs_something_to_start_from():
+    model = tiny()
+    with pytest.raises(UsageError, match="Give some text"):
+        complete(model, CharTokenizer("abc"), ["a", ""])
+    assert len(complete(model, CharTokenizer("abc"), ["a"], max_tokens=2)) == 1
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The directory of a run with checkpoints at steps 1 and 2, and the parameters of step 2."""
+    root = tmp_path_factory.mktemp("runs")
+    (root / "a.txt").write_text("some text\n" * 50)
+    assert prepare([str(root / "data"), "--text", str(root / "a.txt"), "--workers", "1"]) == 0
+    sizes = ["num_layers=2", "embed_dim=32", "mlp_dim=48", "num_heads=4", "num_kv_heads=2", "vocab_size=257", "max_length=200"]
+    argv = ["config=quickstart", f"data.sources.stdlib.path={root / 'data'}", "eval.sets={}", "eval_interval=0"]
+    config = load_config([*argv, "data.seq_length=64", "precision.compute=float32", *(f"model.{size}" for size in sizes)])
+    folder = root / "quickstart"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(to_yaml(config))
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    params = [nnx.state(build_model(config.model, config.precision, seed)) for seed in (1, 2)]
+    for step, state in enumerate(params, 1):
+        checkpoints.save(step, {"params": state, "opt_state": {"mu": jnp.zeros(3)}, "step": jnp.asarray(step)}, {})
+    checkpoints.close()
+    return folder, params
+
+
+@pytest.mark.parametrize("step", [None, 1, 2])
+def test_a_run_is_loaded_from_its_newest_checkpoint_or_the_one_asked_for(run, step):
+    folder, params = run
+    model, tokenizer = load_run(folder, step)
+    for leaf, expected in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(params[(step or 2) - 1]), strict=True):
+        np.testing.assert_array_equal(leaf, expected)
+    assert tokenizer.vocab_size == 257
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Calls main in this process, which stays as it is: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(job, "start", lambda mesh, cache: None)
+
+    def call(*argv):
+        code = job.main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_prints_prompts_with_completions(run, command):
+    folder, _ = run
+    asked = ["--prompt", "some ", "--prompt", "te[x]t", "--max-tokens", "10", "--seed", "3", "--temperature", "0"]
+    code, out, err = command(folder, *asked)
+    model, tokenizer = load_run(folder)
+    texts = complete(model, tokenizer, ["some ", "te[x]t"], max_tokens=10, temperature=0.0)
+    assert code == 0 and re.fullmatch(r"[\d,]+ tokens/s\n", err)
+    printable = out.replace("\n", "")
+    assert "some " in printable and "te[x]t" in printable and printable.index("te[x]t") > printable.index("─")
+    assert all(character in out for text in texts for character in text if character.isalnum())
+    assert command(folder, *asked)[1] == out
+
+
+def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
+    source = Path(__file__).parent / "data" / "parity" / "qwen3"
+    tensors, config = load_file(source / "model.safetensors"), (source / "config.json").read_text()
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"model.embed_tokens.weight": np.concatenate([table, table[:97]])}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config.replace('"vocab_size": 160', '"vocab_size": 257'))
+    ByteTokenizer().save(tmp_path)
+    code, out, err = command("--hf", tmp_path, "--prompt", "abc", "--max-tokens", "4", "--dtype", "bfloat16")
+    assert code == 0 and out.startswith("abc") and "tokens/s" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--prompt", "a"], 64, "either RUN or --hf DIR"),
+        (["RUN", "--hf", "x", "--prompt", "a"], 64, "either RUN or --hf DIR"),
+        (["RUN"], 64, "required: --prompt"),
+        (
+            ["nowhere", "--prompt", "a"],
+            64,
+            "RUN=nowhere: has no config.yaml. Name the directory of a run, such as runs/quickstart",
+        ),
+        (["RUN", "--prompt", "a", "--max-tokens", "500"], 64, "Set max_tokens to 198 or less"),
+        (["RUN", "--prompt", "a", "--top-p", "2"], 64, "top_p=2.0 must be"),
+        (["RUN", "--prompt", "a", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
+        (["--hf", "nowhere", "--prompt", "a"], 65, "Name a tokenizer.json, a directory that has one"),
+        (["RUN", "--prompt", "a", "--seeed", "1"], 64, "unrecognized arguments: --seeed"),
+    ],
+)
+def test_what_the_command_refuses(run, command, argv, code, message):
+    found, _, err = command(*[run[0] if argument == "RUN" else argument for argument in argv])
+    assert found == code and message in err
+
+
+def test_help_says_what_there_is(command):
+    code, out, _ = command("--help")
+    assert code == 0 and all(option in out for option in ("RUN", "--hf", "--prompt", "--top-p", "--stop", "--step"))
+
+
+def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
+    (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
+    with pytest.raises(StorageError, match="has no complete checkpoint"):
+        load_run(tmp_path)
