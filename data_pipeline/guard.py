@@ -32,26 +32,25 @@ def check_batch(arrays: dict[str, np.ndarray], shape: tuple[int, int], vocab_siz
     for name in sorted(found | expected):
         if found.get(name) != expected.get(name):
             raise DataError(f"batch: {name} is {found.get(name)}, but must be {expected.get(name)}. {mend}.")
-    for name, wrong, rule in _invariants(arrays, vocab_size):
+    for name, first, wrong, rule in _invariants(arrays, vocab_size):
         if wrong.any():
             row, column = np.argwhere(wrong)[0].tolist()
-            where = f"batch row {row} ({describe(row)}), position {column}"
-            raise DataError(f"{where}: {name}={arrays[name][row, column]}, but {rule}. {mend}.")
+            value = arrays[name][row, column + first]
+            where = f"batch row {row} ({describe(row)}), position {column + first}"
+            raise DataError(f"{where}: {name}={value}, but {rule}. {mend}.")
 
 
-def _invariants(arrays: dict[str, np.ndarray], vocab_size: int) -> Iterator[tuple[str, np.ndarray, str]]:
-    """(array, where it is wrong, the rule). A negative int32 seen as uint32 is huge, so one comparison checks both ends."""
+def _invariants(arrays: dict[str, np.ndarray], vocab_size: int) -> Iterator[tuple[str, int, np.ndarray, str]]:
+    """(array, first column looked at, where it is wrong, the rule). A negative int32 seen as uint32 is huge: both ends at once."""
     segments, mask = arrays["segment_ids"], arrays["loss_mask"]
-    for name in ("inputs", "targets"):
-        yield name, arrays[name].view(np.uint32) >= vocab_size, f"ids must be in [0, {vocab_size:,})"
-    yield "positions", arrays["positions"].view(np.uint32) >= segments.shape[1], f"must be in [0, {segments.shape[1]:,})"
+    for name, bound in (("inputs", vocab_size), ("targets", vocab_size), ("positions", segments.shape[1])):
+        yield name, 0, arrays[name].view(np.uint32) >= bound, f"must be in [0, {bound:,})"
     rule = "segments must count 1, 2, ... with 0 only at the end"
-    yield "segment_ids", segments[:, :1].view(np.uint32) > 1, rule
+    yield "segment_ids", 0, segments[:, :1].view(np.uint32) > 1, rule
     left, right = segments[:, :-1], segments[:, 1:]
-    follows = ((right - left).view(np.uint32) <= 1) & (left != 0) | (right == 0)
-    yield "segment_ids", np.pad(~follows, ((0, 0), (1, 0))), rule
-    yield "loss_mask", (mask != 0) & (segments == 0), "padding must have no weight"
-    yield "loss_mask", ~((mask >= 0) & (mask < np.inf)), "weights must be finite and at least 0"
+    yield "segment_ids", 1, ((right - left).view(np.uint32) > (left != 0)) & (right != 0), rule
+    yield "loss_mask", 0, (mask != 0) & (segments == 0), "padding must have no weight"
+    yield "loss_mask", 0, ~((mask >= 0) & (mask < np.inf)), "weights must be finite and at least 0"
 
 
 class Verdict(NamedTuple):

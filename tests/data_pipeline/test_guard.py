@@ -26,8 +26,8 @@ def test_a_good_batch_passes():
 
 
 BAD = [
-    ("inputs", (0, 1), 10, r"batch row 0 \(source 'web', row 100\), position 1: inputs=10, but ids must be in \[0, 10\)"),
-    ("targets", (2, 5), -1, r"batch row 2 \(source 'web', row 102\), position 5: targets=-1, but ids must be in \[0, 10\)"),
+    ("inputs", (0, 1), 10, r"batch row 0 \(source 'web', row 100\), position 1: inputs=10, but must be in \[0, 10\)"),
+    ("targets", (2, 5), -1, r"batch row 2 \(source 'web', row 102\), position 5: targets=-1, but must be in \[0, 10\)"),
     ("positions", (1, 0), 6, r"positions=6, but must be in \[0, 6\)"),
     ("segment_ids", (0, 0), 2, r"position 0: segment_ids=2, but segments must count 1, 2, \.\.\. with 0 only at the end"),
     ("segment_ids", (0, 0), 0, "position 1: segment_ids=1, but segments must count"),

@@ -132,7 +132,7 @@ def test_an_id_outside_the_vocabulary_names_step_source_and_row(config):
     data = open_training(config, seed=3, steps=50)
     data.vocab_size = 100
     with pytest.raises(
-        DataError, match=r"step 0, source '(web|code)' in .*, epoch 0, row \d+\), position \d+: inputs=\d+, but ids"
+        DataError, match=r"step 0, source '(web|code)' in .*, epoch 0, row \d+\), position \d+: inputs=\d+, but must"
     ):
         data.batch(0)
 
