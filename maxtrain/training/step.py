@@ -79,7 +79,7 @@ def train_step(
     params = optax.apply_updates(state.params, updates)
 
     def keep(new: Array, old: Array) -> Array:
-        return jnp.where(apply, new, old)
+        return jnp.where(apply, new.astype(old.dtype), old)  # Adam's moments of bfloat16 parameters come out in float32
 
     skipped = state.skipped + ~apply
     next_state = TrainState(
