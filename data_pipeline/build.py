@@ -137,17 +137,14 @@ def build_part(
 
     Args:
         directory: where the shards and, last, the manifest go.
-        work: folder for the records of finished units of this part of this build.
+        work: folder for the records of finished units.
         units: the input.
         tokenizer: gives the ids.
         eod: "append" the end-of-document token to each document, or "none".
         on_bad: "raise", "skip" or "replace" text that is not clean.
         workers: processes; 1: this one.
         seen: called with input bytes as they are done.
-        origin: fields of the manifest that say where the data came from: sources, settings, command.
-
-    Returns:
-        the manifest, as written.
+        origin: fields of the manifest: sources, settings, command.
 
     Raises:
         DataError: bad input, or no document at all.

@@ -6,15 +6,7 @@ from typing import Any, Literal
 
 
 def key(default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """One config key.
-
-    Args:
-        default: its default; a dict or a list is copied for each instance.
-        help: one line, shown by --help; says the unit.
-        low: smallest value allowed.
-        high: largest value allowed.
-        above: the value must be greater than this.
-    """
+    """A config key: default (copied for each instance), line of --help, and bounds: low <= value <= high, value > above."""
     metadata = {"help": help, "low": low, "high": high, "above": above}
     if isinstance(default, dict | list) or dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)

@@ -41,7 +41,7 @@ def check_batch(arrays: dict[str, np.ndarray], shape: tuple[int, int], vocab_siz
 
 
 def _invariants(arrays: dict[str, np.ndarray], vocab_size: int) -> Iterator[tuple[str, int, np.ndarray, str]]:
-    """(array, first column looked at, where it is wrong, the rule). A negative int32 seen as uint32 is huge: both ends at once."""
+    """(array, first column looked at, where it is wrong, the rule). Seen as uint32, a negative id is huge: one comparison."""
     segments, mask = arrays["segment_ids"], arrays["loss_mask"]
     for name, bound in (("inputs", vocab_size), ("targets", vocab_size), ("positions", segments.shape[1])):
         yield name, 0, arrays[name].view(np.uint32) >= bound, f"must be in [0, {bound:,})"

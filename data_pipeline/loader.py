@@ -47,9 +47,9 @@ class Batch(NamedTuple):
 class _Dataset:
     """What training and evaluation share. Pickled by its parts, so that workers open the files themselves."""
 
-    def __init__(self, config: DataConfig, shards: list[TokenShards]):
-        self.config, self.sources, self.vocab_size = config, shards, shards[0].vocab_size
-        self._sizes = np.array([s.num_tokens for s in shards])
+    def __init__(self, config: DataConfig, sources: list[TokenShards]):
+        self.config, self.sources, self.vocab_size = config, sources, sources[0].vocab_size
+        self._sizes = np.array([source.num_tokens for source in sources])
 
     def _read(
         self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str], epochs: dict
@@ -194,12 +194,7 @@ def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
 
 
 def open_training(config: DataConfig, seed: int, steps: Steps) -> TrainingData:
-    """Open all sources and solve the plan.
-
-    Args:
-        config: the `data` section.
-        seed: of the order of rows.
-        steps: optimizer steps, or "auto".
+    """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the order of rows.
 
     Raises:
         ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ.
@@ -215,12 +210,7 @@ def open_training(config: DataConfig, seed: int, steps: Steps) -> TrainingData:
 
 
 def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> EvaluationData:
-    """Open a held-out set.
-
-    Args:
-        path: directory with manifest.json.
-        config: the `data` section; its row length, packing and verify apply.
-        batch_size: rows in a batch, over all hosts.
+    """Open a held-out set, for batches of `batch_size` rows over all hosts; row length, packing and verify are the config's.
 
     Raises:
         DataError: the directory is not whole, or holds no target.

@@ -47,7 +47,7 @@ def pack(
         shards: the sources.
         windows: B of them.
         length: T, positions in a row.
-        restart_positions: positions count from 0 in every segment, else from 0 in the row.
+        restart_positions: count from 0 in every segment, else in the row.
         attend_across_documents: the whole row is one segment.
 
     Returns:

@@ -83,10 +83,7 @@ def prefix_counts(count, weights: tuple[int, ...]) -> list:
 
     Each source in turn takes its share of what the sources before it left, rounded to the nearest row; what is left grows by
     0 or 1 per row, so exactly one source's count does.
-
-    Args:
-        count: int, or int64 array, at most 2^42; the result has one such per source.
-        weights: integers that sum to 2^20.
+    `count` is an int, or int64 array, at most 2^42; `weights` sum to 2^20; the result has one such count per source.
     """
     remaining, left, counts = sum(weights), count, []
     for weight in weights[:-1]:
@@ -112,10 +109,7 @@ def _splitmix64(x: np.ndarray) -> np.ndarray:
 def permute(position: np.ndarray, length: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """Keyed bijection of [0, length): a balanced Feistel network on the next even power of two, walked until inside.
 
-    Args:
-        position: int64 [n], each below its length.
-        length: int64 [n], at most 2^42.
-        keys: uint64 [n, 8], see `round_keys`.
+    Takes int64 [n] positions, each below its length, int64 [n] lengths up to 2^42, and uint64 [n, 8] keys of `round_keys`.
 
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002); splitmix64 finaliser as the round function.
     """
@@ -159,12 +153,12 @@ class Plan:
             seed: of the permutations.
             seq_length: target tokens in a row.
             batch_size: rows in a step.
-            sources: by name; the names of `config.sources`.
+            sources: by the names of `config.sources`.
             config: weights, epochs, stages and what a finished source does.
             steps: optimizer steps, or "auto" for as many as the sources and stages give.
 
         Raises:
-            ConfigError: the sources, weights, stages or steps can't be planned; all problems at once.
+            ConfigError: all that can't be planned.
         """
         problems = _source_problems(config, sources)
         stages = _stages(config, sorted(sources), seq_length * batch_size, steps, problems)
@@ -237,13 +231,9 @@ def _source_problems(config: DataConfig, sources: dict[str, PlanSource]) -> list
         return ["data.sources is empty; training reads at least one source. Set data.sources.NAME.path=DIR, made by `prepare`."]
     problems, seen = [], {}
     for name, source in sources.items():
-        where, weight, epochs = f"data.sources.{name}", config.sources[name].weight, config.sources[name].epochs
+        where = f"data.sources.{name}"
         if source.num_rows < 1:
             problems.append(f"{where} has no tokens; a source needs at least one. Prepare it again, or leave it out.")
-        if not (math.isfinite(weight) and weight >= 0):
-            problems.append(f"{where}.weight={weight} must be a finite number of at least 0. Set it to 0 to leave it out.")
-        if epochs is not None and not (math.isfinite(epochs) and epochs > 0):
-            problems.append(f"{where}.epochs={epochs} must be a finite number above 0. Set it to null for no end.")
         if seen.setdefault(source.uid, where) != where:
             rule = "hold the same tokens, which would be read twice in the same order"
             problems.append(f"{where} and {seen[source.uid]} {rule}. Keep one of them, with the sum of both weights.")
@@ -325,8 +315,8 @@ class _Layout:
         return [i for i, (count, limit) in enumerate(zip(drawn, self.limits)) if count > limit]
 
     def _finished(self, drawn: list[int]) -> bool:
-        finite = [drawn[i] >= self.limits[i] for i in self.used if self.epochs[i] is not None]
-        return bool(finite) and all(finite)
+        finite = [i for i in self.used if self.epochs[i] is not None]
+        return bool(finite) and all(drawn[i] >= self.limits[i] for i in finite)
 
     def _all_finished(self) -> str:
         return self._source_finished(self.used[0], []) if len(self.used) == 1 else "every source completes its epochs"

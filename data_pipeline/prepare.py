@@ -61,14 +61,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; messages go to stderr, results to stdout.
-
-    Args:
-        argv: arguments; None: those of the process.
-
-    Returns:
-        the exit code: 0, or a UserError's.
-    """
+    """Run the command (None: of this process); messages go to stderr, results to stdout; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv[:1] in (["verify"], ["show"]):
@@ -126,10 +119,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     words = []
     for name, value in vars(arguments).items():
         if name not in ("out", "workers", "overwrite") and value != parser.get_default(name):
-            words += [
-                f"--{name.replace('_', '-')}",
-                *(value if isinstance(value, list) else [] if value is True else [str(value)]),
-            ]
+            values = value if isinstance(value, list) else [] if value is True else [str(value)]
+            words += [f"--{name.replace('_', '-')}", *values]
     return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
 
 

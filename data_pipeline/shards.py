@@ -157,13 +157,8 @@ def _mend(command: str = "") -> str:
 class ShardWriter:
     """Writes one shard. Nothing is visible under its final name before `close`, and then all of it.
 
-    Args:
-        directory: where the files go; it exists.
-        stem: file name without suffix, for example "tokens-00003".
-        vocab_size: ids must be below it; also decides the dtype.
-
-    Raises:
-        DataError: from `append`, for an id outside [0, vocab_size).
+    `stem` is the file name without suffix, such as "tokens-00003"; `vocab_size` decides the dtype, and an id that is not
+    below it is a DataError of `append`.
     """
 
     def __init__(self, directory: Path, stem: str, vocab_size: int):
@@ -236,10 +231,10 @@ class TokenShards:
 
     @classmethod
     def open(cls, path: str | Path, verify: Verify = "lazy") -> Self:
-        """Open a directory of shards.
+        """Open a directory with manifest.json.
 
         Args:
-            path: directory with manifest.json.
+            path: the directory.
             verify: "off" nothing; "size" file sizes now; "lazy" also the crc32 of each block when first read; "full" all now.
 
         Raises:

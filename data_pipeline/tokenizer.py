@@ -27,23 +27,16 @@ _PIECES_AT_ONCE = 64
 
 
 class Tokenizer(abc.ABC):
-    """What all tokenizers share.
+    """What all tokenizers share."""
 
-    Attributes:
-        name: short, for people.
-        vocab_size: ids are in [0, vocab_size).
-        eod_id: id that ends a document, or None.
-        content: bytes of its tokenizer.json.
-        sha256: hex digest of `content`.
-    """
-
-    name: str
-    vocab_size: int
-    eod_id: int | None
-    content: bytes
+    name: str  # short, for people
+    vocab_size: int  # ids are in [0, vocab_size)
+    eod_id: int | None  # ends a document
+    content: bytes  # of its tokenizer.json
 
     @property
     def sha256(self) -> str:
+        """Its identity."""
         return hashlib.sha256(self.content).hexdigest()
 
     @abc.abstractmethod
@@ -76,12 +69,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character.
-
-    Args:
-        characters: the vocabulary; ids follow its sorted order.
-        eod: add one more id, the last, that ends a document.
-    """
+    """One id per character, in sorted order; with `eod` one more id, the last, that ends a document."""
 
     def __init__(self, characters: Iterable[str], eod: bool = False):
         self.characters = "".join(sorted(set(characters)))
@@ -105,12 +93,7 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A Hugging Face tokenizer.json.
-
-    Args:
-        content: bytes of the file.
-        name: shown to people.
-        eod: the token that ends documents; None: the first one present of those in common use.
+    """A Hugging Face tokenizer.json, from its bytes; `eod` ends documents (None: the first present of those in common use).
 
     Raises:
         ValueError: `content` is not a tokenizer, or has no token `eod`.
@@ -167,7 +150,7 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
     Args:
         spec: "bytes"; "chars:" and the characters; a tokenizer.json; or a directory that has one, prepared data or a
             Hugging Face model (whose tokenizer_config.json then names the end-of-document token).
-        eod: token of a Hugging Face tokenizer that ends documents; None: find it.
+        eod: the token that ends documents; None: find it.
 
     Raises:
         DataError: missing, not a tokenizer, or another one than the manifest beside it was built with.
@@ -209,12 +192,7 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Train a byte-level BPE tokenizer; the same texts in the same order give the same bytes.
 
-    Args:
-        texts: documents; read once, not kept.
-        vocab_size: entries, with 256 bytes and the end-of-document token; fewer come out if the text has fewer pairs.
-
-    Raises:
-        UsageError: vocab_size is below 257.
+    `vocab_size` counts the 256 bytes and the end-of-document token (UsageError: below 257); fewer come out of little text.
     """
     if vocab_size < 257:
         raise UsageError(f"--tokenizer bpe:{vocab_size} must have at least 257 entries (256 bytes and {END_OF_DOCUMENT}).")

@@ -60,13 +60,7 @@ def held_out(name: str | bytes, share: float) -> bool:
 
 
 def find_files(pattern: str, kind: Literal["text", "jsonl"], exclude: Iterable[str] = (), key: str = "") -> list[Piece]:
-    """Whole files that match, sorted by name.
-
-    Args:
-        pattern: a path, or a glob (`**` for any folders; hidden files only if spelled out).
-        kind: of the pieces.
-        exclude: globs; a file whose relative name or path matches one is left out.
-        key: of the pieces.
+    """Whole files that match a path or a glob, sorted by name, without those whose relative name or path match `exclude`.
 
     Raises:
         DataError: nothing matches, or a folder was named.
