@@ -20,7 +20,7 @@ setup: $(READY_DEV)  ## make or refresh .venv (again only after pyproject.toml o
 
 quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, write completions (minutes, CPU is enough)
 	$(PY) -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05
-	$(PY) -m maxtrain.train config=quickstart
+	$(PY) -m maxtrain.train config=quickstart $(ARGS)
 
 test: $(READY_DEV)  ## run the tests; more options by ARGS="-n 2 -k packing"
 	$(PY) -m pytest $(ARGS)

@@ -11,9 +11,9 @@ from maxtrain.config import default_config
 def get_config():
     config = default_config()
     config.run_name = "quickstart"
-    config.steps = 300
-    config.eval_interval = 100
-    config.checkpoint_interval = 100
+    config.steps = 240
+    config.eval_interval = 80
+    config.checkpoint_interval = 80
 
     config.model.num_layers = 8
     config.model.embed_dim = 256
@@ -23,6 +23,7 @@ def get_config():
     config.model.tie_embeddings = True
     config.model.max_length = 1024
     config.model.rope_theta = 10_000.0
+    config.model.loss_chunk = 512  # small enough for a CPU's cache
     config.model.scan_layers = False  # eight small layers: a fast step is worth the slower compile
 
     config.data.sources.stdlib = {"path": "data/stdlib/train"}
@@ -33,4 +34,6 @@ def get_config():
     config.optimizer.learning_rate = 2e-3
     config.optimizer.min_learning_rate = 2e-4
     config.optimizer.warmup_steps = 30
+
+    config.observe.prompts = ("def __init__(self, ", "import os\n", "    for key, value in ")
     return config

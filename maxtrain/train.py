@@ -52,9 +52,9 @@ def run(config: RunConfig) -> None:
     """
     clock = Stopwatch()
     data, sets = open_data(config)
-    config = with_vocabulary(config, data.vocab_size)
+    config = asked = with_vocabulary(config, data.vocab_size)
     distributed.start(config.mesh, config.observe.compilation_cache)
-    config = fit_to_devices(config, jax.device_count())
+    config = fit_to_devices(config, jax.device_count())  # what was asked for is saved: it fits other machines too
     mesh = make_mesh(config.mesh)
     chief = jax.process_index() == 0
     folder = Path(config.output_dir, config.run_name)
@@ -74,7 +74,7 @@ def run(config: RunConfig) -> None:
         state, record = loop.restore(optimizer)
         if chief:
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(folder / "config.yaml", to_yaml(config).encode())
+            write_atomic(folder / "config.yaml", to_yaml(asked).encode())
         loop.start(record)
         try:
             if loop.step < num_steps:
@@ -92,7 +92,8 @@ def run(config: RunConfig) -> None:
         finally:
             loop.close()
     if chief:
-        finish(config, data, sets, loop.step, clock, loop.ending, nnx.merge(graphdef, state.params))
+        whole = jax.process_count() == 1  # else this process does not hold all of the model
+        finish(config, data, sets, loop.step, clock, loop.ending, nnx.merge(graphdef, state.params) if whole else None)
 
 
 def open_data(config: RunConfig) -> tuple[TrainingData, dict[str, EvaluationData]]:

@@ -19,9 +19,29 @@ DOCUMENTS = [
     path for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))] if path.exists()
 ]
 
-FAST = ["make", "make help"]
+FAST = [
+    "make",
+    "make help",
+    "python -m maxtrain.train --help",
+    "python -m maxtrain.train --help optimizer",
+    "python -m maxtrain.train config=quickstart --print-config",
+]
 TESTED_ELSEWHERE = {
     "make quickstart": "tests/test_quickstart.py",
+    "make bench": "tests/test_benchmarks.py",
+    "python -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05": (
+        "tests/test_quickstart.py"
+    ),
+    "python -m maxtrain.train config=quickstart": "tests/test_quickstart.py",
+    'maxtrain generate runs/quickstart --prompt "def main("': "tests/test_quickstart.py",
+    "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
+        "tests/test_quickstart.py"
+    ),
+    "python -m maxtrain.train config=quickstart run_name=mixed data.sources.docs.path=data/docs/train "
+    "data.sources.docs.weight=0.2": "tests/test_quickstart.py",
+    "python -m maxtrain.train config=quickstart run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2": (
+        "tests/test_quickstart.py"
+    ),
     "make setup": ".ci/run",
     "make test": ".ci/run",
     "make lint": ".ci/run",

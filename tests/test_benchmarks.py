@@ -1,0 +1,26 @@
+"""The benchmarks run and print their tables; their figures are not judged here."""
+
+import dataclasses
+
+import jax
+
+from benchmarks import train_step
+
+
+def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
+    small = dataclasses.replace(train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2)
+    monkeypatch.setattr(train_step, "MODEL", small)
+    monkeypatch.setattr(train_step, "LENGTH", 64)
+    monkeypatch.setattr(train_step, "keep_host_memory", lambda: None)
+    with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic is not strict
+        assert train_step.main(["--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    for compute, remat in train_step.VARIANTS:
+        assert f"| {compute} | {remat} |" in shown
+    assert "times as fast as float32" in shown
+
+
+def test_kind_tells_attention_from_head_and_weights():
+    assert train_step.kind("ynn_fusion.1", "jit(step)/jvp(zmh,zhs->zms)/dot_general") == "attention: products"
+    assert train_step.kind("ynn_fusion", "jit(step)/while/body/dot_general") == "head and loss: products"
+    assert train_step.kind("ynn_fusion", "jit(step)/jvp(...i,io->...o)/dot_general") == "layers: products with weights"

@@ -1,0 +1,85 @@
+"""`make quickstart` from a fresh clone, with a smaller model and fewer steps: prepare, train, evaluate, save, write text."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SMALL = (
+    "steps=6 eval_interval=3 checkpoint_interval=3 log_interval=2 optimizer.warmup_steps=2 "
+    "model.num_layers=2 model.embed_dim=64"
+)
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A clone that holds the files of the working tree, and uses this interpreter's packages."""
+    folder = tmp_path_factory.mktemp("fresh") / "clone"
+    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)], check=True)
+    return folder
+
+
+def quickstart(clone: Path, *more: str) -> subprocess.CompletedProcess:
+    arguments = " ".join([SMALL, *more])
+    command = ["make", "-o", ".venv/.ready", "quickstart", f"PY={sys.executable}", f"ARGS={arguments}"]
+    return subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.processes
+def test_quickstart_does_the_whole_job_and_says_so(clone):
+    first = quickstart(clone)
+    assert first.returncode == 0, first.stdout + first.stderr
+    shown = first.stdout
+    assert "-m data_pipeline.prepare data/stdlib --python-stdlib" in shown  # the plain commands are printed
+    assert "-m maxtrain.train config=quickstart" in shown
+    run = clone / "runs" / "quickstart"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evals = [r for r in records if r["kind"] == "eval"]
+    manifest = json.loads((clone / "data/stdlib/eval/manifest.json").read_text())
+    assert [r["step"] for r in evals] == [3, 6]
+    assert all(r["tokens"] == manifest["num_tokens"] for r in evals)
+    assert evals[-1]["nll"] < evals[0]["nll"] < 8.5
+    assert "gzip -9 reaches" in shown and "bits per byte" in shown
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert shown.count("def __init__(self,") >= 1 and "maxtrain generate" in shown
+    again = quickstart(clone)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "Nothing to do" in again.stdout
+
+
+def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", *command], cwd=clone, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "more",
+    [
+        "run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3 model.num_layers=1",
+        "run_name=mixed data.sources.docs.path=data/docs/train data.sources.docs.weight=0.2",
+        "run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2",
+    ],
+    ids=lambda more: more.split()[0],
+)
+def test_readme_variants_train(clone, more):
+    """The README's other runs, a few steps of them; the quickstart test has prepared the data."""
+    if "docs" in more:
+        options = ["--text", "*.md", "--holdout", "0.3", "--tokenizer", "data/stdlib/train"]
+        made = python(clone, "data_pipeline.prepare", "data/docs", *options)
+        assert made.returncode == 0, made.stdout + made.stderr
+    small = [key for key in SMALL.split() if key.split("=")[0] not in more]
+    short = ["steps=2", "optimizer.warmup_steps=1", "eval_interval=0", "eval_steps=2", "observe.prompts=[]"]
+    small = [key for key in small if key.split("=")[0] not in {s.split("=")[0] for s in short}]
+    result = python(clone, "maxtrain.train", "config=quickstart", *small, *short, *more.split())
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "2 steps" in result.stdout
+
+
+@pytest.mark.processes
+def test_a_finished_run_writes_text(clone):
+    result = python(clone, "maxtrain.cli", "generate", "runs/quickstart", "--prompt", "def main(", "--max-tokens", "8")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "def main(" in result.stdout
