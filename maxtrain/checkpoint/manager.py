@@ -93,11 +93,7 @@ class Checkpoints:
         return True
 
     def read_record(self, step: int | None = None) -> dict[str, Any]:
-        """The record saved with a step (None: the newest complete one), without its arrays.
-
-        Raises:
-            StorageError: there is no such checkpoint, it is not whole, or it was written by a newer version.
-        """
+        """The record saved with a step (None: the newest complete one), without its arrays; raises StorageError."""
         return self._open(step)[2]
 
     def restore(self, abstract_state: PyTree, step: int | None = None, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:

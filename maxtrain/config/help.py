@@ -11,15 +11,12 @@ from maxtrain.config.schema import RunConfig
 
 
 def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
-    """What to print for `--help`.
+    """What to print for `--help` of the command `prog`; raises UsageError if there is no such section.
 
     Args:
         prog: how the command is called.
         section: a section of the config; None for the overview.
         configs: names of the config files there are.
-
-    Raises:
-        UsageError: no such section.
     """
     sections = {f.name: f.metadata["help"] for f in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(f.type)}
     if section in sections:

@@ -45,12 +45,7 @@ class Progress:
             self._live.stop()
 
     def update(self, step: int, record: Mapping[str, Any] | None = None) -> None:
-        """Say that a step is done.
-
-        Args:
-            step: number of finished optimizer steps.
-            record: metrics, if there are new ones; the live line goes on showing the last it got.
-        """
+        """Say that so many steps are done; the live line goes on showing the last record of metrics that it got."""
         self._step, self._phase = step, None
         if record is not None:
             self._record = record
@@ -66,23 +61,12 @@ class Progress:
             self._live.refresh()
 
     def message(self, text: str, style: str = "") -> None:
-        """Leave lines standing above the live one.
-
-        Args:
-            text: one or more lines, without markup.
-            style: a rich style such as "green", for terminals.
-        """
+        """Leave lines without markup standing above the live one; `style` is a rich style such as "green"."""
         if self._mode != "off":
             self._console.print(Text(text, style=style), soft_wrap=True)  # flushes
 
     def evaluated(self, step: int, name: str, values: Mapping[str, Any]) -> None:
-        """Leave a line with the result of an evaluation.
-
-        Args:
-            step: number of finished optimizer steps.
-            name: the evaluation set.
-            values: nll (nats per token), and if known perplexity, bits_per_byte and tokens.
-        """
+        """Leave a line with the result of an evaluation: nll, and if known perplexity, bits_per_byte and tokens."""
         words = [f"{self._steps(step)}  eval {name}: nll {values['nll']:.4f}"]
         words += [f"perplexity {values['perplexity']:.4g}"] if "perplexity" in values else []
         words += [f"{values['bits_per_byte']:.4f} bits/byte"] if values.get("bits_per_byte") is not None else []

@@ -120,12 +120,11 @@ def summary(
         steps: finished optimizer steps.
         tokens: target tokens trained on, since step 0.
         final_loss: nats per token of the last record; None if there is none.
-        evaluations: by set, the last result: nll (nats per token), perplexity, bits_per_byte, tokens.
+        evaluations: by set, its last record.
         seconds: wall time by cause, as `Stopwatch.seconds` gives it.
         comparison: a line to compare the evaluations with.
         ending: why the run ended; empty if it did all its steps.
-        curve: of `terminal_curve`.
-        files: what is where.
+        curve, files: of `terminal_curve`; what is where.
         next_commands: command by what it does; below the frame, so that they can be copied.
     """
     wall = sum(seconds.values())

@@ -266,6 +266,7 @@ def test_a_place_that_cannot_be_made_is_a_storage_error(tmp_path):
     checkpoints.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tensorstore calls back a closed event loop
 def test_unreadable_arrays_are_a_storage_error(checkpoints):
     checkpoints.save(1, small(), {})
     for path in (checkpoints.directory / "00000001" / "arrays").rglob("manifest.ocdbt"):

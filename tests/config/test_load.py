@@ -128,7 +128,7 @@ def test_a_value_of_the_wrong_type(override, rule, mend):
 def test_problems_of_all_kinds_come_together():
     found = problems(
         "config=quickstart", "model.embd_dim=3", "Learning_rate=1e-3", "data.batch_size=2.5", "mesh.data=0", "seed=1", "seed=2",
-        "per_device_batch_size=4", "optimizer.warmup_steps=1e4", "eval_steps=-7",
+        "per_device_batch_size=4", "optimizer.warmup_steps=1e4", "eval_steps=-7", "steps=300",
     )  # fmt: skip
     assert len(found) == 8
     expected = [
@@ -173,7 +173,7 @@ def test_names_are_found_in_the_working_directory_first(tmp_path, monkeypatch):
     assert load_config(["config=quickstart"]).run_name == "quickstart"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "mine.yaml").write_text("run_name: mine\ndata: {sources: {a: {path: b}}}\n")
-    (tmp_path / "configs" / "quickstart.py").write_text((ROOT / "configs" / "quickstart.py").read_text().replace("300", "301"))
+    (tmp_path / "configs" / "quickstart.yaml").write_text("steps: 301\ndata: {sources: {a: {path: b}}}\n")
     assert load_config(["config=mine"]).run_name == "mine"
     assert load_config(["config=quickstart"]).steps == 301
 
