@@ -39,8 +39,9 @@ def start(config: MeshConfig, compilation_cache: str | None) -> None:
     _connect(config)
     try:
         jax.devices()
-    except RuntimeError as error:
-        found = "JAX found no such device" if "Unable to initialize backend" in str(error) else str(error)
+    except (RuntimeError, AssertionError) as error:  # jax only asserts that a device exists when its plugin is not installed
+        told = str(error) and "Unable to initialize backend" not in str(error)
+        found = str(error) if told else "JAX found no such device"
         raise ConfigError(
             f"mesh.platform={config.platform}: {found}. Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or "
             "set mesh.platform=auto."

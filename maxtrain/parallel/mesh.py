@@ -1,5 +1,6 @@
 """The device mesh: axis names, sizes, devices."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,4 +23,5 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """
     devices = jax.devices() if devices is None else devices
     shape = tuple({"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}.get(axis, 1) for axis in AXES)
+    assert math.prod(shape) == len(devices), f"{shape} of {len(devices)} devices"  # jax would leave some of them idle
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
