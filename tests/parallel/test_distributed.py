@@ -1,0 +1,156 @@
+"""Starting: the platform, and jobs of several processes."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.distributed import start
+
+ROOT = Path(__file__).parents[2]
+JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """No job in the environment, none that is started by mistake, and malloc as it was."""
+    for name in (*JOB, *CLUSTERS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args: pytest.fail(f"initialize{args}"))
+    monkeypatch.setattr("maxtrain.parallel.distributed.keep_host_memory", lambda: True)
+    return monkeypatch
+
+
+def test_a_job_of_one_process_connects_to_nothing(bare):
+    start(MeshConfig(), None)
+    assert jax.process_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "message"),
+    [
+        (
+            MeshConfig(coordinator="10.0.0.1:8476"),
+            {},
+            r"mesh\.coordinator=10\.0\.0\.1:8476 describe.* part of a job; mesh\.num_processes and mesh\.process_id must be "
+            r"known too\. Set mesh\.num_processes and mesh\.process_id, or none of the three",
+        ),
+        (
+            MeshConfig(num_processes=2, process_id=0),
+            {},
+            r"mesh\.num_processes=2, mesh\.process_id=0 .*\. Set mesh\.coordinator, or",
+        ),
+        (
+            MeshConfig(),
+            {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4"},
+            r"mesh\.coordinator=host:1, mesh\.num_processes=4 .*\. Set mesh\.process_id, or",
+        ),
+        (MeshConfig(), {"JAX_PROCESS_ID": "0"}, r"Set mesh\.coordinator and mesh\.num_processes, or none of the three"),
+        (MeshConfig(), {"JAX_NUM_PROCESSES": "two"}, r"JAX_NUM_PROCESSES=two must be a whole number.*Set it to 2, for example"),
+        (MeshConfig(), {"JAX_PROCESS_ID": "x"}, r"JAX_PROCESS_ID=x must be a whole number.*Set it to 0, for example"),
+    ],
+)
+def test_part_of_a_job_is_refused_with_what_is_missing(bare, config, environment, message):
+    for name, value in environment.items():
+        bare.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        start(config, None)
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_a_cluster_says_the_rest_unless_a_cpu_is_asked_for(bare, name):
+    bare.setenv(name, "2")
+    calls = []
+    bare.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
+    start(MeshConfig(platform="cpu"), None)
+    assert calls == []
+    start(MeshConfig(), None)
+    assert calls == [()]
+
+
+@pytest.mark.parametrize(
+    ("config", "accelerator", "kept"),
+    [
+        (MeshConfig(), False, True),
+        (MeshConfig(), True, False),
+        (MeshConfig(platform="cpu"), True, True),
+    ],
+)
+def test_host_memory_is_kept_where_the_cpu_computes(bare, config, accelerator, kept):
+    calls = []
+    bare.setattr("maxtrain.parallel.distributed.accelerator_present", lambda: accelerator)
+    bare.setattr("maxtrain.parallel.distributed.keep_host_memory", lambda: calls.append(True))
+    start(config, None)
+    assert bool(calls) == kept
+
+
+PROGRAM = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.distributed import start
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.sharding import named_sharding
+
+described, cache = {}, sys.argv[1]
+if len(sys.argv) > 2:
+    described = {"coordinator": sys.argv[2], "num_processes": 2, "process_id": int(sys.argv[3])}
+start(MeshConfig(simulated_devices=2, **described), cache)
+assert jax.config.jax_compilation_cache_dir == cache
+mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=1))
+rows = named_sharding(mesh, ("activation_batch", None), (4, 3))
+mine = np.full((2, 3), 10.0 ** jax.process_index(), np.float32)
+x = jax.make_array_from_process_local_data(rows, mine, (4, 3))
+total = jax.jit(jnp.sum, out_shardings=named_sharding(mesh, ()))(x)
+print(jax.process_index(), jax.process_count(), jax.device_count(), jax.local_device_count(), float(total))
+"""
+
+
+def launch(*args, **environment):
+    kept = {name: value for name, value in os.environ.items() if name not in (*JOB, *CLUSTERS)}
+    command = [sys.executable, "-c", PROGRAM, *map(str, args)]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=kept | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.processes
+def test_two_processes_make_one_mesh(tmp_path):
+    """The first process is described by its config, the second by the environment; both compute one sum over four devices."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = dict(zip(JOB, (address, "2", "1")))
+    processes = [launch(tmp_path / "cache", address, 0), launch(tmp_path / "cache", **environment)]
+    try:
+        results = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for index, (process, (out, err)) in enumerate(zip(processes, results)):  # gloo prints too, before our line
+        assert process.returncode == 0, err
+        assert out.splitlines()[-1].split() == [str(index), "2", "4", "2", "66.0"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="needs a machine without the device")
+def test_a_platform_that_is_not_there_is_named_with_its_mend():
+    program = (
+        "from maxtrain.parallel.distributed import start\nfrom maxtrain.config.schema import MeshConfig\n"
+        "try:\n    start(MeshConfig(platform='gpu'), None)\nexcept Exception as error:\n    print(type(error).__name__, error)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.stdout.startswith("ConfigError 1 problem in the config:\n  * mesh.platform=gpu: JAX found no such device. ")
+    assert "Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or set mesh.platform=auto." in result.stdout
