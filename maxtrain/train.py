@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before jax is imported, so that --help and config 
 
 import dataclasses
 import logging
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import jax
 from flax import nnx
 from rich.console import Console
 
-from data_pipeline.errors import ConfigError, DivergedError, TryAgainError, UserError
+from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError, UserError
 from data_pipeline.guard import ZeroWeight
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.shards import write_atomic
@@ -36,7 +37,7 @@ from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.signals import StopRequest
-from maxtrain.training.evaluate import EvalStep, evaluate, make_eval_step
+from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch, next_token
 from maxtrain.training.optimizer import make_optimizer, make_schedule
 from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, num_parameters, state_from_params
@@ -78,14 +79,8 @@ def run(config: RunConfig) -> None:
         loop.start(record)
         try:
             if loop.step < num_steps:
-                step = make_train_step(
-                    abstract,
-                    graphdef,
-                    next_token,
-                    optimizer,
-                    make_schedule(config.optimizer, num_steps),
-                    config.optimizer.accumulation,
-                )
+                schedule = make_schedule(config.optimizer, num_steps)
+                step = make_train_step(abstract, graphdef, next_token, optimizer, schedule, config.optimizer.accumulation)
                 state = loop.train(step, state)
             else:
                 progress.message(f"Nothing to do: {folder} has all {num_steps:,} steps.", style="green")
@@ -131,32 +126,34 @@ def describe(progress: Progress, config: RunConfig, params: nnx.State) -> None:
     )
 
 
+@dataclasses.dataclass
 class Loop:
     """The loop's parts and its counters. `step` is the number of finished optimizer steps."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        data: TrainingData,
-        sets: dict[str, EvaluationData],
-        checkpoints: Checkpoints,
-        progress: Progress,
-        clock: Stopwatch,
-        stop: StopRequest,
-        graphdef: nnx.GraphDef,
-        abstract: TrainState,
-        mesh: jax.sharding.Mesh,
-    ):
-        self.config, self.data, self.sets, self.checkpoints = config, data, sets, checkpoints
-        self.progress, self.clock, self.stop, self.abstract, self.mesh = progress, clock, stop, abstract, mesh
-        self.graphdef = graphdef
-        self.step, self.tokens_seen, self.ending, self.evaluated_at = 0, 0, "", -1
-        self.window: list[tuple[int, Metrics]] = []
-        self.eval_step: EvalStep | None = None
-        self.eval_layout: BatchLayout | None = None
-        self.layout = BatchLayout(mesh, config.data.batch_size, config.data.seq_length)
-        self.flops = token_flops(config.model, config.data.seq_length)
-        self.peak = 0.0
+    config: RunConfig
+    data: TrainingData
+    sets: dict[str, EvaluationData]
+    checkpoints: Checkpoints
+    progress: Progress
+    clock: Stopwatch
+    stop: StopRequest
+    graphdef: nnx.GraphDef
+    abstract: TrainState
+    mesh: jax.sharding.Mesh
+    step: int = 0
+    tokens_seen: int = 0
+    ending: str = ""  # why the run ends before its plan does
+    peak: float = 0.0  # FLOP/s of one device
+    window: list[tuple[int, Metrics]] = dataclasses.field(default_factory=list)  # since the last flush, on the device
+    lap: list[int] = dataclasses.field(default_factory=list)  # targets of each step since the last record
+    logs: list[Any] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        length = self.config.data.seq_length
+        self.layout = BatchLayout(self.mesh, self.config.data.batch_size, length)
+        self.flops = token_flops(self.config.model, length)
+        self.eval_layout = BatchLayout(self.mesh, self.config.eval.batch_size or self.config.data.batch_size, length)
+        self.eval_step = make_eval_step(self.graphdef, next_token)
 
     def restore(self, optimizer: Any) -> tuple[TrainState, dict[str, Any] | None]:
         """The newest checkpoint if there is one, else imported weights, else random ones."""
@@ -191,7 +188,7 @@ class Loop:
             self.step, self.tokens_seen = record["step"], record["tokens_seen"]
         folder = Path(self.config.output_dir, self.config.run_name)
         chief = jax.process_index() == 0
-        self.logs: list[Any] = [MetricsLog(folder, self.step)] if chief else []
+        self.logs += [MetricsLog(folder, self.step)] if chief else []
         if chief and self.config.observe.tensorboard:
             self.logs.append(TensorBoard(folder, self.step))
         self.progress.update(self.step)
@@ -226,7 +223,7 @@ class Loop:
             self.progress.update(self.step)
             if log_due or eval_due or save_due or stop:
                 self.flush(zero_weight, log_due)
-            if self.sets and eval_due:
+            if eval_due and config.eval_steps:
                 self.evaluate(state)
             if save_due or stop or self.ending:
                 self.save(state)
@@ -262,7 +259,8 @@ class Loop:
         self.window = []
         limit = self.config.optimizer.max_skipped
         for step, value in zip(steps, values, strict=True):
-            self.tokens_seen += int(value["targets"])
+            self.lap.append(int(value["targets"]))
+            self.tokens_seen += self.lap[-1]
             verdict = zero_weight.observe(step, float(value["targets"]))
             if verdict is not None:
                 self.progress.message(verdict.message, style="yellow")
@@ -273,42 +271,38 @@ class Loop:
                     f"{value['skipped_in_row']} steps in a row were not finite and changed nothing; "
                     f"optimizer.max_skipped={limit} allows no more. Lower optimizer.learning_rate, or look at the data there."
                 )
-        if not log or not steps:
-            return
-        self.record(steps, values)
+        if log and steps:
+            self.record(steps[-1], values[-1])
 
-    def record(self, steps: list[int], values: list[Any]) -> None:
-        """Writes one record: the numbers of the last step, and the speed since the last record."""
-        seconds = self.clock.lap() / len(steps)
+    def record(self, step: int, value: dict[str, Any]) -> None:
+        """Writes one record: the numbers of this step, and the speed since the last record."""
+        seconds, targets = self.clock.lap() / len(self.lap), sum(self.lap) / len(self.lap)
+        self.lap = []
         positions = self.layout.shape[0] * self.layout.shape[1]
-        rate = positions / seconds if seconds else 0.0
-        share = rate / (self.peak * jax.device_count()) if self.peak else 0.0
-        record = {name: values[-1][name].item() for name in ("loss", "grad_norm", "learning_rate", "skipped")}
+        peak_seconds = self.peak * jax.device_count() * seconds
+        record = {name: value[name].item() for name in ("loss", "grad_norm", "learning_rate", "skipped")}
         record |= {
             "tokens_seen": self.tokens_seen,
-            "fill": values[-1]["targets"].item() / positions,
-            "tokens_per_second": rate * sum(v["targets"].item() for v in values) / (positions * len(values)),
+            "fill": value["targets"].item() / positions,
+            "tokens_per_second": targets / seconds,
+            "positions_per_second": positions / seconds,
             "step_seconds": seconds,
-            "mfu": self.flops.full * share,
-            "mfu_causal": self.flops.causal * share,
+            "mfu": self.flops.full * positions / peak_seconds,
+            "mfu_causal": self.flops.causal * positions / peak_seconds,
         }
         for log in self.logs:
-            log.append(steps[-1], record)
-        self.progress.update(steps[-1], record)
+            log.append(step, record)
+        self.progress.update(step, record)
 
     def evaluate(self, state: TrainState) -> None:
         """Every evaluation set, whole unless eval_steps says otherwise."""
         asked = self.config.eval_steps
         for name, eval_set in self.sets.items():
-            if self.eval_layout is None:
-                self.eval_layout = BatchLayout(self.mesh, eval_set.batch_size, self.config.data.seq_length)
-                self.eval_step = make_eval_step(self.graphdef, next_token)
             self.progress.phase(f"evaluating {name}")
             layout, whole = self.eval_layout, asked < 0
             host = eval_set.iterate(layout.rows, None if whole else asked)
             batches = (layout.to_global(batch.arrays) for batch in host)
             with self.clock.during("eval"):
-                assert self.eval_step is not None
                 tokens = eval_set.num_tokens if whole else None
                 result = evaluate(self.eval_step, state.params, batches, tokens, eval_set.text_bytes)
             for log in self.logs:
@@ -343,11 +337,13 @@ def main(config: RunConfig) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we report ourselves
     try:
         run(config)
-    except UserError as error:
-        Console(stderr=True, highlight=False).print(
-            f"{error}", style="bold" if error.exit_code == 75 else "bold red", markup=False
-        )
-        return error.exit_code
+    except (UserError, OSError) as error:
+        code = error.exit_code if isinstance(error, UserError) else StorageError.exit_code
+        Console(stderr=True, highlight=False).print(str(error), style="bold" if code == 75 else "bold red", markup=False)
+        return code
+    except Exception:
+        traceback.print_exc()
+        return UserError.exit_code
     return 0
 
 
