@@ -235,14 +235,10 @@ def show(console: Console, prompts: Sequence[str], completions: Sequence[str]) -
 
 
 def load_run(directory: str | Path, step: int | None = None) -> tuple[Decoder, Tokenizer]:
-    """The model of a training run, on this process's first device, and the tokenizer of its data.
-
-    Args:
-        directory: of the run, with config.yaml and checkpoints.
-        step: of the checkpoint; None: the newest.
+    """The model of a training run at a step (None: the newest checkpoint), on this process's first device; and its tokenizer.
 
     Raises:
-        UserError: not a run, or something is wrong with its config, its checkpoints or its data.
+        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints or its data.
     """
     run = Path(directory).expanduser()
     if not (run / "config.yaml").exists():
@@ -280,15 +276,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.generate") -> int:
-    """Run the command; completions go to stdout, messages to stderr.
-
-    Args:
-        argv: arguments; None: those of the process.
-        prog: how the command is called.
-
-    Returns:
-        The exit code: 0, or a UserError's.
-    """
+    """Run the command `prog` with `argv` (None: the process's): completions to stdout, the rest to stderr; the exit code."""
     try:
         asked = _parse(sys.argv[1:] if argv is None else argv, prog)
         start(MeshConfig(), ObserveConfig().compilation_cache)

@@ -95,7 +95,7 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
     _check_tensors(directory, files, [(table[name], leaf.shape) for name, leaf in leaves.items()], family.ignored)
 
     def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        def read(index: tuple[slice, ...]) -> np.ndarray:
+        def read(index: Any) -> np.ndarray:
             parts = [range(*part.indices(size)) for part, size in zip(index, leaf.shape)]
             out = np.empty([len(part) for part in parts], leaf.dtype)
             for place in np.ndindex(*out.shape[: tensor.stacked]):

@@ -77,7 +77,7 @@ def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     np.testing.assert_array_equal(generate(model, prompts, max_tokens=expected.shape[1], temperature=0.0), expected)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "tensor": 2}, {"fsdp": 8}])
+@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "fsdp": 1, "tensor": 2}, {"fsdp": 8}])
 def test_weights_split_over_a_mesh_are_the_same_bits(axes):
     mesh = make_mesh(MeshConfig(**axes))
     for case in CASES[::2]:
