@@ -339,7 +339,8 @@ def main(config: RunConfig) -> int:
         run(config)
     except (UserError, OSError) as error:
         code = error.exit_code if isinstance(error, UserError) else StorageError.exit_code
-        Console(stderr=True, highlight=False).print(str(error), style="bold" if code == 75 else "bold red", markup=False)
+        style = "bold" if code == 75 else "bold red"
+        Console(stderr=True, highlight=False).print(str(error), style=style, markup=False, soft_wrap=True)  # tables stay tables
         return code
     except Exception:
         traceback.print_exc()
