@@ -149,7 +149,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     assert np.isnan(metrics[1]["loss"]) and not np.isfinite(metrics[1]["grad_norm"])
     assert np.isfinite(metrics[2]["loss"]) and not np.isfinite(metrics[2]["grad_norm"])
     assert metrics[3]["loss"] == metrics[3]["targets"] == metrics[3]["grad_norm"] == 0
-    assert {m["learning_rate"] for m in metrics[1:]} == {plain_metrics[1]["learning_rate"]}
+    assert all(m["learning_rate"] == plain_metrics[1]["learning_rate"] for m in metrics[1:])
 
     state, metrics = run(parts, first, *(bad(second, kind) for kind in kinds), second)
     assert bits(state.params) == bits(plain.params) and bits(state.opt_state) == bits(plain.opt_state)
