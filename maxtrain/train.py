@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before jax is imported, so that --help and config 
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
 
 import dataclasses
-import logging
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +69,7 @@ def run(config: RunConfig) -> None:
         graphdef, params = abstract_model(config.model, config.precision, mesh)
         optimizer = make_optimizer(config.optimizer, num_steps)
         abstract = abstract_state(params, optimizer, mesh)
-        describe(progress, config, params)
+        describe(progress, config, params, mesh)
         loop = Loop(config, data, sets, checkpoints, progress, clock, stop, graphdef, abstract, mesh)
         state, record = loop.restore(optimizer)
         if chief:
@@ -113,12 +112,10 @@ def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size))
 
 
-def describe(progress: Progress, config: RunConfig, params: nnx.State) -> None:
+def describe(progress: Progress, config: RunConfig, params: nnx.State, mesh: jax.sharding.Mesh) -> None:
     """What is about to train, and on what."""
     devices = jax.devices()
-    axes = ", ".join(
-        f"{k} {v}" for k, v in dataclasses.asdict(config.mesh).items() if k in ("data", "fsdp", "tensor") and v > 1
-    )
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}" + (f" ({axes})" if axes else "")
     progress.message(
         f"model: {config.model.family}, {num_parameters(params) / 1e6:,.2f} M parameters, {config.precision.compute} on "
@@ -334,7 +331,6 @@ class Loop:
 
 def main(config: RunConfig) -> int:
     """Runs, and turns what the user can mend into a message and an exit code."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs tracebacks of errors that we report ourselves
     try:
         run(config)
     except (UserError, OSError) as error:
