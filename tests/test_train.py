@@ -1,0 +1,390 @@
+"""The main job, end to end: to the end, stopped, killed, refused, and over two processes.
+
+All runs here train the same small model on the same small corpus. Runs inside this process share its eight devices; the
+others pretend to have as many, so that they must give the same bits.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from data_pipeline import prepare
+from data_pipeline.errors import UserError
+from data_pipeline.shards import Manifest, ShardWriter, TokenShards
+from data_pipeline.tokenizer import ByteTokenizer
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.config import load_config
+from maxtrain.config.schema import CheckpointConfig
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.parallel import distributed
+from maxtrain.train import main
+
+STEPS = 60
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def this_process() -> Iterator[None]:
+    """What a run does to its process is kept from the tests after it; Optax promotes counts to floats silently."""
+    level = logging.getLogger("absl").level
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(distributed, "keep_host_memory", lambda: "")
+        yield
+    logging.getLogger("absl").setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """A config file beside its data: 2 layers, 32 wide, 8 rows of 32 bytes, a mesh of 2 x 4."""
+    folder, rng = tmp_path_factory.mktemp("train"), random.Random(0)
+    for number in range(60):
+        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
+    data = folder / "data"
+    assert prepare.main([str(data), "--text", f"{folder}/*.txt", "--holdout", "0.1", "--workers", "1"]) == 0
+    model = {"num_layers": 2, "embed_dim": 32, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_length": 32}
+    values = {
+        "output_dir": str(folder / "runs"),
+        "steps": STEPS,
+        "log_interval": 1,
+        "eval_interval": 20,
+        "checkpoint_interval": 8,
+        "model": model,
+        "data": {"sources": {"text": {"path": str(data / "train"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
+        "eval": {"sets": {"heldout": str(data / "eval")}},
+        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "accumulation": 1},
+        "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
+        "checkpoint": {"keep": 2},
+        "observe": {"progress": "plain", "tensorboard": False, "peak_tflops": 1.0, "compilation_cache": None},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    return folder / "tiny.yaml"
+
+
+def train(config, run_name, *overrides):
+    """Exit code of a run in this process."""
+    return main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
+
+
+def command(config, run_name, *overrides):
+    return [sys.executable, "-m", "maxtrain.train", f"config={config}", f"run_name={run_name}", *overrides]
+
+
+def environment():
+    """Processes share the tests' cache of compiled programs."""
+    keep = {
+        name.upper(): str(jax.config.values[name]) for name in jax.config.values if name.startswith("jax_persistent_cache_min")
+    }
+    return os.environ | keep | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+
+
+def folder_of(config, run_name):
+    return config.parent / "runs" / run_name
+
+
+def numbers(folder, kind="train"):
+    """The records that do not depend on the clock, floats as hex."""
+    return [
+        {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if not re.search("second|mfu", k)}
+        for record in read_metrics(folder)
+        if record["kind"] == kind
+    ]
+
+
+def final_state(folder):
+    """Bits of every array of the newest checkpoint, and its record."""
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    saved = json.loads((folder / "checkpoints" / f"{checkpoints.latest():08d}" / "commit.json").read_text())["arrays"]
+    tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
+    state, record = checkpoints.restore(tree)
+    checkpoints.close()
+    return {name: np.asarray(x).tobytes() for name, x in state.items()}, record
+
+
+@pytest.fixture(scope="module")
+def finished(config):
+    """The folder of a run that nothing disturbed."""
+    assert train(config, "undisturbed", "observe.tensorboard=true") == 0
+    return folder_of(config, "undisturbed")
+
+
+def test_a_run_leaves_records_curves_checkpoints_and_its_config(config, finished):
+    records = [r for r in read_metrics(finished) if r["kind"] == "train"]
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert records[-1]["tokens_seen"] == sum(r["fill"] * 8 * 32 for r in records)
+    assert all(r["skipped"] == 0 and r["tokens_per_second"] > 0 and 0 < r["mfu_causal"] < r["mfu"] for r in records)
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG") and list(finished.glob("**/events.out.*"))
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["00000056", f"{STEPS:08d}"]
+    resolved = load_config([f"config={finished / 'config.yaml'}"])
+    assert resolved.model.vocab_size == ByteTokenizer().vocab_size and resolved.steps == STEPS
+    _, record = final_state(finished)
+    assert record["step"] == record["num_steps"] == STEPS and record["tokens_seen"] == records[-1]["tokens_seen"]
+
+
+def test_evaluation_reads_every_held_out_token(config, finished):
+    evals = [r for r in read_metrics(finished) if r["kind"] == "eval"]
+    held_out = TokenShards.open(config.parent / "data" / "eval").num_tokens
+    assert [(r["step"], r["set"], r["tokens"]) for r in evals] == [(step, "heldout", held_out) for step in (20, 40, 60)]
+    assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
+
+
+def test_the_loss_goes_down(finished):
+    losses = [r["loss"] for r in read_metrics(finished) if r["kind"] == "train"]
+    assert np.log(257) < losses[0] < np.log(257) + 1  # logits of deviation 1 cost half a nat
+    assert np.mean(losses[-5:]) < 0.6 * losses[0], losses
+
+
+def test_a_finished_run_has_nothing_to_do(config, finished, capsys):
+    before = {path: path.stat().st_mtime_ns for path in (finished / "checkpoints").rglob("*")}
+    records = numbers(finished) + numbers(finished, "eval")
+    assert train(config, "undisturbed") == 0
+    assert f"Nothing to do: {finished} has all {STEPS} steps." in " ".join(capsys.readouterr().out.split())
+    assert {path: path.stat().st_mtime_ns for path in (finished / "checkpoints").rglob("*")} == before
+    assert numbers(finished) + numbers(finished, "eval") == records
+
+
+class Running:
+    """A run in another process that can't get far unobserved: its output goes to a pipe that soon is full."""
+
+    def __init__(self, *arguments):
+        read, write = os.pipe()
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+        self.process = subprocess.Popen(arguments, stdout=write, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment())
+        os.close(write)
+        self.output, self.text = open(read, "rb", buffering=0), ""  # noqa: SIM115
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.output.close()
+
+    def until(self, text):
+        """Read on until a line that has this."""
+        while line := self.output.readline().decode():
+            self.text += line
+            if text in line:
+                return
+        raise AssertionError(f"{text!r} did not come:\n{self.text}")
+
+    def end(self):
+        """Exit code; all output is in `text`."""
+        self.text += self.output.read().decode()
+        return self.process.wait(60)
+
+
+@pytest.mark.processes
+def test_interrupted_and_killed_is_as_never_stopped(config, finished):
+    """SIGINT, then SIGKILL, each at some step, and the same command again: loss by loss, parameters, data, bit for bit."""
+    folder, again = folder_of(config, "disturbed"), command(config, "disturbed")
+    with Running(*again) as run:
+        run.until(f"step  5/{STEPS}")
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 75, run.text
+    stopped = Checkpoints(folder / "checkpoints", CheckpointConfig()).latest()
+    assert stopped is not None and 5 <= stopped < STEPS
+    assert f"SIGINT: stopped and saved at step {stopped:,} of {STEPS}. Run the same command again to go on." in run.text
+    assert [r["step"] for r in numbers(folder)] == list(range(1, stopped + 1))
+
+    with Running(*again) as run:
+        run.until(f"Goes on from step {stopped} in")
+        run.until(f"step {stopped + 17}/{STEPS}")
+        run.process.kill()
+        assert run.end() == -signal.SIGKILL
+    killed = numbers(folder)[-1]["step"]
+
+    with Running(*again) as run:
+        assert run.end() == 0, run.text
+    resumed = next(step for step in range(STEPS) if f"Goes on from step {step} in" in run.text)
+    assert stopped < resumed <= killed  # records of steps after the last checkpoint were dropped and written again
+
+    for kind in ("train", "eval"):
+        assert numbers(folder, kind) == numbers(finished, kind)
+    (state, record), (expected, other) = final_state(folder), final_state(finished)
+    assert state == expected and len(state) > 30
+    assert {k: v for k, v in record.items() if k != "config"} == {k: v for k, v in other.items() if k != "config"}
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        (["seed=1"], "the data before step 60 is not what"),
+        (["data.seq_length=16"], "the data before step 60 is not what"),
+        (["model.mlp_dim=96"], r"params\.layers\.mlp\.up +float32\[2, 32, 64\] +float32\[2, 32, 96\]"),
+        (["model.tie_embeddings=true"], r"params\.head +float32\[32, 257\] +missing"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_going_on_with_something_else_is_refused(config, finished, capsys, overrides, message):
+    before = (finished / "config.yaml").read_bytes(), (finished / "metrics.jsonl").read_bytes()
+    assert train(config, "undisturbed", *overrides) == 78
+    error = capsys.readouterr().err
+    assert re.search(message, error) and "or set run_name to a new name to start afresh." in error
+    assert ((finished / "config.yaml").read_bytes(), (finished / "metrics.jsonl").read_bytes()) == before
+
+
+def test_more_steps_go_on_where_fewer_ended(config, finished, capsys):
+    shutil.copytree(finished, folder_of(config, "longer"))
+    assert train(config, "longer", f"steps={STEPS + 4}", "eval_interval=0") == 0
+    assert f"The run was planned for {STEPS} steps and has {STEPS + 4} now" in capsys.readouterr().out
+    records = numbers(folder_of(config, "longer"))
+    assert records[:STEPS] == numbers(finished) and [r["step"] for r in records[STEPS:]] == [61, 62, 63, 64]
+
+
+SHORT = ("steps=6", "eval_interval=0", "optimizer.warmup_steps=1")
+
+
+def test_numbers_that_are_not_finite_end_the_run_after_max_skipped(config, capsys):
+    assert train(config, "diverged", *SHORT[1:], "optimizer.learning_rate=1e15", "optimizer.max_skipped=3") == 70
+    error = capsys.readouterr().err
+    assert "4 steps in a row were not finite" in error and "Lower optimizer.learning_rate" in error
+    records = read_metrics(folder_of(config, "diverged"))
+    assert [r["skipped"] for r in records] == [0, 1, 2, 3] and np.isnan(records[-1]["loss"])
+
+
+@pytest.fixture(scope="module")
+def without_targets(config):
+    """Overrides that make the batches of steps 3 and 4 of 6 have no target: documents of one token, ends not marked."""
+    folder, tokenizer = config.parent / "ones", ByteTokenizer()
+    folder.mkdir()
+    writer = ShardWriter(folder, "tokens-00000", tokenizer.vocab_size)
+    writer.append(np.full(600, 65), np.ones(600, np.int64))
+    tokenizer.save(folder)
+    described = Manifest.load(config.parent / "data" / "train").tokenizer
+    Manifest(described, "uint16", "none", 600, (writer.close(),)).save(folder)
+    stages = "[{until: 2, weights: {text: 1}}, {until: 4, weights: {ones: 1}}, {weights: {text: 1}}]"
+    return [*SHORT, f"data.sources.ones.path={folder}", f"data.stages={stages}"]
+
+
+def test_a_batch_without_targets_is_an_error(config, without_targets, capsys):
+    assert train(config, "raise", *without_targets) == 65
+    assert "step 3: the batch has 0 target tokens" in (error := capsys.readouterr().err)
+    assert "or set data.zero_weight to stop or warn" in error
+
+
+def test_or_it_ends_the_run_in_good_order(config, without_targets, capsys):
+    assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
+    assert capsys.readouterr().out.count("the run stops here") == 2  # when it happens, and in the summary
+    assert Checkpoints(folder_of(config, "stop") / "checkpoints", CheckpointConfig()).latest() == 3
+
+
+def test_or_it_is_told_and_changes_nothing(config, without_targets, capsys):
+    assert train(config, "warn", *without_targets, "data.zero_weight=warn", "checkpoint_interval=1", "checkpoint.keep=9") == 0
+    assert "weights stay as they are (2 such steps)" in capsys.readouterr().out
+    assert [r["skipped"] for r in numbers(folder_of(config, "warn"))] == [0, 0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    "overrides, code, message",
+    [
+        (["mesh.data=1"], 78, "Set mesh.data to 2"),
+        (["model.vocab_size=100"], 78, "Set model.vocab_size to 257 or more, or to null."),
+        (["data.sources.text.path=nowhere"], 65, "data.sources.text.path"),
+        (["data.batch_size=12"], 78, "Set data.batch_size to 8 or 16"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else "",
+)
+def test_what_the_user_can_mend_is_a_message_and_an_exit_code(config, capsys, overrides, code, message):
+    try:
+        result = train(config, "refused", *overrides)
+    except UserError as error:  # found while the config was read, where the command line does what `main` does later
+        result, text = error.exit_code, str(error)
+    else:
+        text = capsys.readouterr().err
+    assert result == code and message in text
+    assert not folder_of(config, "refused").exists()
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.processes
+def test_two_processes_are_as_one(config):
+    """Two processes of one device each, and one process with two: the same losses, and the files of one run."""
+    keys = [*SHORT[::2], "eval_interval=3", "mesh.data=1", "mesh.fsdp=2", "checkpoint_interval=3"]
+    job = [f"mesh.coordinator=localhost:{free_port()}", "mesh.num_processes=2", "mesh.simulated_devices=1"]
+    commands = [command(config, "two", *keys, *job, f"mesh.process_id={i}") for i in range(2)]
+    commands.append(command(config, "one", *keys, "mesh.simulated_devices=2"))
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # Only process 0 of a job writes to the cache of compiled programs, so the other one always compiles: quickly, then.
+    quick = environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    processes = [subprocess.Popen(c, cwd=REPOSITORY, env=quick, **pipes) for c in commands]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(outputs)
+    assert "loss" not in outputs[1]  # process 0 speaks
+    two, one = (read_metrics(folder_of(config, name)) for name in ("two", "one"))
+    assert [(r["kind"], r["step"]) for r in two] == [(r["kind"], r["step"]) for r in one] and len(two) == 8
+    for name in ("loss", "grad_norm", "nll", "tokens_seen", "fill", "learning_rate"):
+        ours, theirs = ([r[name] for r in records if name in r] for records in (two, one))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, err_msg=name)
+    assert final_state(folder_of(config, "two"))[1]["data"] == final_state(folder_of(config, "one"))[1]["data"]
+
+
+def measured(program, *arguments):
+    """Standard output, and CPU seconds, of a Python program in a process of its own."""
+    ending = "\nimport time; print(time.process_time(), *sorted({'jax', 'orbax', 'grain'} & set(sys.modules)), file=sys.stderr)"
+    code = "import runpy, sys\n" + textwrap.dedent(program) + ending
+    result = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    seconds, *modules = result.stderr.splitlines()[-1].split()
+    return result.stdout, float(seconds), modules
+
+
+@pytest.mark.processes
+def test_help_is_fast_and_does_without_jax():
+    program = """
+        try:
+            runpy.run_module("maxtrain.train", run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            assert end.code == 0
+    """
+    output, seconds, modules = measured(program, "--help")
+    print(f"--help: {seconds:.2f} s of CPU")
+    assert "optimizer" in output and modules == [] and seconds < 0.5
+
+
+@pytest.mark.processes
+def test_importing_the_job_is_fast_and_touches_no_device():
+    output, seconds, modules = measured(
+        """
+        import maxtrain.train
+        from jax._src import xla_bridge
+        print(xla_bridge.backends_are_initialized())
+        """
+    )
+    print(f"import maxtrain.train: {seconds:.2f} s of CPU")
+    assert output == "False\n" and modules == ["grain", "jax", "orbax"] and seconds < 6
+
+
+def test_sets_of_another_tokenizer_are_refused(config, capsys):
+    other = config.parent / "characters"
+    assert prepare.main([str(other), "--text", f"{config.parent}/1*.txt", "--tokenizer", "chars", "--workers", "1"]) == 0
+    assert train(config, "refused", f"eval.sets.other={other}") == 78
+    assert "Prepare one of them again with the tokenizer of the other." in capsys.readouterr().err
