@@ -51,3 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     mend = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(VERBS)}."
     print(f"maxtrain: {verb!r} is not a verb. {mend}", file=sys.stderr)
     return UsageError.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
