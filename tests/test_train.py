@@ -232,7 +232,7 @@ def test_interrupted_and_killed_is_as_never_stopped(config, finished):
         (["model.mlp_dim=96"], r"params\.layers\.mlp\.up +float32\[2, 32, 64\] +float32\[2, 32, 96\]"),
         (["model.tie_embeddings=true"], r"params\.head +float32\[32, 257\] +missing"),
     ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
+    ids=lambda x: x[0] if isinstance(x, list) else "-",
 )
 def test_going_on_with_something_else_is_refused(config, finished, capsys, overrides, message):
     before = (finished / "config.yaml").read_bytes(), (finished / "metrics.jsonl").read_bytes()
@@ -301,7 +301,7 @@ def test_or_it_is_told_and_changes_nothing(config, without_targets, capsys):
         (["data.sources.text.path=nowhere"], 65, "data.sources.text.path"),
         (["data.batch_size=12"], 78, "Set data.batch_size to 8 or 16"),
     ],
-    ids=lambda x: x[0] if isinstance(x, list) else "",
+    ids=lambda x: x[0] if isinstance(x, list) else "-",
 )
 def test_what_the_user_can_mend_is_a_message_and_an_exit_code(config, capsys, overrides, code, message):
     try:
@@ -381,6 +381,21 @@ def test_importing_the_job_is_fast_and_touches_no_device():
     )
     print(f"import maxtrain.train: {seconds:.2f} s of CPU")
     assert output == "False\n" and modules == ["grain", "jax", "orbax"] and seconds < 6
+
+
+@pytest.mark.parametrize(
+    "error, code, message",
+    [(OSError(28, "No space left on device"), 74, "No space left on device"), (RuntimeError("a bug"), 70, "in run\n")],
+    ids=["storage", "internal"],
+)
+def test_only_errors_of_our_own_show_a_traceback(config, monkeypatch, capsys, error, code, message):
+    def run(config):
+        raise error
+
+    monkeypatch.setattr("maxtrain.train.run", run)
+    assert train(config, "broken") == code
+    text = capsys.readouterr().err
+    assert message in text and ("Traceback" in text) == (code == 70)
 
 
 def test_sets_of_another_tokenizer_are_refused(config, capsys):
