@@ -32,31 +32,24 @@ class Batch(NamedTuple):
     """One host's batch of one step.
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows;
-    `num_targets` and `num_positions` count those. `digest` identifies the rows of the whole global batch, so it is the same
-    on every host. `epochs`: passes over each source before this step.
+    `num_targets` of their targets count.
     """
 
     step: int
     arrays: dict[str, np.ndarray]
     num_targets: int
-    num_positions: int
-    digest: str
-    epochs: dict[str, float]
 
 
 class _Dataset:
-    """What training and evaluation share. Pickled by its parts, so that workers open the files themselves."""
+    """What training and evaluation share. Picklable: grain's workers open the files themselves."""
 
     def __init__(self, config: DataConfig, sources: list[TokenShards]):
         self.config, self.sources, self.vocab_size = config, sources, sources[0].vocab_size
         self._sizes = np.array([source.num_tokens for source in sources])
 
-    def _read(
-        self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str], epochs: dict
-    ) -> Batch:
+    def _read(self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str]) -> Batch:
         """The batch of a step: this host's `rows` of the global batch, whose epochs begin at `phases` of their streams."""
-        length, seen = self.config.seq_length, (np.full_like(batch.row, step), *batch)
-        digest = hashlib.blake2b(np.concatenate(seen).astype("<i8").tobytes(), digest_size=8).hexdigest()
+        length = self.config.seq_length
         source, epoch, row, first = (part if rows is None else part[rows] for part in (*batch, phases))
         windows = Windows(source, first + row * length, (self._sizes[source] - row * length).clip(0, length))
         arrays = pack(self.sources, windows, length, self.config.restart_positions, self.config.attend_across_documents)
@@ -66,7 +59,7 @@ class _Dataset:
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
         check_batch(arrays, (len(row), length), self.vocab_size, describe)
-        return Batch(step, arrays, int(np.count_nonzero(arrays["loss_mask"])), len(row) * length, digest, epochs)
+        return Batch(step, arrays, int(np.count_nonzero(arrays["loss_mask"])))
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         workers, prefetch = self.config.workers, self.config.prefetch
@@ -105,21 +98,10 @@ class TrainingData(_Dataset):
         """The tokenizer of all sources, read when first used."""
         return load_tokenizer(self.shards[0].path)
 
-    @property
-    def text_bytes_per_token(self) -> float:
-        """UTF-8 bytes of text behind one token, over the mixture that the plan reads."""
-        drawn = np.array(self.plan.drawn_at(self.plan.num_steps), np.float64)
-        return float(drawn @ [s.text_bytes / s.num_tokens for s in self.shards] / drawn.sum())
-
     def fingerprint_at(self, step: int) -> str:
         """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on to go on from it."""
         content = (self.plan.fingerprint_at(step), self.config.restart_positions, self.config.attend_across_documents)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
-
-    @property
-    def fingerprint(self) -> str:
-        """Identity of all batches of the run, hex."""
-        return self.fingerprint_at(self.plan.num_steps)
 
     def _read_block(self, block: int) -> tuple[Rows, np.ndarray]:
         """Rows of all steps of a block, and where in its stream the epoch of each begins."""
@@ -129,21 +111,17 @@ class TrainingData(_Dataset):
         return rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])
 
     def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
-        """The batch of a step: a pure function of (config, manifests, seed, step).
+        """The batch of a step before plan.num_steps: a pure function of (config, manifests, seed, step).
 
-        Args:
-            step: 0 <= step < plan.num_steps.
-            rows: which rows of the global batch this host reads, in this order; None: all.
-
-        Raises:
-            DataError: a shard is damaged, or a batch breaks an invariant.
+        `rows` of the global batch are read, in this order (None: all). DataError: a shard is damaged, or a batch breaks an
+        invariant.
         """
         assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
         (block, within), size = divmod(step, self._steps_per_block), self.plan.batch_size
         of_block, phases = self._block(block)
         here = slice(within * size, (within + 1) * size)
         batch = Rows(*(part[here] for part in of_block))
-        return self._read(step, batch, phases[here], rows, self.plan.names, self.plan.epochs_at(step))
+        return self._read(step, batch, phases[here], rows, self.plan.names)
 
     def iterate(self, start_step: int, rows: np.ndarray | None = None, stop_step: int | None = None) -> Iterator[Batch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
@@ -163,15 +141,12 @@ class EvaluationData(_Dataset):
         self.num_tokens = shards.num_tokens - (shards.num_documents if shards.manifest.eod == "none" else 0)
         self.num_batches = -(-count_rows(shards.num_tokens, config.seq_length) // batch_size)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return EvaluationData, (self.config, self.batch_size, self.shards)
-
     def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See `TrainingData.batch`."""
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
         row = step * self.batch_size + np.arange(self.batch_size)
         batch = Rows(np.zeros_like(row), np.zeros_like(row), row)
-        return self._read(step, batch, np.full_like(row, -1), rows, ["held out"], {})
+        return self._read(step, batch, np.full_like(row, -1), rows, ["held out"])
 
     def iterate(self, rows: np.ndarray | None = None, num_batches: int | None = None) -> Iterator[Batch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
@@ -180,11 +155,7 @@ class EvaluationData(_Dataset):
 
 
 def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
-    """Check that data that meets one model, by the config key that names it, was made with one tokenizer.
-
-    Raises:
-        ConfigError: names the first that differs.
-    """
+    """ConfigError, if data that meets one model, by the config key that names it, was not all made with one tokenizer."""
     (first, ours), *others = ((where, manifest.tokenizer) for where, manifest in manifests.items())
     for where, theirs in others:
         if theirs["sha256"] != ours["sha256"]:
@@ -210,11 +181,7 @@ def open_training(config: DataConfig, seed: int, steps: Steps) -> TrainingData:
 
 
 def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> EvaluationData:
-    """Open a held-out set, for batches of `batch_size` rows over all hosts; row length, packing and verify are the config's.
-
-    Raises:
-        DataError: the directory is not whole, or holds no target.
-    """
+    """Open a held-out set for batches of `batch_size` rows over all hosts; DataError if it is not whole, or has no target."""
     data = EvaluationData(config, batch_size, _open("eval.sets", path, config))
     if data.num_tokens < 1:
         raise DataError(f"eval.sets: {path} has no target tokens. Prepare it from longer documents, or leave it out.")
