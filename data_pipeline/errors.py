@@ -4,6 +4,10 @@ Every message has three parts: the dotted path and value, the rule, the mend. Ou
 Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try again".
 """
 
+import sys
+import traceback
+from collections.abc import Callable
+
 
 class UserError(ValueError):
     """Base class; `exit_code` is what a command returns to the shell."""
@@ -55,3 +59,28 @@ class ConfigError(UserError):
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
         super().__init__(f"{head} in the config:\n" + "\n".join(f"  * {p}" for p in self.problems))
+
+
+def run_command(job: Callable[[], object], resumes: bool = True) -> int:
+    """The exit code of a command that does this job. What a user can mend is a message on stderr, a bug of ours a traceback.
+
+    `resumes`: the same command goes on where it was interrupted.
+    """
+    again = "the same command again: it goes on where it was." if resumes else "the same command again."
+    try:
+        job()
+        return 0
+    except SystemExit as stop:  # argparse has said why
+        return UsageError.exit_code if stop.code else 0
+    except UserError as problem:
+        error = problem
+    except KeyboardInterrupt:
+        error = TryAgainError(f"interrupted. Run {again}")
+    except OSError as problem:
+        what = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror or problem
+        error = StorageError(f"{what}. Free space or mend access, then run {again}")
+    except Exception:
+        traceback.print_exc()
+        return UserError.exit_code
+    print(error if isinstance(error, TryAgainError) else f"error: {error}", file=sys.stderr)
+    return error.exit_code

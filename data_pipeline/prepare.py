@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from data_pipeline.build import build_part, describe_problems, make_units, train_tokenizer, unit_bytes
-from data_pipeline.errors import DataError, StorageError, TryAgainError, UsageError, UserError
+from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources.document import Piece, find_files, held_out
 from data_pipeline.sources.text import python_stdlib
@@ -63,23 +63,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command (None: of this process); messages go to stderr, results to stdout; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        if argv[:1] in (["verify"], ["show"]):
-            _look(argv[0], argv[1:])
-        else:
-            _prepare(*_parse(argv))
-        return 0
-    except SystemExit as stop:  # argparse, after --help
-        return int(stop.code or 0)
-    except KeyboardInterrupt:
-        error: UserError = TryAgainError("interrupted. Run the same command again: it goes on where it was.")
-    except UserError as problem:
-        error = problem
-    except OSError as problem:
-        what = f"{problem.filename}: {problem.strerror}" if problem.filename else f"{problem.strerror or problem}"
-        error = StorageError(f"{what}. Free space or mend access, then run the same command again: it goes on where it was.")
-    print(f"error: {error}", file=sys.stderr)
-    return error.exit_code
+    look = argv[:1] in (["verify"], ["show"])
+    return run_command(lambda: _look(argv[0], argv[1:]) if look else _prepare(*_parse(argv)))
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
