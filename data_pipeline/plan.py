@@ -30,7 +30,7 @@ _MAX_ROWS = 1 << 42  # so that row count times weight stays inside an int64
 _ROUNDS = 8
 
 Steps = int | Literal["auto"]
-_Stages = list[tuple[int | None, dict[int, float]]]  # end step (None: open), weight of each source by its index
+_Stages = list[tuple[float, dict[int, float]]]  # end step (inf: open), weight of each source by its index
 
 
 class PlanSource(NamedTuple):
@@ -66,15 +66,11 @@ class Segment(NamedTuple):
 
 
 def integer_weights(weights: list[float]) -> tuple[int, ...]:
-    """Positive weights as integers of at least 1 that sum to 2^20 (largest remainder)."""
+    """Positive weights as integers of at least 1 that sum to 2^20; the largest takes what rounding leaves."""
     largest = max(weights)
     total = math.fsum(w / largest for w in weights)
-    exact = [w / largest / total * _WEIGHT_UNIT for w in weights]
-    result = [max(1, int(x)) for x in exact]
-    left_over = _WEIGHT_UNIT - sum(result)
-    for i in sorted(range(len(exact)), key=lambda i: int(exact[i]) - exact[i])[: max(0, left_over)]:
-        result[i] += 1
-    result[exact.index(max(exact))] += min(0, left_over)  # pays for the weights that were lifted to 1
+    result = [max(1, round(w / largest / total * _WEIGHT_UNIT)) for w in weights]
+    result[weights.index(largest)] += _WEIGHT_UNIT - sum(result)
     return tuple(result)
 
 
@@ -147,18 +143,10 @@ class Plan:
     def solve(
         cls, seed: int, seq_length: int, batch_size: int, sources: dict[str, PlanSource], config: DataConfig, steps: Steps
     ) -> "Plan":
-        """Lay out the whole run: segments, end, and the reason for the end.
+        """Lay out the whole run: segments, end, and the reason for the end. ConfigError: all that can't be planned.
 
-        Args:
-            seed: of the permutations.
-            seq_length: target tokens in a row.
-            batch_size: rows in a step.
-            sources: by the names of `config.sources`.
-            config: weights, epochs, stages and what a finished source does.
-            steps: optimizer steps, or "auto" for as many as the sources and stages give.
-
-        Raises:
-            ConfigError: all that can't be planned.
+        `seed` is of the permutations; a row has `seq_length` target tokens, a step `batch_size` rows; `sources` go by the names
+        of `config.sources`; `steps` are optimizer steps, "auto": as many as sources and stages give.
         """
         problems = _source_problems(config, sources)
         stages = _stages(config, sorted(sources), seq_length * batch_size, steps, problems)
@@ -192,15 +180,12 @@ class Plan:
         keys = [round_keys(self.seed, self.sources[p % len(self.names)].uid, p // len(self.names)) for p in pairs.tolist()]
         return Rows(source, epoch, permute(position, num_rows[source], np.array(keys, np.uint64).reshape(-1, _ROUNDS)[inverse]))
 
-    def drawn_at(self, step: int) -> list[int]:
-        """Rows drawn from each source before `step`, in the order of `names`."""
-        row = step * self.batch_size
-        segment = self.segments[int(np.searchsorted(self._tables[0], row, "right")) - 1]
-        return segment.drawn_after(row - segment.start)
-
     def epochs_at(self, step: int) -> dict[str, float]:
         """Passes over each source before `step`."""
-        return {n: d / s.num_rows for n, d, s in zip(self.names, self.drawn_at(step), self.sources, strict=True)}
+        row = step * self.batch_size
+        segment = self.segments[int(np.searchsorted(self._tables[0], row, "right")) - 1]
+        drawn = segment.drawn_after(row - segment.start)
+        return {n: d / s.num_rows for n, d, s in zip(self.names, drawn, self.sources, strict=True)}
 
     def fingerprint_at(self, step: int) -> str:
         """Identity of everything drawn before `step`: equal for plans that differ only in what comes later."""
@@ -212,11 +197,6 @@ class Plan:
         ]
         content = (self.seed, self.seq_length, self.batch_size, step, done)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Identity of the whole run's order of rows, hex."""
-        return self.fingerprint_at(self.num_steps)
 
     def describe(self) -> str:
         """One line for the start of a run: steps, tokens, why it ends, epochs of each source."""
@@ -232,12 +212,10 @@ def _source_problems(config: DataConfig, sources: dict[str, PlanSource]) -> list
     problems, seen = [], {}
     for name, source in sources.items():
         where = f"data.sources.{name}"
-        if source.num_rows < 1:
-            problems.append(f"{where} has no tokens; a source needs at least one. Prepare it again, or leave it out.")
         if seen.setdefault(source.uid, where) != where:
             rule = "hold the same tokens, which would be read twice in the same order"
             problems.append(f"{where} and {seen[source.uid]} {rule}. Keep one of them, with the sum of both weights.")
-    if not problems and not config.stages and not any(s.weight > 0 for s in config.sources.values()):
+    if not config.stages and not any(s.weight > 0 for s in config.sources.values()):
         problems.append("data.sources: all weights are 0, so nothing would be drawn. Set one data.sources.NAME.weight above 0.")
     return problems
 
@@ -245,10 +223,10 @@ def _source_problems(config: DataConfig, sources: dict[str, PlanSource]) -> list
 def _stages(config: DataConfig, names: list[str], step_tokens: int, steps: Steps, problems: list[str]) -> _Stages:
     """The stages of the config; appends to `problems` what is wrong with them."""
     if not config.stages:
-        return [(None, {i: config.sources[n].weight for i, n in enumerate(names) if config.sources[n].weight > 0})]
+        return [(math.inf, {i: config.sources[n].weight for i, n in enumerate(names) if config.sources[n].weight > 0})]
     stages, previous = [], 0
     for number, stage in enumerate(config.stages):
-        where, end = f"data.stages[{number}]", None
+        where, end = f"data.stages[{number}]", math.inf
         for name, weight in stage.weights.items():
             if name not in names:
                 mend = f"Choose from {', '.join(names)}, or add data.sources.{name}.path"
@@ -274,7 +252,7 @@ def _stages(config: DataConfig, names: list[str], step_tokens: int, steps: Steps
 
 
 class _Layout:
-    """Turns stages into segments, and finds the end: `segments`, `end` (row, None: endless) and `reason`."""
+    """Turns stages into segments, and finds the end: `segments`, `end` (a row, at most _MAX_ROWS) and `reason`."""
 
     def __init__(self, config: DataConfig, sources: dict[str, PlanSource], stages: _Stages, batch_size: int, auto: bool):
         self.names, self.policy, self.auto = tuple(sorted(sources)), config.on_exhausted, auto
@@ -286,7 +264,7 @@ class _Layout:
         self.segments: list[Segment] = []
         self.end, self.reason = self._solve(stages, batch_size)
 
-    def _solve(self, stages: _Stages, batch_size: int) -> tuple[int | None, str]:
+    def _solve(self, stages: _Stages, batch_size: int) -> tuple[int, str]:
         row, drawn = 0, [0] * len(self.names)
         for end, weights in stages:
             while True:
@@ -295,7 +273,7 @@ class _Layout:
                     return row, self._all_finished()
                 active.sort(key=lambda i: (-weights[i], self.sources[i].uid))  # not by name or place in the config file
                 segment = Segment(row, tuple(active), integer_weights([weights[i] for i in active]), tuple(drawn))
-                room = length = (_MAX_ROWS if end is None else end * batch_size) - row
+                room = length = int(min(end * batch_size, _MAX_ROWS)) - row
                 if self.policy != "repeat":
                     length = _last(room, lambda k, s=segment: not self._overrun(s.drawn_after(k)))
                 if length:
@@ -309,7 +287,7 @@ class _Layout:
                 if self.policy != "renormalize":
                     over = self._overrun(segment.drawn_after(length + 1))
                     return row, self._source_finished(over[0], [i for i in active if drawn[i] < self.limits[i]])
-        return (None, "2^42 rows are drawn") if stages[-1][0] is None else (row, "the last stage ends")
+        return row, "2^42 rows are drawn" if row == _MAX_ROWS else "the last stage ends"
 
     def _overrun(self, drawn: list[int]) -> list[int]:
         return [i for i, (count, limit) in enumerate(zip(drawn, self.limits)) if count > limit]
@@ -333,18 +311,18 @@ class _Layout:
 
     def num_steps(self, steps: Steps, batch_size: int) -> int:
         """Whole steps of the run, at most as many as there are."""
-        rows = sum(self.sources[i].num_rows for i in self.used)
-        rows = rows if self.end is None else min(rows, self.end)
+        rows = min(self.end, sum(self.sources[i].num_rows for i in self.used))
         if batch_size > rows:
             sizes = ", ".join(f"{self.names[i]} {self.sources[i].num_tokens:,} tokens" for i in self.used)
             mend = f"Set data.batch_size to at most {rows:,}, data.seq_length lower, or prepare more text"
             raise ConfigError(f"data.batch_size={batch_size:,} is larger than the data set: {rows:,} rows ({sizes}). {mend}.")
-        if self.end is None and steps == "auto":
+        if self.end == _MAX_ROWS and steps == "auto":
             mend = "Set steps to a number, data.sources.NAME.epochs to a number, or until of the last of data.stages"
             raise ConfigError(f"steps=auto, but the plan has no end: no source that is drawn runs out. {mend}.")
-        available = (_MAX_ROWS if self.end is None else self.end) // batch_size
-        if steps == "auto" or steps <= available:
-            return available if steps == "auto" else steps
+        available = self.end // batch_size
+        steps = available if steps == "auto" else steps
+        if steps <= available:
+            return steps
         epochs = ", ".join(f"{n} {'null' if e is None else format(e, 'g')}" for n, e in zip(self.names, self.epochs))
         raise ConfigError(
             f"steps={steps:,} is beyond the plan's end at step {available:,}, where {self.reason}. Set steps to at most "
