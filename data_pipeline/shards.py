@@ -10,6 +10,7 @@ shards. Knows nothing of batches, rows or tokenizers' insides.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
+from numpy.lib.stride_tricks import sliding_window_view
 
 from data_pipeline.errors import DataError, StorageError
 
@@ -40,18 +41,13 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_directory(path.parent)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # makes this and earlier renames in it durable
+        finally:
+            os.close(directory)
     except OSError as error:
         raise StorageError(f"{path}: can't be written ({error.strerror}). Free space or choose another place.") from error
-
-
-def _sync_directory(directory: Path) -> None:
-    """Make renames inside `directory` durable."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -122,7 +118,14 @@ class Manifest:
         try:
             content = json.loads(path.read_bytes())
         except OSError as error:
-            raise DataError(_explain_missing(directory, error)) from error
+            if parts := sorted(p.parent.name for p in directory.glob(f"*/{MANIFEST}")):
+                message = f"has no {MANIFEST}, but its folders {', '.join(parts)} have. Name one of them."
+            else:
+                what = (
+                    f"can't read {MANIFEST} ({error.strerror})" if directory.is_dir() else "is not a directory of token shards"
+                )
+                message = f"{what}. Make one with `python -m data_pipeline.prepare {directory} --text 'GLOB'`."
+            raise DataError(f"{directory}: {message}") from error
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error}). {_mend()}") from error
         if not isinstance(content, dict) or not {"version", "shards", "digest"} <= content.keys():
@@ -143,19 +146,12 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _explain_missing(directory: Path, error: OSError) -> str:
-    if directory.exists() and (parts := sorted(p.parent.name for p in directory.glob(f"*/{MANIFEST}"))):
-        return f"{directory}: has no {MANIFEST}, but its folders {', '.join(parts)} have. Name one of them."
-    what = f"can't read {MANIFEST} ({error.strerror})" if directory.is_dir() else "is not a directory of token shards"
-    return f"{directory}: {what}. Make one with `python -m data_pipeline.prepare {directory} --text 'GLOB'`."
-
-
 def _mend(command: str = "") -> str:
     return f"Restore it from a copy, or build it again: `{command or 'python -m data_pipeline.prepare ...'} --overwrite`."
 
 
 class ShardWriter:
-    """Writes one shard. Nothing is visible under its final name before `close`, and then all of it.
+    """Writes one shard, which counts when `close` returns.
 
     `stem` is the file name without suffix, such as "tokens-00003"; `vocab_size` decides the dtype, and an id that is not
     below it is a DataError of `append`.
@@ -191,12 +187,12 @@ class ShardWriter:
         self._file.flush()
         os.fsync(self._file.fileno())
         with self._file, mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            checks = np.array([*crc_blocks(data), *crc_blocks(index)], "<u4").tobytes()
+            blocks = (part[at : at + BLOCK_BYTES] for part in (data, index) for at in range(0, len(part), BLOCK_BYTES))
+            checks = np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
             digests = hashlib.sha256(data).hexdigest(), hashlib.sha256(checks).hexdigest()
+        os.replace(self._file.name, self._path)  # made durable by what comes next
         write_atomic(self._path.with_suffix(".crc"), checks)
         write_atomic(self._path.with_suffix(".idx"), index)
-        os.replace(self._file.name, self._path)
-        _sync_directory(self._path.parent)
         size = self.tokens * self._dtype.itemsize
         return ShardEntry(self._path.name, self.tokens, len(lengths), size, digests[0], self._max_id, digests[1])
 
@@ -206,16 +202,10 @@ class ShardWriter:
         Path(self._file.name).unlink(missing_ok=True)
 
 
-def crc_blocks(data: bytes | mmap.mmap) -> Iterator[int]:
-    """crc32 of each 1 MiB block of `data`; the last may be shorter."""
-    return (zlib.crc32(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES))
-
-
 class TokenShards:
-    """Reader of a prepared directory: one cyclic stream of tokens with document borders.
+    """Reader of a prepared directory: one cyclic stream of tokens with document borders. Use `open`.
 
-    Use `open`. Opening reads the manifest (and the sizes of the files); files are mapped when first used. Threads may share
-    an instance; pickling gives a fresh reader of the same directory.
+    Files are mapped when first used. Threads may share an instance; pickling gives a fresh reader of the same directory.
     """
 
     def __init__(self, path: Path, manifest: Manifest, verify: Verify):
@@ -231,14 +221,9 @@ class TokenShards:
 
     @classmethod
     def open(cls, path: str | Path, verify: Verify = "lazy") -> Self:
-        """Open a directory with manifest.json.
+        """Open a directory with manifest.json; DataError: it was never finished, is empty, or differs from its manifest.
 
-        Args:
-            path: the directory.
-            verify: "off" nothing; "size" file sizes now; "lazy" also the crc32 of each block when first read; "full" all now.
-
-        Raises:
-            DataError: not a finished directory, an empty one, or one that differs from its manifest.
+        `verify`: "off" nothing; "size" file sizes now; "lazy" also the crc32 of each block when first read; "full" all now.
         """
         shards = cls(Path(path), Manifest.load(Path(path)), verify)
         if not shards.num_tokens:
@@ -253,15 +238,9 @@ class TokenShards:
     def windows(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Windows of the stream, which goes round: token -1 is the last one, token num_tokens the first.
 
-        Args:
-            starts: first token of each window, any integers [n].
-            length: number of tokens in each, at least 1; may exceed num_tokens.
-
-        Returns:
-            int32 [n, length] tokens, and int64 indices into these, flat, where documents begin (in no order).
-
-        Raises:
-            DataError: a block differs from its crc32.
+        `starts` are their first tokens, any integers [n]; `length`, at least 1, may exceed num_tokens. Returns tokens, int32
+        [n, length], and int64 indices into these, flat, where documents begin (in no order). DataError: a block differs from
+        its crc32.
         """
         starts = starts % self.num_tokens
         result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]
@@ -324,33 +303,26 @@ class TokenShards:
     def _size_problem(self, number: int, suffix: str) -> str | None:
         path, expected = self._file(number, suffix), self.manifest.shards[number].sizes[suffix]
         try:
-            found = path.stat().st_size
+            if (found := path.stat().st_size) == expected:
+                return None
         except OSError as error:
             return f"{path}: can't be read ({error.strerror}). {self._mend}"
-        if found == expected:
-            return None
         return f"{path}: expected {expected} bytes, found {found}: cut short or changed after it was built. {self._mend}"
 
     def _map_file(self, number: int, suffix: str) -> np.ndarray:
         """A mapped .bin or .idx; offsets are signed, because a search with int64 keys would copy an unsigned array."""
         if problem := self._size_problem(number, suffix):
             raise DataError(problem)
-        try:
-            with open(self._file(number, suffix), "rb") as file:
-                data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise DataError(f"{self._file(number, suffix)}: can't be read ({error.strerror}). {self._mend}") from error
-        blocks = range(-(-len(data) // BLOCK_BYTES) if self.verify == "lazy" else 0)
+        data = np.memmap(self._file(number, suffix), self._dtype if suffix == ".bin" else "<i8", "r")
+        blocks = range(-(-data.nbytes // BLOCK_BYTES) if self.verify == "lazy" else 0)
         self._pending.setdefault((number, suffix), set(blocks))
-        return np.frombuffer(data, self._dtype if suffix == ".bin" else "<i8")
+        return np.asarray(data)
 
     def _read_checks(self, number: int) -> np.ndarray:
         """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx]."""
         path, expected = self._file(number, ".crc"), self.manifest.shards[number].checks_sha256
-        data = path.read_bytes() if path.exists() else b""
-        if (found := hashlib.sha256(data).hexdigest()) != expected:
-            numbers = f"{len(data)} bytes: expected sha256 {expected}, found {found}"
-            raise DataError(f"{path}: {numbers}: changed after it was built. {self._mend}")
+        if (found := hashlib.sha256(data := path.read_bytes()).hexdigest()) != expected:
+            raise DataError(f"{path}: expected sha256 {expected}, found {found}: changed after it was built. {self._mend}")
         return np.frombuffer(data, "<u4")
 
     def _block_problem(self, number: int, suffix: str, block: int) -> str | None:
@@ -365,14 +337,12 @@ class TokenShards:
 
     def _check(self, number: int, suffix: str, starts: Iterable[int], length: int) -> None:
         """Compare the blocks of windows, in bytes, that were never touched before."""
-        if not (pending := self._pending[number, suffix]):
-            return
-        for start in starts:
-            for block in range(start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES + 1):
-                if block in pending:
-                    if problem := self._block_problem(number, suffix, block):
-                        raise DataError(problem)
-                    pending.discard(block)
+        if pending := self._pending[number, suffix]:
+            ranges = (range(start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES + 1) for start in starts)
+            for block in pending.intersection(itertools.chain(*ranges)):
+                if problem := self._block_problem(number, suffix, block):
+                    raise DataError(problem)
+                pending.discard(block)
 
     def _index(self, number: int) -> np.ndarray:
         """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""
@@ -387,5 +357,4 @@ class TokenShards:
         low, high = index.searchsorted(starts), index.searchsorted(starts + length)
         which = np.repeat(np.arange(len(starts)), high - low)
         nth = np.arange(which.size) - (np.cumsum(high - low) - (high - low))[which]
-        every = as_strided(tokens, (len(tokens) - length + 1, length), tokens.strides * 2, writeable=False)
-        return every[starts], which, index[low[which] + nth] - starts[which]
+        return sliding_window_view(tokens, length)[starts], which, index[low[which] + nth] - starts[which]
