@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.text import Text
 
-from data_pipeline.errors import TryAgainError, UsageError, UserError
+from data_pipeline.errors import UsageError, run_command
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
@@ -36,7 +36,7 @@ from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
 
 _PROMPT_UNIT = 64  # prompts are padded to a multiple, so that a few compiled programs serve all lengths
-_STOP_EVERY = 16  # tokens between looks at the text, when it is to stop at some
+_LOOK_EVERY = 16  # tokens between looks at what came, to see which rows have ended
 
 
 class _Choice(NamedTuple):
@@ -66,7 +66,6 @@ class _State(NamedTuple):
     key: Array
     tokens: Int[Array, "B N"]  # new ones, `step` of each row
     step: Int[Array, ""]
-    done: Bool[Array, " B"]
     cache: KVCache
 
 
@@ -90,8 +89,7 @@ def generate(
         prompts: ids, at least one each; lengths may differ.
         max_tokens: new tokens of each prompt, at most.
         temperature: that logits are divided by; 0: always the likeliest token.
-        top_k: choose among so many likeliest tokens; None: all.
-        top_p: and among the likeliest of these that together have this probability; None: all.
+        top_k, top_p: choose among so many likeliest tokens, and the likeliest of these that together have this probability.
         seed: of the random choices.
         stop_ids: a row ends before any of these.
         stop: called with a row's new tokens every few tokens; the row ends when it says True.
@@ -108,20 +106,16 @@ def generate(
     width = -(-max(map(len, rows)) // _PROMPT_UNIT) * _PROMPT_UNIT
     starts, tokens = [width - len(ids) for ids in rows], [[0] * (width - len(ids)) + ids for ids in rows]
     graphdef, params = nnx.split(model)
-    state = _prefill(
-        graphdef, choice, max_tokens, params, np.array(tokens, np.int32), np.array(starts, np.int32), jax.random.key(seed)
-    )
-    go_on = functools.partial(_decode, graphdef, choice, width, params, np.array(stop_ids, np.int32))
-    ended, made, every = np.arange(len(rows)) >= len(prompts), list[list[int]](), max_tokens if stop is None else _STOP_EVERY
-    state = jax.block_until_ready(go_on(state, ended, 0))  # compiles, and makes nothing
-    begin = time.perf_counter()
-    for limit in range(every, max_tokens + every, every):
-        state = go_on(state, ended, min(limit, max_tokens))
+    inputs = np.array(tokens, np.int32), np.array(starts, np.int32), jax.random.key(seed)
+    state = _prefill(graphdef, choice, max_tokens, params, *inputs)
+    state = jax.block_until_ready(_decode(graphdef, choice, width, params, state, 0))  # compiles, and makes nothing
+    begin, made, ended = time.perf_counter(), list[list[int]](), set[int]()
+    for limit in range(_LOOK_EVERY, max_tokens + _LOOK_EVERY, _LOOK_EVERY):
+        state = _decode(graphdef, choice, width, params, state, min(limit, max_tokens))
         new = np.asarray(state.tokens)[: len(prompts), : int(state.step)].tolist()
         made = [list(itertools.takewhile(lambda token: token not in stop_ids, ids)) for ids in new]
-        ended = np.asarray(state.done) | ended
-        ended[: len(made)] |= [stop is not None and stop(ids) for ids in made]
-        if ended.all():
+        ended |= {row for row, ids in enumerate(made) if len(ids) < len(new[row]) or (stop is not None and stop(ids))}
+        if len(ended) == len(prompts):
             break
     if report:
         report(sum(max(0, len(ids) - 1) for ids in made), time.perf_counter() - begin)
@@ -162,31 +156,23 @@ def _prefill(
     hidden, cache = model.extend(tokens, _segments(starts, columns), positions, 0, model.new_cache(rows, columns))
     first = choice(model.logits(hidden[:, -1:])[:, 0], key, 0)
     out = jnp.zeros((rows, max_tokens), jnp.int32).at[:, 0].set(first)
-    return _State(starts, key, constrain(out, None, None), jnp.ones((), jnp.int32), jnp.zeros(rows, bool), cache)
+    return _State(starts, key, constrain(out, None, None), jnp.ones((), jnp.int32), cache)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
-def _decode(
-    graphdef: nnx.GraphDef, choice: _Choice, width: int, params: nnx.State, stop_ids: Any, state: _State, ended: Any, limit: Any
-) -> _State:
-    """Tokens one by one, until all rows are done (or have ended before) or have `limit` of them."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def _decode(graphdef: nnx.GraphDef, choice: _Choice, width: int, params: nnx.State, state: _State, limit: Any) -> _State:
+    """Tokens one by one, until there are `limit` of each row."""
     model: Decoder = nnx.merge(graphdef, params)
     segments = _segments(state.starts, state.cache.k.shape[2])
 
-    def last(s: _State) -> Array:
-        return jax.lax.dynamic_slice_in_dim(s.tokens, s.step - 1, 1, axis=1)
+    def one(step: Array, s: _State) -> _State:
+        last, column = jax.lax.dynamic_slice_in_dim(s.tokens, step - 1, 1, axis=1), width + step - 1
+        hidden, cache = model.extend(last, segments, column - s.starts[:, None], column, s.cache)
+        token = choice(model.logits(hidden)[:, 0], s.key, step)
+        tokens = jax.lax.dynamic_update_slice_in_dim(s.tokens, token[:, None], step, axis=1)
+        return s._replace(tokens=constrain(tokens, None, None), step=step + 1, cache=cache)
 
-    def look(s: _State) -> _State:
-        return s._replace(done=constrain(s.done | (last(s) == stop_ids).any(axis=-1), None))
-
-    def one(s: _State) -> _State:
-        column = width + s.step - 1
-        hidden, cache = model.extend(last(s), segments, column - s.starts[:, None], column, s.cache)
-        token = choice(model.logits(hidden)[:, 0], s.key, s.step)
-        tokens = jax.lax.dynamic_update_slice_in_dim(s.tokens, token[:, None], s.step, axis=1)
-        return look(s._replace(tokens=constrain(tokens, None, None), step=s.step + 1, cache=cache))
-
-    return jax.lax.while_loop(lambda s: (s.step < limit) & ~s.done.all(), one, look(state._replace(done=state.done | ended)))
+    return jax.lax.fori_loop(state.step, limit, one, state)
 
 
 def complete(
@@ -201,8 +187,7 @@ def complete(
     """Continuations of texts, without the prompts; each ends with its document.
 
     Args:
-        model: as for `generate`.
-        tokenizer: the model's.
+        model, tokenizer: that belong together.
         prompts: each the beginning of a document.
         begin: ids put before every prompt; None: the one that ends the document before, if the tokenizer has it.
         stop: a completion ends before any of these texts.
@@ -277,7 +262,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.generate") -> int:
     """Run the command `prog` with `argv` (None: the process's): completions to stdout, the rest to stderr; the exit code."""
-    try:
+
+    def job() -> None:
         asked = _parse(sys.argv[1:] if argv is None else argv, prog)
         start(MeshConfig(), ObserveConfig().compilation_cache)
         begin = None
@@ -291,15 +277,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.gene
         texts = complete(model, tokenizer, asked.prompt, begin=begin, report=lambda *args: speed.extend(args), **options)
         show(Console(highlight=False), asked.prompt, texts)
         print(f"{speed[0] / speed[1]:,.0f} tokens/s", file=sys.stderr)
-        return 0
-    except SystemExit as stop:  # argparse has said why
-        return UsageError.exit_code if stop.code else 0
-    except KeyboardInterrupt:
-        error: UserError = TryAgainError("interrupted. Run the same command again.")
-    except UserError as problem:
-        error = problem
-    print(f"{prog}: {error}", file=sys.stderr)
-    return error.exit_code
+
+    return run_command(job, resumes=False)
 
 
 if __name__ == "__main__":

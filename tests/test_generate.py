@@ -148,7 +148,7 @@ def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
     assert made[0] == free[0] and made[2:] == free[2:] and made[1][:16] == free[1][:16]
     lengths = []
     made = generate(model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: True, report=lambda n, _: lengths.append(n))
-    assert made == [row[: job._STOP_EVERY] for row in free] and lengths == [5 * (job._STOP_EVERY - 1)]
+    assert made == [row[: job._LOOK_EVERY] for row in free] and lengths == [5 * (job._LOOK_EVERY - 1)]
 
 
 @pytest.mark.parametrize(
