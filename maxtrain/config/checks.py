@@ -69,9 +69,6 @@ def _run(c: RunConfig) -> Iterator[str]:
     if c.eval_interval and c.eval_steps == 0:
         mend = "Set eval_steps=-1 for every set whole, or eval_interval=0"
         yield f"eval_steps=0 would evaluate nothing, every eval_interval={c.eval_interval} steps. {mend}."
-    window = c.observe.profile_steps
-    if window and not (len(window) == 2 and 0 <= window[0] <= window[1]):
-        yield f"observe.profile_steps={list(window)} must be the first and the last step. Set for example 10,12."
     if not c.data.sources:
         yield "data.sources is empty, but a run reads at least one. Add data.sources.NAME.path=DIR, made by `prepare`."
     paths = {f"data.sources.{name}.path": source.path for name, source in c.data.sources.items()}

@@ -43,6 +43,5 @@ _ROWS = (
     ("mesh.fsdp", _MESH, "ici_fsdp_parallelism dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
     ("checkpoint.asynchronous", _SAME, "async_checkpointing"),
-    ("observe.profile_steps", "first and last step, such as 10,12", "profiler profiler_steps"),
 )
 MAXTEXT: dict[str, tuple[str, str]] = {name: (ours, note) for ours, note, names in _ROWS for name in names.split()}

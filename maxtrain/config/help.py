@@ -33,7 +33,7 @@ def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
 configs
   {"  ".join(configs)}
 
-keys    values: 1e-3  1e6  10_000  true  null  10,12;  NAME in a key is a name of your own
+keys    values: 1e-3  1e6  10_000  true  null  a,b;  NAME in a key is a name of your own
 {_table([key for key in all_keys() if "." not in key.path])}
 
 sections

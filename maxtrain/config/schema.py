@@ -101,7 +101,6 @@ class ObserveConfig:
     compilation_cache: str | None = key(
         "~/.cache/maxtrain/jax", "directory that keeps compiled programs between runs; null: none"
     )
-    profile_steps: tuple[int, ...] = key((), "write a profiler trace of these steps: first, last")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,8 +43,6 @@ def problems(*overrides: str) -> list[str]:
         (["run_name=.."], "run_name='..'", "Set run_name=NAME"),
         (["eval.sets={}"], "eval_interval=100 needs an evaluation set", "Add eval.sets.NAME=DIR, or set eval_interval=0"),
         (["eval_steps=0"], "eval_steps=0 would evaluate nothing, every eval_interval=100", "Set eval_steps=-1"),
-        (["observe.profile_steps=10"], "observe.profile_steps=[10]", "Set for example 10,12"),
-        (["observe.profile_steps=12,10"], "observe.profile_steps=[12, 10]", "Set for example 10,12"),
         # directories
         (["output_dir=data/stdlib/eval/../train/"], "data.sources.stdlib.path=data/stdlib/train", "Set output_dir to another"),
         (["output_dir=data/stdlib", "run_name=eval"], "eval.sets.heldout=data/stdlib/eval", "Set output_dir to another"),
@@ -117,7 +115,6 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["model.embed_dim=250", "model.head_dim=64"],
         ["mesh.tensor=2", "mesh.data=4", "mesh.fsdp=2", "optimizer.accumulation=2"],
         ["mesh.simulated_devices=8", "mesh.platform=cpu"],
-        ["observe.profile_steps=[5, 5]"],
         ["output_dir=data/stdlib"],
         ["eval.sets.a=data/stdlib/train"],
         ["optimizer.beta1=0", "optimizer.min_learning_rate=2e-3"],

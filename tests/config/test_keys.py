@@ -55,7 +55,7 @@ def test_find_knows_nothing_else(path):
 
 def test_words():
     assert keys.describe(keys.find("steps")) == "whole number | auto"
-    assert keys.describe(keys.find("observe.profile_steps")) == "list of whole numbers"
+    assert keys.describe(keys.find("observe.prompts")) == "list of texts"
     assert keys.describe(keys.find("model.head_dim")) == "whole number | null"
     assert [keys.choices(range(n)) for n in (1, 2, 4)] == ["0", "0 or 1", "0, 1, 2 or 3"]
     assert [keys.show(v) for v in (True, None, 1.5, "a")] == ["true", "null", "1.5", "a"]
