@@ -33,7 +33,7 @@ from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 _PROGRAM = "python -m data_pipeline.prepare"
 _EXAMPLES = f"""examples:
   {_PROGRAM} data/code --python-stdlib --tokenizer bpe:4096 --holdout 0.05
-  {_PROGRAM} data/books --text 'books/**/*.txt' --exclude '*/draft/*'
+  {_PROGRAM} data/books --text 'books/**/*.txt' --on-bad replace
   {_PROGRAM} data/chat --jsonl 'chat/*.jsonl.gz' --key content --tokenizer path/to/tokenizer.json
   {_PROGRAM} data/play --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} verify data/code            check every byte; exit code 65 if one differs
@@ -41,7 +41,6 @@ _EXAMPLES = f"""examples:
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
 _PARTS = ("train", "eval")  # folders of the output, if something is held out
-_NOT_GIVEN = re.compile(r"(bytes|chars|bpe:\d+)$")
 _OURS = re.compile(r"\.*(tokens-\d+\.(bin|idx|crc)|manifest\.json|tokenizer\.json|prepare\.json)(\.tmp)?|train|eval|\.prepare")
 
 
@@ -79,10 +78,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     add("--jsonl", metavar="GLOB", nargs="+", action="extend", default=[], help="JSON lines, plain or .gz, each one document")
     add("--key", default="text", help="key of the JSON lines that holds the text (default: %(default)s)")
     add("--python-stdlib", action="store_true", help="the running Python's own standard library, without tests")
-    add("--exclude", metavar="GLOB", nargs="+", action="extend", default=[], help="leave out files whose name matches")
     add("--tokenizer", default="bytes", help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json (default: bytes)")
     add("--eod", choices=["append", "none"], help="end documents with a token of their own (default: append; none for chars)")
-    add("--eod-token", metavar="TOKEN", help="that token, for a given tokenizer.json (default: found by its usual names)")
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
     add("--holdout-by", choices=["document", "tail"], default="document", help="tail: the last share of every file instead")
     add("--on-bad", choices=["raise", "skip", "replace"], default="raise", help="what to do about text that is not clean")
@@ -90,13 +87,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     add("--workers", metavar="N", type=int, default=cores, help="processes (default: %(default)s, the cores of this machine)")
     add("--overwrite", action="store_true", help="replace an output of other input or settings")
     arguments = parser.parse_args(argv)
-    for name, good, rule in (
-        ("holdout", arguments.holdout is None or 0 < arguments.holdout < 1, "must be between 0 and 1, such as 0.05"),
-        ("workers", arguments.workers >= 1, "must be at least 1"),
-        ("eod_token", not arguments.eod_token or not _NOT_GIVEN.match(arguments.tokenizer), "is for a given tokenizer.json"),
-    ):
-        if not good:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: {rule}.")
+    if arguments.holdout is not None and not 0 < arguments.holdout < 1:
+        raise UsageError(f"--holdout {arguments.holdout}: must be between 0 and 1, such as 0.05.")
+    if arguments.workers < 1:
+        raise UsageError(f"--workers {arguments.workers}: must be at least 1.")
     if not (arguments.text or arguments.jsonl or arguments.python_stdlib):
         raise UsageError("no input. Give --text GLOB, --jsonl GLOB or --python-stdlib.")
     if re.match(r"bpe(:|$)", arguments.tokenizer) and not re.fullmatch(r"bpe:\d+", arguments.tokenizer):
@@ -111,8 +105,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
 
 def _request(arguments: argparse.Namespace, command: str) -> _Request:
     """Look at input and tokenizer; nothing is written."""
-    found = [("text", find_files(pattern, "text", arguments.exclude)) for pattern in arguments.text]
-    found += [("jsonl", find_files(pattern, "jsonl", arguments.exclude, arguments.key)) for pattern in arguments.jsonl]
+    found = [("text", find_files(pattern, "text")) for pattern in arguments.text]
+    found += [("jsonl", find_files(pattern, "jsonl", arguments.key)) for pattern in arguments.jsonl]
     found += [("python-stdlib", python_stdlib())] if arguments.python_stdlib else []
     own = os.path.join(os.path.abspath(arguments.out), "")  # a glob may find the output of an earlier run
     sources, pieces = [], {}
@@ -125,11 +119,11 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         pieces |= fresh
     trained = arguments.tokenizer == "chars" or arguments.tokenizer.startswith("bpe:")
     eod = arguments.eod or ("none" if arguments.tokenizer == "chars" else "append")
-    tokenizer = None if trained else load_tokenizer(arguments.tokenizer, arguments.eod_token)
+    tokenizer = None if trained else load_tokenizer(arguments.tokenizer)
     if tokenizer and tokenizer.eod_id is None and eod == "append":
         raise DataError(
-            f"--tokenizer {arguments.tokenizer}: has no end-of-document token by a usual name. "
-            "Give --eod-token TOKEN, or --eod none to join documents without a mark."
+            f"--tokenizer {arguments.tokenizer}: has no end-of-document token by a usual name. Name it as eos_token in a "
+            "tokenizer_config.json beside it, or give --eod none to join documents without a mark."
         )
     settings = {name: getattr(arguments, name) for name in ("key", "holdout", "holdout_by", "on_bad")}
     settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}

@@ -121,9 +121,7 @@ class Manifest:
             if parts := sorted(p.parent.name for p in directory.glob(f"*/{MANIFEST}")):
                 message = f"has no {MANIFEST}, but its folders {', '.join(parts)} have. Name one of them."
             else:
-                what = (
-                    f"can't read {MANIFEST} ({error.strerror})" if directory.is_dir() else "is not a directory of token shards"
-                )
+                what = f"{MANIFEST}: {error.strerror}" if directory.is_dir() else "is not a directory of token shards"
                 message = f"{what}. Make one with `python -m data_pipeline.prepare {directory} --text 'GLOB'`."
             raise DataError(f"{directory}: {message}") from error
         except ValueError as error:

@@ -116,9 +116,8 @@ class JsonTokenizer(Tokenizer):
         self._divisible = _splits_at_cuts(self.inner)
 
     def encode(self, text: str) -> np.ndarray:
-        pieces = list(cut(text)) if self._divisible else [text]
-        batches = (pieces[at : at + _PIECES_AT_ONCE] for at in range(0, len(pieces), _PIECES_AT_ONCE))
-        encodings = itertools.chain.from_iterable(self.inner.encode_batch_fast(b, add_special_tokens=False) for b in batches)
+        batches = itertools.batched(cut(text) if self._divisible else [text], _PIECES_AT_ONCE)
+        encodings = (e for batch in batches for e in self.inner.encode_batch_fast(list(batch), add_special_tokens=False))
         return np.concatenate([np.array(encoding.ids, np.int32) for encoding in encodings])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -144,21 +143,14 @@ def _splits_at_cuts(inner: tokenizers.Tokenizer) -> bool:
     return all([p for p, _ in split(a + b)] == [p for text in (a, b) for p, _ in split(text)] for a, b in probes)
 
 
-def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
-    """A tokenizer by name or place.
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """A tokenizer: "bytes", a tokenizer.json, or a directory that has one, prepared data or a Hugging Face model.
 
-    Args:
-        spec: "bytes"; "chars:" and the characters; a tokenizer.json; or a directory that has one, prepared data or a
-            Hugging Face model (whose tokenizer_config.json then names the end-of-document token).
-        eod: the token that ends documents; None: find it.
-
-    Raises:
-        DataError: missing, not a tokenizer, or another one than the manifest beside it was built with.
+    A tokenizer_config.json beside it names the token that ends documents. DataError: missing, not a tokenizer, or another
+    one than the manifest beside it was built with.
     """
     if spec == "bytes":
         return ByteTokenizer()
-    if isinstance(spec, str) and spec.startswith("chars:"):
-        return CharTokenizer(spec.removeprefix("chars:"))
     path = Path(spec)
     path = path / TOKENIZER if path.is_dir() else path
     mend = "Name a tokenizer.json, a directory that has one, or `bytes`."
@@ -166,14 +158,15 @@ def load_tokenizer(spec: str | Path, eod: str | None = None) -> Tokenizer:
         content = path.read_bytes()
         record = json.loads(content)
         kind = record.get("type") if isinstance(record, dict) else None
-        settings = path.with_name("tokenizer_config.json")
-        if eod is None and kind is None and settings.exists():
-            named = json.loads(settings.read_bytes()).get("eos_token")
-            eod = named["content"] if isinstance(named, dict) else named
-        if kind == "chars":
-            tokenizer: Tokenizer = CharTokenizer(record["characters"], record["eod"])
+        if kind == "bytes":
+            tokenizer: Tokenizer = ByteTokenizer()
+        elif kind == "chars":
+            tokenizer = CharTokenizer(record["characters"], record["eod"])
         else:
-            tokenizer = ByteTokenizer() if kind == "bytes" else JsonTokenizer(content, path.parent.name or path.stem, eod)
+            settings = path.with_name("tokenizer_config.json")
+            end = json.loads(settings.read_bytes()).get("eos_token") if settings.exists() else None
+            end = end["content"] if isinstance(end, dict) else end
+            tokenizer = JsonTokenizer(content, path.parent.name or path.stem, end)
     except OSError as error:
         raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
     except (ValueError, KeyError) as error:

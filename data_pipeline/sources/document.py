@@ -1,11 +1,9 @@
 """What all sources share: finding files, pieces of files, and judging text. Knows neither tokenizers nor shards."""
 
-import fnmatch
 import glob
 import hashlib
 import itertools
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -59,22 +57,15 @@ def held_out(name: str | bytes, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) < share * 2**64
 
 
-def find_files(pattern: str, kind: Literal["text", "jsonl"], exclude: Iterable[str] = (), key: str = "") -> list[Piece]:
-    """Whole files that match a path or a glob, sorted by name, without those whose relative name or path match `exclude`.
-
-    Raises:
-        DataError: nothing matches, or a folder was named.
-    """
+def find_files(pattern: str, kind: Literal["text", "jsonl"], key: str = "") -> list[Piece]:
+    """Whole files that match a path or a glob, sorted by name; DataError: nothing matches, or a folder was named."""
     if os.path.isdir(pattern):
         raise DataError(f"--{kind} {pattern}: is a directory. Name its files: --{kind} '{os.path.join(pattern, '**', '*')}'")
     fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts[:-1]))
     found = {os.path.relpath(path, fixed): path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
     if not found:
         raise DataError(f"--{kind} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders.")
-    kept = {name: path for name, path in found.items() if not any(fnmatch.fnmatch(t, e) for e in exclude for t in (name, path))}
-    if not kept:
-        raise DataError(f"--{kind} {pattern}: --exclude leaves out all {len(found)} files. Exclude less.")
-    return [Piece(kind, name, kept[name], 0, os.path.getsize(kept[name]), key) for name in sorted(kept)]
+    return [Piece(kind, name, found[name], 0, os.path.getsize(found[name]), key) for name in sorted(found)]
 
 
 def decode(raw: bytes, path: str, line: int = 1) -> Document:

@@ -74,7 +74,7 @@ def test_text_cannot_forge_the_end_of_a_document():
 
 
 def test_characters():
-    tokenizer = load_tokenizer("chars:hello")
+    tokenizer = CharTokenizer("hello")
     assert (tokenizer.characters, tokenizer.vocab_size, tokenizer.eod_id) == ("ehlo", 4, None)
     assert tokenizer.encode("hole").tolist() == [1, 3, 2, 0]
     with pytest.raises(DataError, match=r"'é' \(U\+00E9\) is not in the tokenizer's vocabulary"):
@@ -88,12 +88,13 @@ def test_given_tokenizer_and_its_end_of_document(tmp_path):
     inner.enable_truncation(2)
     (tmp_path / "tokenizer.json").write_text(inner.to_str())
     assert load_tokenizer(tmp_path).eod_id == BPE.eod_id
-    assert load_tokenizer(tmp_path / "tokenizer.json", eod="<stop>").eod_id == 300
     assert len(load_tokenizer(tmp_path).encode("the cat sat on the mat")) > 2
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
     assert load_tokenizer(tmp_path).eod_id == 300 and load_tokenizer(tmp_path).vocab_size == 301
+    assert load_tokenizer(tmp_path / "tokenizer.json").eod_id == 300
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</absent>"}))
     with pytest.raises(DataError, match=r"no token '</absent>'.*Name a tokenizer.json"):
-        load_tokenizer(tmp_path, eod="</absent>")
+        load_tokenizer(tmp_path)
 
 
 def test_bad_tokenizers_say_what_to_do(tmp_path):
