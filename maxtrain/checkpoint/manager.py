@@ -35,12 +35,7 @@ _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": 
 
 
 class Checkpoints:
-    """The checkpoints below one directory: saving, finding, restoring, and removing what is no longer kept.
-
-    Args:
-        directory: where the step directories are; made when the first one is saved.
-        config: how many are kept, and whether arrays are written in the background.
-    """
+    """The checkpoints below one directory, which the first one makes: saving, finding, restoring, and removing old ones."""
 
     def __init__(self, directory: str | Path, config: CheckpointConfig):
         self.directory = Path(directory).expanduser().absolute()
@@ -52,7 +47,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
-        return [step for step, defect in self._survey().items() if defect is None]
+        return [step for step, defect in self._survey().items() if not defect]
 
     def latest(self) -> int | None:
         """The newest complete step, read from the disk; None if there is none."""
@@ -61,13 +56,7 @@ class Checkpoints:
     def save(self, step: int, state: PyTree[jax.Array], record: dict[str, Any]) -> bool:
         """Save one step, after any save under way; if `asynchronous`, return as soon as the state may be changed or donated.
 
-        Args:
-            step: number of finished optimizer steps.
-            state: arrays, on any mesh.
-            record: strict JSON, saved beside the arrays.
-
-        Returns:
-            False if that step is complete on the disk already; it is left alone.
+        The record is strict JSON. Returns False if that step is complete on the disk already; it is left alone.
 
         Raises:
             StorageError: this save, or the one before it, failed. Earlier checkpoints are untouched.
@@ -97,16 +86,13 @@ class Checkpoints:
         return self._open(step)[2]
 
     def restore(self, abstract_state: PyTree, step: int | None = None, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
-        """Read a step into arrays laid out as asked for, bit for bit as they were saved.
+        """The arrays of a step, bit for bit as they were saved, laid out as asked for; and its record.
 
         Args:
             abstract_state: ShapeDtypeStructs or arrays with the tree, shapes and dtypes of the saved state and shardings
                 of any mesh. A leaf without a sharding is put on this process's first device.
             step: None for the newest complete one.
             partial: the checkpoint may hold more leaves than asked for (say, the optimizer's); they are not read.
-
-        Returns:
-            The state, and the record that was saved with it.
 
         Raises:
             ConfigError: the state differs from the saved one; the message has a table. Nothing is padded, truncated or cast.
@@ -155,28 +141,30 @@ class Checkpoints:
     def _staging(self, step: int) -> Path:
         return self.directory / f".{step:08d}.partial"
 
-    def _survey(self) -> dict[int, str | None]:
-        """Steps that have a directory, in ascending order, and why they don't count; None for those that do."""
+    def _survey(self) -> dict[int, str]:
+        """Steps that have a directory, in ascending order, and why they don't count; empty for those that do."""
         steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdecimal())
         return {step: _defect(self._path(step)) for step in steps}
 
     def _open(self, step: int | None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-        """Path, commit record and caller's record of a complete step of a format that we know."""
+        """Path, commit record and caller's record of a complete step (None: the newest) of a format that we know."""
         self.wait()
-        step = self.latest() if step is None else step
-        if step is None:
-            found = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in self._survey().items())
+        survey = self._survey()
+        complete = [number for number, defect in survey.items() if not defect]
+        if not complete:
+            found = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in survey.items())
             raise StorageError(f"{self.directory} has no complete checkpoint.{found} Check the path, or train from the start.")
+        step = complete[-1] if step is None else step
         path = self._path(step)
-        if defect := _defect(path):
-            known = ", ".join(map(str, self.steps())) or "none"
+        if step not in complete:
+            defect, known = survey.get(step, "there is no such step"), ", ".join(map(str, complete))
             raise StorageError(f"{path} is not a complete checkpoint: {defect}. Complete steps: {known}. Ask for one of these.")
-        commit = _read_json(path / "commit.json")
+        commit = json.loads((path / "commit.json").read_bytes())
         if commit["format"] > FORMAT:
             rule = f"has format {commit['format']}, written by {commit.get('versions')}; this version reads up to {FORMAT}"
             raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
         with _as_storage_error(f"reading {path}", "Check the file's permissions."):
-            return path, commit, _read_json(path / "record.json")
+            return path, commit, json.loads((path / "record.json").read_bytes())
 
     def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
@@ -227,10 +215,10 @@ def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) 
     return "\n".join(lines + [f"    ... and {len(names) - 40} more"] * (len(names) > 40)) if names else ""
 
 
-def _defect(path: Path) -> str | None:
-    """Why a step directory is not a complete checkpoint; None if it is one."""
+def _defect(path: Path) -> str:
+    """Why a step directory is not a complete checkpoint; empty if it is one."""
     try:
-        commit = _read_json(path / "commit.json")
+        commit = json.loads((path / "commit.json").read_bytes())
         # Only a newer version knows how to check its own format; the step still exists, and restoring it is refused.
         step, files = commit["step"], commit["files"] if commit["format"] <= FORMAT else {}
     except FileNotFoundError:
@@ -243,16 +231,12 @@ def _defect(path: Path) -> str | None:
         size = (path / name).stat().st_size if (path / name).is_file() else None
         if size != entry["bytes"]:
             return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-    return None
+    return ""
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
     """Leaves out what Orbax logs: tracebacks of failures that are raised here."""
     return "orbax" not in record.pathname
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _sync(*paths: Path) -> None:

@@ -173,6 +173,14 @@ def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
     assert checkpoints.restore(small(), step=2)[0]["step"] == 3
 
 
+@pytest.mark.parametrize("step", [0, 9])
+def test_a_step_that_does_not_exist_is_said_not_to_and_the_others_are_named(checkpoints, step):
+    for saved in (1, 2):
+        checkpoints.save(saved, small(saved), {})
+    with pytest.raises(StorageError, match=r"there is no such step\. Complete steps: 1, 2\. Ask for one of these"):
+        checkpoints.restore(small(), step=step)
+
+
 def test_nothing_to_restore_names_what_is_there(checkpoints):
     assert checkpoints.latest() is None and checkpoints.steps() == []
     with pytest.raises(StorageError, match=r"has no complete checkpoint\. Check the path"):
