@@ -133,22 +133,11 @@ def build_part(
     directory: Path, work: Path, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str, workers: int,
     seen: Callable[[int], None], **origin: Any,
 ) -> Manifest:  # fmt: skip
-    """Build one directory of shards, or go on with one.
+    """Build one directory of shards, or go on with one: shards and, last, the manifest; `work` has records of finished units.
 
-    Args:
-        directory: where the shards and, last, the manifest go.
-        work: folder for the records of finished units.
-        units: the input.
-        tokenizer: gives the ids.
-        eod: "append" the end-of-document token to each document, or "none".
-        on_bad: "raise", "skip" or "replace" text that is not clean.
-        workers: processes; 1: this one.
-        seen: called with input bytes as they are done.
-        origin: fields of the manifest: sources, settings, command.
-
-    Raises:
-        DataError: bad input, or no document at all.
-        TryAgainError: a worker was killed.
+    `eod`: "append" the end-of-document token to each document, or "none". `on_bad`: "raise", "skip" or "replace" text that is
+    not clean. One worker is this process. `seen` gets input bytes as they are done. `origin` has fields of the manifest:
+    sources, settings, command. DataError: bad input, or no document at all. TryAgainError: a worker was killed.
     """
     for folder in (directory, work):
         folder.mkdir(parents=True, exist_ok=True)

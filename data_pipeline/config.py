@@ -4,6 +4,8 @@ import copy
 import dataclasses
 from typing import Any, Literal
 
+Verify = Literal["off", "size", "lazy", "full"]  # see shards.TokenShards.open
+
 
 def key(default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
     """A config key: default (copied for each instance), line of --help, and bounds: low <= value <= high, value > above."""
@@ -26,9 +28,7 @@ class SourceConfig:
 class StageConfig:
     """One stage of the mixture; stages follow each other, every source goes on where it left off."""
 
-    until: float | None = key(
-        None, "where the stage ends, counted from the start of the run; null: the end of the run", above=0
-    )
+    until: float | None = key(None, "where the stage ends, counted from the start of the run; null: its end", above=0)
     unit: Literal["steps", "tokens", "fraction"] = key("steps", "unit of `until`; fraction is of `steps`")
     weights: dict[str, float] = key({}, "share of tokens of each source; a source left out is not drawn")
 
@@ -47,9 +47,7 @@ class DataConfig:
     attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
     zero_weight: Literal["raise", "stop", "warn"] = key("raise", "what to do about a batch without a single target token")
-    verify: Literal["off", "size", "lazy", "full"] = key(
-        "lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or everything at launch"
-    )
+    verify: Verify = key("lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch")
     workers: int = key(0, "grain worker processes; 0: threads of this process", low=0)
     prefetch: int = key(4, "batches kept ready on the host, and copied to the device ahead of use", low=1)
 

@@ -15,16 +15,10 @@ _DTYPES = {"inputs": "int32", "targets": "int32", "segment_ids": "int32", "posit
 
 
 def check_batch(arrays: dict[str, np.ndarray], shape: tuple[int, int], vocab_size: int, describe: Callable[[int], str]) -> None:
-    """Check a host batch; a fraction of a nanosecond per token and check.
+    """Check the arrays of `packing.pack`; a fraction of a nanosecond per token and check.
 
-    Args:
-        arrays: see `packing.pack`.
-        shape: (rows, positions) that every array must have.
-        vocab_size: ids must be in [0, vocab_size).
-        describe: where a row comes from, for the message; given its index.
-
-    Raises:
-        DataError: names the row, its source, the value and the mend.
+    `shape` is (rows, positions) and `describe` says where the row of an index comes from. DataError: names the row, its source,
+    the value and the mend.
     """
     mend = "Run with data.verify=full to find a damaged shard, or prepare this source again"
     found = {name: (array.shape, str(array.dtype)) for name, array in arrays.items()}
@@ -70,8 +64,7 @@ class ZeroWeight:
     def observe(self, step: int, num_targets: float) -> Verdict | None:
         """Judge a step by the target tokens (or their summed weight) in its global batch; None when there are some.
 
-        Raises:
-            DataError: policy "raise".
+        DataError: there are none, and the policy is "raise".
         """
         if num_targets > 0:
             return None

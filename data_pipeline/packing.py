@@ -41,17 +41,10 @@ def phase(seed: int, uid: str, epoch: int, num_tokens: int) -> int:
 def pack(
     shards: Sequence[TokenShards], windows: Windows, length: int, restart_positions: bool, attend_across_documents: bool
 ) -> dict[str, np.ndarray]:
-    """Read windows and build the arrays of a batch.
+    """Read B windows of T = `length` positions and build the arrays of a batch.
 
-    Args:
-        shards: the sources.
-        windows: B of them.
-        length: T, positions in a row.
-        restart_positions: count from 0 in every segment, else in the row.
-        attend_across_documents: the whole row is one segment.
-
-    Returns:
-        inputs, targets, segment_ids, positions (int32 [B, T]) and loss_mask (float32 [B, T], 1 where the target counts).
+    Positions restart at 0 in every segment, or count on in the row; across documents, the whole row is one segment. Returns
+    inputs, targets, segment_ids, positions (int32 [B, T]) and loss_mask (float32 [B, T], 1 where the target counts).
     """
     shape = (len(windows.start), length)
     tokens, loss_mask = np.empty((shape[0], length + 1), np.int32), np.ones(shape, np.float32)

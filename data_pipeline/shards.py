@@ -17,11 +17,12 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from data_pipeline.config import Verify
 from data_pipeline.errors import DataError, StorageError
 
 VERSION = 1
@@ -29,7 +30,6 @@ BLOCK_BYTES = 1 << 20
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 _MAPPED = 128  # files of one reader that are mapped at a time; each keeps a descriptor
-Verify = Literal["off", "size", "lazy", "full"]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
