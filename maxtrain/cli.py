@@ -16,14 +16,7 @@ VERBS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a verb.
-
-    Args:
-        argv: the verb and its arguments; None: those of the process.
-
-    Returns:
-        The exit code.
-    """
+    """Run a verb with its arguments (None: those of the process); the exit code."""
     verb, *rest = (sys.argv[1:] if argv is None else argv) or ["help"]
     if verb == "help" and rest:
         verb, rest = rest[0], ["--help"]

@@ -12,7 +12,7 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.metrics import Stopwatch, read_metrics
-from maxtrain.observe.report import plot_curves, summary, terminal_curve
+from maxtrain.observe.report import plot_curves, summary
 
 MAX_GZIP_BYTES = 64 << 20  # a second or two
 
@@ -33,54 +33,30 @@ def finish(
     ending: str,
     model: Decoder | None,
 ) -> None:
-    """Draws curves.png and prints the summary.
+    """Draws curves.png; prints completions of observe.prompts, and the summary.
 
-    Args:
-        config: of the run, resolved.
-        data: what it was trained on.
-        sets: what it was evaluated on.
-        step: finished steps.
-        clock: where the time went.
-        ending: why the run ended before its plan did; empty if it did not.
-        model: for the completions of observe.prompts; None where one process does not hold all of it.
+    `step` is the number of finished steps, `ending` why these are not all, or empty. `model` is None where this process does
+    not hold all of it.
     """
     folder = Path(config.output_dir, config.run_name)
-    records = read_metrics(folder)
-    train = [r for r in records if r["kind"] == "train"]
-    evals = {r["set"]: r for r in records if r["kind"] == "eval"}
-    seconds = clock.seconds()
+    records, seconds = read_metrics(folder), clock.seconds()
+    files = {"config": folder / "config.yaml", "metrics": folder / "metrics.jsonl", "checkpoints": folder / "checkpoints"}
     if config.observe.plot:
-        plot_curves(records, folder / "curves.png", config.run_name, data.plan.describe())
-    lines = []
-    for name, eval_set in sets.items():
-        if eval_set.text_bytes <= MAX_GZIP_BYTES:
-            lines.append(
-                f"gzip -9 reaches {gzip_bits_per_byte(eval_set, data.tokenizer):.4f} bits per byte on the text of {name}."
-            )
+        files["curves"] = folder / "curves.png"
+        plot_curves(records, files["curves"], config.run_name, data.plan.describe())
+    comparison = "\n".join(
+        f"gzip -9 reaches {gzip_bits_per_byte(eval_set, data.tokenizer):.4f} bits per byte on the text of {name}."
+        for name, eval_set in sets.items()
+        if eval_set.text_bytes <= MAX_GZIP_BYTES
+    )
     console = Console(highlight=False)
     if config.observe.prompts and model is not None:
-        prompts = list(config.observe.prompts)
-        show(
-            console,
-            prompts,
-            complete(model, data.tokenizer, prompts, max_tokens=64, temperature=0.7, top_p=0.95, seed=config.seed),
-        )
-    files = {"config": folder / "config.yaml", "metrics": folder / "metrics.jsonl", "checkpoints": folder / "checkpoints"}
-    files |= {"curves": folder / "curves.png"} if config.observe.plot else {}
-    last = train[-1] if train else {}
+        options = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
+        show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
+    commands = _next_commands(config, folder)
     console.print(
         summary(
-            run_name=config.run_name,
-            steps=step,
-            tokens=last.get("tokens_seen", 0),
-            final_loss=last.get("loss"),
-            evaluations=evals,
-            seconds=seconds,
-            comparison="\n".join(lines),
-            ending=ending,
-            curve=terminal_curve([r["step"] for r in train], [r["loss"] for r in train]),
-            files=files,
-            next_commands=_next_commands(config, folder),
+            config.run_name, step, records, seconds, comparison=comparison, ending=ending, files=files, next_commands=commands
         )
     )
 

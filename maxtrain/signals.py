@@ -16,13 +16,11 @@ class StopRequest:
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self) -> None:
-        self.name = ""
+        self.name, self._old = "", {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
-        else:
-            self._old = {}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -30,11 +28,7 @@ class StopRequest:
             signal.signal(number, old)
 
     def agreed(self, every_host: bool) -> bool:
-        """Whether to stop here; the same answer on all hosts.
-
-        Args:
-            every_host: all hosts are at this line now, so that they can ask each other. With one process it is not needed.
-        """
+        """Whether to stop here; the same answer on all hosts, if `every_host` is at this line now, so that they can ask."""
         if jax.process_count() == 1:
             return bool(self.name)
         return every_host and bool(multihost_utils.process_allgather(np.array(bool(self.name))).any())

@@ -26,9 +26,8 @@ _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class MetricsLog:
     """Appends records to RUN/metrics.jsonl; a record survives a kill of the process as soon as `append` returns.
 
-    Args:
-        run_dir: directory of the run; made if missing.
-        resume_step: the run goes on from this step: records of later steps are dropped, and so is a torn last line.
+    The run goes on from `resume_step`: records of later steps are dropped, and so is a torn last line. A missing directory is
+    made.
 
     Raises:
         DataError: a line before the last one is not JSON.
@@ -42,13 +41,7 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval"] = "train") -> None:
-        """Write one record.
-
-        Args:
-            step: number of finished optimizer steps.
-            values: name to number (of Python, numpy or a jax array of one element), string or None.
-            kind: what the numbers are about.
-        """
+        """Write one record, of names to numbers (of Python, numpy or a jax array of one element), strings or None."""
         self._file.write(_line({"kind": kind, "step": step, **values}))
         self._file.flush()
 
@@ -58,10 +51,7 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All records of a run in the order they were written; a torn last line is left out.
-
-    Args:
-        run_dir: directory of the run; without a metrics file there are no records.
+    """All records of a run in the order they were written; a torn last line is left out. None without a metrics file.
 
     Raises:
         DataError: a line before the last one is not JSON.
@@ -94,9 +84,6 @@ class Stopwatch:
     The time belongs to "step" but for what runs inside `during(cause)`. Steps run behind the host's back, so their time is
     only known over a window: wait for the last step's result, then call `lap`. `data_wait` is part of a lap, because a
     step that waits for its batch is slow; evaluation, saving and compiling are not.
-
-    Args:
-        clock: seconds that never go back.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):

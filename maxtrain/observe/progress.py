@@ -19,11 +19,8 @@ _LONGEST_BAR, _SHORTEST_BAR = 30, 8
 class Progress:
     """Shows a run from `with Progress(...) as progress:` to the end of the block. Make it on process 0 only.
 
-    Args:
-        mode: "rich" draws a live line, "plain" prints a line for each record and flushes it, "off" prints nothing, "auto" is
-            rich in a terminal and plain elsewhere.
-        total_steps: optimizer steps of the whole run.
-        console: where to print; None: standard output.
+    Mode "rich" draws a live line, "plain" prints a line for each record and flushes it, "off" prints nothing, "auto" is rich in
+    a terminal and plain elsewhere.
     """
 
     def __init__(self, mode: Literal["auto", "rich", "plain", "off"], total_steps: int, console: Console | None = None):

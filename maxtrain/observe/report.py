@@ -20,11 +20,7 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: str, subtitle: str = "") -> None:
     """Draw loss, evaluations, speed and learning rate over steps as a PNG, which appears at its path in one piece.
 
-    Args:
-        records: of `read_metrics`.
-        path: where the picture goes.
-        title: name of the run.
-        subtitle: one line in small print; empty for none.
+    `subtitle` is one line in small print; empty for none.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, which only the end of a run has
 
@@ -72,14 +68,8 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height: int = 12) -> str:
     """The area below a curve in block characters, with labels on both axes.
 
-    Args:
-        steps: horizontal positions, ascending.
-        values: one for each; those that are not finite are left out.
-        width: characters of the whole chart, labels included.
-        height: lines of the chart, without the two of the horizontal axis.
-
-    Returns:
-        `height` + 2 lines; empty if there are fewer than two finite values.
+    `width` counts the labels too; `height` does not count the two lines of the horizontal axis. Values that are not finite are
+    left out; with fewer than two others, the chart is empty.
     """
     x, y = np.asarray(steps, float), np.asarray(values, float)
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
@@ -100,44 +90,41 @@ def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height:
 
 
 def summary(
-    *,
     run_name: str,
     steps: int,
-    tokens: int,
-    final_loss: float | None,
-    evaluations: Mapping[str, Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
     seconds: Mapping[str, float],
+    *,
     comparison: str = "",
     ending: str = "",
-    curve: str = "",
     files: Mapping[str, str | Path] | None = None,
     next_commands: Mapping[str, str] | None = None,
 ) -> RenderableType:
     """What to print at the end of a run: rich text that also reads well without a terminal.
 
     Args:
-        run_name: name of the run.
-        steps: finished optimizer steps.
-        tokens: target tokens trained on, since step 0.
-        final_loss: nats per token of the last record; None if there is none.
-        evaluations: by set, its last record.
+        run_name, steps: the run, and its finished optimizer steps.
+        records: of `read_metrics`; shown are the loss over steps, and the last evaluation of each set.
         seconds: wall time by cause, as `Stopwatch.seconds` gives it.
         comparison: a line to compare the evaluations with.
         ending: why the run ended; empty if it did all its steps.
-        curve, files: of `terminal_curve`; what is where.
+        files: what is where.
         next_commands: command by what it does; below the frame, so that they can be copied.
     """
+    train = [r for r in records if r["kind"] == "train"]
+    evaluations = {r["set"]: r for r in records if r["kind"] == "eval"}
     wall = sum(seconds.values())
-    loss = "" if final_loss is None else f", training loss {final_loss:.4f}"
-    parts: list[RenderableType] = [f"{steps:,} steps, {human.count(tokens)} tokens{loss}, {human.duration(wall)} of wall time"]
+    head = [f"{steps:,} steps"]
+    if train:
+        head += [f"{human.count(train[-1]['tokens_seen'])} tokens", f"training loss {train[-1]['loss']:.4f}"]
+    parts: list[RenderableType] = [", ".join([*head, f"{human.duration(wall)} of wall time"])]
     if ending:
         parts.append(Text(ending, "yellow"))
-    if curve:
+    if curve := terminal_curve([r["step"] for r in train], [r["loss"] for r in train]):
         parts += ["", Text(curve, "cyan", no_wrap=True)]
     if evaluations:
         forms = {"nll": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "tokens": ",.0f"}
-        results = {name: [r.get(key) for key in forms] for name, r in evaluations.items()}
-        cells = {k: ["-" if v is None else format(v, f) for v, f in zip(r, forms.values())] for k, r in results.items()}
+        cells = {n: [format(r[key], form) if key in r else "-" for key, form in forms.items()] for n, r in evaluations.items()}
         parts += ["", _table(("evaluation", "nats/token", "perplexity", "bits/byte", "tokens"), cells)]
     if comparison:
         parts.append(Text(comparison, "dim"))

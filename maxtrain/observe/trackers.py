@@ -8,11 +8,9 @@ import tensorboardX
 
 
 class TensorBoard:
-    """Writes every number as a scalar `train/NAME` or `eval/SET/NAME`. Make it on process 0 only.
+    """Writes every number as a scalar `train/NAME` or `eval/SET/NAME` into RUN/tensorboard. Make it on process 0 only.
 
-    Args:
-        run_dir: directory of the run; event files go to its folder `tensorboard`.
-        resume_step: the run goes on from this step; TensorBoard hides what was written about later ones.
+    The run goes on from `resume_step`; TensorBoard hides what was written about later ones.
     """
 
     def __init__(self, run_dir: str | Path, resume_step: int = 0):

@@ -102,16 +102,15 @@ def test_the_summary_says_everything_and_fits():
         summary(
             run_name="quick[start]",
             steps=1500,
-            tokens=3_072_000,
-            final_loss=2.34567,
-            evaluations={
-                "val": {"nll": 2.19, "perplexity": 8.935, "bits_per_byte": 0.95364, "tokens": 1_234_567},
-                "bare": {"nll": 3.0},
-            },
+            records=[
+                *(train(s, tokens_seen=3_072_000, loss=2.34567) for s in (1499, 1500)),
+                evaluation(1000, nll=9.0),
+                evaluation(1500, nll=2.19) | {"perplexity": 8.935, "bits_per_byte": 0.95364, "tokens": 1_234_567},
+                {"kind": "eval", "step": 1500, "set": "bare", "nll": 3.0},
+            ],
             seconds={"eval": 20.0, "step": 130.0, "data_wait": 0.0},
             comparison="gzip -9 reaches 1.98 bits per byte on the same text",
             ending="the plan ended: source a finished its epochs",
-            curve=terminal_curve([1, 2, 3], [3.0, 2.0, 1.0], width=60),
             files={"checkpoints": "runs/[x]/checkpoints"},
             next_commands={"write text": "maxtrain generate runs/x --prompt 'def main(' " + "--and " * 20},
         )
@@ -120,6 +119,7 @@ def test_the_summary_says_everything_and_fits():
     for part in (
         "quick[start]",
         "1,500 steps, 3.07M tokens, training loss 2.3457, 2:30 of wall time",
+        "step 1,500 ",
         "val 2.1900 8.94 0.9536 1,234,567",
         "bare 3.0000 - - -",
         "gzip -9 reaches 1.98 bits per byte on the same text",
@@ -134,8 +134,7 @@ def test_the_summary_says_everything_and_fits():
 
 
 def test_the_summary_of_nothing():
-    text = printed(summary(run_name="r", steps=0, tokens=0, final_loss=None, evaluations={}, seconds={}))
-    assert "0 steps, 0 tokens, 0:00 of wall time" in text and "loss" not in text
-    assert "\x1b[" in printed(
-        summary(run_name="r", steps=0, tokens=0, final_loss=None, evaluations={}, seconds={}), force_terminal=True
-    )
+    nothing = summary(run_name="r", steps=0, records=[], seconds={})
+    text = printed(nothing)
+    assert "0 steps, 0:00 of wall time" in text and "loss" not in text
+    assert "\x1b[" in printed(nothing, force_terminal=True)
