@@ -11,16 +11,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxtrain.ops.einsum import matmul
+from maxtrain.ops.einsum import contract, matmul
 
 
-def plain_cross_entropy(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
-    targets: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
-    dtype: str,
-) -> Float[Array, ""]:
+def plain_cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, dtype: str) -> Array:
     """The oracle: all logits at once. Arguments and result as in `cross_entropy`."""
     return (token_nll(matmul(hidden, head, dtype), targets) * weights).sum()
 
@@ -32,24 +26,18 @@ def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[
 
 
 def num_chunks(length: int, rows: int, chunk: int) -> int:
-    """Smallest number of equal parts of the sequence with at most `chunk` tokens each over `rows` rows.
-
-    Args:
-        length: tokens in a row, T.
-        rows: rows on one device.
-        chunk: tokens whose logits may exist at once; 0: no bound.
-    """
+    """Smallest number of equal parts of `length` columns with at most `chunk` tokens each (0: no bound), in a device's rows."""
     if chunk == 0:
         return 1
     return next(n for n in range(1, length + 1) if length % n == 0 and (rows * length // n <= chunk or n == length))
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy(
     hidden: Float[Array, "B T D"],
     head: Float[Array, "D V"],
     targets: Int[Array, "B T"],
     weights: Float[Array, "B T"],
-    *,
     chunks: int,
     dtype: str,
 ) -> Float[Array, ""]:
@@ -66,47 +54,38 @@ def cross_entropy(
     Returns:
         Weighted sum in nats, scalar float32. No gradient flows to `weights`.
     """
-    assert hidden.shape[1] % chunks == 0
-    return _chunked(hidden, head, targets, weights, chunks, dtype)
 
-
-def _split(x: Array, chunks: int) -> Array:
-    """[B, T, ...] -> [chunks, B, T / chunks, ...]; rows stay on their devices, only the sequence is cut."""
-    return x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _chunked(hidden: Array, head: Array, targets: Array, weights: Array, chunks: int, dtype: str) -> Array:
-    def one(total: Array, part: tuple[Array, Array, Array]) -> tuple[Array, None]:
+    def one(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
         x, target, weight = part
         return total + plain_cross_entropy(x, head, target, weight, dtype), None
 
-    parts = (_split(hidden, chunks), _split(targets, chunks), _split(weights, chunks))
-    return jax.lax.scan(one, jnp.zeros((), jnp.float32), parts)[0]
+    return jax.lax.scan(one, jnp.zeros((), jnp.float32), _split(chunks, hidden, targets, weights))[0]
+
+
+def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
+    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices, only the sequence is cut."""
+    return tuple(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1) for x in arrays)
 
 
 def _forward(
     hidden: Array, head: Array, targets: Array, weights: Array, chunks: int, dtype: str
 ) -> tuple[Array, tuple[Array, Array]]:
     low = head.astype(dtype)
-    precision = jax.lax.Precision.HIGHEST if dtype == "float32" else None
-    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
-    def one(carry: tuple[Array, Array], part: tuple[Array, Array, Array]) -> tuple[tuple[Array, Array], Array]:
+    def one(carry: tuple[Array, Array], part: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
         total, dhead = carry
         x, target, weight = part
         x = x.astype(dtype)
-        logits = dot("btd,dv->btv", x, low)
+        logits = contract("btd,dv->btv", x, low)
         hit = (jnp.arange(logits.shape[-1]) == target[..., None]).astype(jnp.float32)
         lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         nll = lse[..., 0] - jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
         dlogits = ((jnp.exp(logits - lse) - hit) * weight[..., None]).astype(dtype)
-        dx = dot("btv,dv->btd", dlogits, low)
-        return (total + (nll * weight).sum(), dhead + dot("btd,btv->dv", x, dlogits)), dx
+        dx = contract("btv,dv->btd", dlogits, low)
+        return (total + (nll * weight).sum(), dhead + contract("btd,btv->dv", x, dlogits)), dx
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
-    parts = (_split(hidden, chunks), _split(targets, chunks), _split(weights, chunks))
-    (total, dhead), dx = jax.lax.scan(one, start, parts)
+    (total, dhead), dx = jax.lax.scan(one, start, _split(chunks, hidden, targets, weights))
     dx = dx.swapaxes(0, 1).reshape(hidden.shape)
     return total, (dx.astype(hidden.dtype), dhead.astype(head.dtype))
 
@@ -115,4 +94,4 @@ def _backward(chunks: int, dtype: str, saved: tuple[Array, Array], g: Array) -> 
     return *((d.astype(jnp.float32) * g).astype(d.dtype) for d in saved), None, None
 
 
-_chunked.defvjp(_forward, _backward)
+cross_entropy.defvjp(_forward, _backward)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def _contract(spec: str, a: Array, b: Array) -> Array:
-    """einsum with float32 accumulation and result; float32 inputs are multiplied exactly (no TF32 or bf16 passes)."""
+def contract(spec: str, a: Array, b: Array) -> Array:
+    """einsum accumulated and returned in float32; float32 inputs are multiplied exactly (no TF32 or bf16 passes)."""
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
 
@@ -33,20 +33,20 @@ def matmul(x: Float[Array, "*b i"], w: Float[Array, "i o"], dtype: str) -> Float
     Differs: gradients are rounded to `dtype` before they are multiplied, and accumulate in float32. The leading dims of
     x are never flattened: flattening halves the speed of the weight gradient on CPUs.
     """
-    return _contract("...i,io->...o", x.astype(dtype), w.astype(dtype))
+    return contract("...i,io->...o", x.astype(dtype), w.astype(dtype))
 
 
 def _matmul_forward(x: Array, w: Array, dtype: str) -> tuple[Array, tuple[Array, Array, Array]]:
     rounded = x.astype(dtype)
-    return _contract("...i,io->...o", rounded, w.astype(dtype)), (rounded, w, jnp.zeros((), x.dtype))
+    return contract("...i,io->...o", rounded, w.astype(dtype)), (rounded, w, jnp.zeros((), x.dtype))
 
 
 def _matmul_backward(dtype: str, saved: tuple, g: Array) -> tuple[Array, Array]:
     x, w, like_x = saved
     g = g.astype(dtype)
     batch = "abcdefgh"[: x.ndim - 1]
-    dx = _contract("...o,io->...i", g, w.astype(dtype))
-    dw = _contract(f"{batch}i,{batch}o->io", x, g)
+    dx = contract("...o,io->...i", g, w.astype(dtype))
+    dw = contract(f"{batch}i,{batch}o->io", x, g)
     return dx.astype(like_x.dtype), dw.astype(w.dtype)
 
 

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and no NaN
 
@@ -17,15 +17,8 @@ def attention_mask(
 
 
 def eager_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    q_segments: Int[Array, "B T"],
-    kv_segments: Int[Array, "B S"],
-    *,
-    offset: Int[Array, ""] | int,
-    dtype: str,
-) -> Float[Array, "B T N H"]:
+    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, *, offset: Array | int, dtype: str
+) -> Array:
     """See `attention`. Products are float32: rounded inputs stay rounded, sums are exact."""
     B, T, N, H = q.shape
     q, k, v = (x.astype(dtype).astype(jnp.float32) for x in (q, k, v))

@@ -13,16 +13,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from maxtrain.ops.attention.eager import MASKED
+from maxtrain.ops.attention.eager import MASKED, attention_mask
+from maxtrain.ops.einsum import contract
 
 MIN_BLOCK, MAX_BLOCKS = 128, 8  # smaller blocks waste the matrix units, more of them compile slowly
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
-    size = max(MIN_BLOCK, -(-length // MAX_BLOCKS))
-    return [(start, min(start + size, length)) for start in range(0, length, size)]
+def _blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
+    """Start and stop of each block of queries, and the end of the keys that it can see; of a cache it may see all."""
+    size = max(MIN_BLOCK, -(-queries // MAX_BLOCKS))
+    bounds = [(start, min(start + size, queries)) for start in range(0, queries, size)]
+    return [(start, stop, stop if keys == queries else keys) for start, stop in bounds]
 
 
 def _dot(spec: str, a: Array, b: Array) -> Array:
@@ -31,24 +34,20 @@ def _dot(spec: str, a: Array, b: Array) -> Array:
     XLA's CPU compiler multiplies bfloat16 in its fast kernels only with a single batch dim; with two it may go back to
     float32. Elsewhere they stay apart, because they are split over different mesh axes.
     """
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dot = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
 
     def flat(a: Array, b: Array) -> Array:
-        out = dot(spec.replace("bk", "z"), a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:]))
+        out = contract(spec.replace("bk", "z"), a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:]))
         return out.reshape(*a.shape[:2], *out.shape[1:])
 
-    return jax.lax.platform_dependent(a, b, cpu=flat, default=functools.partial(dot, spec))
+    return jax.lax.platform_dependent(a, b, cpu=flat, default=functools.partial(contract, spec))
 
 
 def _scores(q_BKMH: Array, k_BKHS: Array, q_seg: Array, kv_seg: Array, first: Any) -> Array:
     """Scaled, masked scores of one block [B, K, G * t, s]; the queries of a group lie one after the other."""
-    t, s = q_seg.shape[1], kv_seg.shape[1]
     scores = _dot("bkmh,bkhs->bkms", q_BKMH, k_BKHS) * q_BKMH.shape[-1] ** -0.5
-    causal = jnp.arange(s)[None, :] <= (jnp.arange(t) + first)[:, None]
-    mask = causal[None] & (q_seg[:, :, None] == kv_seg[:, None, :])
-    grouped = scores.reshape(*scores.shape[:2], -1, t, s)
-    return jnp.where(mask[:, None, None], grouped, MASKED).reshape(scores.shape)
+    grouped = scores.reshape(*scores.shape[:2], -1, q_seg.shape[1], kv_seg.shape[1])
+    mask = attention_mask(q_seg, kv_seg, first)[:, None, None]
+    return jnp.where(mask, grouped, MASKED).reshape(scores.shape)
 
 
 def _group(x_BTNH: Array, heads: int) -> Array:
@@ -63,11 +62,6 @@ def _ungroup(x_BKMH: Array, t: int) -> Array:
     return x_BKMH.reshape(B, K, M // t, t, H).transpose(0, 3, 1, 2, 4).reshape(B, t, -1, H)
 
 
-def _key_end(stop: int, length: int, keys: int) -> int:
-    """Keys that the queries before `stop` can see, when queries and keys are the same columns; else all."""
-    return stop if keys == length else keys
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attend(q: Array, k: Array, v: Array, q_seg: Array, kv_seg: Array, offset: Array, dtype: str) -> Array:
     return _attend_forward(q, k, v, q_seg, kv_seg, offset, dtype)[0]
@@ -79,8 +73,7 @@ def _attend_forward(
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     k_BKHS, v_BKSH = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     outputs, lses = [], []
-    for start, stop in _blocks(q.shape[1]):
-        end = _key_end(stop, q.shape[1], k.shape[1])
+    for start, stop, end in _blocks(q.shape[1], k.shape[1]):
         block = _group(q[:, start:stop], k.shape[2])
         if outputs:  # one block after the other: XLA would hold the scores of all of them at once
             block, outputs[-1] = jax.lax.optimization_barrier((block, outputs[-1]))
@@ -99,8 +92,7 @@ def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
     B, S, K, H = k.shape
     k_BKHS, k_BKSH, v_BKHS = k.transpose(0, 2, 3, 1), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 3, 1)
     dq, dk_BKHS, dv_BKHS = [], jnp.zeros((B, K, H, S), jnp.float32), jnp.zeros((B, K, H, S), jnp.float32)
-    for (start, stop), lse in zip(_blocks(q.shape[1]), lses, strict=True):
-        end = _key_end(stop, q.shape[1], S)
+    for (start, stop, end), lse in zip(_blocks(q.shape[1], S), lses, strict=True):
         block, g_block = _group(q[:, start:stop], K), _group(g[:, start:stop], K).astype(dtype)
         block, dk_BKHS, dv_BKHS = jax.lax.optimization_barrier((block, dk_BKHS, dv_BKHS))
         scores = _scores(block, k_BKHS[..., :end], q_seg[:, start:stop], kv_seg[:, :end], start + offset)
@@ -119,15 +111,8 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def xla_attention(
-    q: Float[Array, "B T N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
-    q_segments: Int[Array, "B T"],
-    kv_segments: Int[Array, "B S"],
-    *,
-    offset: Int[Array, ""] | int,
-    dtype: str,
-) -> Float[Array, "B T N H"]:
+    q: Array, k: Array, v: Array, q_segments: Array, kv_segments: Array, *, offset: Array | int, dtype: str
+) -> Array:
     """See `attention`. Memory: a few times the scores of one block, B * N * max(128, T / 8) * S float32."""
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))  # so that gradients come back float32
     return _attend(q, k, v, q_segments, kv_segments, jnp.asarray(offset, jnp.int32), dtype)
