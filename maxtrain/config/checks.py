@@ -34,11 +34,7 @@ def problems_across(config: RunConfig) -> list[str]:
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
-    """The config with the mesh's -1 filled in.
-
-    Args:
-        config: a checked config.
-        num_devices: devices of all processes together.
+    """A checked config with the mesh's -1 filled in, for `num_devices` devices of all processes together.
 
     Raises:
         ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be divided by them.

@@ -11,13 +11,7 @@ from maxtrain.config.schema import RunConfig
 
 
 def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
-    """What to print for `--help` of the command `prog`; raises UsageError if there is no such section.
-
-    Args:
-        prog: how the command is called.
-        section: a section of the config; None for the overview.
-        configs: names of the config files there are.
-    """
+    """What to print for `--help [section]` of the command `prog` with these config files; UsageError: no such section."""
     sections = {f.name: f.metadata["help"] for f in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(f.type)}
     if section in sections:
         rows = [key for key in all_keys() if key.path.startswith(f"{section}.")]

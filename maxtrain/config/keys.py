@@ -23,17 +23,11 @@ class Key(NamedTuple):
 
 
 @functools.cache
-def kinds(section: type) -> dict[str, Any]:
-    """The annotation of every field of a section."""
-    return typing.get_type_hints(section)
-
-
-@functools.cache
 def all_keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
     """Every key of a section and of what is below it, in the schema's order."""
     found: list[Key] = []
     for field in dataclasses.fields(section):
-        kind, path, default = kinds(section)[field.name], prefix + field.name, getattr(section(), field.name)
+        kind, path, default = field.type, prefix + field.name, getattr(section(), field.name)
         if typing.get_origin(kind) is dict:
             kind, path, default = element(kind), path + ".NAME", None
         inner = kind if dataclasses.is_dataclass(kind) else element(kind)
@@ -54,7 +48,7 @@ def find(path: str) -> Any:
     kind: Any = RunConfig
     for part in path.split("."):
         inner = element(kind) if typing.get_origin(kind) is dict and part else None
-        kind = kinds(kind).get(part) if dataclasses.is_dataclass(kind) else inner
+        kind = kind.__annotations__.get(part) if dataclasses.is_dataclass(kind) else inner
     return kind
 
 

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict
 from data_pipeline.errors import ConfigError, UsageError, UserError
 from maxtrain.config.checks import out_of_range, problems_across
 from maxtrain.config.help import help_text
-from maxtrain.config.keys import choices, describe, find, kinds, show, unknown
+from maxtrain.config.keys import choices, describe, find, show, unknown
 from maxtrain.config.schema import RunConfig
 
 _SUFFIXES = (".py", ".yaml", ".yml")
@@ -211,14 +211,14 @@ def _section(cls: Any, raw: Any, path: str, problems: _Problems) -> Any:
         if name not in fields:
             problems.append((key, unknown(key)))
             continue
-        kind = kinds(cls)[name]
         try:
-            values[name] = _convert(kind, value, key, problems)
+            values[name] = _convert(fields[name].type, value, key, problems)
             problem = out_of_range(key, values[name], fields[name].metadata)
         except ValueError as error:
-            close = difflib.get_close_matches(str(value).lower(), describe(kind).split(" | "), 1)
+            words = describe(fields[name].type)
+            close = difflib.get_close_matches(str(value).lower(), words.split(" | "), 1)
             mend = f"Did you mean {key}={close[0]}?" if close else f"Write for example {key}={show(getattr(default, name))}."
-            problem = f"{key}={show(value)} must be: {describe(kind)}{f' ({error})' if str(error) else ''}. {mend}"
+            problem = f"{key}={show(value)} must be: {words}{f' ({error})' if str(error) else ''}. {mend}"
         if problem:
             problems.append((key, problem))
             values[name] = getattr(default, name)
