@@ -167,9 +167,8 @@ def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
 def open_training(config: DataConfig, seed: int, steps: Steps) -> TrainingData:
     """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the order of rows.
 
-    Raises:
-        ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ.
-        DataError: a directory is not whole (see `data.verify`).
+    ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ. DataError: a directory is not whole
+    (see `data.verify`).
     """
     shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
     if shards:

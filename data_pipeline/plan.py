@@ -189,11 +189,10 @@ class Plan:
 
     def fingerprint_at(self, step: int) -> str:
         """Identity of everything drawn before `step`: equal for plans that differ only in what comes later."""
-        row = step * self.batch_size
         done = [
             (s.start, [(self.sources[i].uid, self.sources[i].num_rows, w, s.drawn[i]) for i, w in zip(s.sources, s.weights)])
             for s in self.segments
-            if s.start < row
+            if s.start < step * self.batch_size
         ]
         content = (self.seed, self.seq_length, self.batch_size, step, done)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
@@ -259,8 +258,7 @@ class _Layout:
         self.sources = tuple(sources[n] for n in self.names)
         self.used = sorted({i for _, weights in stages for i in weights})
         self.epochs = [config.sources[n].epochs for n in self.names]
-        limits = (math.inf if e is None else max(1, round(e * s.num_rows)) for e, s in zip(self.epochs, self.sources))
-        self.limits = [min(limit, _MAX_ROWS) for limit in limits]
+        self.limits = [_MAX_ROWS if e is None else max(1, round(e * s.num_rows)) for e, s in zip(self.epochs, self.sources)]
         self.segments: list[Segment] = []
         self.end, self.reason = self._solve(stages, batch_size)
 
@@ -275,11 +273,11 @@ class _Layout:
                 segment = Segment(row, tuple(active), integer_weights([weights[i] for i in active]), tuple(drawn))
                 room = length = int(min(end * batch_size, _MAX_ROWS)) - row
                 if self.policy != "repeat":
-                    length = _last(room, lambda k, s=segment: not self._overrun(s.drawn_after(k)))
+                    length = _first(room, lambda k, s=segment: bool(self._overrun(s.drawn_after(k)))) - 1
                 if length:
                     self.segments.append(segment)
                 if self.policy == "repeat" and self.auto and self._finished(segment.drawn_after(room)):
-                    row += 1 + _last(room, lambda k, s=segment: not self._finished(s.drawn_after(k)))
+                    row += _first(room, lambda k, s=segment: self._finished(s.drawn_after(k)))
                     return -(-row // batch_size) * batch_size, self._all_finished()  # whole steps, and nothing left out
                 row, drawn = row + length, segment.drawn_after(length)
                 if length == room:
@@ -331,6 +329,6 @@ class _Layout:
         )
 
 
-def _last(limit: int, holds: Callable[[int], bool]) -> int:
-    """The largest k in [0, limit] for which `holds` does; it holds at 0 and, once it fails, fails for ever."""
-    return bisect.bisect_left(range(limit + 1), True, key=lambda k: not holds(k)) - 1
+def _first(limit: int, happened: Callable[[int], bool]) -> int:
+    """The smallest k in [0, limit] at which something has happened; limit + 1 if it has not."""
+    return bisect.bisect_left(range(limit + 1), True, key=happened)

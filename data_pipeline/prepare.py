@@ -18,7 +18,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -54,11 +54,6 @@ class _Request(NamedTuple):
     tokenizer: Tokenizer | None  # None: to be trained
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. See `{_PROGRAM} --help`.")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command (None: of this process); messages go to stderr, results to stdout; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -68,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     """The options, and the command that gives this output, whatever its OUT."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog=_PROGRAM, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         description="Turn text into token shards for training.",
     )  # fmt: skip
@@ -220,9 +215,7 @@ def _remove(out: Path) -> None:
 
 def _build(out: Path, request: _Request, workers: int) -> dict[Path, Manifest]:
     """Train the tokenizer, if there is none yet, and build all parts."""
-    units = {part: make_units(pieces) for part, pieces in request.parts.items()}
-    sizes = {part: sum(map(unit_bytes, part_units)) for part, part_units in units.items()}
-    work, first, eod, on_bad = out / _WORK, next(iter(units)), request.settings["eod"], request.settings["on_bad"]
+    work, first, eod, on_bad = out / _WORK, next(iter(request.parts)), request.settings["eod"], request.settings["on_bad"]
     origin = {"sources": request.sources, "settings": request.settings, "command": request.command}
     with Progress(console=Console(stderr=True)) as progress:
         tokenizer = request.tokenizer
@@ -230,18 +223,17 @@ def _build(out: Path, request: _Request, workers: int) -> dict[Path, Manifest]:
             if (work / TOKENIZER).exists():
                 tokenizer = load_tokenizer(work)
             else:
-                task = progress.add_task("tokenizer", total=sizes[first])
-                seen = functools.partial(progress.advance, task)
-                tokenizer = train_tokenizer(request.settings["tokenizer"], eod, units[first], on_bad, seen)
+                pieces = request.parts[first]
+                seen = functools.partial(progress.advance, progress.add_task("tokenizer", total=unit_bytes(pieces)))
+                tokenizer = train_tokenizer(request.settings["tokenizer"], eod, make_units(pieces), on_bad, seen)
                 work.mkdir(exist_ok=True)
                 tokenizer.save(work)
             tokenizer.name = request.settings["tokenizer"]
         manifests = {}
-        for part, part_units in units.items():
-            seen = functools.partial(progress.advance, progress.add_task(part or "tokens", total=sizes[part]))
-            records = work / (part or "all")
-            manifest = build_part(out / part, records, part_units, tokenizer, eod, on_bad, workers, seen, **origin)
-            manifests[out / part] = manifest
+        for part, pieces in request.parts.items():
+            seen = functools.partial(progress.advance, progress.add_task(part or "tokens", total=unit_bytes(pieces)))
+            folder, records, units = out / part, work / (part or "all"), make_units(pieces)
+            manifests[folder] = build_part(folder, records, units, tokenizer, eod, on_bad, workers, seen, **origin)
     return manifests
 
 
@@ -257,7 +249,7 @@ def _summarize(manifests: dict[Path, Manifest]) -> None:
 
 def _look(verb: str, argv: list[str]) -> None:
     """The verbs verify and show."""
-    parser = _Parser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
     parser.add_argument("directory", metavar="DIR", type=Path, help="what prepare made")
     if verb == "show":
         parser.add_argument("--document", metavar="N", type=int, default=0, help="which, from 0")

@@ -55,6 +55,10 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK_BYTES)
+
+
 @dataclasses.dataclass(frozen=True)
 class ShardEntry:
     """One shard in the manifest: `path` of the .bin relative to it; bytes and sha256 of the .bin; sha256 of the .crc."""
@@ -71,7 +75,7 @@ class ShardEntry:
     def sizes(self) -> dict[str, int]:
         """Bytes of each file of the shard, by suffix."""
         sizes = {".bin": self.bytes, ".idx": 8 * (self.documents + 1)}
-        return sizes | {".crc": 4 * sum(-(-size // BLOCK_BYTES) for size in sizes.values())}
+        return sizes | {".crc": 4 * sum(map(_blocks, sizes.values()))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,76 +274,69 @@ class TokenShards:
         return int(self._starts[shard]) + first, last - first
 
     def problems(self, full: bool = True) -> Iterator[str]:
-        """Compare the directory with its manifest: every byte, or only the sizes; one message per difference."""
+        """Compare the directory with its manifest, every byte or only the sizes: the first difference of each shard."""
         if full:
             path, expected = self.path / TOKENIZER, self.manifest.tokenizer["sha256"]
             found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no file"
             if found != expected:
-                yield f"{path}: expected sha256 {expected}, found {found}: another tokenizer. {self._mend}"
+                yield str(self._damage(path, f"expected sha256 {expected}, found {found}: another tokenizer"))
         for number, entry in enumerate(self.manifest.shards):
-            wrong = [problem for suffix in entry.sizes if (problem := self._size_problem(number, suffix))]
-            yield from wrong
-            if not full or wrong:
-                continue
             try:
-                for suffix in (".bin", ".idx"):
-                    blocks = range(-(-entry.sizes[suffix] // BLOCK_BYTES))
-                    yield from (problem for block in blocks if (problem := self._block_problem(number, suffix, block)))
-                if (found := hashlib.sha256(self._map(number, ".bin")).hexdigest()) != entry.sha256:
-                    yield f"{self._file(number, '.bin')}: expected sha256 {entry.sha256}, found {found}. {self._mend}"
+                for suffix in entry.sizes:
+                    self._check_size(number, suffix)
+                for suffix in (".bin", ".idx") if full else ():
+                    for block in range(_blocks(entry.sizes[suffix])):
+                        self._check_block(number, suffix, block)
+                if full and (found := hashlib.sha256(self._map(number, ".bin")).hexdigest()) != entry.sha256:
+                    raise self._damage(self._file(number, ".bin"), f"expected sha256 {entry.sha256}, found {found}")
             except DataError as error:
                 yield str(error)
 
-    @property
-    def _mend(self) -> str:
+    def _damage(self, path: Path, what: str) -> DataError:
         out = self.path.parent if self.manifest.settings.get("holdout") else self.path
-        return _mend(self.manifest.command.replace(" OUT ", f" {out} ", 1))
+        return DataError(f"{path}: {what}. {_mend(self.manifest.command.replace(' OUT ', f' {out} ', 1))}")
 
     def _file(self, number: int, suffix: str) -> Path:
         return (self.path / self.manifest.shards[number].path).with_suffix(suffix)
 
-    def _size_problem(self, number: int, suffix: str) -> str | None:
+    def _check_size(self, number: int, suffix: str) -> None:
         path, expected = self._file(number, suffix), self.manifest.shards[number].sizes[suffix]
         try:
-            if (found := path.stat().st_size) == expected:
-                return None
+            found = path.stat().st_size
         except OSError as error:
-            return f"{path}: can't be read ({error.strerror}). {self._mend}"
-        return f"{path}: expected {expected} bytes, found {found}: cut short or changed after it was built. {self._mend}"
+            raise self._damage(path, f"can't be read ({error.strerror})") from error
+        if found != expected:
+            raise self._damage(path, f"expected {expected} bytes, found {found}: cut short or changed after it was built")
 
     def _map_file(self, number: int, suffix: str) -> np.ndarray:
         """A mapped .bin or .idx; offsets are signed, because a search with int64 keys would copy an unsigned array."""
-        if problem := self._size_problem(number, suffix):
-            raise DataError(problem)
+        self._check_size(number, suffix)
         data = np.memmap(self._file(number, suffix), self._dtype if suffix == ".bin" else "<i8", "r")
-        blocks = range(-(-data.nbytes // BLOCK_BYTES) if self.verify == "lazy" else 0)
-        self._pending.setdefault((number, suffix), set(blocks))
+        self._pending.setdefault((number, suffix), set(range(_blocks(data.nbytes) if self.verify == "lazy" else 0)))
         return np.asarray(data)
 
     def _read_checks(self, number: int) -> np.ndarray:
         """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx]."""
         path, expected = self._file(number, ".crc"), self.manifest.shards[number].checks_sha256
         if (found := hashlib.sha256(data := path.read_bytes()).hexdigest()) != expected:
-            raise DataError(f"{path}: expected sha256 {expected}, found {found}: changed after it was built. {self._mend}")
+            raise self._damage(path, f"expected sha256 {expected}, found {found}: changed after it was built")
         return np.frombuffer(data, "<u4")
 
-    def _block_problem(self, number: int, suffix: str, block: int) -> str | None:
+    def _check_block(self, number: int, suffix: str, block: int) -> None:
         start, data = block * BLOCK_BYTES, self._map(number, suffix).view(np.uint8)
-        row = block if suffix == ".bin" else block - (-self.manifest.shards[number].bytes // BLOCK_BYTES)
+        row = block if suffix == ".bin" else _blocks(self.manifest.shards[number].bytes) + block
         expected, found = int(self._checks(number)[row]), zlib.crc32(data[start : start + BLOCK_BYTES])
-        if found == expected:
-            return None
-        place = f"bytes {start} to {min(start + BLOCK_BYTES, data.size) - 1} (block {block})"
-        message = f"{place}: expected crc32 {expected:08x}, found {found:08x}: changed after it was built"
-        return f"{self._file(number, suffix)}: {message}. {self._mend}"
+        if found != expected:
+            place = f"bytes {start} to {min(start + BLOCK_BYTES, data.size) - 1} (block {block})"
+            what = f"{place}: expected crc32 {expected:08x}, found {found:08x}: changed after it was built"
+            raise self._damage(self._file(number, suffix), what)
 
     def _check(self, number: int, suffix: str, starts: Iterable[int], length: int) -> None:
         """Compare the blocks of windows, in bytes, that were never touched before."""
         if pending := self._pending[number, suffix]:
             ranges = (range(start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES + 1) for start in starts)
             for block in pending.intersection(itertools.chain(*ranges)):
-                if problem := self._block_problem(number, suffix, block):
-                    raise DataError(problem)
+                self._check_block(number, suffix, block)
                 pending.discard(block)
 
     def _index(self, number: int) -> np.ndarray:

@@ -95,8 +95,7 @@ class CharTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A Hugging Face tokenizer.json, from its bytes; `eod` ends documents (None: the first present of those in common use).
 
-    Raises:
-        ValueError: `content` is not a tokenizer, or has no token `eod`.
+    ValueError: `content` is not a tokenizer, or has no token `eod`.
     """
 
     def __init__(self, content: bytes, name: str, eod: str | None = None):
@@ -192,11 +191,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
     )
     inner.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
     return JsonTokenizer(inner.to_str().encode(), f"bpe:{vocab_size}")
