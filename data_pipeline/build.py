@@ -132,7 +132,7 @@ def _encode_in_worker(directory: Path, record: Path, unit: Unit, eod: str, on_ba
 def build_part(
     directory: Path, work: Path, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str, workers: int,
     seen: Callable[[int], None], **origin: Any,
-) -> Manifest:  # fmt: skip
+) -> None:  # fmt: skip
     """Build one directory of shards, or go on with one: shards and, last, the manifest; `work` has records of finished units.
 
     `eod`: "append" the end-of-document token to each document, or "none". `on_bad`: "raise", "skip" or "replace" text that is
@@ -160,10 +160,10 @@ def build_part(
         except concurrent.futures.BrokenExecutor as error:
             mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept."
             raise TryAgainError(f"{directory}: a worker process was killed. {mend}") from error
-    return _finish(directory, [json.loads(record.read_bytes()) for record in records], tokenizer, eod, origin)
+    _finish(directory, [json.loads(record.read_bytes()) for record in records], tokenizer, eod, origin)
 
 
-def _finish(directory: Path, records: list[dict], tokenizer: Tokenizer, eod: str, origin: dict[str, Any]) -> Manifest:
+def _finish(directory: Path, records: list[dict], tokenizer: Tokenizer, eod: str, origin: dict[str, Any]) -> None:
     problems: Problems = {}
     for kind, entry in (item for record in records for item in record["problems"].items()):
         _count(problems, kind, entry["count"], entry["examples"])
@@ -173,9 +173,7 @@ def _finish(directory: Path, records: list[dict], tokenizer: Tokenizer, eod: str
     special_ids, size = {"eod": tokenizer.eod_id}, tokenizer.vocab_size
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": size, "special_ids": special_ids}
     text_bytes = sum(record["text_bytes"] for record in records)
-    manifest = Manifest(identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin)
-    manifest.save(directory)
-    return manifest
+    Manifest(identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin).save(directory)
 
 
 def describe_problems(problems: Problems) -> str:

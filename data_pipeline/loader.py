@@ -58,7 +58,7 @@ class _Dataset:
             place = f"source '{names[source[i]]}' in {self.sources[source[i]].path}"
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
-        check_batch(arrays, (len(row), length), self.vocab_size, describe)
+        check_batch(arrays, self.vocab_size, describe)
         return Batch(step, arrays, int(np.count_nonzero(arrays["loss_mask"])))
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
@@ -111,10 +111,9 @@ class TrainingData(_Dataset):
         return rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])
 
     def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
-        """The batch of a step before plan.num_steps: a pure function of (config, manifests, seed, step).
+        """These rows of the batch of a step (None: all), in this order: a pure function of (config, manifests, seed, step).
 
-        `rows` of the global batch are read, in this order (None: all). DataError: a shard is damaged, or a batch breaks an
-        invariant.
+        DataError: a shard is damaged, or a batch breaks an invariant.
         """
         assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
         (block, within), size = divmod(step, self._steps_per_block), self.plan.batch_size

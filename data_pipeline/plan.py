@@ -148,10 +148,7 @@ class Plan:
         `seed` is of the permutations; a row has `seq_length` target tokens, a step `batch_size` rows; `sources` go by the names
         of `config.sources`; `steps` are optimizer steps, "auto": as many as sources and stages give.
         """
-        problems = _source_problems(config, sources)
-        stages = _stages(config, sorted(sources), seq_length * batch_size, steps, problems)
-        if problems:
-            raise ConfigError(problems)
+        stages = _stages(config, sources, seq_length * batch_size, steps)
         layout = _Layout(config, sources, stages, batch_size, steps == "auto")
         num_steps = layout.num_steps(steps, batch_size)
         segments = tuple(s for s in layout.segments if s.start < num_steps * batch_size)
@@ -205,25 +202,19 @@ class Plan:
         return f"plan: {self.num_steps:,} steps, {tokens / size:.3g}{unit} tokens; ends because {self.ends_because}; {epochs}"
 
 
-def _source_problems(config: DataConfig, sources: dict[str, PlanSource]) -> list[str]:
-    if not sources:
-        return ["data.sources is empty; training reads at least one source. Set data.sources.NAME.path=DIR, made by `prepare`."]
-    problems, seen = [], {}
+def _stages(config: DataConfig, sources: dict[str, PlanSource], step_tokens: int, steps: Steps) -> _Stages:
+    """The stages of the config; ConfigError: all that is wrong with them and with the sources."""
+    names, problems, seen, stages, previous = sorted(sources), [], {}, [], 0
     for name, source in sources.items():
         where = f"data.sources.{name}"
         if seen.setdefault(source.uid, where) != where:
             rule = "hold the same tokens, which would be read twice in the same order"
             problems.append(f"{where} and {seen[source.uid]} {rule}. Keep one of them, with the sum of both weights.")
-    if not config.stages and not any(s.weight > 0 for s in config.sources.values()):
-        problems.append("data.sources: all weights are 0, so nothing would be drawn. Set one data.sources.NAME.weight above 0.")
-    return problems
-
-
-def _stages(config: DataConfig, names: list[str], step_tokens: int, steps: Steps, problems: list[str]) -> _Stages:
-    """The stages of the config; appends to `problems` what is wrong with them."""
     if not config.stages:
-        return [(math.inf, {i: config.sources[n].weight for i, n in enumerate(names) if config.sources[n].weight > 0})]
-    stages, previous = [], 0
+        stages = [(math.inf, {i: config.sources[n].weight for i, n in enumerate(names) if config.sources[n].weight > 0})]
+        if not stages[0][1]:
+            mend = "Set data.sources.NAME.path=DIR, made by `prepare`. Set one data.sources.NAME.weight above 0"
+            problems.append(f"data.sources is empty, or all weights are 0, so nothing would be drawn. {mend}.")
     for number, stage in enumerate(config.stages):
         where, end = f"data.stages[{number}]", math.inf
         for name, weight in stage.weights.items():
@@ -247,6 +238,8 @@ def _stages(config: DataConfig, names: list[str], step_tokens: int, steps: Steps
                 problems.append(f"{where}.until={stage.until:g} {stage.unit} {rule}. Set it to more, or reorder the stages.")
             previous = end
         stages.append((end, {names.index(n): w for n, w in stage.weights.items() if w > 0 and n in names}))
+    if problems:
+        raise ConfigError(problems)
     return stages
 
 

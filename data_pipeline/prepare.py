@@ -162,16 +162,14 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _make_way(out, request, arguments.overwrite)
-        done = [out / part for part in request.parts if (out / part / MANIFEST).exists()]
-        already = len(done) == len(request.parts)
-        if already:
-            manifests = {folder: TokenShards.open(folder, "size").manifest for folder in done}
-        else:
+        already = all((out / part / MANIFEST).exists() for part in request.parts)
+        if not already:
             try:
-                manifests = _build(out, request, arguments.workers)
+                _build(out, request, arguments.workers)
             except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                 _remove(out)
                 raise
+        manifests = {out / part: TokenShards.open(out / part, "size").manifest for part in request.parts}
         shutil.rmtree(out / _WORK, ignore_errors=True)
     except BlockingIOError as error:
         raise StorageError(f"{out}: another prepare is at work here. Wait for it, or choose another directory.") from error
@@ -213,28 +211,25 @@ def _remove(out: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _build(out: Path, request: _Request, workers: int) -> dict[Path, Manifest]:
+def _build(out: Path, request: _Request, workers: int) -> None:
     """Train the tokenizer, if there is none yet, and build all parts."""
     work, first, eod, on_bad = out / _WORK, next(iter(request.parts)), request.settings["eod"], request.settings["on_bad"]
     origin = {"sources": request.sources, "settings": request.settings, "command": request.command}
     with Progress(console=Console(stderr=True)) as progress:
         tokenizer = request.tokenizer
         if tokenizer is None:
-            if (work / TOKENIZER).exists():
-                tokenizer = load_tokenizer(work)
-            else:
+            if not (work / TOKENIZER).exists():
                 pieces = request.parts[first]
                 seen = functools.partial(progress.advance, progress.add_task("tokenizer", total=unit_bytes(pieces)))
-                tokenizer = train_tokenizer(request.settings["tokenizer"], eod, make_units(pieces), on_bad, seen)
+                trained = train_tokenizer(request.settings["tokenizer"], eod, make_units(pieces), on_bad, seen)
                 work.mkdir(exist_ok=True)
-                tokenizer.save(work)
+                trained.save(work)
+            tokenizer = load_tokenizer(work)
             tokenizer.name = request.settings["tokenizer"]
-        manifests = {}
         for part, pieces in request.parts.items():
             seen = functools.partial(progress.advance, progress.add_task(part or "tokens", total=unit_bytes(pieces)))
-            folder, records, units = out / part, work / (part or "all"), make_units(pieces)
-            manifests[folder] = build_part(folder, records, units, tokenizer, eod, on_bad, workers, seen, **origin)
-    return manifests
+            records, units = work / (part or "all"), make_units(pieces)
+            build_part(out / part, records, units, tokenizer, eod, on_bad, workers, seen, **origin)
 
 
 def _summarize(manifests: dict[Path, Manifest]) -> None:

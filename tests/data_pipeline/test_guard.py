@@ -18,7 +18,7 @@ def good():
 
 
 def check_small(batch):
-    check_batch(batch, SHAPE, 10, lambda row: f"source 'web', row {row + 100}")
+    check_batch(batch, 10, lambda row: f"source 'web', row {row + 100}")
 
 
 def test_a_good_batch_passes():
@@ -49,15 +49,6 @@ def test_a_broken_invariant_names_row_source_value_and_mend(name, place, value, 
     with pytest.raises(DataError, match=message + r".*\. Run with data\.verify=full") as caught:
         check_small(batch)
     assert caught.value.exit_code == 65
-
-
-def test_wrong_shapes_dtypes_and_names_are_refused():
-    with pytest.raises(DataError, match=r"inputs is \(\(3, 6\), 'int64'\), but must be \(\(3, 6\), 'int32'\)"):
-        check_small(good() | {"inputs": good()["inputs"].astype(np.int64)})
-    with pytest.raises(DataError, match=r"targets is \(\(2, 6\), 'int32'\)"):
-        check_small(good() | {"targets": good()["targets"][:2]})
-    with pytest.raises(DataError, match=r"extra is .* but must be None"):
-        check_small(good() | {"extra": np.zeros(1)})
 
 
 def test_zero_weight_policies():
