@@ -2,15 +2,19 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and no NaN
 
 
 def attention_mask(
-    q_segments: Int[Array, "B T"], kv_segments: Int[Array, "B S"], offset: Int[Array, ""] | int
+    q_segments: Int[Array, "B T"], kv_segments: Int[Array, "B S"], offset: Int[Array, ""] | np.integer | int
 ) -> Bool[Array, "B T S"]:
-    """True where query t may see key s: not later than itself, and of the same segment."""
+    """True where query t may see key s: not later than itself, and of the same segment.
+
+    A constant offset may come as a numpy number: jax makes one of what it saves for a backward pass.
+    """
     columns = jnp.arange(q_segments.shape[1]) + offset
     causal = jnp.arange(kv_segments.shape[1])[None, :] <= columns[:, None]
     return causal[None] & (q_segments[:, :, None] == kv_segments[:, None, :])
