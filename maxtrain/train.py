@@ -12,16 +12,15 @@ if __name__ == "__main__":  # before jax is imported, so that --help and config 
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
 
 import dataclasses
-import traceback
-from collections.abc import Iterator
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
-from rich.console import Console
 
-from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError, UserError
+from data_pipeline.errors import ConfigError, DivergedError, TryAgainError, run_command
 from data_pipeline.guard import ZeroWeight
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.shards import write_atomic
@@ -39,7 +38,7 @@ from maxtrain.signals import StopRequest
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch, next_token
 from maxtrain.training.optimizer import make_optimizer, make_schedule
-from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, num_parameters, state_from_params
+from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
 from maxtrain.training.step import Metrics, make_train_step
 from maxtrain.weights.hf import load_weights
 
@@ -71,11 +70,13 @@ def run(config: RunConfig) -> None:
         abstract = abstract_state(params, optimizer, mesh)
         describe(progress, config, params, mesh)
         loop = Loop(config, data, sets, checkpoints, progress, clock, stop, graphdef, abstract, mesh)
-        state, record = loop.restore(optimizer)
+        state = loop.restore(optimizer)
+        progress.update(loop.step)
         if chief:
-            folder.mkdir(parents=True, exist_ok=True)
+            loop.logs.append(MetricsLog(folder, loop.step))  # makes the folder
+            if config.observe.tensorboard:
+                loop.logs.append(TensorBoard(folder, loop.step))
             write_atomic(folder / "config.yaml", to_yaml(asked).encode())
-        loop.start(record)
         try:
             if loop.step < num_steps:
                 schedule = make_schedule(config.optimizer, num_steps)
@@ -114,11 +115,11 @@ def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
 
 def describe(progress: Progress, config: RunConfig, params: nnx.State, mesh: jax.sharding.Mesh) -> None:
     """What is about to train, and on what."""
-    devices = jax.devices()
+    devices, millions = jax.devices(), sum(x.size for x in jax.tree.leaves(params)) / 1e6
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}" + (f" ({axes})" if axes else "")
     progress.message(
-        f"model: {config.model.family}, {num_parameters(params) / 1e6:,.2f} M parameters, {config.precision.compute} on "
+        f"model: {config.model.family}, {millions:,.2f} M parameters, {config.precision.compute} on "
         f"{config.precision.params} weights; devices: {where}"
     )
 
@@ -151,8 +152,9 @@ class Loop:
         self.flops = token_flops(self.config.model, length)
         self.eval_layout = BatchLayout(self.mesh, self.config.eval.batch_size or self.config.data.batch_size, length)
         self.eval_step = make_eval_step(self.graphdef, next_token)
+        self.zero_weight = ZeroWeight(self.config.data.zero_weight)
 
-    def restore(self, optimizer: Any) -> tuple[TrainState, dict[str, Any] | None]:
+    def restore(self, optimizer: optax.GradientTransformation) -> TrainState:
         """The newest checkpoint if there is one, else imported weights, else random ones."""
         latest, config = self.checkpoints.latest(), self.config
         if latest is not None:
@@ -165,35 +167,20 @@ class Loop:
                 )
             with self.clock.during("restore"):
                 self.progress.phase(f"restoring step {latest:,}")
-                state, record = self.checkpoints.restore(self.abstract)
+                state, _ = self.checkpoints.restore(self.abstract)
             self.progress.message(f"Goes on from step {latest:,} in {self.checkpoints.directory}.")
             if record["num_steps"] != self.data.plan.num_steps:
                 planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
                 self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
-            return state, record
+            self.step, self.tokens_seen = record["step"], record["tokens_seen"]
+            return state
         if config.checkpoint.init_from is not None:
             self.progress.phase(f"reading weights from {config.checkpoint.init_from}")
             params = load_weights(self.abstract.params, config.checkpoint.init_from, config.model)
-            return state_from_params(self.abstract, params, optimizer), None
+            return state_from_params(self.abstract, params, optimizer)
         self.progress.phase("making the initial weights")
         with self.clock.during("compile"):
-            return create_state(self.abstract, config.model, config.precision, optimizer, config.seed), None
-
-    def start(self, record: dict[str, Any] | None) -> None:
-        """Opens the logs at the step where the run goes on."""
-        if record is not None:
-            self.step, self.tokens_seen = record["step"], record["tokens_seen"]
-        folder = Path(self.config.output_dir, self.config.run_name)
-        chief = jax.process_index() == 0
-        self.logs += [MetricsLog(folder, self.step)] if chief else []
-        if chief and self.config.observe.tensorboard:
-            self.logs.append(TensorBoard(folder, self.step))
-        self.progress.update(self.step)
-
-    def batches(self) -> Iterator[Batch]:
-        """Global batches from the current step on, some of them ahead on the device."""
-        host = self.data.iterate(self.step, self.layout.rows)
-        return prefetch((self.layout.to_global(batch.arrays) for batch in host), self.config.data.prefetch)
+            return create_state(self.abstract, config.model, config.precision, optimizer, config.seed)
 
     def train(self, step: jax.stages.Wrapped, state: TrainState) -> TrainState:
         """Steps until the plan's end, or until somebody asks to stop.
@@ -202,13 +189,13 @@ class Loop:
             TryAgainError: asked to stop; everything is saved.
             DivergedError, DataError: see `flush`.
         """
-        config, total = self.config, self.data.plan.num_steps
-        zero_weight = ZeroWeight(config.data.zero_weight)
-        batches = self.batches()
-        with self.clock.during("data_wait"):
-            batch = next(batches)
-        compiled = self.compile(step, state, batch)
-        while True:
+        config, total, compiled = self.config, self.data.plan.num_steps, None
+        host = self.data.iterate(self.step, self.layout.rows)
+        batches = prefetch((self.layout.to_global(batch.arrays) for batch in host), config.data.prefetch)
+        while self.step < total and not self.ending:
+            with self.clock.during("data_wait"):
+                batch = next(batches)
+            compiled = compiled or self.compile(step, state, batch)
             state, metrics = compiled(state, batch)
             self.step += 1
             self.window.append((self.step, metrics))
@@ -219,7 +206,7 @@ class Loop:
             stop = self.stop.agreed(log_due) and not last
             self.progress.update(self.step)
             if log_due or eval_due or save_due or stop:
-                self.flush(zero_weight, log_due)
+                self.flush(log_due)
             if eval_due and config.eval_steps:
                 self.evaluate(state)
             if save_due or stop or self.ending:
@@ -230,10 +217,7 @@ class Loop:
                     f"{self.stop.name or 'a signal to another process'}: stopped and saved at step {self.step:,} of {total:,}. "
                     "Run the same command again to go on."
                 )
-            if last or self.ending:
-                return state
-            with self.clock.during("data_wait"):
-                batch = next(batches)
+        return state
 
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
         """The compiled step; and the peak that its speed is compared with."""
@@ -245,7 +229,7 @@ class Loop:
         self.progress.phase("")
         return compiled
 
-    def flush(self, zero_weight: ZeroWeight, log: bool) -> None:
+    def flush(self, log: bool) -> None:
         """Fetches the metrics of the steps since the last flush, judges each, and writes down the last one if it is due.
 
         Raises:
@@ -258,7 +242,7 @@ class Loop:
         for step, value in zip(steps, values, strict=True):
             self.lap.append(int(value["targets"]))
             self.tokens_seen += self.lap[-1]
-            verdict = zero_weight.observe(step, float(value["targets"]))
+            verdict = self.zero_weight.observe(step, float(value["targets"]))
             if verdict is not None:
                 self.progress.message(verdict.message, style="yellow")
                 self.ending = verdict.message if verdict.stop else self.ending
@@ -275,7 +259,7 @@ class Loop:
         """Writes one record: the numbers of this step, and the speed since the last record."""
         seconds, targets = self.clock.lap() / len(self.lap), sum(self.lap) / len(self.lap)
         self.lap = []
-        positions = self.layout.shape[0] * self.layout.shape[1]
+        positions = math.prod(self.layout.shape)
         peak_seconds = self.peak * jax.device_count() * seconds
         record = {name: value[name].item() for name in ("loss", "grad_norm", "learning_rate", "skipped")}
         record |= {
@@ -293,15 +277,13 @@ class Loop:
 
     def evaluate(self, state: TrainState) -> None:
         """Every evaluation set, whole unless eval_steps says otherwise."""
-        asked = self.config.eval_steps
+        layout, asked = self.eval_layout, self.config.eval_steps
         for name, eval_set in self.sets.items():
             self.progress.phase(f"evaluating {name}")
-            layout, whole = self.eval_layout, asked < 0
-            host = eval_set.iterate(layout.rows, None if whole else asked)
-            batches = (layout.to_global(batch.arrays) for batch in host)
+            num_batches, num_tokens = (None, eval_set.num_tokens) if asked < 0 else (asked, None)
+            batches = (layout.to_global(batch.arrays) for batch in eval_set.iterate(layout.rows, num_batches))
             with self.clock.during("eval"):
-                tokens = eval_set.num_tokens if whole else None
-                result = evaluate(self.eval_step, state.params, batches, tokens, eval_set.text_bytes)
+                result = evaluate(self.eval_step, state.params, batches, num_tokens, eval_set.text_bytes)
             for log in self.logs:
                 log.append(self.step, {"set": name, **result}, kind="eval")
             self.progress.evaluated(self.step, name, result)
@@ -331,17 +313,7 @@ class Loop:
 
 def main(config: RunConfig) -> int:
     """Runs, and turns what the user can mend into a message and an exit code."""
-    try:
-        run(config)
-    except (UserError, OSError) as error:
-        code = error.exit_code if isinstance(error, UserError) else StorageError.exit_code
-        style = "bold" if code == 75 else "bold red"
-        Console(stderr=True, highlight=False).print(str(error), style=style, markup=False, soft_wrap=True)  # tables stay tables
-        return code
-    except Exception:
-        traceback.print_exc()
-        return UserError.exit_code
-    return 0
+    return run_command(lambda: run(config))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The end of a run for people: its curves as a picture and as text, and a summary. Works on records of `read_metrics`."""
 
-import os
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -47,9 +48,9 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: s
     speed.set_ylim(bottom=0)
     speed.yaxis.set_major_formatter(lambda value, _: human.count(value))
     rate.set_xlabel("step")
-    beside = Path(f"{path}.partial")
-    figure.savefig(beside, format="png")
-    os.replace(beside, path)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    write_atomic(Path(path), picture.getvalue())
 
 
 def _columns(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:

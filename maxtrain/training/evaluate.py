@@ -26,9 +26,7 @@ def evaluate(
     """Negative log-likelihood over all batches.
 
     Args:
-        step: of `make_eval_step`.
-        params: of the model.
-        batches: global arrays; rows of padding have no weight.
+        step, params, batches: of `make_eval_step`, of the model, and global arrays, in which rows of padding have no weight.
         num_tokens: targets of the whole set, which must be what was evaluated; None if only part of it is read.
         text_bytes: UTF-8 bytes of the text of the whole set.
 

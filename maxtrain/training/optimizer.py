@@ -13,10 +13,6 @@ def make_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
     Warm-up goes in equal parts from peak / warmup_steps to the peak. `cosine` then falls to min_learning_rate, reached
     with the last update; `wsd` stays at the peak and falls linearly over the last decay_fraction of the run.
-
-    Args:
-        config: shape and rates.
-        num_steps: updates of the whole run.
     """
     peak, low, warmup = config.learning_rate, config.min_learning_rate, min(config.warmup_steps, num_steps)
     if config.schedule == "cosine":

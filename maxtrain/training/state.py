@@ -80,8 +80,3 @@ def create_state(
 def state_from_params(abstract: TrainState, params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
     """Given parameters (donated) and a fresh optimizer."""
     return jax.jit(lambda p: _init(p, optimizer), out_shardings=shardings(abstract), donate_argnums=0)(params)
-
-
-def num_parameters(params: nnx.State) -> int:
-    """Numbers in all arrays."""
-    return sum(x.size for x in jax.tree.leaves(params))

@@ -22,14 +22,10 @@ Metrics = dict[str, Array]
 def gradients(
     graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, objective: Objective, accumulation: int
 ) -> tuple[Sum, nnx.State]:
-    """Loss as (total, weight) of the whole batch, and the float32 gradient of total / weight.
+    """Loss as (total, weight) of a batch of [B, T], and the float32 gradient of total / weight.
 
-    Args:
-        graphdef: structure of the model.
-        params: its parameters.
-        batch: arrays [B, T].
-        objective: what to minimise; its weight must be the sum of the batch's loss mask.
-        accumulation: micro-batches; divides B. Row r goes to micro-batch r mod accumulation, so that no row leaves its device.
+    The objective's weight must be the sum of the batch's loss mask. `accumulation`, the number of micro-batches, divides B;
+    row r goes to micro-batch r mod accumulation, so that no row leaves its device.
     """
     denominator = jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
 
@@ -56,50 +52,6 @@ def gradients(
     return jax.lax.scan(add, start, jax.tree.map(split, batch))[0]
 
 
-def train_step(
-    state: TrainState,
-    batch: Batch,
-    graphdef: nnx.GraphDef,
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    schedule: optax.Schedule,
-    accumulation: int,
-) -> tuple[TrainState, Metrics]:
-    """The step itself, not jitted.
-
-    Returns:
-        The next state; metrics: loss (nats per target), targets, grad_norm (before clipping), learning_rate, skipped (steps of
-        the run that changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one between).
-    """
-    result, grads = gradients(graphdef, state.params, batch, objective, accumulation)
-    norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(norm) & jnp.isfinite(result.total)
-    apply = finite & (result.weight > 0)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-
-    def keep(new: Array, old: Array) -> Array:
-        return jnp.where(apply, new.astype(old.dtype), old)  # Adam's moments of bfloat16 parameters come out in float32
-
-    skipped = state.skipped + ~apply
-    next_state = TrainState(
-        jax.tree.map(keep, params, state.params),
-        jax.tree.map(keep, opt_state, state.opt_state),
-        state.step + 1,
-        skipped,
-        jnp.where(apply, 0, state.skipped_in_row + ~finite),
-    )
-    metrics = {
-        "loss": result.total / jnp.maximum(result.weight, 1.0),
-        "targets": result.weight,
-        "grad_norm": norm,
-        "learning_rate": schedule(state.step - state.skipped),
-        "skipped": skipped,
-        "skipped_in_row": next_state.skipped_in_row,
-    }
-    return next_state, metrics
-
-
 def make_train_step(
     abstract: TrainState,
     graphdef: nnx.GraphDef,
@@ -108,10 +60,40 @@ def make_train_step(
     schedule: optax.Schedule,
     accumulation: int,
 ) -> jax.stages.Wrapped:
-    """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out exactly as it went in."""
+    """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out exactly as it went in.
+
+    The metrics are loss (nats per target), targets, grad_norm (before clipping), learning_rate, skipped (steps of the run that
+    changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one between).
+    """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        return train_step(state, batch, graphdef, objective, optimizer, schedule, accumulation)
+        result, grads = gradients(graphdef, state.params, batch, objective, accumulation)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(norm) & jnp.isfinite(result.total)
+        apply = finite & (result.weight > 0)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+
+        def keep(new: Array, old: Array) -> Array:
+            return jnp.where(apply, new.astype(old.dtype), old)  # Adam's moments of bfloat16 parameters come out in float32
+
+        skipped = state.skipped + ~apply
+        next_state = TrainState(
+            jax.tree.map(keep, params, state.params),
+            jax.tree.map(keep, opt_state, state.opt_state),
+            state.step + 1,
+            skipped,
+            jnp.where(apply, 0, state.skipped_in_row + ~finite),
+        )
+        metrics = {
+            "loss": result.total / jnp.maximum(result.weight, 1.0),
+            "targets": result.weight,
+            "grad_norm": norm,
+            "learning_rate": schedule(state.step - state.skipped),
+            "skipped": skipped,
+            "skipped_in_row": next_state.skipped_in_row,
+        }
+        return next_state, metrics
 
     options = compiler_options(jax.default_backend())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)
