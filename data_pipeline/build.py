@@ -160,19 +160,16 @@ def build_part(
         except concurrent.futures.BrokenExecutor as error:
             mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept."
             raise TryAgainError(f"{directory}: a worker process was killed. {mend}") from error
-    _finish(directory, [json.loads(record.read_bytes()) for record in records], tokenizer, eod, origin)
-
-
-def _finish(directory: Path, records: list[dict], tokenizer: Tokenizer, eod: str, origin: dict[str, Any]) -> None:
     problems: Problems = {}
-    for kind, entry in (item for record in records for item in record["problems"].items()):
+    done = [json.loads(record.read_bytes()) for record in records]
+    for kind, entry in (item for record in done for item in record["problems"].items()):
         _count(problems, kind, entry["count"], entry["examples"])
-    shards = tuple(ShardEntry(**entry) for record in records for entry in record["shards"])
+    shards = tuple(ShardEntry(**entry) for record in done for entry in record["shards"])
     if not shards:
         raise DataError(f"{directory}: the input holds no text at all ({describe_problems(problems)}). Give other input.")
     special_ids, size = {"eod": tokenizer.eod_id}, tokenizer.vocab_size
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": size, "special_ids": special_ids}
-    text_bytes = sum(record["text_bytes"] for record in records)
+    text_bytes = sum(record["text_bytes"] for record in done)
     Manifest(identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin).save(directory)
 
 

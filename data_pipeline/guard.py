@@ -13,10 +13,7 @@ from data_pipeline.errors import DataError
 
 
 def check_batch(arrays: dict[str, np.ndarray], vocab_size: int, describe: Callable[[int], str]) -> None:
-    """Check the arrays of `packing.pack`; a fraction of a nanosecond per token and check.
-
-    `describe` says where the row of an index comes from. DataError: names the row, its source, the value and the mend.
-    """
+    """Check the arrays of `packing.pack`; DataError: names the row, where it is from by `describe`, the value and the mend."""
     mend = "Run with data.verify=full to find a damaged shard, or prepare this source again"
     for name, first, wrong, rule in _invariants(arrays, vocab_size):
         if wrong.any():
@@ -54,10 +51,7 @@ class ZeroWeight:
         self.steps = 0
 
     def observe(self, step: int, num_targets: float) -> Verdict | None:
-        """Judge a step by the target tokens (or their summed weight) in its global batch; None when there are some.
-
-        DataError: there are none, and the policy is "raise".
-        """
+        """Judge a step by the target tokens of its global batch: None if there are some; DataError if the policy is "raise"."""
         if num_targets > 0:
             return None
         self.steps += 1

@@ -29,10 +29,9 @@ _BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-
 
 
 class Batch(NamedTuple):
-    """One host's batch of one step.
+    """One host's batch of one step, and how many of its targets count.
 
-    `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows;
-    `num_targets` of their targets count.
+    `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows.
     """
 
     step: int
@@ -166,8 +165,7 @@ def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
 def open_training(config: DataConfig, seed: int, steps: Steps) -> TrainingData:
     """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the order of rows.
 
-    ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ. DataError: a directory is not whole
-    (see `data.verify`).
+    ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ. DataError: a directory is not whole.
     """
     shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
     if shards:

@@ -59,14 +59,13 @@ def pack(
             loss_mask[row, column] = 0
     begins[:, 0] = True
     segment_ids, positions = _segments(begins)
-    if not restart_positions:
-        positions[:] = np.arange(length, dtype=np.int32)
     batch = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
     batch |= {"segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
     if (windows.count < length).any():
-        padding = np.arange(length) >= windows.count[:, None]
-        for array in batch.values() if restart_positions else (a for name, a in batch.items() if name != "positions"):
-            array[padding] = 0
+        for array in batch.values():
+            array[np.arange(length) >= windows.count[:, None]] = 0
+    if not restart_positions:
+        positions[:] = np.arange(length, dtype=np.int32)
     return batch
 
 

@@ -1,15 +1,13 @@
 """The plan: which row of which source is row g of the run, as a pure function, with the end solved before the first step.
 
 Global row g = step * batch_size + r. `Plan.rows(g0, g1)` answers in microseconds at any g, so nothing has to be replayed on
-resume, every host can compute its own rows, and no iterator runs dry on one host before another.
+resume, every host can compute its own rows, and no iterator runs dry on one host before another. It knows only counts.
 
 * Mixture: integer weights over 2^20 split every prefix exactly; the count of each source in the first k rows is monotone in
   k and within 2 rows of its share.
 * Order: draw d of a source is row `permutation(d mod num_rows)` of epoch `d // num_rows`; the permutation is keyed by
   (seed, source uid, epoch) alone, so other sources, batch size and hosts do not change it.
 * Stages, and sources that finish, cut the run into segments; a source goes on in the next one where it left off.
-
-Knows nothing of files, tokens or batches: only of counts.
 """
 
 import bisect
@@ -78,8 +76,7 @@ def prefix_counts(count, weights: tuple[int, ...]) -> list:
     """How many of the first `count` rows belong to each source: exact, and monotone in `count`.
 
     Each source in turn takes its share of what the sources before it left, rounded to the nearest row; what is left grows by
-    0 or 1 per row, so exactly one source's count does.
-    `count` is an int, or int64 array, at most 2^42; `weights` sum to 2^20; the result has one such count per source.
+    0 or 1 per row, so exactly one source's count does. `count`: an int or int64 array, at most 2^42; `weights` sum to 2^20.
     """
     remaining, left, counts = sum(weights), count, []
     for weight in weights[:-1]:

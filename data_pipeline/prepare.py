@@ -10,6 +10,7 @@ import argparse
 import fcntl
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -33,7 +34,6 @@ from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 _PROGRAM = "python -m data_pipeline.prepare"
 _EXAMPLES = f"""examples:
   {_PROGRAM} data/code --python-stdlib --tokenizer bpe:4096 --holdout 0.05
-  {_PROGRAM} data/books --text 'books/**/*.txt' --on-bad replace
   {_PROGRAM} data/chat --jsonl 'chat/*.jsonl.gz' --key content --tokenizer path/to/tokenizer.json
   {_PROGRAM} data/play --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} verify data/code            check every byte; exit code 65 if one differs
@@ -48,9 +48,7 @@ class _Request(NamedTuple):
     """What is to be built: all that decides the output."""
 
     parts: dict[str, list[Piece]]  # by folder
-    settings: dict[str, Any]
-    sources: list[dict[str, Any]]
-    command: str
+    origin: dict[str, Any]  # fields of the manifest: sources, settings, command
     tokenizer: Tokenizer | None  # None: to be trained
 
 
@@ -124,7 +122,7 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else arguments.tokenizer
     parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
-    return _Request(parts, settings, sources, command, tokenizer)
+    return _Request(parts, {"sources": sources, "settings": settings, "command": command}, tokenizer)
 
 
 def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list[Piece]]:
@@ -183,7 +181,7 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
 def _make_way(out: Path, request: _Request, overwrite: bool) -> None:
     """Keep what is there to go on with, if it is of this request; else refuse it, or remove it if that is asked for."""
     state, mend = out / _STATE, "Choose another OUT, or give --overwrite."
-    wanted = request.settings | {"input": request.sources}
+    wanted = request.origin["settings"] | {"input": request.origin["sources"]}
     if foreign := [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]:
         raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. Choose a new or empty directory.")
     if not overwrite and (state.exists() or any(path.name == MANIFEST for path in _files(out))):
@@ -192,8 +190,8 @@ def _make_way(out: Path, request: _Request, overwrite: bool) -> None:
         if names:
             table = "".join(f"\n  {name}: there {there.get(name)}, asked for {wanted[name]}" for name in names)
             raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
-        times = [os.stat(piece.path) for pieces in request.parts.values() for piece in pieces]
-        if max(max(time.st_mtime_ns, time.st_ctime_ns) for time in times) > state.stat().st_mtime_ns:
+        pieces = itertools.chain(*request.parts.values())
+        if max(os.stat(piece.path).st_ctime_ns for piece in pieces) > state.stat().st_mtime_ns:  # nothing can set a ctime back
             raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
     else:
         _remove(out)
@@ -213,23 +211,23 @@ def _remove(out: Path) -> None:
 
 def _build(out: Path, request: _Request, workers: int) -> None:
     """Train the tokenizer, if there is none yet, and build all parts."""
-    work, first, eod, on_bad = out / _WORK, next(iter(request.parts)), request.settings["eod"], request.settings["on_bad"]
-    origin = {"sources": request.sources, "settings": request.settings, "command": request.command}
+    work, first, settings = out / _WORK, next(iter(request.parts)), request.origin["settings"]
+    eod, on_bad = settings["eod"], settings["on_bad"]
     with Progress(console=Console(stderr=True)) as progress:
         tokenizer = request.tokenizer
         if tokenizer is None:
             if not (work / TOKENIZER).exists():
                 pieces = request.parts[first]
                 seen = functools.partial(progress.advance, progress.add_task("tokenizer", total=unit_bytes(pieces)))
-                trained = train_tokenizer(request.settings["tokenizer"], eod, make_units(pieces), on_bad, seen)
+                trained = train_tokenizer(settings["tokenizer"], eod, make_units(pieces), on_bad, seen)
                 work.mkdir(exist_ok=True)
                 trained.save(work)
             tokenizer = load_tokenizer(work)
-            tokenizer.name = request.settings["tokenizer"]
+            tokenizer.name = settings["tokenizer"]
         for part, pieces in request.parts.items():
             seen = functools.partial(progress.advance, progress.add_task(part or "tokens", total=unit_bytes(pieces)))
             records, units = work / (part or "all"), make_units(pieces)
-            build_part(out / part, records, units, tokenizer, eod, on_bad, workers, seen, **origin)
+            build_part(out / part, records, units, tokenizer, eod, on_bad, workers, seen, **request.origin)
 
 
 def _summarize(manifests: dict[Path, Manifest]) -> None:

@@ -153,11 +153,7 @@ def _mend(command: str = "") -> str:
 
 
 class ShardWriter:
-    """Writes one shard, which counts when `close` returns.
-
-    `stem` is the file name without suffix, such as "tokens-00003"; `vocab_size` decides the dtype, and an id that is not
-    below it is a DataError of `append`.
-    """
+    """Writes one shard, `stem`.bin and its companions, which counts when `close` returns; `vocab_size` decides the dtype."""
 
     def __init__(self, directory: Path, stem: str, vocab_size: int):
         self.tokens = self._max_id = 0
@@ -166,9 +162,7 @@ class ShardWriter:
         self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
 
     def append(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
-        """Add integer ids [T]: one document, or whole documents of the given positive `lengths`, back to back."""
-        if not len(tokens):
-            return
+        """Add ids [T], one document or several of these `lengths` back to back; DataError: an id is not below vocab_size."""
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
         assert lengths.sum() == len(tokens) and (lengths > 0).all(), "lengths must be positive and sum to the tokens"
         low, high = int(tokens.min()), int(tokens.max())
@@ -241,8 +235,7 @@ class TokenShards:
         """Windows of the stream, which goes round: token -1 is the last one, token num_tokens the first.
 
         `starts` are their first tokens, any integers [n]; `length`, at least 1, may exceed num_tokens. Returns tokens, int32
-        [n, length], and int64 indices into these, flat, where documents begin (in no order). DataError: a block differs from
-        its crc32.
+        [n, length], and flat int64 indices into these where documents begin, in no order. DataError: a block is damaged.
         """
         starts = starts % self.num_tokens
         result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]

@@ -93,10 +93,7 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A Hugging Face tokenizer.json, from its bytes; `eod` ends documents (None: the first present of those in common use).
-
-    ValueError: `content` is not a tokenizer, or has no token `eod`.
-    """
+    """A tokenizer.json, from its bytes; `eod` ends documents (None: the first usual one). ValueError: unusable, or no `eod`."""
 
     def __init__(self, content: bytes, name: str, eod: str | None = None):
         try:
@@ -145,8 +142,7 @@ def _splits_at_cuts(inner: tokenizers.Tokenizer) -> bool:
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """A tokenizer: "bytes", a tokenizer.json, or a directory that has one, prepared data or a Hugging Face model.
 
-    A tokenizer_config.json beside it names the token that ends documents. DataError: missing, not a tokenizer, or another
-    one than the manifest beside it was built with.
+    A tokenizer_config.json beside it names the token that ends documents. DataError: missing, unusable, or not the manifest's.
     """
     if spec == "bytes":
         return ByteTokenizer()
