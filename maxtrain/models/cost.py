@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.decoder import head_dim
+from maxtrain.models.layers import head_dim
 
 
 class TokenFlops(NamedTuple):
@@ -18,12 +18,7 @@ class TokenFlops(NamedTuple):
 
 
 def token_flops(config: ModelConfig, length: int) -> TokenFlops:
-    """Matrix products only.
-
-    Args:
-        config: with vocab_size known.
-        length: tokens in a row, over which attention reaches.
-    """
+    """Of matrix products only, with vocab_size known, in rows of `length` tokens, over which attention reaches."""
     assert config.vocab_size is not None
     D, F, H, N, K = config.embed_dim, config.mlp_dim, head_dim(config), config.num_heads, config.num_kv_heads
     weights = config.num_layers * (D * H * (N + 2 * K) + N * H * D + 3 * D * F) + D * config.vocab_size

@@ -19,10 +19,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
-from maxtrain.models.layers import BlockChoices, Context, DecoderLayer, KVCache, RMSNorm, matrix
+from maxtrain.models.layers import Context, DecoderLayer, KVCache, RMSNorm, head_dim, matrix
 from maxtrain.ops.einsum import matmul
 from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
 from maxtrain.parallel.sharding import constrain
+
+Ids = Int[Array, "B T"]
 
 REMAT: dict[str, Callable[..., Any] | None] = {
     "full": None,
@@ -31,35 +33,29 @@ REMAT: dict[str, Callable[..., Any] | None] = {
 }
 
 
-def head_dim(config: ModelConfig) -> int:
-    """H: given, or embed_dim / num_heads."""
-    return config.head_dim or config.embed_dim // config.num_heads
-
-
 class Decoder(nnx.Module):
     """A decoder-only transformer.
 
     Args:
         config: sizes; vocab_size must be known by now.
-        block: the family's choices inside a layer.
+        qk_norm: whether each query and key head is normalised before rope.
         precision: number formats.
         rngs: stream `params`; the same seed gives the same bits on every mesh.
     """
 
-    def __init__(self, config: ModelConfig, block: BlockChoices, precision: PrecisionConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, qk_norm: bool, precision: PrecisionConfig, rngs: nnx.Rngs):
         assert config.vocab_size is not None
         V, D, params = config.vocab_size, config.embed_dim, precision.params
         self.config, self.compute = config, precision.compute
         # Deviation 1 / sqrt(D), so that a tied head starts with logits of deviation about 1.
         self.embedding = matrix(rngs.params(), (V, D), ("vocab", "embed"), D, params, config.init_scale)
-        H = head_dim(config)
 
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(key: Array) -> DecoderLayer:
-            return DecoderLayer(config, block, H, params, precision.compute, nnx.Rngs(params=key))
+            return DecoderLayer(config, qk_norm, params, precision.compute, nnx.Rngs(params=key))
 
         self.layers = stacked(jax.random.split(rngs.params(), config.num_layers))
-        self.final_norm = RMSNorm(D, "norm", config.norm_eps, params)
+        self.final_norm = RMSNorm(D, config.norm_eps, params)
         head = None if config.tie_embeddings else (D, V)
         self.head = head and matrix(rngs.params(), head, ("embed", "vocab"), D, params, config.init_scale)
 
@@ -67,24 +63,14 @@ class Decoder(nnx.Module):
         """The head, or the embedding table turned around."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T V"]:
+    def __call__(self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None) -> Float[Array, "B T V"]:
         """Logits of the next token, float32. Training uses `hidden` and a chunked loss instead."""
         return self.logits(self.hidden(tokens, segment_ids, positions))
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         return matmul(hidden, self.output_matrix(), self.compute)
 
-    def hidden(
-        self,
-        tokens: Int[Array, "B T"],
-        segment_ids: Int[Array, "B T"] | None = None,
-        positions: Int[Array, "B T"] | None = None,
-    ) -> Float[Array, "B T D"]:
+    def hidden(self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None) -> Float[Array, "B T D"]:
         """Normalised last hidden states, float32.
 
         Args:
@@ -101,9 +87,9 @@ class Decoder(nnx.Module):
 
     def extend(
         self,
-        tokens: Int[Array, "B T"],
+        tokens: Ids,
         segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B T"],
+        positions: Ids,
         offset: Int[Array, ""] | int,
         cache: KVCache,
     ) -> tuple[Float[Array, "B T D"], KVCache]:

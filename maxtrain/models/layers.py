@@ -4,7 +4,6 @@ Every matrix product goes through ops.einsum.matmul, so that one place decides i
 are float32.
 """
 
-import dataclasses
 import functools
 import math
 import statistics
@@ -41,11 +40,9 @@ class Context(NamedTuple):
     offset: Int[Array, ""] | int  # column of the first query in the cache; 0 without one
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockChoices:
-    """Where families differ inside a layer."""
-
-    qk_norm: bool = False  # RMSNorm on each query and key head before rope
+def head_dim(config: ModelConfig) -> int:
+    """H: given, or embed_dim / num_heads."""
+    return config.head_dim or config.embed_dim // config.num_heads
 
 
 @functools.cache
@@ -71,8 +68,8 @@ def matrix(key: Array, shape: tuple[int, ...], axes: Axes, fan_in: int, dtype: s
 class RMSNorm(nnx.Module):
     """RMSNorm with a learned scale; see ops.norm."""
 
-    def __init__(self, size: int, axis: str, eps: float, dtype: str):
-        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=(axis,))
+    def __init__(self, size: int, eps: float, dtype: str):
+        self.scale = nnx.Param(jnp.ones((size,), dtype), axes=("norm",))
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
@@ -80,31 +77,31 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions; with `qk_norm`, each query and key head is normalised before rope."""
 
-    def __init__(self, config: ModelConfig, block: BlockChoices, head_dim: int, params: str, compute: str, rngs: nnx.Rngs):
-        D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, head_dim
+    def __init__(self, config: ModelConfig, qk_norm: bool, params: str, compute: str, rngs: nnx.Rngs):
+        D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, head_dim(config)
         scale, out_scale = config.init_scale, config.init_scale / math.sqrt(2 * config.num_layers)
         self.q = matrix(rngs.params(), (D, N, H), ("embed", "heads", "head_dim"), D, params, scale)
         self.k = matrix(rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"), D, params, scale)
         self.v = matrix(rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"), D, params, scale)
         self.o = matrix(rngs.params(), (N, H, D), ("heads", "head_dim", "embed"), N * H, params, out_scale)
-        self.q_norm = RMSNorm(H, "norm", config.norm_eps, params) if block.qk_norm else None
-        self.k_norm = RMSNorm(H, "norm", config.norm_eps, params) if block.qk_norm else None
+        self.q_norm = RMSNorm(H, config.norm_eps, params) if qk_norm else None
+        self.k_norm = RMSNorm(H, config.norm_eps, params) if qk_norm else None
         self.kernel, self.compute = config.attention, compute
 
     def _heads(self, x: Array, w: nnx.Param, axis: str) -> Array:
         """[B, T, D] by [D, N, H] -> [B, T, N, H]; the matrix product itself is two-dimensional, which is faster."""
         D, N, H = w.shape
         out = matmul(x, w[...].reshape(D, N * H), self.compute).reshape(*x.shape[:-1], N, H)
-        return constrain(out, "activation_batch", "activation_length", axis, "activation_head_dim")
+        return constrain(out, "activation_batch", "activation_length", axis, "head_dim")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        q = self._heads(x, self.q, "activation_heads")
-        k = self._heads(x, self.k, "activation_kv_heads")
-        v = self._heads(x, self.v, "activation_kv_heads")
+        q = self._heads(x, self.q, "heads")
+        k = self._heads(x, self.k, "kv_heads")
+        v = self._heads(x, self.v, "kv_heads")
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, context.cos, context.sin), apply_rope(k, context.cos, context.sin)
@@ -135,17 +132,17 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate, up = matmul(x, self.gate[...], self.compute), matmul(x, self.up[...], self.compute)
-        hidden = constrain(jax.nn.silu(gate) * up, "activation_batch", "activation_length", "activation_mlp")
+        hidden = constrain(jax.nn.silu(gate) * up, "activation_batch", "activation_length", "mlp")
         return matmul(hidden, self.down[...], self.compute)
 
 
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream after."""
 
-    def __init__(self, config: ModelConfig, block: BlockChoices, head_dim: int, params: str, compute: str, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.embed_dim, "norm", config.norm_eps, params)
-        self.attention = Attention(config, block, head_dim, params, compute, rngs)
-        self.mlp_norm = RMSNorm(config.embed_dim, "norm", config.norm_eps, params)
+    def __init__(self, config: ModelConfig, qk_norm: bool, params: str, compute: str, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.embed_dim, config.norm_eps, params)
+        self.attention = Attention(config, qk_norm, params, compute, rngs)
+        self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps, params)
         self.mlp = SwiGLU(config, params, compute, rngs)
 
     def __call__(

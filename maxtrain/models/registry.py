@@ -16,12 +16,9 @@ FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
 def build_model(config: ModelConfig, precision: PrecisionConfig, seed: int | jax.Array = 0) -> Decoder:
     """A model with random weights; under `nnx.eval_shape` or `jax.jit` its arrays are abstract.
 
-    Args:
-        config: with vocab_size known.
-        precision: number formats.
-        seed: or a key; the same on every mesh gives the same bits.
+    The config's vocab_size is known by now. The same seed (or key) gives the same bits on every mesh.
     """
-    return Decoder(config, FAMILIES[config.family].block, precision, nnx.Rngs(params=seed))
+    return Decoder(config, FAMILIES[config.family].qk_norm, precision, nnx.Rngs(params=seed))
 
 
 def logical_axes(variable: nnx.Variable) -> Axes:

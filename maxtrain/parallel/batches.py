@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,15 +12,10 @@ from maxtrain.parallel.sharding import named_sharding
 
 
 class BatchLayout:
-    """Which rows of a global batch this host reads, and how they become global arrays.
+    """Which rows of a global batch [batch_size, length] this host reads, and how they become global arrays.
 
     Rows come from the sharding itself, so that uneven rows per host and a tensor axis across hosts (the same rows on
     several of them) need no thought elsewhere.
-
-    Args:
-        mesh: of all processes.
-        batch_size: rows of the global batch.
-        length: tokens in a row.
     """
 
     def __init__(self, mesh: Mesh, batch_size: int, length: int):
@@ -32,8 +28,7 @@ class BatchLayout:
         """Global arrays [batch_size, length] from this host's rows, in the order of `rows`."""
 
         def one(local: np.ndarray) -> jax.Array:
-            def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None
+            def part(index: Any) -> np.ndarray:
                 wanted = np.arange(self.shape[0])[index[0]]
                 first = int(np.searchsorted(self.rows, wanted[0]))
                 return local[first : first + len(wanted), index[1]]

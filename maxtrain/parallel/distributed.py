@@ -10,6 +10,7 @@ import jax
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 
+_CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # names of glibc's mallopt(3)
 
 
@@ -49,17 +50,13 @@ def start(config: MeshConfig, compilation_cache: str | None) -> None:
 
 
 def _connect(config: MeshConfig) -> None:
-    environment = os.environ.get
-    coordinator = config.coordinator or environment("JAX_COORDINATOR_ADDRESS") or None
+    coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = config.num_processes or _whole_number("JAX_NUM_PROCESSES", example=2)
     index = config.process_id if config.process_id is not None else _whole_number("JAX_PROCESS_ID", example=0)
     given = {"mesh.coordinator": coordinator, "mesh.num_processes": count, "mesh.process_id": index}
     missing = [name for name, value in given.items() if value is None]
-    managed = any(
-        environment(name) for name in ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
-    )
     if len(missing) == 3:
-        if managed and config.platform != "cpu":
+        if any(map(os.environ.get, _CLUSTERS)) and config.platform != "cpu":
             jax.distributed.initialize()  # the cluster says the rest
         return
     if missing:
@@ -83,20 +80,16 @@ def accelerator_present() -> bool:
     return any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd"))
 
 
-def keep_host_memory() -> bool:
-    """Makes glibc keep the memory it has got from the system; for a process that computes on the CPU.
+def keep_host_memory() -> None:
+    """Makes glibc, where it is, keep the memory it has got from the system; for a process that computes on the CPU.
 
     To be called before the CPU device is started: its threads would already have arenas of their own, which go on as before.
 
     XLA frees and takes its temporary memory, gigabytes, in every step. By default the system maps and zeroes new pages
     each time, which took a fifth to a third of a training step. With this the process keeps the size of its peak, as it would
     on an accelerator.
-
-    Returns:
-        Whether it applies: on Linux with glibc.
     """
     libc = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
-    if libc is None or not hasattr(libc, "gnu_get_libc_version"):
-        return False
-    settings = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1, _M_ARENA_MAX: 1}
-    return all(libc.mallopt(name, value) for name, value in settings.items())
+    if libc and hasattr(libc, "gnu_get_libc_version"):
+        for name, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1)):
+            libc.mallopt(name, value)

@@ -33,11 +33,7 @@ def compiler_options(platform: str) -> dict[str, int]:
 
 
 def peak_flops(device: Any, dtype: str) -> float:
-    """FLOP/s that one device can reach in matrix products: from the table, or measured on a CPU.
-
-    Args:
-        device: any jax device of the mesh.
-        dtype: of the products' inputs; the CPU is measured with it, the table is for bfloat16.
+    """FLOP/s that one device can reach in matrix products: from the table, or measured with inputs of `dtype` on a CPU.
 
     Raises:
         ConfigError: an accelerator that the table doesn't know.

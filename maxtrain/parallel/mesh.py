@@ -15,11 +15,9 @@ AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over all devices (or those given), neighbours in `tensor` closest; GSPMD (Auto) axes.
+    """A mesh over `devices`, or all devices of all processes, neighbours in `tensor` closest; GSPMD (Auto) axes.
 
-    Args:
-        config: sizes, with -1 already filled in (see config.checks.fit_to_devices).
-        devices: jax devices; None for all devices of all processes.
+    The config's -1 is already filled in, see config.checks.fit_to_devices.
     """
     devices = jax.devices() if devices is None else devices
     shape = tuple({"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}.get(axis, 1) for axis in AXES)

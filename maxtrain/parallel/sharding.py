@@ -4,6 +4,7 @@ Modules name their dims with logical axes; only this file knows which mesh axis 
 (`jax.set_mesh`) nothing is constrained, so that the same code runs in a notebook on one device.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,11 +27,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "activation_batch": ("data", "fsdp"),
     "activation_length": (),
     "activation_embed": (),
-    "activation_mlp": ("tensor",),
-    "activation_heads": ("tensor",),
-    "activation_kv_heads": ("tensor",),
-    "activation_head_dim": (),
-    "activation_vocab": ("tensor",),
 }
 
 
@@ -61,9 +57,7 @@ def partition_spec(
                     f"{name}: dims {used[m]!r} and {axis!r} are both split over mesh axis {m!r}. Change one of them in RULES."
                 )
             used[m] = axis
-        parts = 1
-        for m in split:
-            parts *= mesh_shape[m]
+        parts = math.prod(mesh_shape[m] for m in split)
         if shape is not None and shape[i] % parts:
             product = " * ".join(f"mesh.{m}={mesh_shape[m]}" for m in split)
             problems.append(
@@ -87,10 +81,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 def batch_shards() -> int:
     """Number of parts that the rows of a batch are split into on the current mesh."""
     shape = jax.sharding.get_abstract_mesh().shape
-    parts = 1
-    for m in RULES["activation_batch"]:
-        parts *= shape.get(m, 1)
-    return parts
+    return math.prod(shape.get(m, 1) for m in RULES["activation_batch"])
 
 
 def named_sharding(mesh: Mesh, axes: Axes, shape: tuple[int, ...] | None = None, name: str = "array") -> NamedSharding:

@@ -19,8 +19,9 @@ from safetensors import SafetensorError, safe_open
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
-from maxtrain.models.decoder import Decoder, head_dim
-from maxtrain.models.families.family import Settings, Tensor
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.families.family import IGNORED, Settings, Tensor
+from maxtrain.models.layers import head_dim
 from maxtrain.models.registry import FAMILIES
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
@@ -88,11 +89,11 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
     """
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
-    family, files = FAMILIES[config.family], _open(directory)
-    table, (flat, treedef) = family.tensors(config), jax.tree_util.tree_flatten_with_path(params)
+    files, table = _open(directory), FAMILIES[config.family].tensors(config)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     leaves = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in flat}
     assert leaves.keys() == table.keys(), leaves.keys() ^ table.keys()
-    _check_tensors(directory, files, [(table[name], leaf.shape) for name, leaf in leaves.items()], family.ignored)
+    _check_tensors(directory, files, [(table[name], leaf.shape) for name, leaf in leaves.items()])
 
     def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         def read(index: Any) -> np.ndarray:
@@ -165,7 +166,7 @@ def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -
         raise ConfigError(problems)
 
 
-def _check_tensors(directory: Path, files: dict[str, Any], ours: list[tuple[Tensor, tuple[int, ...]]], ignored: str) -> None:
+def _check_tensors(directory: Path, files: dict[str, Any], ours: list[tuple[Tensor, tuple[int, ...]]]) -> None:
     """Raises DataError with a table of tensors that are missing, left over, of another shape or no plain floats."""
     wanted = {t.name.format(*place): t.shape(shape) for t, shape in ours for place in np.ndindex(*shape[: t.stacked])}
     problems = [(name, "missing", f"{list(shape)} expected") for name, shape in wanted.items() if name not in files]
@@ -173,7 +174,7 @@ def _check_tensors(directory: Path, files: dict[str, Any], ours: list[tuple[Tens
         there = file.get_slice(name)
         shape, dtype = there.get_shape(), there.get_dtype()
         if name not in wanted:
-            if not re.fullmatch(ignored, name):
+            if not re.fullmatch(IGNORED, name):
                 problems.append((name, "extra", f"{shape}"))
         elif tuple(shape) != wanted[name]:
             problems.append((name, "wrong shape", f"{shape}, {list(wanted[name])} expected"))

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.layers import Attention, BlockChoices, Context, DecoderLayer, RMSNorm, SwiGLU, matrix
+from maxtrain.models.layers import Attention, Context, DecoderLayer, RMSNorm, SwiGLU, matrix
 from maxtrain.ops.rope import rope_frequencies, rope_tables
 
 D, N, K, H, F, T = 24, 4, 2, 6, 40, 7
@@ -72,7 +72,7 @@ def test_swiglu_is_its_equation():
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_attention_is_its_equation(qk_norm, kernel):
     config = dataclasses.replace(CONFIG, attention=kernel)
-    module = Attention(config, BlockChoices(qk_norm=qk_norm), H, "float32", "float32", nnx.Rngs(params=0))
+    module = Attention(config, qk_norm, "float32", "float32", nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     assert ("q_norm.scale" in p) == qk_norm
     out, cache = module(jnp.asarray(x), context(2), None)
@@ -81,7 +81,7 @@ def test_attention_is_its_equation(qk_norm, kernel):
 
 
 def test_a_layer_adds_both_blocks_of_normalised_inputs():
-    module = DecoderLayer(CONFIG, BlockChoices(), H, "float32", "float32", nnx.Rngs(params=0))
+    module = DecoderLayer(CONFIG, False, "float32", "float32", nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     expected = x + attend(normalised(x, p["attention_norm.scale"]), p, "attention.")
     expected = expected + swiglu(normalised(expected, p["mlp_norm.scale"]), p, "mlp.")
@@ -89,7 +89,7 @@ def test_a_layer_adds_both_blocks_of_normalised_inputs():
 
 
 def test_norm_scales_by_its_parameter():
-    module = RMSNorm(D, "norm", CONFIG.norm_eps, "float32")
+    module = RMSNorm(D, CONFIG.norm_eps, "float32")
     p, x = arrays(module), inputs()
     np.testing.assert_allclose(module(jnp.asarray(x)), normalised(x, p["scale"]), atol=1e-5)
 
@@ -106,7 +106,7 @@ def test_initial_matrices_have_the_deviation_and_the_cut_they_say(scale):
 
 def test_what_is_added_to_the_residual_stream_starts_smaller_with_depth():
     config = dataclasses.replace(CONFIG, num_layers=8, embed_dim=240, num_heads=4, num_kv_heads=4, mlp_dim=600)
-    layer = DecoderLayer(config, BlockChoices(), 60, "float32", "float32", nnx.Rngs(params=0))
+    layer = DecoderLayer(config, False, "float32", "float32", nnx.Rngs(params=0))
     deviation = {path: np.asarray(v[...]).std() for path, v in nnx.to_flat_state(nnx.state(layer)) if v.ndim > 1}
     fan_in = {"q": 240, "k": 240, "v": 240, "o": 240, "gate": 240, "up": 240, "down": 600}
     assert sorted(path[-1] for path in deviation) == sorted(fan_in)
@@ -116,7 +116,7 @@ def test_what_is_added_to_the_residual_stream_starts_smaller_with_depth():
 
 
 def test_every_parameter_names_its_dims_and_has_the_type_asked_for():
-    layer = DecoderLayer(CONFIG, BlockChoices(qk_norm=True), H, "bfloat16", "float32", nnx.Rngs(params=0))
+    layer = DecoderLayer(CONFIG, True, "bfloat16", "float32", nnx.Rngs(params=0))
     sizes = {"embed": D, "heads": N, "kv_heads": K, "head_dim": H, "mlp": F}
     state = dict(nnx.to_flat_state(nnx.state(layer)))
     assert len(state) == 11

@@ -64,20 +64,20 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
 
 def test_outside_a_mesh_nothing_is_constrained():
     x = jnp.ones((3, 5))  # divisible by nothing
-    assert constrain(x, "activation_batch", "activation_mlp") is x
+    assert constrain(x, "activation_batch", "mlp") is x
     assert batch_shards() == 1
-    text = jax.jit(lambda x: constrain(x, "activation_batch", "activation_mlp")).lower(x).as_text()
+    text = jax.jit(lambda x: constrain(x, "activation_batch", "mlp")).lower(x).as_text()
     assert "sharding" not in text
     with jax.set_mesh(mesh_of(1, 1, 1)):
-        assert constrain(x, "activation_batch", "activation_mlp") is x
+        assert constrain(x, "activation_batch", "mlp") is x
 
 
 def test_inside_a_mesh_an_array_is_where_its_names_say():
     mesh = mesh_of(2, 2, 2)
     with jax.set_mesh(mesh):
         assert batch_shards() == 4
-        x = jax.jit(lambda x: constrain(x * 2, "activation_batch", "activation_mlp"))(jnp.ones((8, 6)))
-    assert x.sharding == named_sharding(mesh, ("activation_batch", "activation_mlp"), x.shape)
+        x = jax.jit(lambda x: constrain(x * 2, "activation_batch", "mlp"))(jnp.ones((8, 6)))
+    assert x.sharding == named_sharding(mesh, ("activation_batch", "mlp"), x.shape)
     assert x.addressable_shards[0].data.shape == (2, 3)
     assert (x == 2).all()
 

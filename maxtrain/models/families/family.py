@@ -8,20 +8,16 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.layers import BlockChoices
+
+# Tensors that may be there and are not read: frequencies that old files carry along, and the copy of a tied head.
+IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 
 
 class Tensor(NamedTuple):
-    """Where a parameter stands in a Hugging Face checkpoint.
+    """Where a parameter stands in a Hugging Face checkpoint."""
 
-    Args:
-        name: with one `{}` for each leading dim of ours that is stacked from several tensors.
-        inputs: how many of the further dims are a matrix's inputs, which there is [outputs, inputs], each side one dim;
-            None: it is as here.
-    """
-
-    name: str
-    inputs: int | None = None
+    name: str  # with one `{}` for each leading dim of ours that is stacked from several tensors
+    inputs: int | None = None  # how many of the further dims are a matrix's inputs, there [outputs, inputs]; None: as here
 
     @property
     def stacked(self) -> int:
@@ -74,20 +70,10 @@ class Settings:
         return rope | {"rope_scaling": "none" if kind == "default" else kind}
 
 
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """One model family.
+class Family(NamedTuple):
+    """One model family."""
 
-    Args:
-        architecture: the class name in Hugging Face configurations.
-        block: where its layers differ from plain Llama.
-        read: the ModelConfig of a config.json.
-        tensors: of a ModelConfig, where each of our parameters (by its dotted path) stands in a checkpoint.
-        ignored: regular expression of tensors that may be there and are not read.
-    """
-
-    architecture: str
-    block: BlockChoices
-    read: Callable[[Settings], ModelConfig]
-    tensors: Callable[[ModelConfig], dict[str, Tensor]]
-    ignored: str
+    architecture: str  # the class name in Hugging Face configurations
+    qk_norm: bool  # whether each query and key head is normalised before rope
+    read: Callable[[Settings], ModelConfig]  # the config of a config.json
+    tensors: Callable[[ModelConfig], dict[str, Tensor]]  # where each parameter (by its dotted path) stands in a checkpoint

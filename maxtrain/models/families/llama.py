@@ -3,10 +3,6 @@
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families.family import Family, Settings, Tensor
-from maxtrain.models.layers import BlockChoices
-
-# Frequencies that old files carry along (we compute them), and the copy of a tied head.
-IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 
 
 def read_config(settings: Settings) -> ModelConfig:
@@ -55,4 +51,4 @@ def tensors(config: ModelConfig) -> dict[str, Tensor]:
     return table if config.tie_embeddings else table | {"head": Tensor("lm_head.weight", 1)}
 
 
-LLAMA = Family("LlamaForCausalLM", BlockChoices(), read_config, tensors, IGNORED)
+LLAMA = Family("LlamaForCausalLM", False, read_config, tensors)

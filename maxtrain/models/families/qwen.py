@@ -3,7 +3,6 @@
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings, Tensor
-from maxtrain.models.layers import BlockChoices
 
 
 def read_config(settings: Settings) -> ModelConfig:
@@ -20,4 +19,4 @@ def tensors(config: ModelConfig) -> dict[str, Tensor]:
     return llama.tensors(config) | norms
 
 
-QWEN3 = Family("Qwen3ForCausalLM", BlockChoices(qk_norm=True), read_config, tensors, llama.IGNORED)
+QWEN3 = Family("Qwen3ForCausalLM", True, read_config, tensors)
