@@ -22,7 +22,7 @@ from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch
 from data_pipeline.packing import Windows, count_rows, pack, phase
 from data_pipeline.plan import Plan, PlanSource, Rows, Steps
-from data_pipeline.shards import Manifest, TokenShards
+from data_pipeline.shards import TOKENIZER, Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
 _BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-up
@@ -188,6 +188,12 @@ def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
     if not str(path):
         raise ConfigError(f"{key} is empty; it must name a directory with manifest.json. Set it to one made by `prepare`.")
     try:
-        return TokenShards.open(path, config.verify)
+        shards = TokenShards.open(path, config.verify)
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
+    file, expected = shards.path / TOKENIZER, shards.manifest.tokenizer["sha256"]  # now, not when the run's end needs it
+    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "no file"
+    if config.verify != "off" and found != expected:
+        mend = "Restore it, or build the data again with `prepare --overwrite`"
+        raise DataError(f"{key}: {file}: expected sha256 {expected}, found {found}: not the data's tokenizer. {mend}.")
+    return shards

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +14,12 @@ from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.loader import open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
-from data_pipeline.tokenizer import ByteTokenizer
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
 
 TOKENIZER = ByteTokenizer()
 
 
-def write(directory, seed, lengths, eod="append", name="bytes", sha256=None):
+def write(directory, seed, lengths, eod="append", tokenizer=TOKENIZER):
     """Random documents of the given lengths in two shards."""
     directory.mkdir(parents=True)
     random_ids, entries = np.random.default_rng(seed), []
@@ -26,9 +27,9 @@ def write(directory, seed, lengths, eod="append", name="bytes", sha256=None):
         writer = ShardWriter(directory, f"tokens-{number:05d}", TOKENIZER.vocab_size)
         writer.append(random_ids.integers(0, 256, part.sum()), part)
         entries.append(writer.close())
-    TOKENIZER.save(directory)
-    special = {"eod": TOKENIZER.eod_id}
-    record = {"name": name, "sha256": sha256 or TOKENIZER.sha256, "vocab_size": TOKENIZER.vocab_size, "special_ids": special}
+    tokenizer.save(directory)
+    special = {"eod": tokenizer.eod_id}
+    record = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "special_ids": special}
     text_bytes = 3 * int(np.sum(lengths))
     Manifest(record, "uint16", eod, text_bytes, tuple(entries)).save(directory)
     return directory
@@ -158,14 +159,24 @@ def test_evaluation_streams_by_host(corpora, config):
 
 
 def test_sources_with_different_tokenizers_are_refused(corpora, tmp_path, config):
-    other = write(tmp_path / "other", 1, [50, 50], name="tok-b", sha256="f" * 64)
+    other = write(tmp_path / "other", 1, [50, 50], tokenizer=CharTokenizer(map(chr, range(257))))
     mixed = dataclasses.replace(config, sources={**config.sources, "new": SourceConfig(str(other))})
-    with pytest.raises(ConfigError, match=r"data\.sources\.new was made with tokenizer tok-b .*Prepare one of them again"):
+    with pytest.raises(ConfigError, match=r"data\.sources\.new was made with tokenizer chars .*Prepare one of them again"):
         open_training(mixed, 0, 10)
     data = open_training(config, 0, 10)
     require_one_tokenizer(
         {"data.sources": data.shards[0].manifest, "eval.sets.val": open_evaluation(corpora["web"], config, 2).manifest}
     )
+
+
+def test_a_tokenizer_that_is_missing_or_another_is_found_before_the_first_step(tmp_path, config):
+    for name, damage in (("missing", Path.unlink), ("another", lambda path: path.write_text('{"type": "chars"}'))):
+        folder = write(tmp_path / name, 5, [500, 500])
+        damage(folder / "tokenizer.json")
+        bad = dataclasses.replace(config, sources={"text": SourceConfig(str(folder))})
+        with pytest.raises(DataError, match=r"text\.path: .*tokenizer\.json: expected sha256 .*Restore it, or build"):
+            open_training(bad, 0, 1)
+        assert open_training(dataclasses.replace(bad, verify="off"), 0, 1).batch(0).num_targets
 
 
 def test_missing_directories_are_named(config, tmp_path):
