@@ -1,10 +1,11 @@
 """The end of a run, on process 0: curves, comparison with gzip, completions, summary, and what to try next."""
 
 import gzip
+import shlex
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 
 from data_pipeline.loader import EvaluationData, TrainingData
 from data_pipeline.tokenizer import Tokenizer
@@ -53,18 +54,16 @@ def finish(
     if config.observe.prompts and model is not None:
         options = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
         show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
-    commands = _next_commands(config, folder)
-    console.print(
-        summary(
-            config.run_name, step, records, seconds, comparison=comparison, ending=ending, files=files, next_commands=commands
-        )
-    )
+    console.print(summary(config.run_name, step, records, seconds, comparison=comparison, ending=ending, files=files))
+    for what, command in _next_commands(config, folder).items():
+        console.print(Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True)  # to be copied whole
 
 
-def _next_commands(config: RunConfig, folder: Path) -> dict[str, Any]:
-    commands = {"write text": f'maxtrain generate {folder} --prompt "def main("'}
+def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
+    prompt = next(iter(config.observe.prompts), "Once upon a time")
+    commands = {"write text": ["maxtrain", "generate", str(folder), "--prompt", prompt]}
     if config.observe.tensorboard:
-        commands["look at the curves"] = f"tensorboard --logdir {folder}"
-    command = f"python -m maxtrain.train config={folder / 'config.yaml'}"
-    commands["train a wider model"] = f"{command} run_name={config.run_name}-wide model.embed_dim={config.model.embed_dim * 2}"
-    return commands
+        commands["look at the curves"] = ["tensorboard", "--logdir", str(folder)]
+    wider = [f"run_name={config.run_name}-wide", f"model.embed_dim={config.model.embed_dim * 2}"]
+    commands["train a wider model"] = ["python", "-m", "maxtrain.train", f"config={folder / 'config.yaml'}", *wider]
+    return {what: shlex.join(words) for what, words in commands.items()}

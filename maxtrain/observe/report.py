@@ -99,7 +99,6 @@ def summary(
     comparison: str = "",
     ending: str = "",
     files: Mapping[str, str | Path] | None = None,
-    next_commands: Mapping[str, str] | None = None,
 ) -> RenderableType:
     """What to print at the end of a run: rich text that also reads well without a terminal.
 
@@ -110,7 +109,6 @@ def summary(
         comparison: a line to compare the evaluations with.
         ending: why the run ended; empty if it did all its steps.
         files: what is where.
-        next_commands: command by what it does; below the frame, so that they can be copied.
     """
     train = [r for r in records if r["kind"] == "train"]
     evaluations = {r["set"]: r for r in records if r["kind"] == "eval"}
@@ -132,9 +130,7 @@ def summary(
     shares = {cause.replace("_", " "): [human.duration(s), f"{s / wall:.1%}"] for cause, s in seconds.items() if wall}
     for head, rows in ((("wall time", "", "share"), shares), (("files", ""), {k: [str(v)] for k, v in (files or {}).items()})):
         parts += ["", _table(head, rows)] if rows else []
-    panel = Panel(Group(*parts), title=Text(run_name, "bold"), title_align="left", border_style="dim", padding=(0, 2))
-    commands = [Text.assemble((f"{what}:\n", "dim"), (f"  {how}", "cyan")) for what, how in (next_commands or {}).items()]
-    return Group(panel, *commands)
+    return Panel(Group(*parts), title=Text(run_name, "bold"), title_align="left", border_style="dim", padding=(0, 2))
 
 
 def _table(head: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
