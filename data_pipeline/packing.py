@@ -5,7 +5,8 @@ as input. The phase differs by epoch, so rows are cut elsewhere each time, and e
 
 The segment of a position is the document of its TARGET: the end-of-document token that ends one document is, as input, the
 begin mark of the next and sits in its segment. Segments count from 1 within a row; 0 is padding, only ever at the row's end.
-Where documents have no end mark (`eod: none`), nothing announces a document's first token: its loss mask is 0.
+The loss mask is the shards' own, which is 1 where they have none. Where documents have no end mark (`eod: none`), nothing
+announces a document's first token: its loss mask is 0.
 """
 
 import functools
@@ -55,6 +56,8 @@ def pack(
         row, column = rows[borders // (length + 1)], borders % (length + 1) - 1
         row, column = row[column >= 0], column[column >= 0]
         begins[row, column] = not attend_across_documents
+        if shards[source].masked:
+            loss_mask[rows] = shards[source].mask(windows.start[rows] + 1, length)
         if shards[source].manifest.eod == "none":
             loss_mask[row, column] = 0
     begins[:, 0] = True

@@ -41,7 +41,8 @@ _EXAMPLES = f"""examples:
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
 _PARTS = ("train", "eval")  # folders of the output, if something is held out
-_OURS = re.compile(r"\.*(tokens-\d+\.(bin|idx|crc)|manifest\.json|tokenizer\.json|prepare\.json)(\.tmp)?|train|eval|\.prepare")
+_FILES = r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan|manifest\.json|tokenizer\.json|prepare\.json"
+_OURS = re.compile(rf"\.*({_FILES})(\.tmp)?|train|eval|\.prepare")
 
 
 class _Request(NamedTuple):

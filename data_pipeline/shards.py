@@ -1,10 +1,11 @@
 """Token shards: the one training format, its writer, its reader and its checks.
 
 A directory holds `NAME-00000.bin` (tokens, little-endian uint16 or uint32), `NAME-00000.idx` (uint64 offset of each document's
-first token, then the number of tokens), `NAME-00000.crc` (uint32 crc32 of every 1 MiB block of the .bin, then of the .idx),
-a copy of the tokenizer, and `manifest.json`, which is written last: a directory without it was never finished. The manifest
-holds a digest of itself and of every .crc file, so a chain of digests leads from it to every byte. Documents never cross
-shards. Knows nothing of batches, rows or tokenizers' insides.
+first token, then the number of tokens), `NAME-00000.mask` if not every token of the shard is a training target (one bit per
+token, the lowest of a byte first, 1 for a target), `NAME-00000.crc` (uint32 crc32 of every 1 MiB block of the .bin, then of
+the .idx, then of the .mask), a copy of the tokenizer, and `manifest.json`, which is written last: a directory without it was
+never finished. The manifest holds a digest of itself and of every .crc file, so a chain of digests leads from it to every
+byte. Documents never cross shards. Knows nothing of batches, rows or tokenizers' insides.
 """
 
 import dataclasses
@@ -61,7 +62,10 @@ def _blocks(size: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ShardEntry:
-    """One shard in the manifest: `path` of the .bin relative to it; bytes and sha256 of the .bin; sha256 of the .crc."""
+    """One shard in the manifest: `path` of the .bin relative to it; bytes and sha256 of the .bin; sha256 of the .crc.
+
+    A shard with a .mask counts its set bits, `targets`, and those of them at documents' first tokens; None: it has no .mask.
+    """
 
     path: str
     tokens: int
@@ -70,11 +74,14 @@ class ShardEntry:
     sha256: str
     max_id: int
     checks_sha256: str
+    targets: int | None = None
+    first_targets: int | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file of the shard, by suffix."""
+        """Bytes of each file of the shard, by suffix; the .crc, last, has the blocks of the others in this order."""
         sizes = {".bin": self.bytes, ".idx": 8 * (self.documents + 1)}
+        sizes |= {} if self.targets is None else {".mask": -(-self.tokens // 8)}
         return sizes | {".crc": 4 * sum(map(_blocks, sizes.values()))}
 
 
@@ -102,16 +109,26 @@ class Manifest:
         return sum(shard.documents for shard in self.shards)
 
     @property
+    def num_targets(self) -> int:
+        """Tokens that are targets in an epoch; where documents have no end mark, nothing announces their first tokens."""
+        targets = sum(s.tokens if s.targets is None else s.targets for s in self.shards)
+        first = sum(s.documents if s.first_targets is None else s.first_targets for s in self.shards)
+        return targets - (first if self.eod == "none" else 0)
+
+    @property
     def uid(self) -> str:
-        """Hex digest over tokens, document borders, tokenizer and end-of-document policy."""
+        """Hex digest over tokens, document borders, loss masks, tokenizer and end-of-document policy."""
         shards = [[s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256] for s in self.shards]
+        for shard, content in zip(self.shards, shards):  # the uid of shards without masks must stay what it always was
+            content += [] if shard.targets is None else [shard.targets]
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
         return _digest([self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards])[:16]
 
     def save(self, directory: Path) -> None:
         """Write manifest.json; the last thing a builder does."""
         content = dataclasses.asdict(self)
-        content |= {"num_tokens": self.num_tokens, "num_documents": self.num_documents, "uid": self.uid}
+        names = ("num_tokens", "num_documents", "num_targets", "uid")
+        content |= {name: getattr(self, name) for name in names}
         content["digest"] = _digest(content)
         write_atomic(directory / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
@@ -159,12 +176,18 @@ class ShardWriter:
         self.tokens = self._max_id = 0
         self._path, self._vocab_size, self._dtype = directory / f"{stem}.bin", vocab_size, token_dtype(vocab_size)
         self._lengths: list[np.ndarray] = []
+        self._masks: list[np.ndarray] = []
+        self._masked = False
         self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
 
-    def append(self, tokens: np.ndarray, lengths: np.ndarray | None = None) -> None:
-        """Add ids [T], one document or several of these `lengths` back to back; DataError: an id is not below vocab_size."""
+    def append(self, tokens: np.ndarray, lengths: np.ndarray | None = None, mask: np.ndarray | None = None) -> None:
+        """Add ids [T], one document or several of these `lengths` back to back; DataError: an id is not below vocab_size.
+
+        `mask`: bool [T], True where the token is a training target; None: all are. With any mask the shard gets a .mask file.
+        """
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
         assert lengths.sum() == len(tokens) and (lengths > 0).all(), "lengths must be positive and sum to the tokens"
+        assert mask is None or (mask.shape == (len(tokens),) and mask.dtype == bool), "a mask is bool, one per token"
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self._vocab_size:
             raise DataError(
@@ -173,24 +196,33 @@ class ShardWriter:
             )
         self._max_id = max(self._max_id, high)
         self._lengths.append(lengths.astype(np.int64))
+        self._masks.append(np.broadcast_to(np.True_, len(tokens)) if mask is None else mask.copy())
+        self._masked |= mask is not None
         self.tokens += len(tokens)
         self._file.write(np.ascontiguousarray(tokens, self._dtype).data)
 
     def close(self) -> ShardEntry:
         """Make the shard durable and visible; returns its entry for the manifest."""
         lengths = np.concatenate(self._lengths)
-        index = np.concatenate([[0], np.cumsum(lengths)]).astype("<u8").tobytes()
+        ends = np.cumsum(lengths)
+        files = {".idx": np.concatenate([[0], ends]).astype("<u8").tobytes()}
+        targets = first_targets = None
+        if self._masked:
+            mask = np.concatenate(self._masks)
+            files[".mask"] = np.packbits(mask, bitorder="little").tobytes()
+            targets, first_targets = (int(np.count_nonzero(part)) for part in (mask, mask[ends - lengths]))
         self._file.flush()
         os.fsync(self._file.fileno())
         with self._file, mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            blocks = (part[at : at + BLOCK_BYTES] for part in (data, index) for at in range(0, len(part), BLOCK_BYTES))
+            parts = (data, *files.values())
+            blocks = (part[at : at + BLOCK_BYTES] for part in parts for at in range(0, len(part), BLOCK_BYTES))
             checks = np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
             digests = hashlib.sha256(data).hexdigest(), hashlib.sha256(checks).hexdigest()
         os.replace(self._file.name, self._path)  # made durable by what comes next
-        write_atomic(self._path.with_suffix(".crc"), checks)
-        write_atomic(self._path.with_suffix(".idx"), index)
-        size = self.tokens * self._dtype.itemsize
-        return ShardEntry(self._path.name, self.tokens, len(lengths), size, digests[0], self._max_id, digests[1])
+        for suffix, content in {".crc": checks, **files}.items():
+            write_atomic(self._path.with_suffix(suffix), content)
+        size, counts = self.tokens * self._dtype.itemsize, (targets, first_targets)
+        return ShardEntry(self._path.name, self.tokens, len(lengths), size, digests[0], self._max_id, digests[1], *counts)
 
     def abort(self) -> None:
         """Forget everything appended."""
@@ -208,7 +240,8 @@ class TokenShards:
         self.path, self.manifest, self.verify = path, manifest, verify
         self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
         self.text_bytes, self.vocab_size, self.uid = manifest.text_bytes, manifest.tokenizer["vocab_size"], manifest.uid
-        self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
+        self.masked = any(shard.targets is not None for shard in manifest.shards)
+        self._dtypes = {".bin": np.dtype(manifest.dtype).newbyteorder("<"), ".idx": np.dtype("<i8"), ".mask": np.dtype("u1")}
         self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         self._pending: dict[tuple[int, str], set[int]] = {}  # blocks whose crc32 was not compared yet
@@ -237,22 +270,34 @@ class TokenShards:
         `starts` are their first tokens, any integers [n]; `length`, at least 1, may exceed num_tokens. Returns tokens, int32
         [n, length], and flat int64 indices into these where documents begin, in no order. DataError: a block is damaged.
         """
-        starts = starts % self.num_tokens
         result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]
+        for rows, at, number, first, size in self._parts(starts, length):
+            result[rows, at : at + size], which, offset = self._read(number, first, size)
+            borders.append(rows[which] * length + at + offset)
+        return result, np.concatenate(borders)
+
+    def mask(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Which tokens of such windows are training targets, bool [n, length]: all, where a shard has no mask."""
+        result = np.ones((len(starts), length), bool)
+        for rows, at, number, first, size in self._parts(starts, length):
+            if self.manifest.shards[number].targets is not None:
+                result[rows, at : at + size] = self._read_mask(number, first, size)
+        return result
+
+    def _parts(self, starts: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, int, int, np.ndarray, int]]:
+        """Cut windows where shards end: rows, their first column, shard, where in it each row's part begins, its size."""
+        starts = starts % self.num_tokens
         shard = np.searchsorted(self._starts, starts, "right") - 1
         inside = starts + length <= self._starts[shard + 1]
         for number in np.unique(shard[inside]).tolist():
             rows = np.flatnonzero(inside & (shard == number))
-            result[rows], which, offset = self._read(number, starts[rows] - self._starts[number], length)
-            borders.append(rows[which] * length + offset)
+            yield rows, 0, number, starts[rows] - self._starts[number], length
         for row in np.flatnonzero(~inside).tolist():  # these go on in the next shard, or in many
             number, at, first = int(shard[row]), 0, starts[row] - self._starts[shard[row]]
             while at < length:
                 size = int(min(length - at, self.manifest.shards[number].tokens - first))
-                result[row, at : at + size], _, offset = self._read(number, np.array([first]), size)
-                borders.append(row * length + at + offset)
+                yield np.array([row]), at, number, np.array([first]), size
                 number, at, first = (number + 1) % len(self.manifest.shards), at + size, 0
-        return result, np.concatenate(borders)
 
     def read(self, start: int, length: int) -> np.ndarray:
         """One window, int32 [length]; see `windows`."""
@@ -277,8 +322,8 @@ class TokenShards:
             try:
                 for suffix in entry.sizes:
                     self._check_size(number, suffix)
-                for suffix in (".bin", ".idx") if full else ():
-                    for block in range(_blocks(entry.sizes[suffix])):
+                for suffix, size in entry.sizes.items() if full else ():
+                    for block in range(_blocks(size) if suffix != ".crc" else 0):
                         self._check_block(number, suffix, block)
                 if full and (found := hashlib.sha256(self._map(number, ".bin")).hexdigest()) != entry.sha256:
                     raise self._damage(self._file(number, ".bin"), f"expected sha256 {entry.sha256}, found {found}")
@@ -302,14 +347,14 @@ class TokenShards:
             raise self._damage(path, f"expected {expected} bytes, found {found}: cut short or changed after it was built")
 
     def _map_file(self, number: int, suffix: str) -> np.ndarray:
-        """A mapped .bin or .idx; offsets are signed, because a search with int64 keys would copy an unsigned array."""
+        """A mapped file; offsets are signed, because a search with int64 keys would copy an unsigned array."""
         self._check_size(number, suffix)
-        data = np.memmap(self._file(number, suffix), self._dtype if suffix == ".bin" else "<i8", "r")
+        data = np.memmap(self._file(number, suffix), self._dtypes[suffix], "r")
         self._pending.setdefault((number, suffix), set(range(_blocks(data.nbytes) if self.verify == "lazy" else 0)))
         return np.asarray(data)
 
     def _read_checks(self, number: int) -> np.ndarray:
-        """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx]."""
+        """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx, then of .mask]."""
         path, expected = self._file(number, ".crc"), self.manifest.shards[number].checks_sha256
         if (found := hashlib.sha256(data := path.read_bytes()).hexdigest()) != expected:
             raise self._damage(path, f"expected sha256 {expected}, found {found}: changed after it was built")
@@ -317,7 +362,9 @@ class TokenShards:
 
     def _check_block(self, number: int, suffix: str, block: int) -> None:
         start, data = block * BLOCK_BYTES, self._map(number, suffix).view(np.uint8)
-        row = block if suffix == ".bin" else _blocks(self.manifest.shards[number].bytes) + block
+        sizes = self.manifest.shards[number].sizes
+        before = itertools.takewhile(lambda other: other != suffix, sizes)
+        row = sum(_blocks(sizes[other]) for other in before) + block
         expected, found = int(self._checks(number)[row]), zlib.crc32(data[start : start + BLOCK_BYTES])
         if found != expected:
             place = f"bytes {start} to {min(start + BLOCK_BYTES, data.size) - 1} (block {block})"
@@ -346,3 +393,12 @@ class TokenShards:
         which = np.repeat(np.arange(len(starts)), high - low)
         nth = np.arange(which.size) - (np.cumsum(high - low) - (high - low))[which]
         return sliding_window_view(tokens, length)[starts], which, index[low[which] + nth] - starts[which]
+
+    def _read_mask(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
+        """The mask of windows inside one shard that has one, bool [n, length]."""
+        bits, size = self._map(number, ".mask"), (length + 14) // 8  # bytes that a window touches, at the most
+        first = starts // 8
+        self._check(number, ".mask", first.tolist(), size)
+        touched = bits.take(first[:, None] + np.arange(size), mode="clip")  # past the end, where no bit is used
+        unpacked = np.unpackbits(touched, axis=1, bitorder="little")
+        return sliding_window_view(unpacked, length, axis=1)[np.arange(len(starts)), starts % 8].view(bool)

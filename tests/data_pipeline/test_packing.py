@@ -13,15 +13,25 @@ from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 
 layouts = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3)
 policies = st.sampled_from(["append", "none"])
+masked_shards = st.sets(st.integers(0, 2))  # numbers of the shards that have a loss mask
 
 
-def write(directory, layout, eod):
-    """Shards of documents with the given lengths; token i of the stream is i, so that it tells where it was read."""
+def is_target(token):
+    """The loss mask that `write` gives when it is asked for one."""
+    return token * 7919 % 11 < 6
+
+
+def write(directory, layout, eod, masked=()):
+    """Shards of documents with the given lengths; token i of the stream is i, so that it tells where it was read.
+
+    Shards whose numbers are in `masked` have a loss mask.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     entries, first = [], 0
     for number, lengths in enumerate(layout):
         writer = ShardWriter(directory, f"tokens-{number:05d}", 5000)
-        writer.append(np.arange(first, first + sum(lengths)), np.array(lengths))
+        tokens = np.arange(first, first + sum(lengths))
+        writer.append(tokens, np.array(lengths), is_target(tokens) if number in masked else None)
         first += sum(lengths)
         entries.append(writer.close())
     tokenizer = {"name": "test", "sha256": hashlib.sha256(b"").hexdigest(), "vocab_size": 5000, "special_ids": {"eod": 0}}
@@ -35,10 +45,16 @@ def packed(shards, rows, length, restart=True, across=False):
     return pack([shards], Windows(np.zeros_like(start), start, count), length, restart, across)
 
 
-def oracle(layout, start, count, length, eod, restart, across):
+def targets_of(layout, masked):
+    """For each token of the stream whether its loss mask is set."""
+    shard_of = [number for number, lengths in enumerate(layout) for _ in range(sum(lengths))]
+    return [number not in masked or is_target(token) for token, number in enumerate(shard_of)]
+
+
+def oracle(layout, masked, start, count, length, eod, restart, across):
     """One row, position by position."""
     lengths = [n for shard in layout for n in shard]
-    total, begins = sum(lengths), set(np.cumsum([0, *lengths])[:-1].tolist())
+    total, begins, counts = sum(lengths), set(np.cumsum([0, *lengths])[:-1].tolist()), targets_of(layout, masked)
     row = {name: [0] * length for name in ("inputs", "targets", "segment_ids", "positions", "loss_mask")}
     segment, position = 1, 0
     for i in range(length):
@@ -52,36 +68,36 @@ def oracle(layout, start, count, length, eod, restart, across):
         if restart:
             row["positions"][i] = position
         row["inputs"][i], row["targets"][i], row["segment_ids"][i] = (start + i) % total, target, segment
-        row["loss_mask"][i] = int(eod == "append" or target not in begins)
+        row["loss_mask"][i] = int(counts[target] and (eod == "append" or target not in begins))
         position += 1
     return row
 
 
 @settings(max_examples=80, deadline=None)
-@given(layouts, policies, st.integers(1, 20), st.booleans(), st.booleans(), st.data())
-def test_rows_equal_the_oracle(tmp_path_factory, layout, eod, length, restart, across, data):
-    shards = write(tmp_path_factory.mktemp("shards"), layout, eod)
+@given(layouts, masked_shards, policies, st.integers(1, 20), st.booleans(), st.booleans(), st.data())
+def test_rows_equal_the_oracle(tmp_path_factory, layout, masked, eod, length, restart, across, data):
+    shards = write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
     rows = st.tuples(st.integers(-1, 60), st.integers(0, length))
     windows = data.draw(st.lists(rows, min_size=1, max_size=5))
     batch = packed(shards, windows, length, restart, across)
     for index, (start, count) in enumerate(windows):
-        for name, expected in oracle(layout, start, count, length, eod, restart, across).items():
+        for name, expected in oracle(layout, masked, start, count, length, eod, restart, across).items():
             assert batch[name][index].tolist() == expected, (name, index)
     for name, array in batch.items():
         assert array.flags.c_contiguous and array.dtype == (np.float32 if name == "loss_mask" else np.int32)
 
 
 @settings(max_examples=40, deadline=None)
-@given(layouts, policies, st.integers(1, 20), st.integers(0, 2**63), st.integers(0, 50))
-def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path_factory, layout, eod, length, seed, epoch):
-    shards = write(tmp_path_factory.mktemp("shards"), layout, eod)
+@given(layouts, masked_shards, policies, st.integers(1, 20), st.integers(0, 2**63), st.integers(0, 50))
+def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path_factory, layout, masked, eod, length, seed, epoch):
+    shards = write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
     total = shards.num_tokens
     first = phase(seed, shards.uid, epoch, total)
     rows = range(count_rows(total, length))
     batch = packed(shards, [(first + i * length, min(length, total - i * length)) for i in rows], length)
     found = collections.Counter(batch["targets"][batch["segment_ids"] > 0].tolist())
     assert found == collections.Counter(range(total))
-    assert batch["loss_mask"].sum() == total - (shards.num_documents if eod == "none" else 0)
+    assert batch["loss_mask"].sum() == shards.manifest.num_targets
     assert 0 <= first < total
 
 

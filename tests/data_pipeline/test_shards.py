@@ -1,6 +1,7 @@
 """Token shards: what is written is what is read, everywhere in the cyclic stream, and no changed byte goes unnoticed."""
 
 import hashlib
+import json
 import pickle
 import random
 import time
@@ -15,19 +16,20 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter, TokenShards, token_dtype
 
 
-def build(directory, shards_of_documents, vocab_size=1000):
-    """Write shards of the given documents (lists of ids); returns the directory."""
+def build(directory, shards_of_documents, vocab_size=1000, masks=None, eod="append"):
+    """Write shards of the given documents (lists of ids) with masks of the same layout (lists of bools, or None)."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = []
     for number, documents in enumerate(shards_of_documents):
         writer = ShardWriter(directory, f"tokens-{number:05d}", vocab_size)
-        for document in documents:
-            writer.append(np.asarray(document))
+        for nth, document in enumerate(documents):
+            mask = masks[number][nth] if masks else None
+            writer.append(np.asarray(document), mask=None if mask is None else np.array(mask, bool))
         entries.append(writer.close())
     (directory / "tokenizer.json").write_text("{}")
     sha256 = hashlib.sha256(b"{}").hexdigest()
     tokenizer = {"name": "test", "sha256": sha256, "vocab_size": vocab_size, "special_ids": {"eod": 0}}
-    Manifest(tokenizer, token_dtype(vocab_size).name, "append", 10, tuple(entries)).save(directory)
+    Manifest(tokenizer, token_dtype(vocab_size).name, eod, 10, tuple(entries)).save(directory)
     return directory
 
 
@@ -36,7 +38,8 @@ def large(tmp_path_factory):
     """Two shards of 2.4 and 1.2 MiB, so that there are whole and partial blocks."""
     random_ids = np.random.default_rng(0)
     documents = [[random_ids.integers(0, 1000, 25_000) for _ in range(count)] for count in (50, 25)]
-    return build(tmp_path_factory.mktemp("large"), documents)
+    masks = [[None] * 50, [random_ids.random(25_000) < 0.5 for _ in range(25)]]
+    return build(tmp_path_factory.mktemp("large"), documents, masks=masks)
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,6 +63,66 @@ def test_window_is_the_cyclic_stream(tmp_path_factory, layout, start, length):
     np.testing.assert_array_equal(np.sort(borders), np.flatnonzero(begins[grid % len(stream)]))
     assert (shards.num_tokens, shards.num_documents) == (len(stream), len(documents))
     assert shards.read(*shards.document(len(documents) - 1)).tolist() == documents[-1]
+
+
+@st.composite
+def masked_layouts(draw):
+    """Shards of documents, as lengths, and a mask (or None) for each."""
+    layout = draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=4))
+    masks = [[draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n)) for n in shard] for shard in layout]
+    return layout, masks
+
+
+@settings(max_examples=60, deadline=None)
+@given(masked_layouts(), st.integers(-50, 200), st.integers(1, 120), st.sampled_from(["append", "none"]))
+def test_mask_of_windows_is_the_cyclic_mask(tmp_path_factory, layout_and_masks, start, length, eod):
+    layout, masks = layout_and_masks
+    directory = tmp_path_factory.mktemp("shards")
+    shards = TokenShards.open(build(directory, [[np.arange(n) for n in shard] for shard in layout], masks=masks, eod=eod))
+    written = [[True] * n if mask is None else mask for ns, of in zip(layout, masks) for n, mask in zip(ns, of)]
+    stream = np.concatenate(written)
+    grid = np.add.outer([start, start + 3, -start], np.arange(length))
+    np.testing.assert_array_equal(shards.mask(grid[:, 0], length), stream[grid % len(stream)])
+    with_file = {path.stem for path in directory.glob("*.mask")}
+    assert with_file == {f"tokens-{i:05d}" for i, of in enumerate(masks) if any(mask is not None for mask in of)}
+    assert shards.masked == bool(with_file) and not list(shards.problems())
+    assert shards.manifest.num_targets == sum(sum(mask[eod == "none" :]) for mask in written)
+
+
+def test_mask_belongs_to_the_identity_of_the_content(tmp_path):
+    documents, masks = [[[1, 2, 3]]], (None, [[[True, True, True]]], [[[False, True, True]]], [[[True, True, False]]])
+    made = [build(tmp_path / str(i), documents, masks=mask) for i, mask in enumerate(masks)]
+    assert len({TokenShards.open(path).uid for path in made}) == len(masks)
+
+
+def test_manifest_without_the_fields_of_masks_still_reads(tmp_path):
+    directory = build(tmp_path, [[[1, 2, 3], [4]]])
+    expected, content = TokenShards.open(directory), json.loads((directory / "manifest.json").read_text())
+    for name in ("digest", "num_targets"):
+        del content[name]
+    for name in ("targets", "first_targets"):
+        del content["shards"][0][name]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (directory / "manifest.json").write_text(json.dumps(content | {"digest": digest}))
+    shards = TokenShards.open(directory, "full")
+    assert (shards.uid, shards.masked, shards.manifest.num_targets) == (expected.uid, False, 4)
+    parts = [1, "uint16", "append", 10, {n: shards.manifest.tokenizer[n] for n in ("sha256", "vocab_size", "special_ids")}]
+    parts += [[[content["shards"][0][n] for n in ("tokens", "documents", "max_id", "sha256", "checks_sha256")]]]
+    assert shards.uid == hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]  # as before masks
+
+
+def test_a_mask_cut_short_or_changed_is_noticed(tmp_path):
+    directory = build(tmp_path, [[list(range(40))]], masks=[[[True, False] * 20]])
+    path = directory / "tokens-00000.mask"
+    before = path.read_bytes()
+    path.write_bytes(before[:-1])
+    with pytest.raises(DataError, match=r"tokens-00000.mask: expected 5 bytes, found 4.*prepare.*--overwrite"):
+        TokenShards.open(directory)
+    path.write_bytes(b"\xff" + before[1:])
+    shards = TokenShards.open(directory)
+    assert shards.read(0, 40).tolist() == list(range(40))
+    with pytest.raises(DataError, match=r"tokens-00000.mask: bytes 0 to 4 \(block 0\): expected crc32.*--overwrite"):
+        shards.mask(np.array([0]), 1)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
@@ -111,6 +174,7 @@ def test_no_damage_goes_unnoticed_and_none_is_imagined(large, tmp_path):
         if verify == "lazy":
             for start in range(0, shards.num_tokens, 50_000):
                 shards.read(start, 50_000)
+                shards.mask(np.array([start]), 50_000)
 
     for trial in range(200):
         if trial % 10 == 0:
