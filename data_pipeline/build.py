@@ -19,30 +19,31 @@ import numpy as np
 
 from data_pipeline.errors import DataError, TryAgainError
 from data_pipeline.shards import TOKENIZER, Manifest, ShardEntry, ShardWriter, token_dtype, write_atomic
-from data_pipeline.sources import jsonl, text
+from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import HARMLESS, Document, Piece
 from data_pipeline.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
 
-_READERS = {"text": text.documents, "jsonl": jsonl.documents}
 _UNIT_BYTES = (1 << 16, 1 << 28)
 _TRAINING_BYTES = 1 << 30  # a BPE tokenizer learns from about this much text, spread over the whole input
 _EXAMPLES = 3
+_DECODED_TOKENS = 1 << 20
 Unit = list[Piece]
 Problems = dict[str, dict[str, Any]]  # by kind: count, examples
 
 
 def make_units(pieces: list[Piece]) -> list[Unit]:
-    """Group pieces, in order, into units of work of similar size; plain JSONL files may be divided."""
+    """Group pieces, in order, into units of work of similar size; files of many documents are divided where they can be."""
     size = min(max(sum(piece.size for piece in pieces) // 32, _UNIT_BYTES[0]), _UNIT_BYTES[1])
     units: list[Unit] = [[]]
     for piece in pieces:
-        cuts = [piece.start, piece.stop]
-        if piece.kind == "jsonl" and not piece.path.endswith(".gz"):
-            cuts = sorted({*cuts, *(piece.line_start(at) for at in range(piece.start + size, piece.stop, size))})
-        for start, stop in itertools.pairwise(cuts):
-            if units[-1] and unit_bytes(units[-1]) + stop - start > size:
+        format, step = FORMATS[piece.format], max(int(size / piece.scale), 1)
+        places = (format.cut(piece, at) for at in range(piece.start + step, piece.stop, step) if format.many)
+        cuts = sorted({at for at in places if at is not None and at < piece.stop})
+        for start, stop in itertools.pairwise([piece.start, *cuts, piece.stop]):
+            part = piece._replace(start=start, stop=stop)
+            if units[-1] and unit_bytes(units[-1]) + part.size > size:
                 units.append([])
-            units[-1].append(piece._replace(start=start, stop=stop))
+            units[-1].append(part)
     return units
 
 
@@ -54,7 +55,7 @@ def unit_bytes(unit: Unit) -> int:
 def usable(unit: Unit, on_bad: str, problems: Problems) -> Iterator[Document]:
     """Documents to use, by the on_bad rule; counts what was wrong. DataError: a bad one, and `on_bad` is raise."""
     for piece in unit:
-        for document in _READERS[piece.kind](piece):
+        for document in FORMATS[piece.format].documents(piece):
             if accept(document, on_bad, problems):
                 yield document
 
@@ -67,7 +68,7 @@ def accept(document: Document, on_bad: str, problems: Problems) -> bool:
     if on_bad == "raise" and not harmless:
         raise DataError(f"{document.where}: {document.problem}. Mend the file, or give --on-bad skip or replace.")
     _count(problems, document.problem, 1, [document.where])
-    return bool(document.text) and (harmless or on_bad == "replace")
+    return not document.empty and (harmless or on_bad == "replace")
 
 
 def _count(problems: Problems, kind: str, count: int, examples: list[str]) -> None:
@@ -82,7 +83,8 @@ def train_tokenizer(spec: str, eod: str, units: list[Unit], on_bad: str, seen: C
 
     def texts() -> Iterator[str]:
         for unit in units[::step]:
-            yield from (document.text or "" for document in usable(unit, on_bad, {}))
+            for document in usable(unit, on_bad, {}):
+                yield from [text for text, _ in document.spans] if document.spans else [document.text or ""]
             seen(unit_bytes(unit) * step)
 
     if spec == "chars":
@@ -98,19 +100,28 @@ def encode_unit(directory: Path, record: Path, unit: Unit, tokenizer: Tokenizer,
     writer = ShardWriter(directory, f"tokens-{record.stem}", tokenizer.vocab_size)
     try:
         for document in usable(unit, on_bad, problems):
-            content, where = document.text or "", document.where
+            content = document.text or ""
             if unknown := tokenizer.unknown(content):
                 content = content.translate(dict.fromkeys(map(ord, unknown)))
-                where = f"{where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
+                where = f"{document.where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
                 if not accept(Document(content, where, "character without an id in the tokenizer"), on_bad, problems):
                     continue
-            if len(ids := tokenizer.encode(content)):
+            ids, size = tokenizer.encode(content), len(content.encode())
+            if document.tokens is not None:
+                ids, size = document.tokens, _decoded_bytes(document.tokens, tokenizer)
+            if len(ids):
                 writer.append(np.append(ids, np.array(end, np.int32)))
-                text_bytes += len(content.encode())
+                text_bytes += size
         shards = [vars(writer.close())] if writer.tokens else []
     finally:
         writer.abort()
     write_atomic(record, json.dumps({"shards": shards, "text_bytes": text_bytes, "problems": problems}).encode())
+
+
+def _decoded_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of the text of ids, decoded in windows, so that the lists that this takes stay small."""
+    windows = (ids[at : at + _DECODED_TOKENS] for at in range(0, len(ids), _DECODED_TOKENS))
+    return sum(len(tokenizer.decode(window.tolist()).encode()) for window in windows)
 
 
 def _start_worker(tokenizer: Path, eod_id: int | None) -> None:

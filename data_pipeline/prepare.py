@@ -27,17 +27,15 @@ from rich.progress import Progress
 from data_pipeline.build import build_part, describe_problems, make_units, train_tokenizer, unit_bytes
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
-from data_pipeline.sources.document import Piece, find_files, held_out
-from data_pipeline.sources.text import python_stdlib
+from data_pipeline.sources import FORMATS
+from data_pipeline.sources.document import Options, Piece, held_out
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
 _PROGRAM = "python -m data_pipeline.prepare"
-_EXAMPLES = f"""examples:
-  {_PROGRAM} data/code --python-stdlib --tokenizer bpe:4096 --holdout 0.05
-  {_PROGRAM} data/chat --jsonl 'chat/*.jsonl.gz' --key content --tokenizer path/to/tokenizer.json
-  {_PROGRAM} data/play --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
-  {_PROGRAM} verify data/code            check every byte; exit code 65 if one differs
-  {_PROGRAM} show data/code/train --document 3
+_EXAMPLES = "examples:\n" + "".join(f"  {_PROGRAM} OUT {format.example}\n" for format in FORMATS.values())
+_EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
+  {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
+  {_PROGRAM} show OUT/train --document 3
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
 _PARTS = ("train", "eval")  # folders of the output, if something is held out
@@ -68,11 +66,12 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     )  # fmt: skip
     add = parser.add_argument
     add("out", metavar="OUT", type=Path, help="directory to make; with --holdout it gets the folders train and eval")
-    add("--text", metavar="GLOB", nargs="+", action="extend", default=[], help="text files, each one document")
-    add("--jsonl", metavar="GLOB", nargs="+", action="extend", default=[], help="JSON lines, plain or .gz, each one document")
-    add("--key", default="text", help="key of the JSON lines that holds the text (default: %(default)s)")
-    add("--python-stdlib", action="store_true", help="the running Python's own standard library, without tests")
-    add("--tokenizer", default="bytes", help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json (default: bytes)")
+    for format in FORMATS.values():
+        many: dict[str, Any] = {"metavar": format.metavar, "nargs": "+", "action": "extend"}
+        once = {"action": "store_const", "const": [""]}
+        add(f"--{format.name}", default=[], help=format.help, **(many if format.metavar else once))
+    add("--key", default="text", help="key, column or field of records that holds the text (default: %(default)s)")
+    add("--tokenizer", help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json (default: bytes)")
     add("--eod", choices=["append", "none"], help="end documents with a token of their own (default: append; none for chars)")
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
     add("--holdout-by", choices=["document", "tail"], default="document", help="tail: the last share of every file instead")
@@ -85,23 +84,37 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         raise UsageError(f"--holdout {arguments.holdout}: must be between 0 and 1, such as 0.05.")
     if arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: must be at least 1.")
-    if not (arguments.text or arguments.jsonl or arguments.python_stdlib):
-        raise UsageError("no input. Give --text GLOB, --jsonl GLOB or --python-stdlib.")
-    if re.match(r"bpe(:|$)", arguments.tokenizer) and not re.fullmatch(r"bpe:\d+", arguments.tokenizer):
+    if not any(_values(arguments, name) for name in FORMATS):
+        options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
+        raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
+    if re.match(r"bpe(:|$)", arguments.tokenizer or "") and not re.fullmatch(r"bpe:\d+", arguments.tokenizer):
         raise UsageError(f"--tokenizer {arguments.tokenizer}: bpe takes its number of entries, such as bpe:4096.")
     words = []
     for name, value in vars(arguments).items():
         if name not in ("out", "workers", "overwrite") and value != parser.get_default(name):
-            values = value if isinstance(value, list) else [] if value is True else [str(value)]
-            words += [f"--{name.replace('_', '-')}", *values]
+            words += [f"--{name.replace('_', '-')}", *(filter(None, value) if isinstance(value, list) else [str(value)])]
     return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
+
+
+def _values(arguments: argparse.Namespace, name: str) -> list[str]:
+    """What was given to the option of a format."""
+    return getattr(arguments, name.replace("-", "_"))
 
 
 def _request(arguments: argparse.Namespace, command: str) -> _Request:
     """Look at input and tokenizer; nothing is written."""
-    found = [("text", find_files(pattern, "text")) for pattern in arguments.text]
-    found += [("jsonl", find_files(pattern, "jsonl", arguments.key)) for pattern in arguments.jsonl]
-    found += [("python-stdlib", python_stdlib())] if arguments.python_stdlib else []
+    spec = arguments.tokenizer or "bytes"
+    trained = spec == "chars" or spec.startswith("bpe:")
+    eod = arguments.eod or ("none" if spec == "chars" else "append")
+    tokenizer = None if trained else load_tokenizer(spec)
+    if tokenizer and tokenizer.eod_id is None and eod == "append":
+        raise DataError(
+            f"--tokenizer {spec}: has no end-of-document token by a usual name. Name it as eos_token in a "
+            "tokenizer_config.json beside it, or give --eod none to join documents without a mark."
+        )
+    given = tokenizer if arguments.tokenizer else None  # ids belong to a tokenizer that somebody named
+    options = Options(arguments.key, given and given.vocab_size, given and given.eod_id)
+    found = [(name, format.find(value, options)) for name, format in FORMATS.items() for value in _values(arguments, name)]
     own = os.path.join(os.path.abspath(arguments.out), "")  # a glob may find the output of an earlier run
     sources, pieces = [], {}
     for kind, candidates in found:
@@ -111,17 +124,9 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         size, digest = unit_bytes(list(fresh.values())), hashlib.sha256(names).hexdigest()
         sources.append({"kind": kind, "files": len(fresh), "bytes": size, "names_sha256": digest})
         pieces |= fresh
-    trained = arguments.tokenizer == "chars" or arguments.tokenizer.startswith("bpe:")
-    eod = arguments.eod or ("none" if arguments.tokenizer == "chars" else "append")
-    tokenizer = None if trained else load_tokenizer(arguments.tokenizer)
-    if tokenizer and tokenizer.eod_id is None and eod == "append":
-        raise DataError(
-            f"--tokenizer {arguments.tokenizer}: has no end-of-document token by a usual name. Name it as eos_token in a "
-            "tokenizer_config.json beside it, or give --eod none to join documents without a mark."
-        )
     settings = {name: getattr(arguments, name) for name in ("key", "holdout", "holdout_by", "on_bad")}
     settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
-    settings["tokenizer"] = tokenizer.sha256 if tokenizer else arguments.tokenizer
+    settings["tokenizer"] = tokenizer.sha256 if tokenizer else spec
     parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
     return _Request(parts, {"sources": sources, "settings": settings, "command": command}, tokenizer)
 
@@ -132,13 +137,13 @@ def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list
         return {"": pieces}
     parts: dict[str, list[Piece]] = {"train": [], "eval": []}
     for piece in pieces:
+        format = FORMATS[piece.format]
         if by == "tail":
-            if piece.path.endswith(".gz"):
+            if (at := format.cut(piece, int(piece.stop * (1 - share)))) is None:
                 raise UsageError(f"--holdout-by tail: {piece.path} is compressed. Unpack it, or hold out by document.")
-            at = piece.line_start(int(piece.stop * (1 - share)))
             parts["train"] += [piece._replace(stop=at)]
             parts["eval"] += [piece._replace(start=at)] if at < piece.stop else []
-        elif piece.kind == "jsonl":
+        elif format.many:
             for part in ("train", "eval"):
                 parts[part].append(piece._replace(part=part, share=share))
         else:
@@ -192,7 +197,8 @@ def _make_way(out: Path, request: _Request, overwrite: bool) -> None:
             table = "".join(f"\n  {name}: there {there.get(name)}, asked for {wanted[name]}" for name in names)
             raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
         pieces = itertools.chain(*request.parts.values())
-        if max(os.stat(piece.path).st_ctime_ns for piece in pieces) > state.stat().st_mtime_ns:  # nothing can set a ctime back
+        paths = {path for piece in pieces for path in (piece.path, *piece.beside)}
+        if max(os.stat(path).st_ctime_ns for path in paths) > state.stat().st_mtime_ns:  # nothing can set a ctime back
             raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
     else:
         _remove(out)

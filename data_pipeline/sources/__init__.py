@@ -1,1 +1,5 @@
-"""Where documents come from: one file per kind of input. Each lists `Piece`s of files and reads the documents of a piece."""
+"""Where documents come from: one file per format of input. Each finds `Piece`s of files and reads the documents of a piece."""
+
+from data_pipeline.sources import jsonl, text
+
+FORMATS = {format.name: format for format in (text.TEXT, jsonl.FORMAT, text.PYTHON_STDLIB)}

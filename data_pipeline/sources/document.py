@@ -1,54 +1,117 @@
-"""What all sources share: finding files, pieces of files, and judging text. Knows neither tokenizers nor shards."""
+"""What all formats share: finding files, pieces of files, judging text. Knows neither tokenizers nor shards."""
 
 import glob
 import hashlib
+import importlib
 import itertools
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from data_pipeline.errors import DataError
+import numpy as np
+
+from data_pipeline.errors import DataError, UsageError
 
 BOM = b"\xef\xbb\xbf"
 EMPTY, MARKED = "empty, or only whitespace", "byte order mark removed"
 HARMLESS = (EMPTY, MARKED)  # counted, but never an error
 
 
+class Options(NamedTuple):
+    """What a command says about all of its input; of the tokenizer only if one was given."""
+
+    key: str = "text"  # of records: which field holds the document
+    vocab_size: int | None = None
+    eod_id: int | None = None
+
+
 class Piece(NamedTuple):
-    """A range of bytes of an input file, of whole lines, of one kind and one part of the data.
+    """A range of an input file, of whole documents or lines, of one format and one part of the data.
 
     `name` is relative to the glob's fixed folder, so that what depends on it does not depend on where the input lies.
-    `part` and `share`, for kinds whose documents are divided one by one, say which of them belong here.
+    `start` and `stop` count bytes or, where the format's own reader does, records or tokens of about `scale` bytes each.
+    `part` and `share`, for formats whose files hold many documents, say which of them belong here.
+    `beside` are other files that it is read with.
     """
 
-    kind: Literal["text", "jsonl"]
+    format: str
     name: str
     path: str
     start: int
     stop: int
-    key: str = ""
+    options: Options = Options()
+    scale: float = 1.0
     part: Literal["all", "train", "eval"] = "all"
     share: float = 0.0
+    beside: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
-        return self.stop - self.start
+        """Bytes, about."""
+        return round((self.stop - self.start) * self.scale)
 
-    def line_start(self, at: int) -> int:
-        """Where the first line at or after byte `at` begins, at most `stop`."""
-        with open(self.path, "rb") as file:
-            file.seek(max(at - 1, 0))
-            if at:
-                file.readline()
-            return min(file.tell(), self.stop)
+    def holds(self, raw: bytes) -> bool:
+        """Whether a document of these bytes belongs to its part."""
+        return self.part == "all" or held_out(raw, self.share) == (self.part == "eval")
 
 
 class Document(NamedTuple):
-    """One document, or what was wrong with it: then `text` is the mended one, or None if nothing of it can be used."""
+    """One document, or what was wrong with it: then it is the mended one, or nothing if nothing of it can be used.
+
+    It is `text`; or `tokens`, ids [T] of the tokenizer in use, without an end-of-document mark; or `spans`, text and whether it
+    is a training target.
+    """
 
     text: str | None
     where: str
     problem: str = ""
+    tokens: np.ndarray | None = None
+    spans: list[tuple[str, bool]] | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not (self.text or self.spans or (self.tokens is not None and len(self.tokens)))
+
+
+class Format(NamedTuple):
+    """A format of input: the option --NAME, what it finds, and how its pieces are read.
+
+    A piece is a whole file until it is divided. `cut(piece, at)` is the first place from `at` on, at most its stop, where it
+    can be; None if it can't. Files that hold `many` documents are divided for parallel work and their documents held out one by
+    one; else a file is one document, held out by its name, and only cut to hold out the tail.
+    """
+
+    name: str
+    metavar: str  # of the option's values; empty: it takes none, and `find` gets an empty one
+    help: str
+    example: str  # arguments of `prepare` after OUT
+    find: Callable[[str, Options], list[Piece]]
+    documents: Callable[[Piece], Iterator[Document]]
+    cut: Callable[[Piece, int], int | None]
+    many: bool = True
+
+
+def line_start(piece: Piece, at: int) -> int:
+    """Where the first line from byte `at` on begins, at most the piece's stop."""
+    with open(piece.path, "rb") as file:
+        file.seek(max(at - 1, 0))
+        if at:
+            file.readline()
+        return min(file.tell(), piece.stop)
+
+
+def any_record(piece: Piece, at: int) -> int:
+    """Where a piece that can be divided between any two records is: at `at` itself."""
+    return min(at, piece.stop)
+
+
+def load_package(name: str, extra: str, wanted_by: str) -> Any:
+    """A package that only an extra brings; UsageError: it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UsageError(f"{wanted_by}: needs {name} ({error}). Install it: pip install 'maxtrain[{extra}]'") from error
 
 
 def held_out(name: str | bytes, share: float) -> bool:
@@ -57,15 +120,16 @@ def held_out(name: str | bytes, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) < share * 2**64
 
 
-def find_files(pattern: str, kind: Literal["text", "jsonl"], key: str = "") -> list[Piece]:
-    """Whole files that match a path or a glob, sorted by name; DataError: nothing matches, or a folder was named."""
+def find_files(pattern: str, format: str, options: Options, ending: str = "") -> list[Piece]:
+    """Whole files, in bytes, that match a path or a glob, sorted by name; DataError: nothing matches, or a folder was named."""
     if os.path.isdir(pattern):
-        raise DataError(f"--{kind} {pattern}: is a directory. Name its files: --{kind} '{os.path.join(pattern, '**', '*')}'")
+        files = os.path.join(pattern, "**", f"*{ending}")
+        raise DataError(f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'")
     fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts[:-1]))
     found = {os.path.relpath(path, fixed): path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
     if not found:
-        raise DataError(f"--{kind} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders.")
-    return [Piece(kind, name, found[name], 0, os.path.getsize(found[name]), key) for name in sorted(found)]
+        raise DataError(f"--{format} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders.")
+    return [Piece(format, name, found[name], 0, os.path.getsize(found[name]), options) for name in sorted(found)]
 
 
 def decode(raw: bytes, path: str, line: int = 1) -> Document:

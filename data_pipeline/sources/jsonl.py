@@ -4,30 +4,64 @@ import functools
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from data_pipeline.sources.document import BOM, EMPTY, Document, Piece, held_out, judge
+from data_pipeline.sources.document import BOM, EMPTY, Document, Format, Options, Piece, find_files, judge, line_start
+
+
+def find(pattern: str, options: Options) -> list[Piece]:
+    """The files of a glob."""
+    return find_files(pattern, "jsonl", options)
 
 
 def documents(piece: Piece) -> Iterator[Document]:
     """Documents of the lines of the piece that belong to its part."""
+    return read_lines(piece, functools.partial(_parse, key=piece.options.key))
+
+
+def cut(piece: Piece, at: int) -> int | None:
+    """The first line from byte `at` on; None: the file is compressed."""
+    return None if _packed(piece) else line_start(piece, at)
+
+
+def read_lines(piece: Piece, parse: Callable[[bytes], Document]) -> Iterator[Document]:
+    """The documents that `parse` makes of the lines of the piece that belong to its part; it need not say where they are."""
     index = -1
     try:
         for index, raw in enumerate(_lines(piece)):
-            if piece.part == "all" or held_out(raw.rstrip(b"\r\n"), piece.share) == (piece.part == "eval"):
-                document = _parse(raw, piece.key)
-                yield document._replace(where=f"{piece.path}:{_before(piece) + index + 1}") if document.problem else document
+            if piece.holds(raw.rstrip(b"\r\n")):
+                document = parse(raw)
+                place = _before(piece) + index + 1 if document.problem else f"line {index + 1} after byte {piece.start}"
+                yield document._replace(where=f"{piece.path}:{place}")
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         yield Document(None, f"{piece.path}:{_before(piece) + index + 2}", f"can't be read ({reason})")
 
 
+def parse_object(raw: bytes) -> dict[str, Any] | str:
+    """The object of a line, or what is wrong with it. Bytes that are not UTF-8 become U+FFFD."""
+    raw = raw.removeprefix(BOM)
+    if not raw.strip():
+        return EMPTY
+    try:
+        record = json.loads(raw.decode(errors="replace"))
+    except (ValueError, RecursionError):
+        return "broken JSON"
+    return record if isinstance(record, dict) else "not a JSON object"
+
+
+def _packed(piece: Piece) -> bool:
+    return piece.path.endswith(".gz")
+
+
 def _lines(piece: Piece) -> Iterator[bytes]:
-    with gzip.open(piece.path) if piece.path.endswith(".gz") else open(piece.path, "rb") as file:
+    packed = _packed(piece)
+    with gzip.open(piece.path) if packed else open(piece.path, "rb") as file:
         file.seek(piece.start)
         for raw in file:
             yield raw
-            if file.tell() >= piece.stop and not piece.path.endswith(".gz"):
+            if not packed and file.tell() >= piece.stop:
                 return
 
 
@@ -39,20 +73,27 @@ def _before(piece: Piece) -> int:
 
 
 def _parse(raw: bytes, key: str) -> Document:
-    raw = raw.removeprefix(BOM)
-    if not raw.strip():
-        return Document(None, "", EMPTY)
-    line = raw.decode(errors="replace")
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return Document(None, "", "broken JSON")
-    if not isinstance(record, dict):
-        return Document(None, "", "not a JSON object")
+    record = parse_object(raw)
+    if isinstance(record, str):
+        return Document(None, "", record)
     if key not in record:
         return Document(None, "", f"no key {key!r}")
     if not isinstance(record[key], str):
         return Document(None, "", f"key {key!r} is null" if record[key] is None else f"key {key!r} is not a string")
     document = judge(record[key], "", 0)
-    damaged = document.text is not None and "\ufffd" in line and line.encode() != raw
-    return document._replace(problem="not UTF-8") if damaged else document
+    return document._replace(problem="not UTF-8") if document.text is not None and not is_utf8(raw) else document
+
+
+def is_utf8(raw: bytes) -> bool:
+    """Whether a line is what it should be; if not, `parse_object` mended it."""
+    try:
+        raw.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+FORMAT = Format(
+    "jsonl", "GLOB", "JSON lines, plain or .gz, each one document, in its --key",
+    "--jsonl 'web/*.jsonl.gz' --key content --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, cut,
+)  # fmt: skip

@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from data_pipeline.sources.document import Document, Piece, decode, find_files
+from data_pipeline.sources.document import Document, Format, Options, Piece, decode, find_files, line_start
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -21,7 +21,22 @@ def documents(piece: Piece) -> Iterator[Document]:
     yield document
 
 
-def python_stdlib() -> list[Piece]:
+def find(pattern: str, options: Options) -> list[Piece]:
+    """The files of a glob."""
+    return find_files(pattern, "text", options)
+
+
+def python_stdlib(_: str, options: Options) -> list[Piece]:
     """The Python source of the running interpreter's standard library, without tests and installed packages."""
-    pieces = find_files(glob.escape(sysconfig.get_paths()["stdlib"]) + "/**/*.py", "text")
+    pieces = find_files(glob.escape(sysconfig.get_paths()["stdlib"]) + "/**/*.py", "python-stdlib", options)
     return [piece for piece in pieces if not _NOT_LIBRARY & set(PurePath(piece.name).parts)]
+
+
+TEXT = Format(
+    "text", "GLOB", "text files, each one document", "--text 'books/**/*.txt' --tokenizer bpe:32000 --holdout 0.01",
+    find, documents, line_start, many=False,
+)  # fmt: skip
+PYTHON_STDLIB = Format(
+    "python-stdlib", "", "the running Python's own standard library, without tests",
+    "--python-stdlib --tokenizer bpe:4096 --holdout 0.05", python_stdlib, documents, line_start, many=False,
+)  # fmt: skip

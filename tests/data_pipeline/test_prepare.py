@@ -18,7 +18,7 @@ import pytest
 from data_pipeline import build, prepare
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import text as text_source
-from data_pipeline.sources.document import held_out
+from data_pipeline.sources.document import Options, held_out
 from data_pipeline.tokenizer import load_tokenizer
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
@@ -341,7 +341,7 @@ def test_two_at_once_are_refused(tmp_path, capsys):
 
 
 def test_standard_library_preset_is_code_without_tests():
-    names = [piece.name for piece in text_source.python_stdlib()]
+    names = [piece.name for piece in text_source.python_stdlib("", Options())]
     assert {"argparse.py", "json/decoder.py"} <= set(names) and names == sorted(names)
     assert not [name for name in names if {"test", "tests", "idle_test", "site-packages"} & set(name.split("/"))]
 
