@@ -5,7 +5,7 @@ import hashlib
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -132,9 +132,30 @@ def find_files(pattern: str, format: str, options: Options, ending: str = "") ->
     return [Piece(format, name, found[name], 0, os.path.getsize(found[name]), options) for name in sorted(found)]
 
 
-def decode(raw: bytes, path: str, line: int = 1) -> Document:
-    """Bytes to text; `line` is the number of the first line."""
-    body = raw.removeprefix(BOM)
+def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Exception]) -> Iterator[Document]:
+    """The documents that are text, str or UTF-8, among the records of a piece, if they belong to its part.
+
+    `damage` is what reading the next record raises when there is any: the rest of the piece is then one bad document.
+    """
+    row, field = piece.start - 1, repr(piece.options.key)
+    try:
+        for row, record in enumerate(records, piece.start):
+            raw = record.encode(errors="surrogatepass") if isinstance(record, str) else record
+            if not isinstance(raw, bytes):
+                document = Document(None, "", f"{field} is null" if raw is None else f"{field} is not a string")
+            elif piece.holds(raw):
+                document = decode(raw, "", 0, keep_mark=True)
+            else:
+                continue
+            yield document._replace(where=f"{piece.path}, row {row}")
+    except damage as error:
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        yield Document(None, f"{piece.path}, row {row + 1}", f"can't be read ({reason})")
+
+
+def decode(raw: bytes, path: str, line: int = 1, keep_mark: bool = False) -> Document:
+    """Bytes to text; `line` is the number of the first line. A byte order mark is one of files, and `keep_mark` of records."""
+    body = raw if keep_mark else raw.removeprefix(BOM)
     try:
         document = judge(body.decode(), path, line)
     except UnicodeDecodeError as error:

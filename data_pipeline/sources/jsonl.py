@@ -1,18 +1,35 @@
-"""JSON lines, plain or .gz: each line is an object, and one of its keys holds the document."""
+"""JSON lines, plain, .gz or .zst: each line is an object, and one of its keys holds the document."""
 
 import functools
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from data_pipeline.sources.document import BOM, EMPTY, Document, Format, Options, Piece, find_files, judge, line_start
+from data_pipeline.sources.document import (
+    BOM,
+    EMPTY,
+    Document,
+    Format,
+    Options,
+    Piece,
+    find_files,
+    judge,
+    line_start,
+    load_package,
+)
+
+_PACKED = (".gz", ".zst")
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
-    """The files of a glob."""
-    return find_files(pattern, "jsonl", options)
+    """The files of a glob. UsageError: the package for .zst is needed and not installed."""
+    pieces = find_files(pattern, "jsonl", options)
+    for piece in pieces:
+        _reader(piece.path)
+    return pieces
 
 
 def documents(piece: Piece) -> Iterator[Document]:
@@ -22,19 +39,19 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 def cut(piece: Piece, at: int) -> int | None:
     """The first line from byte `at` on; None: the file is compressed."""
-    return None if _packed(piece) else line_start(piece, at)
+    return None if piece.path.endswith(_PACKED) else line_start(piece, at)
 
 
 def read_lines(piece: Piece, parse: Callable[[bytes], Document]) -> Iterator[Document]:
     """The documents that `parse` makes of the lines of the piece that belong to its part; it need not say where they are."""
-    index = -1
+    index, (reader, damage) = -1, _reader(piece.path)
     try:
-        for index, raw in enumerate(_lines(piece)):
+        for index, raw in enumerate(_lines(piece, reader)):
             if piece.holds(raw.rstrip(b"\r\n")):
                 document = parse(raw)
                 place = _before(piece) + index + 1 if document.problem else f"line {index + 1} after byte {piece.start}"
                 yield document._replace(where=f"{piece.path}:{place}")
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, damage) as error:
         reason = getattr(error, "strerror", None) or error
         yield Document(None, f"{piece.path}:{_before(piece) + index + 2}", f"can't be read ({reason})")
 
@@ -51,13 +68,20 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
     return record if isinstance(record, dict) else "not a JSON object"
 
 
-def _packed(piece: Piece) -> bool:
-    return piece.path.endswith(".gz")
+def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
+    """What opens a file for reading bytes, and what that raises if the file is damaged."""
+    if path.endswith(".gz"):
+        return gzip.open, zlib.error
+    if path.endswith(".zst"):
+        zstd = load_package("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "zstd", f"--jsonl {path}")
+        wide = {zstd.DecompressionParameter.window_log_max: 31}  # some corpora are packed with `zstd --long=31`
+        return functools.partial(zstd.open, options=wide), zstd.ZstdError
+    return open, OSError
 
 
-def _lines(piece: Piece) -> Iterator[bytes]:
-    packed = _packed(piece)
-    with gzip.open(piece.path) if packed else open(piece.path, "rb") as file:
+def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
+    packed = piece.path.endswith(_PACKED)
+    with reader(piece.path, "rb") as file:
         file.seek(piece.start)
         for raw in file:
             yield raw
@@ -94,6 +118,6 @@ def is_utf8(raw: bytes) -> bool:
 
 
 FORMAT = Format(
-    "jsonl", "GLOB", "JSON lines, plain or .gz, each one document, in its --key",
+    "jsonl", "GLOB", "JSON lines, plain, .gz or .zst, each one document, in its --key",
     "--jsonl 'web/*.jsonl.gz' --key content --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, cut,
 )  # fmt: skip
