@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.errors import DataError
+from data_pipeline.extras import load_package as load_package  # its adapters' way to their packages
 
 BOM = b"\xef\xbb\xbf"
 EMPTY, MARKED = "empty, or only whitespace", "byte order mark removed"
@@ -104,14 +104,6 @@ def line_start(piece: Piece, at: int) -> int:
 def any_record(piece: Piece, at: int) -> int:
     """Where a piece that can be divided between any two records is: at `at` itself."""
     return min(at, piece.stop)
-
-
-def load_package(name: str, extra: str, wanted_by: str) -> Any:
-    """A package that only an extra brings; UsageError: it is not installed."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UsageError(f"{wanted_by}: needs {name} ({error}). Install it: pip install 'maxtrain[{extra}]'") from error
 
 
 def held_out(name: str | bytes, share: float) -> bool:

@@ -138,7 +138,7 @@ def test_killed_inside_every_step_of_a_unit(corpus, reference, tmp_path, monkeyp
         real(path, data)
 
     rng = random.Random(5)
-    for module in (build, prepare, sys.modules["data_pipeline.shards"], sys.modules["data_pipeline.tokenizer"]):
+    for module in (build, prepare, sys.modules["data_pipeline.shards"], sys.modules["data_pipeline.tokenizer.base"]):
         monkeypatch.setattr(module, "write_atomic", write)
     while count < 400:
         try:

@@ -8,10 +8,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import tokenizer as module
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.shards import Manifest
-from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, load_tokenizer, train_bpe
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, base, huggingface, load_tokenizer, train_bpe
 
 TEXTS = ["def main(argv):\n    return 0\n", "the cat sat on the mat, the dog didn't\r\n\tsit", "naïve 東京 🙂\x00", ""] * 20
 
@@ -33,8 +32,8 @@ def test_round_trip_of_any_text(text):
 @given(text=st.text(st.sampled_from("aZé1 \n\r\t.'s_\u3000\x1c"), max_size=200))
 def test_long_text_in_pieces_has_the_ids_of_the_whole(text):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_PIECE_CHARACTERS", 3)
-        patch.setattr(module, "_PIECES_AT_ONCE", 4)
+        patch.setattr(base, "_PIECE_CHARACTERS", 3)
+        patch.setattr(huggingface, "_PIECES_AT_ONCE", 4)
         assert BPE.encode(text).tolist() == BPE.inner.encode(text).ids
 
 
@@ -54,7 +53,7 @@ def test_other_tokenizers_are_cut_only_where_they_split(text):
         tokenizer = JsonTokenizer(inner.to_str().encode(), "other")
         assert tokenizer._divisible == divisible
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_PIECE_CHARACTERS", 3)
+            patch.setattr(base, "_PIECE_CHARACTERS", 3)
             assert tokenizer.encode(text).tolist() == inner.encode(text).ids
 
 

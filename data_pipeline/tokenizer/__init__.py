@@ -1,0 +1,118 @@
+"""Tokenizers: text to ids and back. Bytes, characters, a Hugging Face `tokenizer.json`, given or trained here, a SentencePiece
+model, or a tiktoken file of ranks.
+
+Each is saved as one `tokenizer.json`, whose sha256 is its identity; `load_tokenizer` reads any of them back. Text is only ever
+text: a document that spells out a special token does not produce its id, so no document can forge the end of a document.
+Only in what a chat template wrote (`encode_spans`) do special tokens become their ids.
+"""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import DataError, UserError
+from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest
+from data_pipeline.tokenizer.base import END_OF_DOCUMENT, Tokenizer
+from data_pipeline.tokenizer.huggingface import JsonTokenizer, train_bpe
+from data_pipeline.tokenizer.plain import ByteTokenizer, CharTokenizer
+from data_pipeline.tokenizer.sentencepiece import SentencePieceTokenizer
+from data_pipeline.tokenizer.tiktoken import TiktokenTokenizer, is_ranks, ranks_settings
+
+__all__ = [
+    "END_OF_DOCUMENT", "ByteTokenizer", "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer",
+    "Tokenizer", "load_tokenizer", "train_bpe",
+]  # fmt: skip
+SETTINGS = "tokenizer_config.json"
+_MODEL = "tokenizer.model"
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """A tokenizer: "bytes"; a tokenizer.json, a SentencePiece .model or a .tiktoken file; or a directory that has one of them
+    as tokenizer.json or tokenizer.model: prepared data or a Hugging Face model.
+
+    A tokenizer_config.json beside it names the token that ends documents and, for SentencePiece, the special tokens. A file of
+    ranks holds neither pattern nor special tokens: those of r50k_base, p50k_base, cl100k_base and o200k_base are known by the
+    file's name; any other FILE needs a FILE.json beside it: {"pattern": "cl100k", "special_tokens": {"<|endoftext|>": 1000}},
+    where the pattern is r50k, cl100k, o200k or a regular expression.
+    DataError: missing, unusable, or not the manifest's. UsageError: the package that reads it is not installed.
+    """
+    if spec == "bytes":
+        return ByteTokenizer()
+    path = tokenizer_path(spec)
+    mend = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, a directory that has one, or `bytes`."
+    try:
+        tokenizer = _read(path, path.read_bytes())
+    except OSError as error:
+        raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: JSON of another shape
+        raise DataError(f"tokenizer={spec}: is not usable ({error}). {mend}") from error
+    if path.name == TOKENIZER and path.with_name(MANIFEST).exists():
+        entry = Manifest.load(path.parent).tokenizer
+        if entry["sha256"] != tokenizer.sha256:
+            raise DataError(
+                f"{path}: expected sha256 {entry['sha256']}, found {tokenizer.sha256}: not the tokenizer that this data was "
+                "built with. Restore the file, or build the data again with `prepare --overwrite`."
+            )
+        tokenizer.name, tokenizer.eod_id = entry["name"], entry["special_ids"]["eod"]
+    return tokenizer
+
+
+def tokenizer_path(spec: str | Path) -> Path:
+    """The file that holds a tokenizer: the one given, or that of a directory."""
+    path = Path(spec)
+    if not path.is_dir():
+        return path
+    return path / _MODEL if (path / _MODEL).exists() and not (path / TOKENIZER).exists() else path / TOKENIZER
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The tokenizer_config.json beside a tokenizer, empty if there is none. ValueError: it is not a JSON object."""
+    beside = path.with_name(SETTINGS)
+    try:
+        settings = json.loads(beside.read_bytes()) if beside.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{SETTINGS} beside it is not JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{SETTINGS} beside it is not a JSON object")
+    return settings
+
+
+def named_token(settings: dict[str, Any], key: str) -> str | None:
+    """The token that a tokenizer_config.json gives for "eos_token" and the like; None: none. ValueError: not a token."""
+    token = settings.get(key)
+    token = token.get("content", token) if isinstance(token, dict) else token
+    if token is not None and not isinstance(token, str):
+        raise ValueError(f"{key} of {SETTINGS} is {token!r}, not a token")
+    return token
+
+
+def _read(path: Path, content: bytes) -> Tokenizer:
+    """The tokenizer of a file. ValueError, KeyError, TypeError, AttributeError: it is not usable."""
+    name = path.parent.name or path.stem
+    if content.lstrip(b" \t\r\n")[:1] in (b"{", b"["):
+        record = json.loads(content)
+        kind = record.get("type") if isinstance(record, dict) else None
+        if kind == "bytes":
+            return ByteTokenizer()
+        if kind == "chars":
+            return CharTokenizer(record["characters"], record["eod"])
+        if kind == "sentencepiece":
+            return SentencePieceTokenizer(base64.b64decode(record["model"]), name, record["special"], record["eod"])
+        if kind == "tiktoken":
+            ranks = base64.b64decode(record["ranks"])
+            return TiktokenTokenizer(ranks, name, record["pattern"], record["special"], record["eod"])
+        return JsonTokenizer(content, name, named_token(read_settings(path), "eos_token"))
+    settings = read_settings(path)
+    name, eod = name if path.name == _MODEL else path.stem, named_token(settings, "eos_token")
+    if is_ranks(content):
+        return TiktokenTokenizer(content, name, *ranks_settings(path), eod)
+    return SentencePieceTokenizer(content, name, _added_tokens(settings), eod)
+
+
+def _added_tokens(settings: dict[str, Any]) -> dict[str, int]:
+    """Special tokens of a tokenizer_config.json: ids by spelling."""
+    added = settings.get("added_tokens_decoder", {})
+    return {entry["content"]: int(i) for i, entry in added.items() if entry.get("special")}

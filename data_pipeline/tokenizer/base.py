@@ -1,0 +1,118 @@
+"""What all tokenizers share: the contract, where a long text may be cut, and special tokens in what a template wrote."""
+
+import abc
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.shards import TOKENIZER, write_atomic
+
+END_OF_DOCUMENT = "<|endoftext|>"
+_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>")
+LINE_CUT, SPACE_CUT = r"\S\n(?=\S)", r"[A-Za-z](?= [A-Za-z])"
+# Where byte-level pre-tokenizers always split, so that a long text may be encoded in pieces, in bounded memory.
+BYTE_LEVEL_CUT = re.compile(f"{LINE_CUT}|{SPACE_CUT}")
+_PIECE_CHARACTERS = 1 << 14
+
+Located = tuple[
+    np.ndarray, np.ndarray, np.ndarray
+]  # ids int32 [T]; the characters that each stands for: starts, stops int64 [T]
+
+
+class Tokenizer(abc.ABC):
+    """What all tokenizers share."""
+
+    name: str  # short, for people
+    vocab_size: int  # ids are in [0, vocab_size)
+    eod_id: int | None  # ends a document
+    content: bytes  # of its tokenizer.json
+    special: dict[str, int]  # tokens that no text produces, by how a template spells them
+
+    @property
+    def sha256(self) -> str:
+        """Its identity."""
+        return hashlib.sha256(self.content).hexdigest()
+
+    @abc.abstractmethod
+    def encode(self, text: str) -> np.ndarray:
+        """Ids, int32 [tokens], without special tokens. DataError: a character without an id (characters only)."""
+
+    @abc.abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of ids; special tokens and ids outside the vocabulary give nothing, bytes that are not UTF-8 give U+FFFD."""
+
+    def unknown(self, text: str) -> str:
+        """The characters that have no id, each once."""
+        return ""
+
+    def encode_spans(self, spans: list[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, int32 [T], and loss mask, bool [T], of spans of text, each with whether it is a training target.
+
+        They are encoded as one text, in which special tokens become their ids: the caller sees to it that only a template
+        wrote such. A token is a target if any of its characters is.
+        """
+        text = "".join(part for part, _ in spans)
+        ids, starts, stops = self.locate(text)
+        before = np.repeat([target for _, target in spans], [len(part) for part, _ in spans])
+        before = np.concatenate([[0], np.cumsum(before, dtype=np.int64)])
+        starts = np.minimum(starts, max(len(text) - 1, 0))
+        stops = np.maximum(stops, starts + 1)  # of bytes that make one character, all but one may count as empty
+        return ids, before[stops] > before[starts]
+
+    def locate(self, text: str) -> Located:
+        """Ids of a template's text, special tokens among them, and the characters that each stands for."""
+        at, found = 0, [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
+        for part in self._specials.split(text):
+            if part in self.special:
+                found.append((np.array([self.special[part]], np.int32), np.array([at]), np.array([at + len(part)])))
+            elif part:
+                ids, starts, stops = self.locate_text(part, at == 0)
+                found.append((ids, starts + at, stops + at))
+            at += len(part)
+        ids, starts, stops = (np.concatenate(parts) for parts in zip(*found))
+        return ids, starts, stops
+
+    @functools.cached_property
+    def _specials(self) -> re.Pattern[str]:
+        """Finds special tokens, longer ones first."""
+        return re.compile(f"({'|'.join(map(re.escape, sorted(self.special, key=len, reverse=True))) or '(?!)'})")
+
+    @abc.abstractmethod
+    def locate_text(self, text: str, first: bool) -> Located:
+        """As `locate`, for text without special tokens; `first`: nothing comes before it."""
+
+    def save(self, directory: Path) -> None:
+        """Write directory/tokenizer.json."""
+        write_atomic(directory / TOKENIZER, self.content)
+
+
+def end_of_documents(vocabulary: dict[str, int], eod: str | None) -> int | None:
+    """Id of the token `eod` or, for None, of the first usual one. ValueError: no such token."""
+    if eod is not None and eod not in vocabulary:
+        raise ValueError(f"it has no token {eod!r}")
+    return next((vocabulary[end] for end in ([eod] if eod else _KNOWN_ENDS) if end in vocabulary), None)
+
+
+def cut(text: str, where: re.Pattern[str] = BYTE_LEVEL_CUT) -> Iterator[str]:
+    """Pieces of about 16 Ki characters whose ids, joined, are those of the whole text, if the tokenizer splits at `where`."""
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS and (found := where.search(text, start + _PIECE_CHARACTERS)):
+        yield text[start : found.end()]
+        start = found.end()
+    yield text[start:]
+
+
+def splits_at_cuts(split: Callable[[str], list[str]]) -> bool:
+    """Whether `split`, how a tokenizer divides text before all else, does so at every `BYTE_LEVEL_CUT`: found by trial."""
+    probes = [(left + "\n", right) for left in ("x", ";", "1", "é)", "_", "東") for right in ("b", "(", "1", "_", "'s", "東")]
+    probes += [(left, right) for left in ("x", "don't", "1a", "\n\tis") for right in (" b", " the cat", " a1", " d's")]
+    return all(split(a + b) == [*split(a), *split(b)] for a, b in probes)
+
+
+def character_of_bytes(text: str) -> np.ndarray:
+    """Number of the character that each byte of the text in UTF-8 belongs to, int64 [bytes]."""
+    return np.cumsum((np.frombuffer(text.encode(), np.uint8) & 0xC0) != 0x80) - 1
