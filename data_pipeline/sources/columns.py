@@ -1,0 +1,52 @@
+"""Columns of text in Arrow's memory layout: what Parquet and Arrow files share. Only pyarrow's objects come in here."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources.document import Piece, load_package
+
+_BATCH_BYTES = 1 << 22
+_TEXT = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
+
+
+def arrow(name: str, wanted_by: str) -> tuple[Any, tuple[type[Exception], ...]]:
+    """pyarrow with its part NAME, and what it raises when a file is not what it should be. UsageError: not installed."""
+    load_package(f"pyarrow.{name}", "parquet", wanted_by)
+    package = load_package("pyarrow", "parquet", wanted_by)
+    return package, (OSError, package.ArrowException)
+
+
+def damaged(path: str, error: Exception, what: str) -> DataError:
+    """The message for a file that is not what its format asks for."""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    return DataError(f"{path}: is not {what} ({reason}). Restore it from a copy, or leave it out.")
+
+
+def check_column(schema: Any, piece: Piece) -> None:
+    """DataError: the file has no column of text by this name."""
+    key = piece.options.key
+    if key not in schema.names:
+        raise DataError(f"{piece.path}: has no column {key!r}, but {', '.join(schema.names)}. Name one of them with --key.")
+    kind = schema.field(key).type
+    if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _TEXT:
+        raise DataError(f"{piece.path}: column {key!r} holds {kind}, not text. Name a column of text with --key.")
+
+
+def batch_rows(piece: Piece) -> int:
+    """Rows to take up at a time, so that memory stays small whatever the length of documents."""
+    return max(min(int(_BATCH_BYTES / max(piece.scale, 1)), 1 << 12), 1)
+
+
+def values(piece: Piece, first: int, columns: Iterable[Any]) -> Iterator[bytes | None]:
+    """The rows of a piece out of consecutive arrays of a column, of which the first begins at row `first`."""
+    step = batch_rows(piece)
+    for column in columns:
+        low, high = max(piece.start - first, 0), min(piece.stop - first, len(column))
+        for at in range(low, high, step):
+            part = column.slice(at, min(step, high - at))
+            part = part.dictionary_decode() if hasattr(part, "dictionary_decode") else part
+            yield from part.cast("large_binary").to_pylist()  # bytes: text may not be UTF-8, whatever the type says
+        first += len(column)
+        if first >= piece.stop:
+            return
