@@ -115,4 +115,6 @@ def _read(path: Path, content: bytes) -> Tokenizer:
 def _added_tokens(settings: dict[str, Any]) -> dict[str, int]:
     """Special tokens of a tokenizer_config.json: ids by spelling."""
     added = settings.get("added_tokens_decoder", {})
+    if not isinstance(added, dict):
+        raise ValueError(f"added_tokens_decoder of {SETTINGS} is not an object")
     return {entry["content"]: int(i) for i, entry in added.items() if entry.get("special")}

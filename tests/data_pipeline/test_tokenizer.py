@@ -115,3 +115,43 @@ def test_tokenizer_beside_a_manifest_must_be_its_own(tmp_path):
     JsonTokenizer(BPE.content + b"\n", "other").save(tmp_path)
     with pytest.raises(DataError, match=r"expected sha256 .* Restore the file"):
         load_tokenizer(tmp_path)
+
+
+@settings(max_examples=60, deadline=None)
+@given(spans=st.lists(st.tuples(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.booleans()), max_size=5))
+def test_spans_have_the_ids_of_their_text_and_a_mask_by_characters(spans):
+    text = "".join(part for part, _ in spans)
+    for tokenizer in (BPE, ByteTokenizer(), CharTokenizer(text)):
+        ids, mask = tokenizer.encode_spans(spans)
+        assert (ids.dtype, mask.dtype, mask.shape) == (np.int32, bool, ids.shape)
+        assert ids.tolist() == tokenizer.encode(text).tolist()
+        assert mask.any() == any(target for part, target in spans if part)
+        assert mask.all() == all(target for part, target in spans if part) or tokenizer is BPE
+    byte_mask = [target for part, target in spans for _ in part.encode()]
+    assert ByteTokenizer().encode_spans(spans)[1].tolist() == byte_mask
+
+
+def test_templates_write_special_tokens_and_libraries_their_prefixes():
+    inner = tokenizers.Tokenizer.from_str(BPE.content.decode())
+    inner.add_special_tokens(["<|im_end|>", tokenizers.AddedToken("<|end|>", rstrip=True)])
+    inner.add_tokens(["<think>"])
+    plain = JsonTokenizer(inner.to_str().encode(), "plain")
+    assert plain.special == {"<|endoftext|>": BPE.eod_id, "<|im_end|>": 300, "<|end|>": 301}
+    ids, mask = plain.encode_spans([("the<think>", False), (" cat<|im_end|>", True), ("<|end|>\n", False), ("on", True)])
+    assert ids[mask].tolist() == [*plain.encode(" cat"), 300, *plain.encode("on")]
+    assert ids[~mask].tolist() == [*plain.encode("the"), 302, 301]  # the newline is the token's
+    assert plain.encode("<think>").tolist() == [302] and 300 not in plain.encode("<|im_end|>")
+    # a prefix comes once, not at every span
+    inner.normalizer = tokenizers.normalizers.Prepend("x")
+    prefixed = JsonTokenizer(inner.to_str().encode(), "prefixed")
+    assert prefixed.decode(prefixed.encode_spans([("[a]", False), (" cat", True)])[0]) == "x[a] cat"
+
+
+@pytest.mark.parametrize("settings", ["[]", "3", "null", '"text"', '{"eos_token": []}', '{"eos_token": {"content": 3}}', "{"])
+def test_a_tokenizer_config_of_another_shape_is_told(tmp_path, settings):
+    BPE.save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(
+        DataError, match=r"of tokenizer_config.json is|tokenizer_config.json beside it is not.*Name a tokenizer"
+    ):
+        load_tokenizer(tmp_path)
