@@ -1,12 +1,14 @@
-"""Stream packing: windows of a cyclic token stream become the arrays of a host batch.
+"""Packing: windows of a cyclic token stream, or whole documents, become the arrays of a host batch.
 
-Row i of an epoch has the `seq_length` stream tokens from phase + i * seq_length + 1 on as targets and the token before each
-as input. The phase differs by epoch, so rows are cut elsewhere each time, and every token is a target exactly once per epoch.
+`pack`: row i of an epoch has the `seq_length` stream tokens from phase + i * seq_length + 1 on as targets and the token before
+each as input. The phase differs by epoch, so rows are cut elsewhere each time, and every token is a target exactly once per
+epoch. `pack_documents`: a row has the documents that `bins` gives it, one after the other, then padding.
 
 The segment of a position is the document of its TARGET: the end-of-document token that ends one document is, as input, the
-begin mark of the next and sits in its segment. Segments count from 1 within a row; 0 is padding, only ever at the row's end.
-The loss mask is the shards' own, which is 1 where they have none. Where documents have no end mark (`eod: none`), nothing
-announces a document's first token: its loss mask is 0.
+begin mark of the next and sits in its segment; a row of documents begins with one too. Segments count from 1 within a row; 0
+is padding, only ever at the row's end. The loss mask is the shards' own, which is 1 where they have none. Where documents have
+no end mark (`eod: none`), nothing announces a document's first token: its loss mask is 0, or, in a row of whole documents, it
+is no target at all, only an input.
 """
 
 import functools
@@ -16,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_pipeline.shards import TokenShards
+from data_pipeline.bins import Bins, targets
+from data_pipeline.shards import TokenShards, ranges
 
 
 class Windows(NamedTuple):
@@ -60,13 +63,52 @@ def pack(
             loss_mask[rows] = shards[source].mask(windows.start[rows] + 1, length)
         if shards[source].manifest.eod == "none":
             loss_mask[row, column] = 0
+    return _batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), loss_mask, begins, windows.count, restart_positions)
+
+
+def pack_documents(
+    shards: Sequence[TokenShards], bins: Sequence[Bins], source: np.ndarray, row: np.ndarray, length: int,
+    restart_positions: bool, attend_across_documents: bool,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Read B rows of whole documents, of T = `length` positions, and build the arrays of a batch, as `pack` does.
+
+    Row i is row `row[i]` of `bins[source[i]]`, both int64 [B]; one that is not there is padding. The rest of a row is padding.
+    """
+    shape = (len(row), length)
+    inputs, target, loss_mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+    begins, counts, marks = np.zeros(shape, bool), np.zeros(len(row), np.int64), []
+    for number in np.unique(source).tolist():
+        mine, reader = np.flatnonzero(source == number), shards[number]
+        offsets, documents = bins[number].documents(row[mine])
+        first, sizes = targets(reader, documents)
+        sizes = np.minimum(sizes, length)
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        counts[mine] = np.diff(ends[offsets])
+        begin = ends[:-1] + np.repeat(mine * length - ends[offsets[:-1]], np.diff(offsets))  # flat, where each document begins
+        at = ranges(begin, sizes)
+        target.ravel()[at], loss_mask.ravel()[at] = reader.spans(first, sizes)
+        begins.ravel()[begin] = not attend_across_documents
+        eod = reader.manifest.tokenizer["special_ids"]["eod"]
+        marks.append((begin, reader.spans(first - 1, np.ones_like(first))[0] if reader.manifest.eod == "none" else eod))
+    inputs[:, 1:] = target[:, :-1]
+    for begin, mark in marks:
+        inputs.ravel()[begin] = mark
+    return _batch(inputs, target, loss_mask, begins, counts, restart_positions)
+
+
+def _batch(
+    inputs: np.ndarray, targets: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, counts: np.ndarray,
+    restart_positions: bool,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """The arrays of a batch, from where segments begin, bool [B, T], and the real targets of each row, int64 [B]."""
+    length = begins.shape[1]
     begins[:, 0] = True
     segment_ids, positions = _segments(begins)
-    batch = {"inputs": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
-    batch |= {"segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-    if (windows.count < length).any():
+    batch = {"inputs": inputs, "targets": targets, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
+    if (counts < length).any():
+        padding = np.arange(length) >= counts[:, None]
         for array in batch.values():
-            array[np.arange(length) >= windows.count[:, None]] = 0
+            array[padding] = 0
     if not restart_positions:
         positions[:] = np.arange(length, dtype=np.int32)
     return batch

@@ -56,6 +56,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The integers of several ranges back to back: int64 [sum of lengths] from int64 [n] starts and lengths."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - ends + lengths, lengths)
+
+
 def _blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
@@ -167,6 +173,13 @@ def _digest(value: Any) -> str:
 
 def _mend(command: str = "") -> str:
     return f"Restore it from a copy, or build it again: `{command or 'python -m data_pipeline.prepare ...'} --overwrite`."
+
+
+def _grouped(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each shard among these, int [n], and where it stands."""
+    order = np.argsort(shard, kind="stable")
+    for which in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if order.size else ():
+        yield int(shard[which[0]]), which
 
 
 class ShardWriter:
@@ -305,11 +318,35 @@ class TokenShards:
 
     def document(self, number: int) -> tuple[int, int]:
         """First token and length of document `number`, counted from 0; DataError if there is no such document."""
-        if not 0 <= number < self.num_documents:
+        first, length = self.documents(np.array([number]))
+        return int(first[0]), int(length[0])
+
+    def documents(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First tokens in the stream and lengths of documents, both int64 [n], by their numbers; see `document`."""
+        if (wrong := (numbers < 0) | (numbers >= self.num_documents)).any():
+            number = numbers[wrong][0]
             raise DataError(f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}.")
-        shard = int(np.searchsorted(self._document_starts, number, "right")) - 1
-        first, last = self._index(shard)[number - self._document_starts[shard] :][:2].tolist()
-        return int(self._starts[shard]) + first, last - first
+        first, lengths = np.empty_like(numbers), np.empty_like(numbers)
+        for shard, which in _grouped(np.searchsorted(self._document_starts, numbers, "right") - 1):
+            index, nth = self._index(shard), numbers[which] - self._document_starts[shard]
+            first[which], lengths[which] = self._starts[shard] + index[nth], index[nth + 1] - index[nth]
+        return first, lengths
+
+    def spans(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Parts of documents, int64 [n] starts in the stream and lengths, back to back: tokens, int32, and loss mask, bool."""
+        size, begins = int(lengths.sum()), np.cumsum(lengths) - lengths
+        tokens, mask = np.empty(size, np.int32), np.ones(size, bool)
+        for shard, which in _grouped(np.searchsorted(self._starts, starts, "right") - 1):
+            first, data = starts[which] - self._starts[shard], self._map(shard, ".bin")
+            last = first + lengths[which] - 1
+            at, to = ranges(first, lengths[which]), ranges(begins[which], lengths[which])
+            self._check_parts(shard, ".bin", first * data.itemsize, last * data.itemsize)
+            tokens[to] = data[at]
+            if self.manifest.shards[shard].targets is not None:
+                bits = self._map(shard, ".mask")
+                self._check_parts(shard, ".mask", first // 8, last // 8)
+                mask[to] = (bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).view(bool)
+        return tokens, mask
 
     def problems(self, full: bool = True) -> Iterator[str]:
         """Compare the directory with its manifest, every byte or only the sizes: the first difference of each shard."""
@@ -374,10 +411,16 @@ class TokenShards:
     def _check(self, number: int, suffix: str, starts: Iterable[int], length: int) -> None:
         """Compare the blocks of windows, in bytes, that were never touched before."""
         if pending := self._pending[number, suffix]:
-            ranges = (range(start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES + 1) for start in starts)
-            for block in pending.intersection(itertools.chain(*ranges)):
+            touched = (range(start // BLOCK_BYTES, (start + length - 1) // BLOCK_BYTES + 1) for start in starts)
+            for block in pending.intersection(itertools.chain(*touched)):
                 self._check_block(number, suffix, block)
                 pending.discard(block)
+
+    def _check_parts(self, number: int, suffix: str, first: np.ndarray, last: np.ndarray) -> None:
+        """The same for many small parts, from and to these bytes, that mostly share their blocks."""
+        blocks = first // BLOCK_BYTES
+        blocks = np.unique(ranges(blocks, last // BLOCK_BYTES - blocks + 1))
+        self._check(number, suffix, (blocks * BLOCK_BYTES).tolist(), 1)
 
     def _index(self, number: int) -> np.ndarray:
         """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""

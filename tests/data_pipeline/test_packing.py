@@ -1,16 +1,19 @@
-"""Packing: equal to a slow oracle that walks token by token, and every token a target exactly once."""
+"""Packing: equal to slow oracles that walk token by token, and every token a target exactly once."""
 
 import collections
 import hashlib
+import itertools
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.packing import Windows, count_rows, pack, phase
+from data_pipeline.bins import Bins, open_bins
+from data_pipeline.packing import Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 
+END = 4999  # the end-of-document token
 layouts = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=3)
 policies = st.sampled_from(["append", "none"])
 masked_shards = st.sets(st.integers(0, 2))  # numbers of the shards that have a loss mask
@@ -34,7 +37,7 @@ def write(directory, layout, eod, masked=()):
         writer.append(tokens, np.array(lengths), is_target(tokens) if number in masked else None)
         first += sum(lengths)
         entries.append(writer.close())
-    tokenizer = {"name": "test", "sha256": hashlib.sha256(b"").hexdigest(), "vocab_size": 5000, "special_ids": {"eod": 0}}
+    tokenizer = {"name": "test", "sha256": hashlib.sha256(b"").hexdigest(), "vocab_size": 5000, "special_ids": {"eod": END}}
     Manifest(tokenizer, "uint16", eod, 10, tuple(entries)).save(directory)
     return TokenShards.open(directory)
 
@@ -114,3 +117,70 @@ def test_phases_of_epochs_seeds_and_sources_differ():
     phases = {phase(seed, uid, epoch, 10**9) for seed in range(5) for uid in "ab" for epoch in range(5)}
     assert len(phases) == 50
     assert np.std([p / 10**9 for p in phases]) == pytest.approx(12**-0.5, abs=0.05)  # uniform over the stream
+
+
+def oracle_of_documents(layout, masked, eod, documents, length, restart, across):
+    """One row of the documents of these numbers, position by position."""
+    lengths = [n for shard in layout for n in shard]
+    firsts, counts = np.cumsum([0, *lengths]).tolist(), targets_of(layout, masked)
+    columns = []  # input, target, segment, position, loss mask
+    for segment, number in enumerate(documents, 1):
+        tokens = list(range(firsts[number], firsts[number + 1]))
+        pairs = list(zip([END, *tokens], tokens) if eod == "append" else itertools.pairwise(tokens))[:length]
+        columns += [(before, token, segment, i, counts[token]) for i, (before, token) in enumerate(pairs)]
+    if across:
+        columns = [(before, token, 1, i, counts) for i, (before, token, _, _, counts) in enumerate(columns)]
+    columns += [(0, 0, 0, 0, 0)] * (length - len(columns))
+    names = ("inputs", "targets", "segment_ids", "positions", "loss_mask")
+    return dict(zip(names, map(list, zip(*columns)))) | ({} if restart else {"positions": list(range(length))})
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(layouts, masked_shards, policies), min_size=1, max_size=3), st.integers(1, 20),
+    st.sampled_from(["bins", "pad"]), st.sampled_from(["skip", "truncate"]), st.booleans(), st.booleans(), st.data(),
+)  # fmt: skip
+def test_rows_of_documents_equal_the_oracle(tmp_path_factory, content, length, packing, on_long, restart, across, data):
+    shards = [write(tmp_path_factory.mktemp("shards"), layout, eod, masked) for layout, masked, eod in content]
+    bins = [open_bins(source, length, packing, on_long) for source in shards]
+    which = st.integers(0, len(shards) - 1).flatmap(lambda s: st.tuples(st.just(s), st.integers(-1, bins[s].num_rows)))
+    source, row = np.array(data.draw(st.lists(which, min_size=1, max_size=6))).T
+    batch = pack_documents(shards, bins, source, row, length, restart, across)
+    for index, (s, r) in enumerate(zip(source.tolist(), row.tolist())):
+        documents = bins[s].documents(np.array([r]))[1].tolist()
+        layout, masked, eod = content[s]
+        for name, expected in oracle_of_documents(layout, masked, eod, documents, length, restart, across).items():
+            assert batch[name][index].tolist() == expected, (name, index)
+    for name, array in batch.items():
+        assert array.flags.c_contiguous and array.dtype == (np.float32 if name == "loss_mask" else np.int32)
+
+
+@settings(max_examples=60, deadline=None)
+@given(layouts, masked_shards, policies, st.integers(1, 20), st.sampled_from(["bins", "pad"]))
+def test_every_target_of_documents_that_fit_is_one_exactly_once(tmp_path_factory, layout, masked, eod, length, packing):
+    shards = write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
+    bins = open_bins(shards, length, packing, "skip")
+    rows = np.arange(bins.num_rows)
+    batch = pack_documents([shards], [bins], np.zeros_like(rows), rows, length, True, False)
+    real, first = batch["segment_ids"] > 0, int(eod == "none")
+    borders = np.cumsum([0, *(n for lengths in layout for n in lengths)]).tolist()
+    spans = [range(a + first, b) for a, b in itertools.pairwise(borders) if first < b - a <= length + first]
+    assert collections.Counter(batch["targets"][real].tolist()) == collections.Counter(itertools.chain(*spans))
+    assert (batch["loss_mask"].sum(), real.sum()) == (bins.num_targets, bins.num_tokens)
+    assert bins.skipped or bins.num_targets == shards.manifest.num_targets
+    document = np.searchsorted(borders, batch["targets"], "right")
+    for row in rows:  # a segment is a document, whole
+        pairs = set(zip(batch["segment_ids"][row][real[row]].tolist(), document[row][real[row]].tolist()))
+        assert len(pairs) == len(dict(pairs)) == len({document for _, document in pairs})
+        for segment, number in pairs:
+            assert (batch["segment_ids"][row] == segment).sum() == borders[number] - borders[number - 1] - first
+
+
+def test_a_document_has_the_same_inputs_targets_and_positions_as_in_the_stream(tmp_path):
+    shards = write(tmp_path, [[3, 4], [2]], "append")
+    stream = packed(shards, [(-1, 9)], 9)
+    bins = Bins(9, np.array([0, 3]), np.arange(3), 9, 9, 0, 0)
+    rows = pack_documents([shards], [bins], np.zeros(1, int), np.zeros(1, int), 9, True, False)
+    stream["inputs"][0, [0, 3, 7]] = END  # where documents of `write` end with tokens of their own
+    for name, expected in stream.items():
+        assert rows[name].tolist() == expected.tolist(), name
