@@ -106,11 +106,10 @@ def encode_unit(directory: Path, record: Path, unit: Unit, tokenizer: Tokenizer,
                 where = f"{document.where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
                 if not accept(Document(content, where, "character without an id in the tokenizer"), on_bad, problems):
                     continue
-            ids, size = tokenizer.encode(content), len(content.encode())
-            if document.tokens is not None:
-                ids, size = document.tokens, _decoded_bytes(document.tokens, tokenizer)
+            ids, mask, size = _encode(document._replace(text=content), tokenizer)
             if len(ids):
-                writer.append(np.append(ids, np.array(end, np.int32)))
+                mask = mask if mask is None else np.append(mask, [False] * len(end))  # a template ends its turns itself
+                writer.append(np.append(ids, np.array(end, np.int32)), mask=mask)
                 text_bytes += size
         shards = [vars(writer.close())] if writer.tokens else []
     finally:
@@ -118,10 +117,16 @@ def encode_unit(directory: Path, record: Path, unit: Unit, tokenizer: Tokenizer,
     write_atomic(record, json.dumps({"shards": shards, "text_bytes": text_bytes, "problems": problems}).encode())
 
 
-def _decoded_bytes(ids: np.ndarray, tokenizer: Tokenizer) -> int:
-    """UTF-8 bytes of the text of ids, decoded in windows, so that the lists that this takes stay small."""
-    windows = (ids[at : at + _DECODED_TOKENS] for at in range(0, len(ids), _DECODED_TOKENS))
-    return sum(len(tokenizer.decode(window.tolist()).encode()) for window in windows)
+def _encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, int]:
+    """Ids [T] of a document, its loss mask [T] (None: all are targets), and the UTF-8 bytes of the text of its targets."""
+    if document.spans is not None:
+        return *tokenizer.encode_spans(document.spans), sum(len(text.encode()) for text, target in document.spans if target)
+    if document.tokens is not None:  # decoded in windows, so that the lists that this takes stay small
+        ids = document.tokens
+        windows = (ids[at : at + _DECODED_TOKENS].tolist() for at in range(0, len(ids), _DECODED_TOKENS))
+        return ids, None, sum(len(tokenizer.decode(window).encode()) for window in windows)
+    text = document.text or ""
+    return tokenizer.encode(text), None, len(text.encode())
 
 
 def _start_worker(tokenizer: Path, eod_id: int | None) -> None:

@@ -1,6 +1,7 @@
 """Where documents come from: one file per format of input. Each finds `Piece`s of files and reads the documents of a piece."""
 
-from data_pipeline.sources import arrayrecord, arrow, jsonl, parquet, text, tfds
+from data_pipeline.sources import arrayrecord, arrow, flat, jsonl, megatron, parquet, text, tfds
 
-_ALL = (text.TEXT, jsonl.FORMAT, parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT, text.PYTHON_STDLIB)
-FORMATS = {format.name: format for format in _ALL}
+_TEXT = (text.TEXT, jsonl.FORMAT, parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT, text.PYTHON_STDLIB)
+_TOKENS = (flat.NANOGPT, megatron.FORMAT, flat.OLMO)
+FORMATS = {format.name: format for format in (*_TEXT, *_TOKENS)}

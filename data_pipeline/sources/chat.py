@@ -1,0 +1,107 @@
+"""Conversations: JSON lines with `messages`, or with `conversations` as ShareGPT has them, written out by a chat template."""
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from data_pipeline.chat import MARKS, ChatError, Template, load_template, render_spans
+from data_pipeline.sources import jsonl
+from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, find_files, judge
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+
+
+def find(pattern: str, options: Options) -> list[Piece]:
+    """The files of a glob, each with the template. DataError: there is no usable template."""
+    template, files = load_template(options.chat_template, options.tokenizer, options.special, options.chat_date)
+    pieces = jsonl.checked(find_files(pattern, "chat", options._replace(template=template)))
+    return [piece._replace(beside=tuple(map(str, files))) for piece in pieces]
+
+
+def documents(piece: Piece) -> Iterator[Document]:
+    """Conversations of the lines of the piece that belong to its part."""
+    template = piece.options.template
+    assert template is not None, "find gives every piece one"
+    return jsonl.read_lines(piece, functools.partial(_parse, template=template))
+
+
+def _parse(raw: bytes, template: Template) -> Document:
+    record = jsonl.parse_object(raw)
+    if isinstance(record, str):
+        return Document(None, "", record)
+    problems: list[str] = []
+    try:
+        messages, tools = _messages(record), _tools(record)
+        spans = render_spans(template, _clean(messages, template, problems), _clean(tools, template, problems))
+    except ChatError as error:
+        return Document(None, "", str(error))
+    if not problems and jsonl.damaged(raw):
+        problems.append("not UTF-8")
+    return Document(None, "", problems[0] if problems else "", spans=spans)
+
+
+def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row, each with `role` and `content`. ChatError: there are none, or they can't be used."""
+    rows = record.get("messages", record.get("conversations"))
+    if not isinstance(rows, list) or not rows:
+        raise ChatError("no messages: neither a list `messages` nor a list `conversations`")
+    messages = []
+    for row in rows:
+        if not isinstance(row, dict):
+            raise ChatError("a message is not a JSON object")
+        role = row.get("role", row.get("from"))
+        role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
+        if role not in _ROLES:
+            raise ChatError(f"unknown role {str(role)[:40]!r}, not one of {', '.join((*_ROLES, *_SHAREGPT))}")
+        content = row.get("content", row.get("value"))
+        if content is None and not row.get("tool_calls"):
+            raise ChatError("content of a message is null or missing")
+        if not isinstance(content, str | None):
+            raise ChatError("content of a message is not a string")
+        others = {key: value for key, value in row.items() if key not in ("from", "value")}
+        messages.append({**others, "role": role, "content": content})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ChatError("no assistant turn")
+    return messages
+
+
+def _tools(record: dict[str, Any]) -> list[Any] | None:
+    """The tools of a row, a list or a list in JSON; None: none. ChatError: something else."""
+    tools = record.get("tools")
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+    except ValueError as error:
+        raise ChatError("tools is not JSON") from error
+    if not isinstance(tools, list | None):
+        raise ChatError("tools is not a list")
+    return tools or None
+
+
+def _clean(value: Any, template: Template, problems: list[str]) -> Any:
+    """A value with all text in it mended; adds what was wrong. Nobody but the template may write special tokens."""
+    if isinstance(value, dict):
+        return {_clean(key, template, problems): _clean(item, template, problems) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_clean(item, template, problems) for item in value]
+    if not isinstance(value, str):
+        return value
+    judged = judge(value, "", 0)
+    if judged.problem and judged.problem != EMPTY:
+        problems.append(judged.problem)
+        value = judged.text or ""
+    if MARKS.search(value):
+        problems.append("a noncharacter, U+FDD0 or U+FDD1")
+        value = MARKS.sub("\ufffd", value)
+    for token in template.special:
+        if token in value:
+            problems.append(f"text spells the special token {token}")
+            value = value.replace(token, "\ufffd" + token[1:])
+    return value
+
+
+FORMAT = Format(
+    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, each with messages, written by a chat template",
+    "--chat 'chat/*.jsonl' --tokenizer path/to/tokenizer.json", find, documents, jsonl.cut,
+)  # fmt: skip

@@ -1,0 +1,103 @@
+"""Files of nothing but token ids, nanoGPT's .bin and OLMo's .npy: documents are what lies between end-of-document ids.
+
+The ids are little-endian uint16, or uint32 where the tokenizer's vocabulary needs it or every second uint16 is 0. The name .npy
+notwithstanding, OLMo's files have no header; numpy's own files, which have one, are read by it.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from data_pipeline.errors import DataError, UsageError
+from data_pipeline.sources.document import Document, Format, Options, Piece, find_files
+from data_pipeline.sources.token_ids import document, mapped, need_tokenizer
+
+_NUMPY, _LLM_C = b"\x93NUMPY", np.array([20240520], "<i4").tobytes()
+_HEAD_BYTES = 1 << 16
+_WINDOW = 1 << 20  # tokens that are searched for an end of document at a time
+_LONGEST = 1 << 25  # tokens of a document, so that memory stays bounded
+
+
+def find_nanogpt(pattern: str, options: Options) -> list[Piece]:
+    """The files of a glob, in tokens."""
+    return _find("nanogpt", ".bin", pattern, options)
+
+
+def find_olmo(pattern: str, options: Options) -> list[Piece]:
+    """The files of a glob, in tokens."""
+    return _find("olmo", ".npy", pattern, options)
+
+
+def _find(name: str, ending: str, pattern: str, options: Options) -> list[Piece]:
+    """DataError: a file is not what it should be. UsageError: no tokenizer, or one that ends no documents."""
+    need_tokenizer(f"--{name} {pattern}", options)
+    if options.eod_id is None:
+        raise UsageError(
+            f"--{name} {pattern}: documents end with an end-of-document id, and the tokenizer has none. Name it as eos_token "
+            "in a tokenizer_config.json beside the tokenizer."
+        )
+    pieces = []
+    for piece in find_files(pattern, name, options, ending):
+        tokens = _open(piece)
+        pieces.append(piece._replace(stop=len(tokens), scale=float(tokens.itemsize)))
+    return pieces
+
+
+def _open(piece: Piece) -> np.ndarray:
+    """The ids of a file [T], mapped into memory."""
+    with open(piece.path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith(_LLM_C):
+        raise DataError(f"{piece.path}: begins with llm.c's header of 1024 bytes. Take it off: tail -c +1025 FILE > NEW")
+    if head.startswith(_NUMPY):
+        try:
+            tokens = np.load(piece.path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DataError(
+                f"{piece.path}: has numpy's header, but {error}. Restore it from a copy, or make it again."
+            ) from error
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(f"{piece.path}: holds {tokens.dtype} {tokens.shape}. Save ids as one row of integers: ids.ravel().")
+        return tokens
+    upper = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]
+    wide = (piece.options.vocab_size or 0) > 1 << 16 or (len(upper) >= 16 and not upper.any())
+    return mapped(piece.path, np.dtype("<u4" if wide else "<u2"))
+
+
+def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:
+    """Where end-of-document ids are, from `start` to the piece's stop; nothing is held but a window."""
+    for at in range(start, piece.stop, _WINDOW):
+        yield from (at + np.flatnonzero(tokens[at : min(at + _WINDOW, piece.stop)] == piece.options.eod_id)).tolist()
+
+
+def cut(piece: Piece, at: int) -> int:
+    """Behind the first end of a document from token `at` - 1 on."""
+    return next((end + 1 for end in _ends(_open(piece), max(at - 1, piece.start), piece)), piece.stop)
+
+
+def documents(piece: Piece) -> Iterator[Document]:
+    """Documents of the piece that belong to its part. DataError: an id too large, or a document too long."""
+    tokens, first = _open(piece), piece.start
+    header_bytes = os.path.getsize(piece.path) - tokens.nbytes
+    for end in itertools.chain(_ends(tokens, piece.start, piece), [piece.stop]):
+        if end - first > _LONGEST:
+            raise DataError(
+                f"{piece.path}: {end - first:,} tokens from token {first} on hold no {piece.options.eod_id}, the tokenizer's "
+                f"end of a document; at most {_LONGEST:,} may. Give --tokenizer the one that these ids belong to."
+            )
+        if first < piece.stop:
+            where, offset = f"{piece.path}, token {first}", header_bytes + first * tokens.itemsize
+            yield from document(piece, tokens[first:end], where, offset)
+        first = end + 1
+
+
+NANOGPT = Format(
+    "nanogpt", "GLOB", "flat .bin files of token ids, documents ended by the tokenizer's own id for it",
+    "--nanogpt 'openwebtext/train.bin' --tokenizer path/to/tokenizer.json", find_nanogpt, documents, cut,
+)  # fmt: skip
+OLMO = Format(
+    "olmo", "GLOB", "OLMo's .npy files of token ids, as for --nanogpt",
+    "--olmo 'dolma/**/*.npy' --tokenizer path/to/tokenizer.json --holdout 0.001", find_olmo, documents, cut,
+)  # fmt: skip

@@ -1,0 +1,109 @@
+"""Megatron-LM's indexed data sets: ids in a .bin, and beside it an .idx that says where sequences and documents begin.
+
+The .idx, little-endian: "MMIDIDX\\0\\0", uint64 version 1, uint8 type of the ids, uint64 S sequences, uint64 D; int32 tokens of
+each sequence [S]; int64 byte offset of each [S]; int64 first sequence of each document, then S [D]; for images also int8 [S].
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from data_pipeline.sources.document import Document, Format, Options, Piece, any_record, find_files
+from data_pipeline.sources.token_ids import document, mapped, need_tokenizer
+
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\0\0"
+_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+class _Index(NamedTuple):
+    """An .idx, mapped into memory, and the ids it belongs to."""
+
+    path: str
+    sizes: np.ndarray  # int32 [S]
+    pointers: np.ndarray  # int64 [S]
+    firsts: np.ndarray  # int64 [D]
+    tokens: np.ndarray  # [T]
+
+
+def find(pattern: str, options: Options) -> list[Piece]:
+    """The data sets of a glob of .bin or .idx, or of their common prefix, in documents.
+
+    DataError: an .idx is missing, damaged or of another version. UsageError: no tokenizer.
+    """
+    need_tokenizer(f"--megatron {pattern}", options)
+    prefix = pattern.removesuffix(".bin").removesuffix(".idx")
+    pieces = []
+    for piece in find_files(prefix if os.path.isdir(prefix) else f"{prefix}.bin", "megatron", options, ".bin"):
+        index = _open(piece.path)
+        count = len(index.firsts) - 1
+        pieces.append(piece._replace(stop=count, scale=piece.size / max(count, 1), beside=(index.path,)))
+    return pieces
+
+
+def _open(path: str) -> _Index:
+    index = path.removesuffix(".bin") + ".idx"
+    if not os.path.isfile(index):
+        raise DataError(
+            f"{path}: has no {os.path.basename(index)} beside it. Name a data set of Megatron's preprocess_data.py."
+        )
+    with open(index, "rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise _damaged(index, f"does not begin with {_MAGIC!r} and counts")
+    _, version, code, sequences, documents = _HEADER.unpack(header)
+    if version != 1 or code not in _TYPES:
+        what = f"version {version}" if version != 1 else f"ids of type {code}"
+        raise DataError(
+            f"{index}: has {what}, but this program reads version 1 and types {sorted(_TYPES)}. Make it with those."
+        )
+    at, size = _HEADER.size, os.path.getsize(index)
+    expected = at + 12 * sequences + 8 * documents
+    if size not in (expected, expected + sequences):
+        raise _damaged(index, f"has {size} bytes, but its counts ask for {expected}")
+    if not sequences or not documents:
+        raise _damaged(index, f"counts {sequences} sequences and {documents} first sequences of documents")
+    sizes = np.memmap(index, "<i4", "r", at, (sequences,))
+    pointers = np.memmap(index, "<i8", "r", at + 4 * sequences, (sequences,))
+    firsts = np.memmap(index, "<i8", "r", at + 12 * sequences, (documents,))
+    if firsts[0] != 0 or firsts[-1] != sequences:
+        raise _damaged(index, f"lists documents from sequence {firsts[0]} to {firsts[-1]}, but there are 0 to {sequences}")
+    if size > expected and np.memmap(index, "i1", "r", expected).any():
+        raise DataError(f"{index}: some sequences are not text. Make it again without them.")
+    return _Index(index, sizes, pointers, firsts, mapped(path, np.dtype(_TYPES[code])))
+
+
+def documents(piece: Piece) -> Iterator[Document]:
+    """Documents of the piece that belong to its part, without their end marks. DataError: damage, or an id too large."""
+    index, eod = _open(piece.path), piece.options.eod_id
+    for number in range(piece.start, piece.stop):
+        first, last = index.firsts[number : number + 2].tolist()
+        if not 0 <= first <= last <= len(index.sizes):
+            raise _damaged(index.path, f"document {number} is sequences {first} to {last} of {len(index.sizes)}")
+        ids = [_sequence(index, at) for at in range(first, last)]
+        ids = ids[0] if len(ids) == 1 else np.concatenate([index.tokens[:0], *ids])
+        ids = ids[:-1] if len(ids) and ids[-1] == eod else ids
+        offset = int(index.pointers[first]) if len(ids) else 0
+        yield from document(piece, ids, f"{piece.path}, document {number}", offset)
+
+
+def _sequence(index: _Index, number: int) -> np.ndarray:
+    """Ids of a sequence [T]."""
+    size, (first, rest) = int(index.sizes[number]), divmod(int(index.pointers[number]), index.tokens.itemsize)
+    if rest or size < 0 or not 0 <= first <= first + size <= len(index.tokens):
+        raise _damaged(index.path, f"sequence {number} is {size} tokens from byte {index.pointers[number]}, outside the .bin")
+    return index.tokens[first : first + size]
+
+
+def _damaged(index: str, what: str) -> DataError:
+    return DataError(f"{index}: {what}: damaged, or of another format. Restore it from a copy, or make it again.")
+
+
+FORMAT = Format(
+    "megatron", "PREFIX", "Megatron-LM's indexed data sets of token ids, a .bin and an .idx each; globs too",
+    "--megatron 'web_text_document' --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, any_record,
+)  # fmt: skip
