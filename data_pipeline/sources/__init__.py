@@ -1,7 +1,8 @@
 """Where documents come from: one file per format of input. Each finds `Piece`s of files and reads the documents of a piece."""
 
-from data_pipeline.sources import arrayrecord, arrow, flat, jsonl, megatron, parquet, text, tfds
+from data_pipeline.sources import arrayrecord, arrow, chat, flat, jsonl, megatron, parquet, text, tfds
 
-_TEXT = (text.TEXT, jsonl.FORMAT, parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT, text.PYTHON_STDLIB)
+_RECORDS = (parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT)
+_TEXT = (text.TEXT, jsonl.FORMAT, chat.FORMAT, *_RECORDS, text.PYTHON_STDLIB)
 _TOKENS = (flat.NANOGPT, megatron.FORMAT, flat.OLMO)
 FORMATS = {format.name: format for format in (*_TEXT, *_TOKENS)}

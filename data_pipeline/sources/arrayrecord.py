@@ -16,6 +16,7 @@ from data_pipeline.sources.document import (
 )
 
 _BATCH_BYTES = 1 << 22
+_PADDING_BYTES = 1 << 17  # about: records and what ends a file are padded to 64 KiB each
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
@@ -25,7 +26,8 @@ def find(pattern: str, options: Options) -> list[Piece]:
         reader = _open(piece.path)
         records = reader.num_records()
         reader.close()
-        pieces.append(piece._replace(stop=records, scale=piece.size / max(records, 1)))
+        size = max(piece.size - _PADDING_BYTES, records)
+        pieces.append(piece._replace(stop=records, scale=size / max(records, 1)))
     return pieces
 
 

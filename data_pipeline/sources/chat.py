@@ -6,17 +6,23 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_pipeline.chat import MARKS, ChatError, Template, load_template, render_spans
+from data_pipeline.errors import UsageError
 from data_pipeline.sources import jsonl
-from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, find_files, judge
+from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, judge
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
-    """The files of a glob, each with the template. DataError: there is no usable template."""
+    """The files of a glob, each with the template. UsageError: no tokenizer is given. DataError: no template is usable."""
+    if options.vocab_size is None:
+        raise UsageError(
+            "--chat: needs a tokenizer that has the tokens of its template, not one to be trained. "
+            "Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of plain text)."
+        )
     template, files = load_template(options.chat_template, options.tokenizer, options.special, options.chat_date)
-    pieces = jsonl.checked(find_files(pattern, "chat", options._replace(template=template)))
+    pieces = jsonl.find(pattern, options._replace(template=template), "chat")
     return [piece._replace(beside=tuple(map(str, files))) for piece in pieces]
 
 
@@ -37,7 +43,7 @@ def _parse(raw: bytes, template: Template) -> Document:
         spans = render_spans(template, _clean(messages, template, problems), _clean(tools, template, problems))
     except ChatError as error:
         return Document(None, "", str(error))
-    if not problems and jsonl.damaged(raw):
+    if not problems and not jsonl.is_utf8(raw):
         problems.append("not UTF-8")
     return Document(None, "", problems[0] if problems else "", spans=spans)
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from data_pipeline.chat import Template
 from data_pipeline.errors import DataError
 from data_pipeline.extras import load_package as load_package  # its adapters' way to their packages
 
@@ -24,6 +25,11 @@ class Options(NamedTuple):
     key: str = "text"  # of records: which field holds the document
     vocab_size: int | None = None
     eod_id: int | None = None
+    tokenizer: str = ""  # as given
+    special: tuple[str, ...] = ()  # its special tokens
+    chat_template: str = ""  # as given
+    chat_date: str = ""
+    template: Template | None = None  # what became of the last four
 
 
 class Piece(NamedTuple):

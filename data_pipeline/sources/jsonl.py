@@ -24,9 +24,9 @@ from data_pipeline.sources.document import (
 _PACKED = (".gz", ".zst")
 
 
-def find(pattern: str, options: Options) -> list[Piece]:
+def find(pattern: str, options: Options, format: str = "jsonl") -> list[Piece]:
     """The files of a glob. UsageError: the package for .zst is needed and not installed."""
-    pieces = find_files(pattern, "jsonl", options)
+    pieces = find_files(pattern, format, options)
     for piece in pieces:
         _reader(piece.path)
     return pieces

@@ -28,7 +28,7 @@ def file(tmp_path):
 def test_every_record_once_however_divided(file, prepared):
     assert prepared.texts("--arrayrecord", file) == TEXTS
     (piece,) = arrayrecord.find(str(file), Options())
-    assert (piece.start, piece.stop, piece.size) == (0, 900, file.stat().st_size)
+    assert (piece.start, piece.stop, piece.size) == (0, 900, 900)  # of which padding is nearly all
     cuts = itertools.pairwise([0, 1, 7, 8, 500, 900])
     found = [d for a, b in cuts for d in arrayrecord.documents(piece._replace(start=a, stop=b))]
     assert [document.text for document in found] == TEXTS and found[500].where == f"{file}, row 500"
