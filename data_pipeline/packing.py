@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_pipeline.bins import Bins, targets
-from data_pipeline.shards import TokenShards, ranges
+from data_pipeline.shards import TokenShards
 
 
 class Windows(NamedTuple):
@@ -78,15 +78,15 @@ def pack_documents(
     inputs, target, loss_mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     begins, counts, marks = np.zeros(shape, bool), np.zeros(len(row), np.int64), []
     for number in np.unique(source).tolist():
-        mine, reader = np.flatnonzero(source == number), shards[number]
+        reader, mine = shards[number], np.flatnonzero(source == number)
         offsets, documents = bins[number].documents(row[mine])
         first, sizes = targets(reader, documents)
         sizes = np.minimum(sizes, length)
         ends = np.concatenate([[0], np.cumsum(sizes)])
         counts[mine] = np.diff(ends[offsets])
         begin = ends[:-1] + np.repeat(mine * length - ends[offsets[:-1]], np.diff(offsets))  # flat, where each document begins
-        at = ranges(begin, sizes)
-        target.ravel()[at], loss_mask.ravel()[at] = reader.spans(first, sizes)
+        filled = (source == number)[:, None] & (np.arange(length) < counts[:, None])
+        target[filled], loss_mask[filled] = reader.spans(first, sizes)
         begins.ravel()[begin] = not attend_across_documents
         eod = reader.manifest.tokenizer["special_ids"]["eod"]
         marks.append((begin, reader.spans(first - 1, np.ones_like(first))[0] if reader.manifest.eod == "none" else eod))

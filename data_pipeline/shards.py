@@ -386,9 +386,10 @@ class TokenShards:
     def _map_file(self, number: int, suffix: str) -> np.ndarray:
         """A mapped file; offsets are signed, because a search with int64 keys would copy an unsigned array."""
         self._check_size(number, suffix)
-        data = np.memmap(self._file(number, suffix), self._dtypes[suffix], "r")
+        with open(self._file(number, suffix), "rb") as file:
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), self._dtypes[suffix])
         self._pending.setdefault((number, suffix), set(range(_blocks(data.nbytes) if self.verify == "lazy" else 0)))
-        return np.asarray(data)
+        return data
 
     def _read_checks(self, number: int) -> np.ndarray:
         """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx, then of .mask]."""

@@ -89,6 +89,42 @@ def test_mask_of_windows_is_the_cyclic_mask(tmp_path_factory, layout_and_masks, 
     assert shards.manifest.num_targets == sum(sum(mask[eod == "none" :]) for mask in written)
 
 
+@settings(max_examples=60, deadline=None)
+@given(masked_layouts(), st.data())
+def test_parts_of_documents_are_those_of_the_stream(tmp_path_factory, layout_and_masks, data):
+    layout, masks = layout_and_masks
+    shards = TokenShards.open(
+        build(tmp_path_factory.mktemp("shards"), [[np.arange(n) for n in ns] for ns in layout], masks=masks)
+    )
+    numbers = np.array(data.draw(st.lists(st.integers(0, shards.num_documents - 1), max_size=8)), np.int64)
+    first, lengths = shards.documents(numbers)
+    assert list(zip(first.tolist(), lengths.tolist())) == [shards.document(number) for number in numbers.tolist()]
+    skipped = data.draw(st.integers(0, 3))
+    first, lengths = first + np.minimum(skipped, lengths - 1), lengths - np.minimum(skipped, lengths - 1)
+    tokens, mask = shards.spans(first, lengths)
+    stream, counts = shards.read(0, shards.num_tokens), shards.mask(np.array([0]), shards.num_tokens)[0]
+    at = [i for start, length in zip(first.tolist(), lengths.tolist()) for i in range(start, start + length)]
+    assert (tokens.dtype, mask.dtype) == (np.int32, bool)
+    assert (tokens.tolist(), mask.tolist()) == (stream[at].tolist(), counts[at].tolist())
+
+
+@pytest.mark.parametrize("suffix", ["bin", "mask"])
+def test_damage_in_a_part_of_a_document_is_noticed(large, suffix):
+    path = large / f"tokens-00001.{suffix}"  # 625,000 tokens from 1,250,000 on, documents of 25,000
+    before = path.read_bytes()
+    path.write_bytes(before[:-3] + bytes([before[-3] ^ 1]) + before[-2:])
+    try:
+        first, lengths = TokenShards.open(large).documents(np.array([0, 50, 74]))
+        shards = TokenShards.open(large)  # its tokens are two blocks, its mask is one
+        assert shards.spans(first[:1], lengths[:1])[0].size == 25_000
+        if suffix == "bin":
+            assert shards.spans(first[:2], lengths[:2])[0].size == 50_000
+        with pytest.raises(DataError, match=rf"tokens-00001.{suffix}: bytes .*expected crc32.*--overwrite"):
+            shards.spans(first[2:], lengths[2:])
+    finally:
+        path.write_bytes(before)
+
+
 def test_mask_belongs_to_the_identity_of_the_content(tmp_path):
     documents, masks = [[[1, 2, 3]]], (None, [[[True, True, True]]], [[[False, True, True]]], [[[True, True, False]]])
     made = [build(tmp_path / str(i), documents, masks=mask) for i, mask in enumerate(masks)]
