@@ -71,6 +71,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         once = {"action": "store_const", "const": [""]}
         add(f"--{format.name}", default=[], help=format.help, **(many if format.metavar else once))
     add("--key", default="text", help="key, column or field of records that holds the text (default: %(default)s)")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        default="",
+        help="of --chat: jinja, or chatml (default: the one beside the tokenizer)",
+    )
+    add("--chat-date", metavar="YYYY-MM-DD", default="", help="the date that a chat template writes, if it writes one")
     add("--tokenizer", help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json (default: bytes)")
     add("--eod", choices=["append", "none"], help="end documents with a token of their own (default: append; none for chars)")
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
@@ -114,6 +121,10 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         )
     given = tokenizer if arguments.tokenizer else None  # ids belong to a tokenizer that somebody named
     options = Options(arguments.key, given and given.vocab_size, given and given.eod_id)
+    special = tuple(given.special) if given else ()
+    options = options._replace(
+        tokenizer=spec, special=special, chat_template=arguments.chat_template, chat_date=arguments.chat_date
+    )
     found = [(name, format.find(value, options)) for name, format in FORMATS.items() for value in _values(arguments, name)]
     own = os.path.join(os.path.abspath(arguments.out), "")  # a glob may find the output of an earlier run
     sources, pieces = [], {}
@@ -127,6 +138,8 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     settings = {name: getattr(arguments, name) for name in ("key", "holdout", "holdout_by", "on_bad")}
     settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else spec
+    templates = {piece.options.template.sha256 for piece in pieces.values() if piece.options.template}
+    settings |= {"chat_template": max(templates)} if templates else {}
     parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
     return _Request(parts, {"sources": sources, "settings": settings, "command": command}, tokenizer)
 

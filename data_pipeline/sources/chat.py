@@ -67,7 +67,7 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(content, str | None):
             raise ChatError("content of a message is not a string")
         others = {key: value for key, value in row.items() if key not in ("from", "value")}
-        messages.append({**others, "role": role, "content": content})
+        messages.append(others | {"role": role, "content": content})
     if not any(message["role"] == "assistant" for message in messages):
         raise ChatError("no assistant turn")
     return messages

@@ -1,0 +1,152 @@
+"""prepare --chat: conversations arrive as ids with a loss mask, bad rows go by --on-bad, and no row forges a special token."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+
+from data_pipeline import prepare
+from data_pipeline.shards import Manifest, TokenShards
+from data_pipeline.tokenizer import load_tokenizer, train_bpe
+
+END = "<|im_end|>"
+GOOD = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}
+SHAREGPT = {
+    "conversations": [{"from": "human", "value": "on"}, {"from": "gpt", "value": "the mat"}, {"from": "human", "value": "?"}]
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A directory with a tokenizer.json that has chatml's tokens."""
+    inner = tokenizers.Tokenizer.from_str(train_bpe(["the cat sat on the mat"] * 9, 280).content.decode())
+    inner.add_special_tokens(["<|im_start|>", END])
+    inner.save(str((folder := tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json"))
+    return folder
+
+
+def write(path, rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def command(tmp_path, tokenizer, *more):
+    return [
+        str(tmp_path / "out"),
+        "--chat",
+        f"{tmp_path}/*.jsonl",
+        "--tokenizer",
+        str(tokenizer),
+        "--chat-template",
+        "chatml",
+        *more,
+    ]
+
+
+def conversations(directory):
+    """Of every document: all of its text, and its targets, with special tokens."""
+    shards, inner = TokenShards.open(directory, "full"), load_tokenizer(directory).inner
+    for number in range(shards.num_documents):
+        first, length = shards.document(number)
+        ids, mask = shards.read(first, length), shards.mask(np.array([first]), length)[0]
+        yield tuple(inner.decode(part.tolist(), skip_special_tokens=False) for part in (ids, ids[mask]))
+
+
+def test_conversations_arrive_with_their_targets(tmp_path, tokenizer, capsys):
+    write(tmp_path / "a.jsonl", [GOOD, SHAREGPT])
+    assert prepare.main(command(tmp_path, tokenizer)) == 0
+    start = "<|im_start|>"
+    assert list(conversations(tmp_path / "out")) == [
+        (f"{start}user\nthe cat{END}\n{start}assistant\nsat{END}\n<|endoftext|>", f"sat{END}"),
+        (f"{start}user\non{END}\n{start}assistant\nthe mat{END}\n{start}user\n?{END}\n<|endoftext|>", f"the mat{END}"),
+    ]
+    manifest = Manifest.load(tmp_path / "out")
+    assert manifest.text_bytes == len(f"sat{END}the mat{END}")
+    assert manifest.settings["chat_template"] and not manifest.problems
+    assert prepare.main(command(tmp_path, tokenizer)) == 0
+    assert "already complete" in capsys.readouterr().out
+    # another template is another output
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
+    assert prepare.main([*command(tmp_path, tokenizer), "--chat-template", str(tmp_path / "own.jinja")]) == 64
+    assert "chat_template: there" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_same_bytes_for_two_workers_and_a_held_out_share(tmp_path, tokenizer):
+    rows = [
+        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "sat " * (i % 60)}]}
+        for i in range(900)
+    ]
+    write(tmp_path / "a.jsonl", rows)
+    outputs = []
+    for workers in ("1", "2"):
+        line = command(tmp_path, tokenizer, "--workers", workers, "--holdout", "0.1", "--overwrite")
+        assert prepare.main(line) == 0
+        outputs.append([Manifest.load(tmp_path / "out" / part).uid for part in ("train", "eval")])
+        counts = [Manifest.load(tmp_path / "out" / part).num_documents for part in ("train", "eval")]
+        assert sum(counts) == 900 and 40 < counts[1] < 160
+    assert outputs[0] == outputs[1]
+
+
+def said(content, **more):
+    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": content, **more}]}
+
+
+BAD = [
+    ("{", "broken JSON", None),
+    ({"text": "x"}, "no messages: neither a list", None),
+    ({"messages": []}, "no messages: neither a list", None),
+    ({"messages": ["x"]}, "a message is not a JSON object", None),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot', not one of system,", None),
+    ({"messages": [{"role": None, "content": "x"}]}, "unknown role 'None'", None),
+    ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role", None),
+    ({"conversations": [{"from": "function_call", "value": "x"}]}, "unknown role 'function_call'", None),
+    (said(None), "content of a message is null or missing", None),
+    (said([{"type": "text", "text": "x"}]), "content of a message is not a string", None),
+    ({"messages": GOOD["messages"][:1]}, "no assistant turn", None),
+    ({**GOOD, "tools": 3}, "tools is not a list", None),
+    ({**GOOD, "tools": "["}, "tools is not JSON", None),
+    ({**GOOD, "tools": [{}]}, "the chat template refuses it (chatml has no form for tools)", None),
+    (said(None, tool_calls=[1]), "the chat template refuses it (chatml has no form for tool_calls)", None),
+    (said("a" + END + "b"), f"text spells the special token {END}", "a\ufffd|im_end|>b" + END),
+    (said("a<|endoftext|>"), "text spells the special token <|endoftext|>", "a\ufffd|endoftext|>" + END),
+    (said("a\0b"), "NUL character", "a\ufffdb" + END),
+    (said("a\ufdd0b"), "a noncharacter, U+FDD0 or U+FDD1", "a\ufffdb" + END),
+]
+
+
+@pytest.mark.parametrize(("row", "problem", "mended"), BAD, ids=range(len(BAD)))
+def test_bad_rows_go_by_on_bad(tmp_path, tokenizer, capsys, row, problem, mended):
+    write(tmp_path / "a.jsonl", [GOOD, row])
+    assert prepare.main(command(tmp_path, tokenizer)) == 65
+    error = capsys.readouterr().err
+    assert f"a.jsonl:2: {problem}" in error and "Mend the file, or give --on-bad skip or replace." in error
+    assert "Traceback" not in error
+    for rule in ("skip", "replace"):
+        assert prepare.main(command(tmp_path, tokenizer, "--on-bad", rule, "--overwrite")) == 0
+        targets = [target for _, target in conversations(tmp_path / "out")]
+        assert targets == [f"sat{END}", *([mended] if mended and rule == "replace" else [])]
+        assert f"1 x {problem}" in capsys.readouterr().out
+
+
+def test_no_key_or_name_forges_a_special_token_either(tmp_path, tokenizer, capsys):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "x", "tool_calls": [{END: 1}]}]}])
+    assert prepare.main([*command(tmp_path, tokenizer), "--chat-template", str(tmp_path / "t.jinja")]) == 65
+    assert f"text spells the special token {END}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [[], ["--tokenizer", "chars"], ["--tokenizer", "bpe:300"]])
+def test_chat_needs_a_tokenizer_that_is_there(tmp_path, capsys, given):
+    write(tmp_path / "a.jsonl", [GOOD])
+    assert prepare.main([str(tmp_path / "out"), "--chat", f"{tmp_path}/a.jsonl", *given]) == 64
+    assert "--chat: needs a tokenizer that has the tokens of its template" in (error := capsys.readouterr().err)
+    assert "Give --tokenizer path/to/tokenizer.json" in error
+
+
+def test_a_glob_without_files_and_a_missing_template(tmp_path, tokenizer, capsys):
+    assert prepare.main(command(tmp_path, tokenizer)) == 65
+    assert "--chat" in (error := capsys.readouterr().err) and "matches no file" in error
+    write(tmp_path / "a.jsonl", [GOOD])
+    assert prepare.main([str(tmp_path / "out"), "--chat", f"{tmp_path}/a.jsonl", "--tokenizer", str(tokenizer)]) == 65
+    assert "there is no chat template beside the tokenizer" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""Chat templates: the same text and masks as transformers', the assistant's turns found, and errors a user can act on."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.chat import ChatError, Template, load_template, render, render_spans
+from data_pipeline.errors import DataError, UsageError
+from data_pipeline.tokenizer import JsonTokenizer
+
+# Made with transformers: texts, ids and masks of `templates` and `conversations`, with `tokenizer`.
+EXPECTED = json.loads((Path(__file__).parents[1] / "data/chat/expected.json").read_text())
+TOKENIZER = JsonTokenizer(json.dumps(EXPECTED["tokenizer"]).encode(), "expected")
+TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"))
+TEMPLATES = {
+    name: Template(source, TOKENS, tuple(TOKENIZER.special), "2026-11-21") for name, source in EXPECTED["templates"].items()
+}
+CHATML = load_template("chatml", "bytes", ["<|im_start|>", "<|im_end|>"])[0]
+
+
+@pytest.mark.parametrize(
+    "case", EXPECTED["expected"], ids=lambda case: f"{case['template']}-{case['conversation']}-{case['prompt']}"
+)
+def test_text_ids_and_masks_are_those_of_transformers(case):
+    template, conversation = TEMPLATES[case["template"]], EXPECTED["conversations"][case["conversation"]]
+    messages, tools = conversation["messages"], conversation.get("tools")
+    if "error" in case:
+        with pytest.raises(ChatError, match=f"the chat template refuses it .*{re.escape(case['error'])}"):
+            render(template, messages, tools, case["prompt"])
+        return
+    assert render(template, messages, tools, case["prompt"]) == case["text"]
+    if not case["prompt"]:
+        ids, mask = TOKENIZER.encode_spans(render_spans(template, messages, tools))
+        assert ids.tolist() == case["ids"]
+        assert "mask" not in case or mask.astype(int).tolist() == case["mask"]
+
+
+SAID = {
+    ("chatml", "plain"): ["hello there<|im_end|>"],
+    ("chatml", "turns"): ["sat\n<|im_end|>", " 東京 🙂<|im_end|>"],
+    ("generation", "turns"): ["sat<|im_end|>", "東京 🙂<|im_end|>"],
+    ("headers", "plain"): ["hello there<|eot|>"],
+    ("headers", "tools"): ['{"name": "f", "arguments": {"where": "東京"}}<|eot|>', "cold<|eot|>"],
+    ("inst", "turns"): [" sat </s>", " 東京 🙂 </s>"],
+}
+
+
+@pytest.mark.parametrize(("template", "conversation"), SAID)
+def test_what_the_assistant_said_and_its_ends_of_turn_are_targets(template, conversation):
+    chat = EXPECTED["conversations"][conversation]
+    spans = render_spans(TEMPLATES[template], chat["messages"], chat.get("tools"))
+    assert [text for text, target in spans if target] == SAID[template, conversation]
+    assert "".join(text for text, _ in spans) == render(TEMPLATES[template], chat["messages"], chat.get("tools"))
+
+
+def test_without_special_tokens_everything_up_to_the_next_turn_is_said():
+    plain = Template(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert render_spans(plain, messages) == [("user: a\nassistant:", False), (" b\n", True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=6)), min_size=1, max_size=5
+    )
+)
+def test_generation_blocks_and_comparing_prefixes_agree(turns):
+    messages = [{"role": role, "content": content} for role, content in turns]
+    unmarked = CHATML._replace(source=CHATML.source.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    if "assistant" not in dict(turns):
+        for template in (CHATML, unmarked):
+            with pytest.raises(ChatError, match="writes nothing of the assistant's"):
+                render_spans(template, messages)
+        return
+    spans = render_spans(CHATML, messages)
+    assert spans == render_spans(unmarked, messages)
+    assert [text for text, target in spans if target] == [c + "<|im_end|>" for role, c in turns if role == "assistant"]
+    assert "".join(text for text, _ in spans) == "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in turns)
+
+
+def test_templates_that_change_earlier_turns_are_told():
+    forgetful = "{% for m in messages %}{{ m.role + (m.content if loop.last else '') + '<|im_end|>' }}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    with pytest.raises(ChatError, match=r"otherwise once more messages follow.*mark it with \{% generation %\}"):
+        render_spans(Template(forgetful), messages)
+
+
+def test_templates_are_other_people_s_programs():
+    messages = [{"role": "user", "content": "a"}]
+    for source in (
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ 1 // 0 }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ):
+        with pytest.raises(ChatError, match="the chat template refuses it"):
+            render(Template(source), messages)
+    assert render(Template("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}"), messages) == "True"
+
+
+def test_where_a_template_comes_from(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    settings = {
+        "chat_template": "of settings{{ bos_token }}{{ eos_token }}",
+        "bos_token": {"content": "<s>"},
+        "eos_token": None,
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    template, files = load_template("", tmp_path, ["<s>"])
+    assert template == Template(settings["chat_template"], (("bos_token", "<s>"),), ("<s>",))
+    assert files == [tmp_path / "tokenizer_config.json"] and render(template, []) == "of settings<s>"
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "default"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
+    assert load_template("", tmp_path / "tokenizer.json", [])[0].source == "default"
+    (tmp_path / "chat_template.jinja").write_text("of the file\n")
+    template, files = load_template("", tmp_path, [])
+    assert template.source == "of the file\n" and files[0] == tmp_path / "chat_template.jinja"
+    (tmp_path / "given.jinja").write_text("given")
+    given = load_template(str(tmp_path / "given.jinja"), tmp_path, [])[0]
+    assert given.source == "given" and given.sha256 != template.sha256 == template._replace().sha256
+
+
+@pytest.mark.parametrize(
+    ("spec", "source", "message"),
+    [
+        ("", "", "neither chat_template.jinja nor chat_template in tokenizer_config.json. Give --chat-template FILE"),
+        ("absent.jinja", "", "absent.jinja: can't be read .No such file.*Name a file, or chatml"),
+        ("chatml", "", r"no special token <\|im_end\|>.*Give a tokenizer that has it, or --chat-template FILE"),
+        ("FILE", "x\n{% if %}", "line 2 is not jinja .*Mend the template"),
+        ("FILE", "{{ bos_token }}", 'bos_token, which no tokenizer_config.json.*Add "bos_token" there, with null'),
+        ("FILE", "{{ strftime_now('%d') }}", "writes the date. Give --chat-date YYYY-MM-DD"),
+    ],
+)
+def test_templates_that_can_not_be_used_say_what_to_do(tmp_path, spec, source, message):
+    (tmp_path / "t.jinja").write_text(source)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(DataError, match=message):
+        load_template(str(tmp_path / "t.jinja") if spec == "FILE" else spec, tmp_path, ["</s>"])
+
+
+def test_bad_dates_settings_and_a_missing_package(tmp_path, monkeypatch):
+    (tmp_path / "t.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}")
+    given, date = load_template(str(tmp_path / "t.jinja"), "bytes", [], "2024-02-29"), "2024-02-30"
+    assert render(given[0], []) == "2024-02-29"
+    with pytest.raises(DataError, match=r"--chat-date 2024-02-30: is not a date. Give YYYY-MM-DD"):
+        load_template(str(tmp_path / "t.jinja"), "bytes", [], date)
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(DataError, match=r"--tokenizer .*is not a JSON object. Mend it"):
+        load_template(str(tmp_path / "t.jinja"), tmp_path, [])
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "jinja2", None)
+        with pytest.raises(UsageError, match=r"--chat: needs jinja2.*pip install 'maxtrain\[chat\]'"):
+            load_template(str(tmp_path / "t.jinja"), "bytes", [], "2024-02-29")
