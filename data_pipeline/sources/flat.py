@@ -1,7 +1,7 @@
 """Files of nothing but token ids, nanoGPT's .bin and OLMo's .npy: documents are what lies between end-of-document ids.
 
-The ids are little-endian uint16, or uint32 where the tokenizer's vocabulary needs it or every second uint16 is 0. The name .npy
-notwithstanding, OLMo's files have no header; numpy's own files, which have one, are read by it.
+The ids are little-endian uint16, or wider where the tokenizer's vocabulary needs it or the upper halves of all that a file
+begins with are 0. The name .npy notwithstanding, OLMo's files have no header; numpy's own, which have one, are read by it.
 """
 
 import itertools
@@ -61,9 +61,10 @@ def _open(piece: Piece) -> np.ndarray:
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise DataError(f"{piece.path}: holds {tokens.dtype} {tokens.shape}. Save ids as one row of integers: ids.ravel().")
         return tokens
-    upper = np.frombuffer(head[: len(head) // 4 * 4], "<u2")[1::2]
-    wide = (piece.options.vocab_size or 0) > 1 << 16 or (len(upper) >= 16 and not upper.any())
-    return mapped(piece.path, np.dtype("<u4" if wide else "<u2"))
+    width, values = 2, np.frombuffer(head[: len(head) // 8 * 8], "<u2")
+    while width < 8 and ((piece.options.vocab_size or 0) > 1 << 8 * width or (len(values) >= 32 and not values[1::2].any())):
+        width, values = 2 * width, values[::2]
+    return mapped(piece.path, np.dtype(f"<u{width}"))
 
 
 def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:

@@ -36,7 +36,8 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 def _rows(pyarrow: Any, piece: Piece) -> Iterator[bytes | None]:
     """The column's values in the piece; whole row groups before it are passed over, and nothing is held longer than a batch."""
-    with pyarrow.parquet.ParquetFile(piece.path, buffer_size=_BUFFER_BYTES) as file:
+    settings = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False, "page_checksum_verification": True}
+    with pyarrow.parquet.ParquetFile(piece.path, **settings) as file:
         counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         starts = list(itertools.accumulate(counts, initial=0))
         groups = [

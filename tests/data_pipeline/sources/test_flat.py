@@ -29,7 +29,7 @@ def decoded(pieces):
     return [bytes(document.tokens.tolist()).decode() for document in documents(pieces)]
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("<u2", "nanogpt"), ("<u2", "olmo"), ("<u4", "olmo"), ("<u4", "nanogpt")])
+@pytest.mark.parametrize(("dtype", "name"), [("<u2", "nanogpt"), ("<u2", "olmo"), ("<u4", "olmo"), ("<i8", "nanogpt")])
 def test_raw_ids_of_either_width(tmp_path, prepared, dtype, name):
     ids_of(TEXTS).astype(dtype).tofile(tmp_path / "a.bin")
     out = prepared.out(f"--{name}", tmp_path / "a.bin", "--tokenizer", "bytes")
