@@ -101,14 +101,14 @@ def encode_unit(directory: Path, record: Path, unit: Unit, tokenizer: Tokenizer,
     try:
         for document in usable(unit, on_bad, problems):
             content = document.text or ""
-            if unknown := tokenizer.unknown(content):
+            if unknown := tokenizer.unknown(content if document.spans is None else tokenizer.plain(document.spans)):
                 content = content.translate(dict.fromkeys(map(ord, unknown)))
                 where = f"{document.where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
                 if not accept(Document(content, where, "character without an id in the tokenizer"), on_bad, problems):
                     continue
             ids, mask, size = _encode(document._replace(text=content), tokenizer)
             if len(ids):
-                mask = mask if mask is None else np.append(mask, [False] * len(end))  # a template ends its turns itself
+                mask = mask if mask is None else np.append(mask, np.zeros(len(end), bool))  # a template ends its turns itself
                 writer.append(np.append(ids, np.array(end, np.int32)), mask=mask)
                 text_bytes += size
         shards = [vars(writer.close())] if writer.tokens else []

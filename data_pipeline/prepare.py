@@ -78,7 +78,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         help="of --chat: jinja, or chatml (default: the one beside the tokenizer)",
     )
     add("--chat-date", metavar="YYYY-MM-DD", default="", help="the date that a chat template writes, if it writes one")
-    add("--tokenizer", help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json (default: bytes)")
+    add(
+        "--tokenizer",
+        help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json, .model or .tiktoken (default: bytes)",
+    )
     add("--eod", choices=["append", "none"], help="end documents with a token of their own (default: append; none for chars)")
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
     add("--holdout-by", choices=["document", "tail"], default="document", help="tail: the last share of every file instead")

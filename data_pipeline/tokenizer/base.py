@@ -63,6 +63,10 @@ class Tokenizer(abc.ABC):
         stops = np.maximum(stops, starts + 1)  # of bytes that make one character, all but one may count as empty
         return ids, before[stops] > before[starts]
 
+    def plain(self, spans: list[tuple[str, bool]]) -> str:
+        """The text of spans without special tokens."""
+        return self._specials.sub("", "".join(part for part, _ in spans))
+
     def locate(self, text: str) -> Located:
         """Ids of a template's text, special tokens among them, and the characters that each stands for."""
         at, found = 0, [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]

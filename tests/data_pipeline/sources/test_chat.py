@@ -150,3 +150,16 @@ def test_a_glob_without_files_and_a_missing_template(tmp_path, tokenizer, capsys
     write(tmp_path / "a.jsonl", [GOOD])
     assert prepare.main([str(tmp_path / "out"), "--chat", f"{tmp_path}/a.jsonl", "--tokenizer", str(tokenizer)]) == 65
     assert "there is no chat template beside the tokenizer" in capsys.readouterr().err
+
+
+def test_characters_without_an_id_go_by_on_bad(tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "chars", "characters": "\n:acehrstux", "eod": False}))
+    write(tmp_path / "a.jsonl", [said(content) for content in ("hat", "é", "taste")])
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role[:1] + ':' + m.content + '\n' }}{% endfor %}")
+    line = [*command(tmp_path, tmp_path / "tokenizer.json"), "--chat-template", str(tmp_path / "t.jinja"), "--eod", "none"]
+    assert prepare.main(line) == 65
+    assert "a.jsonl:line 2 after byte 0: 'é' (U+00E9): character without an id" in capsys.readouterr().err
+    assert prepare.main([*line, "--on-bad", "replace"]) == 0
+    shards, tokenizer = TokenShards.open(tmp_path / "out", "full"), load_tokenizer(tmp_path / "out")
+    ids, mask = shards.read(0, shards.num_tokens), shards.mask(np.array([0]), shards.num_tokens)[0]
+    assert tokenizer.decode(ids) == "u:x\na:hat\nu:x\na:taste\n" and tokenizer.decode(ids[mask]) == "a:hat\na:taste\n"
