@@ -109,12 +109,16 @@ def _read(path: Path, content: bytes) -> Tokenizer:
     name, eod = name if path.name == _MODEL else path.stem, named_token(settings, "eos_token")
     if is_ranks(content):
         return TiktokenTokenizer(content, name, *ranks_settings(path), eod)
-    return SentencePieceTokenizer(content, name, _added_tokens(settings), eod)
+    special, plain = (_added_tokens(settings, special) for special in (True, False))
+    tokenizer = SentencePieceTokenizer(content, name, special, eod)
+    if beyond := [token for token, i in plain.items() if i >= tokenizer.inner.piece_size()]:
+        raise ValueError(f"{SETTINGS} adds {beyond[0]!r} to be found in text, which only a tokenizer.json can do")
+    return tokenizer
 
 
-def _added_tokens(settings: dict[str, Any]) -> dict[str, int]:
-    """Special tokens of a tokenizer_config.json: ids by spelling."""
+def _added_tokens(settings: dict[str, Any], special: bool) -> dict[str, int]:
+    """Tokens that a tokenizer_config.json lists, the special ones or the others: ids by spelling."""
     added = settings.get("added_tokens_decoder", {})
     if not isinstance(added, dict):
         raise ValueError(f"added_tokens_decoder of {SETTINGS} is not an object")
-    return {entry["content"]: int(i) for i, entry in added.items() if entry.get("special")}
+    return {entry["content"]: int(i) for i, entry in added.items() if bool(entry.get("special")) == special}
