@@ -55,7 +55,7 @@ def median_seconds(work: Callable[[], object], clock: Callable[[], float] = time
 
 def rates(data: TrainingData) -> list[float]:
     """Millions of tokens per second: `.batch` in a loop, then through grain; each by wall clock and by processor time."""
-    tokens = data.plan.batch_size * data.config.seq_length
+    tokens = data.config.batch_size * data.config.seq_length
     steps = max(30, min(3000, 8_000_000 // tokens))
     for shards in data.shards:  # every block was read and compared with its crc32 before the clock starts
         shards.read(0, shards.num_tokens)
@@ -78,9 +78,11 @@ def rates(data: TrainingData) -> list[float]:
 def plan_milliseconds() -> float:
     """Look-up of 4,096 rows at global row 10^12 of a mixture of 6 sources."""
     weights = {name: 10.0**-i for i, name in enumerate("abcdef")}
-    sources = {name: PlanSource(f"uid-{name}", int(1e9 * weight), int(4e12 * weight)) for name, weight in weights.items()}
-    config = DataConfig(sources={name: SourceConfig(name, weight, None) for name, weight in weights.items()})
-    plan = Plan.solve(0, 4096, 4096, sources, config, 10**9)
+    sources = {
+        name: PlanSource(f"uid-{name}", int(4e12 * weight), {4096: int(1e9 * weight)}) for name, weight in weights.items()
+    }
+    named = {name: SourceConfig(name, weight, None) for name, weight in weights.items()}
+    plan = Plan.solve(0, sources, DataConfig(sources=named, seq_length=4096, batch_size=4096), 10**9)
     return 1e3 * median_seconds(lambda: plan.rows(10**12, 10**12 + 4096))
 
 

@@ -26,11 +26,13 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """One stage of the mixture; stages follow each other, every source goes on where it left off."""
+    """One stage: mixture and shape of batch. Stages follow each other; every source goes on where it left off."""
 
     until: float | None = key(None, "where the stage ends, counted from the start of the run; null: its end", above=0)
     unit: Literal["steps", "tokens", "fraction"] = key("steps", "unit of `until`; fraction is of `steps`")
-    weights: dict[str, float] = key({}, "share of tokens of each source; a source left out is not drawn")
+    weights: dict[str, float] = key({}, "share of tokens of each source, one left out is not drawn; empty: the sources' own")
+    batch_size: int | None = key(None, "rows in a step of this stage; null: data.batch_size", low=1)
+    seq_length: int | None = key(None, "tokens in a row of this stage, with a fresh pass; null: data.seq_length", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,9 @@ class DataConfig:
     )
     seq_length: int = key(1024, "tokens in a row", low=1)
     batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1)
+    accept_changes: bool = key(
+        False, "go on from a checkpoint although its data was another: that order ends there, this config's begins"
+    )
     attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
     zero_weight: Literal["raise", "stop", "warn"] = key("raise", "what to do about a batch without a single target token")

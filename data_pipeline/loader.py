@@ -8,6 +8,7 @@ reads a set exactly once, in order, with rows of zero weight to fill its last ba
 import functools
 import gc
 import hashlib
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,22 +22,27 @@ from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch
 from data_pipeline.packing import Windows, count_rows, pack, phase
-from data_pipeline.plan import Plan, PlanSource, Rows, Steps
+from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
 from data_pipeline.shards import TOKENIZER, Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
 _BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-up
+HostRows = np.ndarray | dict[int, np.ndarray] | None  # of a global batch, alike for all or by batch size; None: all
 
 
 class Batch(NamedTuple):
     """One host's batch of one step, and how many of its targets count.
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows.
+    `digest` identifies the rows of the whole global batch, so it is the same on every host; `content` is a checksum of
+    this host's tokens.
     """
 
     step: int
     arrays: dict[str, np.ndarray]
     num_targets: int
+    digest: str
+    content: int
 
 
 class _Dataset:
@@ -46,9 +52,11 @@ class _Dataset:
         self.config, self.sources, self.vocab_size = config, sources, sources[0].vocab_size
         self._sizes = np.array([source.num_tokens for source in sources])
 
-    def _read(self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str]) -> Batch:
+    def _read(
+        self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str], length: int
+    ) -> Batch:
         """The batch of a step: this host's `rows` of the global batch, whose epochs begin at `phases` of their streams."""
-        length = self.config.seq_length
+        digest = hashlib.blake2b(np.concatenate(batch).astype("<i8").tobytes(), digest_size=8).hexdigest()
         source, epoch, row, first = (part if rows is None else part[rows] for part in (*batch, phases))
         windows = Windows(source, first + row * length, (self._sizes[source] - row * length).clip(0, length))
         arrays = pack(self.sources, windows, length, self.config.restart_positions, self.config.attend_across_documents)
@@ -58,7 +66,8 @@ class _Dataset:
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
         check_batch(arrays, self.vocab_size, describe)
-        return Batch(step, arrays, int(np.count_nonzero(arrays["loss_mask"])))
+        num_targets, content = int(np.count_nonzero(arrays["loss_mask"])), zlib.crc32(arrays["targets"].data)
+        return Batch(step, arrays, num_targets, digest, content)
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         workers, prefetch = self.config.workers, self.config.prefetch
@@ -86,7 +95,6 @@ class TrainingData(_Dataset):
     def __init__(self, config: DataConfig, plan: Plan, shards: list[TokenShards]):
         super().__init__(config, shards)
         self.plan, self.shards = plan, shards
-        self._steps_per_block = max(1, _BLOCK_ROWS // plan.batch_size)
         self._block = functools.lru_cache(maxsize=8)(self._read_block)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,26 +110,30 @@ class TrainingData(_Dataset):
         content = (self.plan.fingerprint_at(step), self.config.restart_positions, self.config.attend_across_documents)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
-    def _read_block(self, block: int) -> tuple[Rows, np.ndarray]:
-        """Rows of all steps of a block, and where in its stream the epoch of each begins."""
-        first, last = (min(b * self._steps_per_block, self.plan.num_steps) for b in (block, block + 1))
-        rows = self.plan.rows(first * self.plan.batch_size, last * self.plan.batch_size)
-        pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
-        return rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])
+    def cursor_at(self, step: int) -> dict[str, Any]:
+        """Where the data stands before `step`, as JSON: what a checkpoint of that step needs to go on with other settings."""
+        return self.plan.cursor_at(step)._asdict()
 
-    def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
-        """These rows of the batch of a step (None: all), in this order: a pure function of (config, manifests, seed, step).
+    def _read_block(self, block: int) -> np.ndarray:
+        """int64 [4, rows]: source, epoch and row of the rows of a block, and where in its stream the epoch of each begins."""
+        rows = self.plan.rows(block * _BLOCK_ROWS, (block + 1) * _BLOCK_ROWS)
+        pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
+        return np.stack([*rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])])
+
+    def batch(self, step: int, rows: HostRows = None) -> Batch:
+        """These rows of the batch of a step, in this order: a pure function of (config, manifests, seed, step).
 
         DataError: a shard is damaged, or a batch breaks an invariant.
         """
         assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
-        (block, within), size = divmod(step, self._steps_per_block), self.plan.batch_size
-        of_block, phases = self._block(block)
-        here = slice(within * size, (within + 1) * size)
-        batch = Rows(*(part[here] for part in of_block))
-        return self._read(step, batch, phases[here], rows, self.plan.names)
+        (first, end), span = self.plan.row_range(step), self.plan.span(step)
+        blocks = range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1)
+        parts = [self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS] for b in blocks]
+        *batch, phases = np.concatenate(parts, axis=1)
+        rows = rows[span.batch_size] if isinstance(rows, dict) else rows
+        return self._read(step, Rows(*batch), phases, rows, self.plan.names, span.seq_length)
 
-    def iterate(self, start_step: int, rows: np.ndarray | None = None, stop_step: int | None = None) -> Iterator[Batch]:
+    def iterate(self, start_step: int, rows: HostRows = None, stop_step: int | None = None) -> Iterator[Batch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
         stop = self.plan.num_steps if stop_step is None else stop_step
         return self._iterate(start_step, stop, functools.partial(self.batch, rows=rows))
@@ -144,7 +156,7 @@ class EvaluationData(_Dataset):
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
         row = step * self.batch_size + np.arange(self.batch_size)
         batch = Rows(np.zeros_like(row), np.zeros_like(row), row)
-        return self._read(step, batch, np.full_like(row, -1), rows, ["held out"])
+        return self._read(step, batch, np.full_like(row, -1), rows, ["held out"], self.config.seq_length)
 
     def iterate(self, rows: np.ndarray | None = None, num_batches: int | None = None) -> Iterator[Batch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
@@ -162,17 +174,24 @@ def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
             raise ConfigError(f"{where} {rule}. Prepare one of them again with the tokenizer of the other.")
 
 
-def open_training(config: DataConfig, seed: int, steps: Steps) -> TrainingData:
+def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str, Any] | None = None) -> TrainingData:
     """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the order of rows.
+
+    With the `cursor` of a checkpoint, the plan goes on from there, whatever the settings were before.
 
     ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ. DataError: a directory is not whole.
     """
     shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
     if shards:
         require_one_tokenizer({f"data.sources.{name}": s.manifest for name, s in shards.items()})
-    length = config.seq_length
-    sources = {name: PlanSource(s.uid, count_rows(s.num_tokens, length), s.num_tokens) for name, s in shards.items()}
-    plan = Plan.solve(seed, length, config.batch_size, sources, config, steps)
+    start = Cursor(**cursor) if cursor else None
+    lengths = {config.seq_length, *(stage.seq_length or config.seq_length for stage in config.stages)}
+    lengths |= {start.seq_length} if start else set()
+    sources = {
+        name: PlanSource(s.uid, s.num_tokens, {length: count_rows(s.num_tokens, length) for length in lengths})
+        for name, s in shards.items()
+    }
+    plan = Plan.solve(seed, sources, config, steps, start)
     return TrainingData(config, plan, [shards[name] for name in plan.names])
 
 

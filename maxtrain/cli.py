@@ -10,6 +10,7 @@ from maxtrain import __version__
 
 VERBS = {
     "prepare": "text to token shards: prepare OUT --text GLOB",
+    "plan": "what a run would read, and when: plan config=NAME key=value ...",
     "train": "token shards to a model: train config=NAME key=value ...",
     "generate": "a model to text: generate RUN --prompt TEXT",
 }
@@ -24,10 +25,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from data_pipeline import prepare
 
         return prepare.main(rest)
-    if verb == "train":
+    if verb in ("train", "plan"):
         from maxtrain.config.load import from_command_line
 
-        config = from_command_line(rest, "maxtrain train")  # before jax is imported
+        config = from_command_line(rest, f"maxtrain {verb}")  # before jax is imported
+        if verb == "plan":
+            from maxtrain import show_plan
+
+            return show_plan.main(config)
         from maxtrain import train
 
         return train.main(config)

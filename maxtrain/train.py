@@ -24,7 +24,7 @@ from data_pipeline.errors import ConfigError, DivergedError, TryAgainError, run_
 from data_pipeline.guard import ZeroWeight
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.shards import write_atomic
-from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.manager import Checkpoints, latest_record
 from maxtrain.finish import finish
 from maxtrain.models.cost import token_flops
 from maxtrain.observe.metrics import MetricsLog, Stopwatch
@@ -50,13 +50,14 @@ def run(config: RunConfig) -> None:
         UserError: what went wrong, with the exit code that says whether the same command may be tried again.
     """
     clock = Stopwatch()
-    data, sets = open_data(config)
+    folder = Path(config.output_dir, config.run_name)
+    saved = latest_record(folder / "checkpoints")
+    data, sets = open_data(config, saved)
     config = asked = with_vocabulary(config, data.vocab_size)
     distributed.start(config.mesh, config.observe.compilation_cache)
     config = fit_to_devices(config, jax.device_count())  # what was asked for is saved: it fits other machines too
     mesh = make_mesh(config.mesh)
     chief = jax.process_index() == 0
-    folder = Path(config.output_dir, config.run_name)
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     num_steps = data.plan.num_steps
     with (
@@ -70,7 +71,7 @@ def run(config: RunConfig) -> None:
         abstract = abstract_state(params, optimizer, mesh)
         describe(progress, config, params, mesh)
         loop = Loop(config, data, sets, checkpoints, progress, clock, stop, graphdef, abstract, mesh)
-        state = loop.restore(optimizer)
+        state = loop.restore(optimizer, saved)
         progress.update(loop.step)
         if chief:
             loop.logs.append(MetricsLog(folder, loop.step))  # makes the folder
@@ -91,9 +92,22 @@ def run(config: RunConfig) -> None:
         finish(config, data, sets, loop.step, clock, loop.ending, nnx.merge(graphdef, state.params) if whole else None)
 
 
-def open_data(config: RunConfig) -> tuple[TrainingData, dict[str, EvaluationData]]:
-    """Training data with its plan solved, and the evaluation sets; all of one tokenizer."""
+def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:
+    """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
+
+    `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
+    config accepts that it was not.
+    """
     data = open_training(config.data, config.seed, config.steps)
+    if saved and saved["data"] != data.fingerprint_at(saved["step"]):
+        if not config.data.accept_changes:
+            run = Path(config.output_dir, config.run_name)
+            raise ConfigError(
+                f"the data before step {saved['step']:,} is not what {run} was trained on: another data set, seed, batch size, "
+                "row length or mixture. Set the config back to the saved config.yaml there, set run_name to a new name to "
+                "start afresh, or data.accept_changes=true to go on with this data from that step on."
+            )
+        data = open_training(config.data, config.seed, config.steps, saved["cursor"])
     rows = config.eval.batch_size or config.data.batch_size
     sets = {name: open_evaluation(path, config.data, rows) for name, path in config.eval.sets.items()}
     first = next(iter(config.data.sources))
@@ -142,33 +156,31 @@ class Loop:
     tokens_seen: int = 0
     ending: str = ""  # why the run ends before its plan does
     peak: float = 0.0  # FLOP/s of one device
-    window: list[tuple[int, Metrics]] = dataclasses.field(default_factory=list)  # since the last flush, on the device
-    lap: list[int] = dataclasses.field(default_factory=list)  # targets of each step since the last record
+    window: list[tuple[int, str, Metrics]] = dataclasses.field(default_factory=list)  # since the last flush, on the device
+    lap: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # targets, rows and length since the last record
     logs: list[Any] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        length = self.config.data.seq_length
-        self.layout = BatchLayout(self.mesh, self.config.data.batch_size, length)
-        self.flops = token_flops(self.config.model, length)
-        self.eval_layout = BatchLayout(self.mesh, self.config.eval.batch_size or self.config.data.batch_size, length)
+        shapes = {(span.batch_size, span.seq_length) for span in self.data.plan.spans}
+        self.layouts = {shape: BatchLayout(self.mesh, *shape) for shape in shapes}
+        self.flops = {length: token_flops(self.config.model, length) for _, length in shapes}
+        eval_rows = self.config.eval.batch_size or self.config.data.batch_size
+        self.eval_layout = BatchLayout(self.mesh, eval_rows, self.config.data.seq_length)
         self.eval_step = make_eval_step(self.graphdef, next_token)
         self.zero_weight = ZeroWeight(self.config.data.zero_weight)
 
-    def restore(self, optimizer: optax.GradientTransformation) -> TrainState:
-        """The newest checkpoint if there is one, else imported weights, else random ones."""
-        latest, config = self.checkpoints.latest(), self.config
-        if latest is not None:
-            record = self.checkpoints.read_record(latest)
-            if record["data"] != self.data.fingerprint_at(latest):
-                raise ConfigError(
-                    f"the data before step {latest:,} is not what {self.checkpoints.directory} was trained on: another data "
-                    "set, seed, batch size, row length or mixture. Set the config back to the saved config.yaml beside it, or "
-                    "set run_name to a new name to start afresh."
-                )
+    def restore(self, optimizer: optax.GradientTransformation, record: dict[str, Any] | None) -> TrainState:
+        """The checkpoint of this record if there is one, else imported weights, else random ones."""
+        config = self.config
+        if record is not None:
+            step = record["step"]
             with self.clock.during("restore"):
-                self.progress.phase(f"restoring step {latest:,}")
-                state, _ = self.checkpoints.restore(self.abstract)
-            self.progress.message(f"Goes on from step {latest:,} in {self.checkpoints.directory}.")
+                self.progress.phase(f"restoring step {step:,}")
+                state, _ = self.checkpoints.restore(self.abstract, step)
+            self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.directory}.")
+            if self.data.plan.history:
+                changed = f"What was read before step {step:,} is not what this config says: accepted"
+                self.progress.message(f"{changed}, by data.accept_changes. The plan begins there.", style="yellow")
             if record["num_steps"] != self.data.plan.num_steps:
                 planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
                 self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
@@ -189,16 +201,18 @@ class Loop:
             TryAgainError: asked to stop; everything is saved.
             DivergedError, DataError: see `flush`.
         """
-        config, total, compiled = self.config, self.data.plan.num_steps, None
-        host = self.data.iterate(self.step, self.layout.rows)
-        batches = prefetch((self.layout.to_global(batch.arrays) for batch in host), config.data.prefetch)
+        config, total, compiled = self.config, self.data.plan.num_steps, {}
+        host = self.data.iterate(self.step, {rows: layout.rows for (rows, _), layout in self.layouts.items()})
+        batches = prefetch(((self.layout(b.step).to_global(b.arrays), b.digest) for b in host), config.data.prefetch)
         while self.step < total and not self.ending:
             with self.clock.during("data_wait"):
-                batch = next(batches)
-            compiled = compiled or self.compile(step, state, batch)
-            state, metrics = compiled(state, batch)
+                batch, digest = next(batches)
+            shape = self.layout(self.step).shape
+            if shape not in compiled:
+                compiled[shape] = self.compile(step, state, batch)
+            state, metrics = compiled[shape](state, batch)
             self.step += 1
-            self.window.append((self.step, metrics))
+            self.window.append((self.step, digest, metrics))
             last = self.step == total
             log_due = last or self.step % config.log_interval == 0
             eval_due = last or (config.eval_interval and self.step % config.eval_interval == 0)
@@ -219,6 +233,10 @@ class Loop:
                 )
         return state
 
+    def layout(self, step: int) -> BatchLayout:
+        """How the batch of a step lies on the mesh."""
+        return self.layouts[self.data.plan.span(step)[3:]]
+
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
         """The compiled step; and the peak that its speed is compared with."""
         self.progress.phase("compiling the step")
@@ -236,12 +254,12 @@ class Loop:
             DivergedError: too many non-finite steps in a row.
             DataError: a batch without targets, if data.zero_weight is "raise".
         """
-        steps, values = [step for step, _ in self.window], jax.device_get([metrics for _, metrics in self.window])
-        self.window = []
+        steps, digests, values = zip(*self.window) if self.window else ((), (), ())
+        window, self.window = list(zip(steps, digests, jax.device_get(values))), []
         limit = self.config.optimizer.max_skipped
-        for step, value in zip(steps, values, strict=True):
-            self.lap.append(int(value["targets"]))
-            self.tokens_seen += self.lap[-1]
+        for step, _, value in window:
+            self.lap.append((int(value["targets"]), *self.layout(step - 1).shape))
+            self.tokens_seen += self.lap[-1][0]
             verdict = self.zero_weight.observe(step, float(value["targets"]))
             if verdict is not None:
                 self.progress.message(verdict.message, style="yellow")
@@ -252,25 +270,25 @@ class Loop:
                     f"{value['skipped_in_row']} steps in a row were not finite and changed nothing; "
                     f"optimizer.max_skipped={limit} allows no more. Lower optimizer.learning_rate, or look at the data there."
                 )
-        if log and steps:
-            self.record(steps[-1], values[-1])
+        if log and window:
+            self.record(*window[-1])
 
-    def record(self, step: int, value: dict[str, Any]) -> None:
+    def record(self, step: int, digest: str, value: dict[str, Any]) -> None:
         """Writes one record: the numbers of this step, and the speed since the last record."""
-        seconds, targets = self.clock.lap() / len(self.lap), sum(self.lap) / len(self.lap)
-        self.lap = []
-        positions = math.prod(self.layout.shape)
+        seconds, (lap, self.lap) = self.clock.lap(), (self.lap, [])
         peak_seconds = self.peak * jax.device_count() * seconds
         record = {name: value[name].item() for name in ("loss", "grad_norm", "learning_rate", "skipped")}
         record |= {
+            "batch": digest,
             "tokens_seen": self.tokens_seen,
-            "fill": value["targets"].item() / positions,
-            "tokens_per_second": targets / seconds,
-            "positions_per_second": positions / seconds,
-            "step_seconds": seconds,
-            "mfu": self.flops.full * positions / peak_seconds,
-            "mfu_causal": self.flops.causal * positions / peak_seconds,
+            "fill": lap[-1][0] / math.prod(lap[-1][1:]),
+            "tokens_per_second": sum(targets for targets, _, _ in lap) / seconds,
+            "positions_per_second": sum(rows * length for _, rows, length in lap) / seconds,
+            "step_seconds": seconds / len(lap),
+            "mfu": sum(rows * length * self.flops[length].full for _, rows, length in lap) / peak_seconds,
+            "mfu_causal": sum(rows * length * self.flops[length].causal for _, rows, length in lap) / peak_seconds,
         }
+        record |= {f"epochs/{name}": passes for name, passes in self.data.plan.epochs_at(step).items()}
         for log in self.logs:
             log.append(step, record)
         self.progress.update(step, record)
@@ -296,6 +314,7 @@ class Loop:
             "num_steps": self.data.plan.num_steps,
             "tokens_seen": self.tokens_seen,
             "data": self.data.fingerprint_at(self.step),
+            "cursor": self.data.cursor_at(self.step),
             "seed": self.config.seed,
             "config": to_yaml(self.config),
         }

@@ -33,7 +33,7 @@ FLOORS = {
     "maxtrain.models": 4,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(["maxtrain.train", "maxtrain.signals", "maxtrain.finish", "maxtrain.generate", "maxtrain.weights"], 6),
-    **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
+    **dict.fromkeys(["maxtrain.show_plan", "maxtrain.evaluate", "maxtrain.posttrain"], 6),
     **dict.fromkeys(["maxtrain.cli", "maxtrain.__main__", "maxtrain.launch", "maxtrain.sweep", "maxtrain.supervise"], 7),
     "benchmarks": 8,
 }

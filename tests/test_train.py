@@ -238,7 +238,7 @@ def test_going_on_with_something_else_is_refused(config, finished, capsys, overr
     before = (finished / "config.yaml").read_bytes(), (finished / "metrics.jsonl").read_bytes()
     assert train(config, "undisturbed", *overrides) == 78
     error = capsys.readouterr().err
-    assert re.search(message, error) and "or set run_name to a new name to start afresh." in error
+    assert re.search(message, error) and "set run_name to a new name to start afresh" in error
     assert ((finished / "config.yaml").read_bytes(), (finished / "metrics.jsonl").read_bytes()) == before
 
 
@@ -251,6 +251,37 @@ def test_more_steps_go_on_where_fewer_ended(config, finished, capsys):
 
 
 SHORT = ("steps=6", "eval_interval=0", "optimizer.warmup_steps=1")
+
+
+def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(config, finished, capsys):
+    """Twice the rows a step from there on; killed after the next checkpoint, the same command gives the same run."""
+    change = [
+        "data.accept_changes=true",
+        "data.batch_size=16",
+        f"steps={STEPS + 6}",
+        "checkpoint_interval=3",
+        "eval_interval=0",
+    ]
+    folder = folder_of(config, "accepted")
+    shutil.copytree(finished, folder)
+    runs = []
+    for _ in range(2):
+        assert train(config, "accepted", *change) == 0
+        assert "is not what this config says: accepted, by data.accept_changes" in capsys.readouterr().out
+        runs.append((numbers(folder)[STEPS:], final_state(folder)[0]))
+        shutil.rmtree(folder / "checkpoints" / f"{STEPS + 6:08d}")
+    assert runs[0] == runs[1] and len({record["batch"] for record in runs[0][0]}) == 6
+    tokens = np.diff([record["tokens_seen"] for record in numbers(folder)])
+    assert tokens[STEPS:].min() > 1.5 * tokens[:STEPS].max()
+
+
+def test_stages_may_change_the_shape_of_a_batch(config, capsys):
+    stages = "data.stages=[{until: 2, batch_size: 16}, {until: 4, seq_length: 16}, {}]"
+    assert train(config, "shapes", *SHORT, stages, "log_interval=1") == 0
+    records = [r for r in read_metrics(folder_of(config, "shapes")) if r["kind"] == "train"]
+    tokens = [r["fill"] for r in records] * np.array([16 * 32] * 2 + [8 * 16] * 2 + [8 * 32] * 2)
+    assert np.diff([0, *(r["tokens_seen"] for r in records)]).tolist() == tokens.tolist()
+    assert "from step 2 on 8 x 16, every source in a fresh pass; from step 4 on 8 x 32" in capsys.readouterr().out
 
 
 def test_numbers_that_are_not_finite_end_the_run_after_max_skipped(config, capsys):

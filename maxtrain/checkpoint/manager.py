@@ -47,7 +47,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
-        return [step for step, defect in self._survey().items() if not defect]
+        return [step for step, defect in _survey(self.directory).items() if not defect]
 
     def latest(self) -> int | None:
         """The newest complete step, read from the disk; None if there is none."""
@@ -80,10 +80,6 @@ class Checkpoints:
         if not self._config.asynchronous:
             self.wait()
         return True
-
-    def read_record(self, step: int | None = None) -> dict[str, Any]:
-        """The record saved with a step (None: the newest complete one), without its arrays; raises StorageError."""
-        return self._open(step)[2]
 
     def restore(self, abstract_state: PyTree, step: int | None = None, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
         """The arrays of a step, bit for bit as they were saved, laid out as asked for; and its record.
@@ -141,15 +137,10 @@ class Checkpoints:
     def _staging(self, step: int) -> Path:
         return self.directory / f".{step:08d}.partial"
 
-    def _survey(self) -> dict[int, str]:
-        """Steps that have a directory, in ascending order, and why they don't count; empty for those that do."""
-        steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdecimal())
-        return {step: _defect(self._path(step)) for step in steps}
-
     def _open(self, step: int | None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         """Path, commit record and caller's record of a complete step (None: the newest) of a format that we know."""
         self.wait()
-        survey = self._survey()
+        survey = _survey(self.directory)
         complete = [number for number, defect in survey.items() if not defect]
         if not complete:
             found = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in survey.items())
@@ -163,8 +154,7 @@ class Checkpoints:
         if commit["format"] > FORMAT:
             rule = f"has format {commit['format']}, written by {commit.get('versions')}; this version reads up to {FORMAT}"
             raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
-        with _as_storage_error(f"reading {path}", "Check the file's permissions."):
-            return path, commit, json.loads((path / "record.json").read_bytes())
+        return path, commit, _read_record(path)
 
     def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
@@ -193,6 +183,26 @@ class Checkpoints:
                 if every is None or old % every:
                     (self._path(old) / "commit.json").unlink()  # first, so that half a step is never taken for one
                     shutil.rmtree(self._path(old))
+
+
+def latest_record(directory: Path) -> dict[str, Any] | None:
+    """The record of the newest complete checkpoint below a directory, read without starting a device; None: there is none.
+
+    StorageError: it can't be read.
+    """
+    complete = [step for step, defect in _survey(directory.expanduser()).items() if not defect]
+    return _read_record(directory.expanduser() / f"{complete[-1]:08d}") if complete else None
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    with _as_storage_error(f"reading {path}", "Check the file's permissions."):
+        return json.loads((path / "record.json").read_bytes())
+
+
+def _survey(directory: Path) -> dict[int, str]:
+    """Steps that have a directory, in ascending order, and why they don't count; empty for those that do."""
+    steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
+    return {step: _defect(directory / f"{step:08d}") for step in steps}
 
 
 def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:

@@ -86,9 +86,12 @@ def _model(c: RunConfig) -> Iterator[str]:
     if m.head_dim is not None and m.head_dim % 2:
         mend = f"Set model.head_dim to {_multiples(m.head_dim, 2)}"
         yield f"model.head_dim={m.head_dim} must be even (rotary pairs). {mend}."
-    if c.data.seq_length > m.max_length:
-        mend = f"Set data.seq_length={m.max_length} or less, or model.max_length={c.data.seq_length}"
-        yield f"data.seq_length={c.data.seq_length} must be at most model.max_length={m.max_length}. {mend}."
+    lengths = {"data.seq_length": c.data.seq_length}
+    lengths |= {f"data.stages[{i}].seq_length": stage.seq_length for i, stage in enumerate(c.data.stages) if stage.seq_length}
+    for key, length in lengths.items():
+        if length > m.max_length:
+            mend = f"Set {key}={m.max_length} or less, or model.max_length={length}"
+            yield f"{key}={length} must be at most model.max_length={m.max_length}. {mend}."
 
 
 def _optimizer(c: RunConfig) -> Iterator[str]:
@@ -125,20 +128,21 @@ def _mesh(c: RunConfig) -> Iterator[str]:
 
 def _parts(c: RunConfig) -> Iterator[str]:
     """What the batch and the model are divided into; an axis that is not known yet divides nothing."""
-    rows, parts, shards = c.data.batch_size, c.optimizer.accumulation, c.mesh.data * c.mesh.fsdp
-    if rows % parts:
-        mend = f"Set data.batch_size to {_multiples(rows, parts)}, or optimizer.accumulation to {_near(parts, _divisors(rows))}"
-        yield f"data.batch_size={rows} must be divisible by optimizer.accumulation={parts}. {mend}."
-        parts = 1
-    if min(c.mesh.data, c.mesh.fsdp) > 0:
-        by = f"mesh.data={c.mesh.data} times mesh.fsdp={c.mesh.fsdp}"
-        by_all = by + (f" times optimizer.accumulation={parts}" if parts > 1 else "")
-        for key, size, unit, of in (
-            ("data.batch_size", rows, shards * parts, by_all),
-            ("eval.batch_size", c.eval.batch_size, shards, by),
-        ):
-            if size is not None and size % unit:
-                yield f"{key}={size} must be divisible by {of}. Set {key} to {_multiples(size, unit)}."
+    parts, shards = c.optimizer.accumulation, c.mesh.data * c.mesh.fsdp
+    by = f"mesh.data={c.mesh.data} times mesh.fsdp={c.mesh.fsdp}"
+    sizes = {"data.batch_size": c.data.batch_size}
+    sizes |= {f"data.stages[{i}].batch_size": stage.batch_size for i, stage in enumerate(c.data.stages) if stage.batch_size}
+    for key, rows in sizes.items():
+        if rows % parts:
+            mend = f"Set {key} to {_multiples(rows, parts)}, or optimizer.accumulation to {_near(parts, _divisors(rows))}"
+            yield f"{key}={rows} must be divisible by optimizer.accumulation={parts}. {mend}."
+        unit = shards * (1 if rows % parts else parts)
+        if min(c.mesh.data, c.mesh.fsdp) > 0 and rows % unit:
+            by_all = by + (f" times optimizer.accumulation={parts}" if unit > shards else "")
+            yield f"{key}={rows} must be divisible by {by_all}. Set {key} to {_multiples(rows, unit)}."
+    rows = c.eval.batch_size
+    if min(c.mesh.data, c.mesh.fsdp) > 0 and rows and rows % shards:
+        yield f"eval.batch_size={rows} must be divisible by {by}. Set eval.batch_size to {_multiples(rows, shards)}."
     names = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
     dims = {f"model.{name}": size for name in names if (size := getattr(c.model, name)) is not None}
     wrong = [f"{key}={size}" for key, size in dims.items() if c.mesh.tensor > 1 and size % c.mesh.tensor]

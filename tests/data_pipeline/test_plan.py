@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import json
 import pickle
 import time
 
@@ -13,26 +14,33 @@ from hypothesis import strategies as st
 
 from data_pipeline.config import DataConfig, SourceConfig, StageConfig
 from data_pipeline.errors import ConfigError
-from data_pipeline.plan import Plan, PlanSource, Rows, integer_weights, permute, prefix_counts, round_keys
+from data_pipeline.order import integer_weights, permute, prefix_counts, round_keys
+from data_pipeline.plan import Cursor, Plan, PlanSource, Rows
 
 LENGTH = 16
+LENGTHS = (LENGTH, 8, 40)
+
+
+def plan_source(uid, tokens):
+    return PlanSource(uid, tokens, {length: -(-tokens // length) for length in LENGTHS})
 
 
 def shuffled(length, keys):
     return permute(np.arange(length), np.full(length, length), np.tile(keys, (length, 1)))
 
 
-def solve(sizes, batch_size=4, steps="auto", weights=None, epochs=None, seed=0, **config):
+def solve(sizes, batch_size=4, steps="auto", weights=None, epochs=None, seed=0, cursor=None, **config):
     """Plan over sources named a, b, ... of `sizes` rows."""
     names = "abcdefgh"[: len(sizes)]
     weights, epochs = weights or [1.0] * len(sizes), epochs or [1.0] * len(sizes)
-    sources = {n: PlanSource(f"uid-{n}", size, size * LENGTH) for n, size in zip(names, sizes, strict=True)}
+    sources = {n: plan_source(f"uid-{n}", size * LENGTH) for n, size in zip(names, sizes, strict=True)}
     given_sources = {n: SourceConfig(n, w, e) for n, w, e in zip(names, weights, epochs, strict=True)}
-    return Plan.solve(seed, LENGTH, batch_size, sources, DataConfig(sources=given_sources, **config), steps)
+    config = DataConfig(sources=given_sources, seq_length=LENGTH, batch_size=batch_size, **config)
+    return Plan.solve(seed, sources, config, steps, cursor)
 
 
 @st.composite
-def plans(draw, policies=("stop", "renormalize", "repeat")):
+def plans(draw, policies=("stop", "renormalize", "repeat"), shapes=True):
     """Arguments of `solve` that have a solution with an end: 1 to 6 sources, weights over 5 orders of magnitude, stages."""
     count = draw(st.integers(1, 6))
     weight = st.floats(-5, 0).map(lambda x: 10**x)
@@ -47,10 +55,12 @@ def plans(draw, policies=("stop", "renormalize", "repeat")):
     names = "abcdefgh"[:count]
     ends = sorted(draw(st.sets(st.integers(1, 40), max_size=2)))
     if ends:
-        mixtures = st.dictionaries(st.sampled_from(names), weight, min_size=1)
+        mixtures = st.dictionaries(st.sampled_from(names), weight)
+        sizes, lengths = st.sampled_from([None, 3, 5]), st.sampled_from([None, *LENGTHS])
+        shape = st.tuples(sizes, lengths) if shapes else st.just((None, None))
         case["stages"] = (
-            *(StageConfig(e, "steps", draw(mixtures)) for e in ends),
-            StageConfig(None, weights=dict.fromkeys(names, 1)),
+            *(StageConfig(e, "steps", draw(mixtures), *draw(shape)) for e in ends),
+            StageConfig(None, "steps", dict.fromkeys(names, 1), *draw(shape)),
         )
     return case
 
@@ -62,9 +72,13 @@ def solved(case):
     except ConfigError as error:
         assert "larger than the data set" in str(error)
         plan = solve(**case | {"batch_size": 1, "stages": ()} | {"epochs": [1.0] * len(case["sizes"])})
-    if plan.num_steps * plan.batch_size > 20_000:  # a rare source with `repeat` or `renormalize` can make a run long
-        plan = dataclasses.replace(plan, num_steps=20_000 // plan.batch_size)
+    if num_rows(plan) > 20_000:  # a rare source with `repeat` or `renormalize` can make a run long
+        plan = dataclasses.replace(plan, num_steps=min(plan.num_steps, 2_000))
     return plan
+
+
+def num_rows(plan):
+    return plan.row_range(plan.num_steps)[0]
 
 
 def triples(rows):
@@ -72,7 +86,7 @@ def triples(rows):
 
 
 def everything(plan):
-    return plan.rows(0, plan.num_steps * plan.batch_size)
+    return plan.rows(0, num_rows(plan))
 
 
 @pytest.mark.parametrize(
@@ -129,16 +143,66 @@ def test_shares_of_every_prefix_are_right_within_two_rows(weights):
 @settings(max_examples=100, deadline=None)
 def test_stream_is_one_for_every_split_into_hosts_and_batches(case, hosts, data):
     plan = solved(case)
-    total = plan.num_steps * plan.batch_size
+    total = num_rows(plan)
     stream = triples(everything(plan))
     assert len(stream) == total and len(set(stream)) == total, "a row came twice"
+    edges = [plan.row_range(step) for step in range(plan.num_steps)]
+    assert [first for first, _ in edges[1:]] == [end for _, end in edges[:-1]] and edges[0][0] == 0
     step = data.draw(st.integers(0, plan.num_steps - 1))
-    batch = plan.rows(step * plan.batch_size, (step + 1) * plan.batch_size)
-    edges = [h * plan.batch_size // hosts for h in range(hosts + 1)]
-    split = [triples(part[a:b] for part in batch) for a, b in itertools.pairwise(edges)]
-    assert triples(batch) == list(itertools.chain.from_iterable(split)) == stream[step * plan.batch_size :][: plan.batch_size]
+    (first, end), span = plan.row_range(step), plan.span(step)
+    batch = plan.rows(first, end)
+    assert end - first == span.batch_size
+    cuts = [h * span.batch_size // hosts for h in range(hosts + 1)]
+    split = [triples(part[a:b] for part in batch) for a, b in itertools.pairwise(cuts)]
+    assert triples(batch) == list(itertools.chain.from_iterable(split)) == stream[first:end]
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=6))})
     assert [r for a, b in itertools.pairwise(cuts) for r in triples(plan.rows(a, b))] == stream
+
+
+def wire(cursor):
+    """A cursor as it comes back from a checkpoint's record."""
+    return Cursor(**json.loads(json.dumps(cursor._asdict())))
+
+
+@given(plans(), st.data())
+@settings(max_examples=100, deadline=None)
+def test_from_a_cursor_the_same_settings_give_the_same_plan(case, data):
+    whole = solve(**case | {"batch_size": 1, "stages": ()}) if case["batch_size"] > sum(case["sizes"]) else solved(case)
+    case = case if whole == solved(case) else case | {"batch_size": 1, "stages": ()}
+    step = data.draw(st.integers(0, whole.num_steps))
+    try:
+        rest = solve(**case, cursor=wire(whole.cursor_at(step)))
+    except ConfigError as error:
+        assert "larger than the data set" in str(error)
+        return
+    steps = min(whole.num_steps, step + 2_000)
+    rest = dataclasses.replace(rest, num_steps=min(rest.num_steps, steps))
+    first, end = whole.row_range(step)[0], whole.row_range(steps)[0]
+    assert rest.num_steps == steps and rest.row_range(steps)[0] == end and rest.tokens_at(steps) == whole.tokens_at(steps)
+    assert triples(rest.rows(first, end)) == triples(whole.rows(first, end)) if end > first else True
+    assert rest.epochs_at(steps) == whole.epochs_at(steps) and rest.fingerprint_at(step) != ""
+
+
+@given(plans(shapes=False), st.integers(1, 9), st.data())
+@settings(max_examples=100, deadline=None)
+def test_the_stream_goes_on_with_another_batch_size(case, batch_size, data):
+    case = case | {"stages": (), "batch_size": min(case["batch_size"], sum(case["sizes"]))}
+    try:
+        before = solve(**case)
+    except ConfigError as error:
+        assert "larger than the data set" in str(error)
+        return
+    step = data.draw(st.integers(0, before.num_steps))
+    try:
+        after = solve(**case | {"batch_size": batch_size}, cursor=wire(before.cursor_at(step)))
+    except ConfigError as error:
+        assert "larger than the data set" in str(error)
+        return
+    first = before.row_range(step)[0]
+    end = min(first + 500, num_rows(before), num_rows(after))
+    assert triples(after.rows(first, end)) == triples(before.rows(first, end)) if end > first else True
+    if case["on_exhausted"] != "repeat":  # there the last step is filled up
+        assert abs(num_rows(before) - num_rows(after)) < 9
 
 
 @given(plans())
@@ -148,58 +212,77 @@ def test_every_finished_epoch_covers_every_row(case):
     rows = collections.defaultdict(list)
     for source, epoch, row in triples(everything(plan)):
         rows[source, epoch].append(row)
+    grids = list({s.grid: None for s in plan.segments})
     for (source, epoch), found in rows.items():
-        size = plan.sources[source].num_rows
-        later = (source, epoch + 1) in rows
+        grid = next(g for g in reversed(grids) if g.epoch[source] <= epoch)
+        size = grid.num_rows[source]
+        cut_off = any(g.epoch[source] == epoch + 1 for g in grids)  # by a new grid
+        later = (source, epoch + 1) in rows and not cut_off
         assert sorted(found) == list(range(size)) if later else set(found) <= set(range(size))
-    counts = np.bincount(everything(plan).source, minlength=len(plan.names))
-    passes = counts / [source.num_rows for source in plan.sources]
-    assert plan.epochs_at(plan.num_steps) == dict(zip(plan.names, passes.tolist(), strict=True))
+    if len(grids) == 1:
+        counts = np.bincount(everything(plan).source, minlength=len(plan.names))
+        passes = counts / list(grids[0].num_rows)
+        assert plan.epochs_at(plan.num_steps) == dict(zip(plan.names, passes.tolist(), strict=True))
 
 
 def brute_force_end(case):
-    """Rows until the end, counted one by one from each stage's shares."""
+    """Steps until the end, counted row by row from each stage's shares."""
     names = "abcdefgh"[: len(case["sizes"])]
-    limits = {n: max(1, round(e * s)) for n, e, s in zip(names, case["epochs"], case["sizes"], strict=True)}
-    stages = case.get("stages") or (StageConfig(None, weights=dict(zip(names, case["weights"], strict=True))),)
-    drawn, row = dict.fromkeys(names, 0), 0
-    used = {n for stage in stages for n in stage.weights}
-    policy = case["on_exhausted"]
+    tokens = {n: s * LENGTH for n, s in zip(names, case["sizes"], strict=True)}
+    epochs, own = (dict(zip(names, case[what], strict=True)) for what in ("epochs", "weights"))
+    stages = case.get("stages") or (StageConfig(None),)
+    drawn, passes, row, in_step, step, length = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0), 0, 0, 0, None
+    used = {n for stage in stages for n in stage.weights or own}
+    policy, mixture, limits = case["on_exhausted"], None, {}
     for stage in stages:
-        active, since, before = dict(stage.weights), row, dict(drawn)
-        if policy == "renormalize":
-            active = {n: w for n, w in active.items() if drawn[n] < limits[n]}
-        while stage.until is None or row < stage.until * case["batch_size"]:
-            if not active:
-                return row
-            order = sorted(active, key=lambda n: (-active[n], f"uid-{n}"))
-            counts = prefix_counts(row + 1 - since, integer_weights([active[n] for n in order]))
-            now = before | {n: before[n] + c for n, c in zip(order, counts, strict=True)}
-            over = [n for n in order if now[n] > limits[n]]
-            if over and policy == "stop":
-                return row
-            if over and policy == "renormalize":
-                active = {n: w for n, w in active.items() if drawn[n] < limits[n]}
+        batch_size = stage.batch_size or case["batch_size"]
+        if (stage.seq_length or LENGTH) != length:
+            sizes = {n: -(-tokens[n] // length) if length else 1 for n in names}
+            passes = {n: passes[n] + drawn[n] / sizes[n] for n in names}
+            length, drawn, mixture = stage.seq_length or LENGTH, dict.fromkeys(names, 0), None
+            sizes = {n: -(-tokens[n] // length) for n in names}
+            limits = {n: max(passes[n] == 0, round((epochs[n] - passes[n]) * sizes[n])) for n in names}
+        while stage.until is None or step < stage.until:
+            weights = stage.weights or own
+            order = sorted(weights, key=lambda n: (-weights[n], f"uid-{n}"))
+            going = [n for n in order if policy != "renormalize" or drawn[n] < limits[n]]
+            if mixture:
+                same = [n for n in order if n in mixture[0]]
+                kept = same == mixture[0] and integer_weights([weights[n] for n in same]) == mixture[1]
+                mixture = mixture if kept and (same == order or (policy == "renormalize" and {*going} <= {*same})) else None
+            if not mixture:
+                if not going:
+                    return step
+                mixture = going, integer_weights([weights[n] for n in going])
                 since, before = row, dict(drawn)
+            order = mixture[0]
+            counts = prefix_counts(row + 1 - since, mixture[1])
+            now = before | {n: before[n] + c for n, c in zip(order, counts, strict=True)}
+            if any(now[n] > limits[n] for n in order) and policy == "stop":
+                return step
+            if any(now[n] > limits[n] for n in order) and policy == "renormalize":
+                mixture = None
                 continue
-            drawn, row = now, row + 1
+            drawn, row, in_step = now, row + 1, in_step + 1
+            if in_step == batch_size:
+                step, in_step = step + 1, 0
             if policy == "repeat" and all(drawn[n] >= limits[n] for n in used):
-                return -(-row // case["batch_size"]) * case["batch_size"]
+                return step + (in_step > 0)
             if row > 5000:
                 return None
-    return row
+    return step
 
 
 @given(plans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_end_equals_brute_force(case):
     end = brute_force_end(case)
     try:
-        steps = solve(**case).num_steps
+        plan = solve(**case)
     except ConfigError as error:
-        assert "larger than the data set" in str(error) and case["batch_size"] > min(end, sum(case["sizes"]))
+        assert "larger than the data set" in str(error)
         return
-    assert steps * case["batch_size"] > 4990 if end is None else steps == end // case["batch_size"]
+    assert num_rows(plan) > 4990 if end is None else plan.num_steps == end
 
 
 def test_a_source_keeps_its_order_whatever_else_is_read():
@@ -265,7 +348,10 @@ def test_steps_beyond_the_end_names_both_numbers_and_the_choices():
 
 BAD = [
     ({"sizes": []}, r"data\.sources is empty.*Set data\.sources\.NAME\.path"),
-    ({"sizes": [3]}, r"batch_size=4 is larger than the data set: 3 rows \(a 48 tokens\)\. Set data\.batch_size to at most 3"),
+    (
+        {"sizes": [3]},
+        r"batch_size=4 is larger than the data set: 3 rows of 16 \(a 48 tokens\)\. Set .*at most 3",
+    ),
     ({"sizes": [3], "epochs": [None], "steps": 10}, "Set data.batch_size to at most 3"),
     ({"sizes": [9, 9], "weights": [0, 0]}, "all weights are 0.*Set one data.sources.NAME.weight above 0"),
     ({"sizes": [9], "epochs": [None]}, "steps=auto, but the plan has no end.*Set steps to a number"),
@@ -302,10 +388,10 @@ def test_bad_stages_are_all_listed():
 
 
 def test_the_same_data_under_two_names_is_refused():
-    sources = dict.fromkeys("ab", PlanSource("same", 10, 100))
-    config = DataConfig(sources=dict.fromkeys("ab", SourceConfig("x")))
+    sources = dict.fromkeys("ab", plan_source("same", 100))
+    config = DataConfig(sources=dict.fromkeys("ab", SourceConfig("x")), seq_length=LENGTH)
     with pytest.raises(ConfigError, match=r"data\.sources\.b and data\.sources\.a hold the same tokens.*Keep one of them"):
-        Plan.solve(0, LENGTH, 2, sources, config, "auto")
+        Plan.solve(0, sources, config, "auto")
 
 
 def test_description_says_length_reason_and_epochs():
