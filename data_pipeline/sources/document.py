@@ -139,13 +139,11 @@ def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Excepti
     try:
         for row, record in enumerate(records, piece.start):
             raw = record.encode(errors="surrogatepass") if isinstance(record, str) else record
-            if not isinstance(raw, bytes):
-                document = Document(None, "", f"{field} is null" if raw is None else f"{field} is not a string")
-            elif piece.holds(raw):
-                document = decode(raw, "", 0, keep_mark=True)
-            else:
-                continue
-            yield document._replace(where=f"{piece.path}, row {row}")
+            text = isinstance(raw, bytes)
+            if piece.holds(raw if text else b""):
+                problem = f"{field} is null" if raw is None else f"{field} is not a string"
+                document = decode(raw, "", 0, keep_mark=True) if text else Document(None, "", problem)
+                yield document._replace(where=f"{piece.path}, row {row}")
     except damage as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         yield Document(None, f"{piece.path}, row {row + 1}", f"can't be read ({reason})")

@@ -40,7 +40,9 @@ def find(value: str, options: Options) -> list[Piece]:
     if split not in list(info.splits):
         raise DataError(f"--tfds {value}: has no split {split!r}. Name one: {', '.join(f'{name}:{s}' for s in info.splits)}.")
     if options.key not in info.features:
-        raise DataError(f"--tfds {value}: has no feature {options.key!r}, but {', '.join(info.features)}. Name one with --key.")
+        raise DataError(
+            f"--tfds {value}: has no feature {options.key!r}, but {', '.join(sorted(info.features))}. Name one with --key."
+        )
     pieces, about = [], tuple(os.path.join(str(builder.data_dir), file) for file in _DESCRIPTION)
     for path, examples in zip(map(str, info.splits[split].filepaths), info.splits[split].shard_lengths):
         scale = os.path.getsize(path) / max(examples, 1)

@@ -30,14 +30,13 @@ def mapped(path: str, dtype: np.dtype) -> np.ndarray:
 
 def document(piece: Piece, ids: np.ndarray, where: str, offset: int) -> list[Document]:
     """The document of ids [T] that begin at byte `offset`, if it belongs to the piece's part. DataError: an id too large."""
-    if not len(ids):
-        return [Document(None, where, EMPTY)]
     vocab_size = piece.options.vocab_size or 0
-    if ids.max() >= vocab_size or ids.min() < 0:
+    if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
         at = int(np.argmax((ids >= vocab_size) | (ids < 0)))
         raise DataError(
             f"{piece.path}: id {ids[at]} at byte {offset + at * ids.itemsize} is outside [0, {vocab_size}), the tokenizer's "
             "vocabulary. Give --tokenizer the one that these ids belong to."
         )
     tokens = ids.astype("<i4")
-    return [Document(None, where, tokens=tokens)] if piece.holds(tokens.tobytes()) else []
+    document = Document(None, where, tokens=tokens) if len(ids) else Document(None, where, EMPTY)
+    return [document] if piece.holds(tokens.tobytes()) else []

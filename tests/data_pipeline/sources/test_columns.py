@@ -131,6 +131,9 @@ def test_rows_that_are_not_clean(tmp_path, prepared, name):
     command = [f"--{name}", tmp_path / f"a.{name}", "--on-bad"]
     assert f"a.{name}, row 1: 'text' is null. Mend the file, or give --on-bad skip" in prepared.error(65, *command, "raise")
     assert prepared.texts(*command, "skip") == ["fine", "last"]
+    (piece,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), Options())
+    parts = (FORMATS[name].documents(piece._replace(part=part, share=0.5)) for part in ("train", "eval"))
+    assert sorted(document.where[-1] for document in itertools.chain(*parts)) == [*"012345"]  # each in one part, bad or not
     assert prepared.texts(*command, "replace") == ["fine", "caf\ufffd", "a\ufffdb", "last"]
 
 
