@@ -86,7 +86,10 @@ def _tools(record: dict[str, Any]) -> list[Any] | None:
 
 
 def _clean(value: Any, template: Template, problems: list[str]) -> Any:
-    """A value with all text in it mended; adds what was wrong. Nobody but the template may write special tokens."""
+    """A value with all text in it mended; adds what was wrong. Nobody but the template may write special tokens.
+
+    Not seen is one that a template would put together from the ends of two texts without anything between them.
+    """
     if isinstance(value, dict):
         return {_clean(key, template, problems): _clean(item, template, problems) for key, item in value.items()}
     if isinstance(value, list):
@@ -108,6 +111,6 @@ def _clean(value: Any, template: Template, problems: list[str]) -> Any:
 
 
 FORMAT = Format(
-    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, each with messages, written by a chat template",
+    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, each with messages; needs maxtrain[chat]",
     "--chat 'chat/*.jsonl' --tokenizer path/to/tokenizer.json", find, documents, jsonl.cut,
 )  # fmt: skip
