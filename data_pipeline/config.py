@@ -46,6 +46,10 @@ class DataConfig:
     )
     seq_length: int = key(1024, "tokens in a row", low=1)
     batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1)
+    packing: Literal["stream", "bins", "pad"] = key(
+        "stream", "rows: windows of one token stream, whole documents by best fit, or one document each"
+    )
+    on_long: Literal["raise", "skip", "truncate"] = key("raise", "bins and pad: what to do about a document longer than a row")
     accept_changes: bool = key(
         False, "go on from a checkpoint although its data was another: that order ends there, this config's begins"
     )

@@ -18,10 +18,11 @@ import numpy as np
 from absl import flags
 from grain import experimental
 
+from data_pipeline.bins import Bins, open_bins
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch
-from data_pipeline.packing import Windows, count_rows, pack, phase
+from data_pipeline.packing import Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
 from data_pipeline.shards import TOKENIZER, Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
@@ -48,8 +49,8 @@ class Batch(NamedTuple):
 class _Dataset:
     """What training and evaluation share. Picklable: grain's workers open the files themselves."""
 
-    def __init__(self, config: DataConfig, sources: list[TokenShards]):
-        self.config, self.sources, self.vocab_size = config, sources, sources[0].vocab_size
+    def __init__(self, config: DataConfig, sources: list[TokenShards], bins: dict[int, list[Bins]]):
+        self.config, self.sources, self.bins, self.vocab_size = config, sources, bins, sources[0].vocab_size
         self._sizes = np.array([source.num_tokens for source in sources])
 
     def _read(
@@ -58,8 +59,12 @@ class _Dataset:
         """The batch of a step: this host's `rows` of the global batch, whose epochs begin at `phases` of their streams."""
         digest = hashlib.blake2b(np.concatenate(batch).astype("<i8").tobytes(), digest_size=8).hexdigest()
         source, epoch, row, first = (part if rows is None else part[rows] for part in (*batch, phases))
-        windows = Windows(source, first + row * length, (self._sizes[source] - row * length).clip(0, length))
-        arrays = pack(self.sources, windows, length, self.config.restart_positions, self.config.attend_across_documents)
+        options = self.config.restart_positions, self.config.attend_across_documents
+        if self.bins:
+            arrays = pack_documents(self.sources, self.bins[length], source, row, length, *options)
+        else:
+            windows = Windows(source, first + row * length, (self._sizes[source] - row * length).clip(0, length))
+            arrays = pack(self.sources, windows, length, *options)
 
         def describe(i: int) -> str:
             place = f"source '{names[source[i]]}' in {self.sources[source[i]].path}"
@@ -92,22 +97,29 @@ class _Dataset:
 class TrainingData(_Dataset):
     """The training stream. Build it with `open_training`; `plan` says what is read when, `shards` are in its order of names."""
 
-    def __init__(self, config: DataConfig, plan: Plan, shards: list[TokenShards]):
-        super().__init__(config, shards)
+    def __init__(self, config: DataConfig, plan: Plan, shards: list[TokenShards], bins: dict[int, list[Bins]]):
+        super().__init__(config, shards, bins)
         self.plan, self.shards = plan, shards
         self._block = functools.lru_cache(maxsize=8)(self._read_block)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainingData, (self.config, self.plan, self.shards)
+        return TrainingData, (self.config, self.plan, self.shards, self.bins)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of all sources, read when first used."""
         return load_tokenizer(self.shards[0].path)
 
+    def describe(self) -> str:
+        """What a run reads and why it ends; a line for the rows of each source, if they are of whole documents."""
+        lines = [f"{name}: {b.describe()}" for of_length in self.bins.values() for name, b in zip(self.plan.names, of_length)]
+        return "\n".join([self.plan.describe(), *lines])
+
     def fingerprint_at(self, step: int) -> str:
         """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on to go on from it."""
-        content = (self.plan.fingerprint_at(step), self.config.restart_positions, self.config.attend_across_documents)
+        config = self.config
+        rows = (config.packing, config.on_long, config.restart_positions, config.attend_across_documents)
+        content = (self.plan.fingerprint_at(step), *rows)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     def cursor_at(self, step: int) -> dict[str, Any]:
@@ -142,14 +154,19 @@ class TrainingData(_Dataset):
 class EvaluationData(_Dataset):
     """A held-out set, every token a target exactly once, in order. Build it with `open_evaluation`.
 
-    `num_tokens` counts all targets, `text_bytes` their text; they and `num_batches` come from the manifest, not from hosts.
+    `num_tokens` counts all targets, `text_bytes` their text (0: some of it is no target); they and `num_batches` come from
+    the manifest, not from hosts.
     """
 
     def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
-        super().__init__(config, [shards])
-        self.batch_size, self.shards, self.manifest, self.text_bytes = batch_size, shards, shards.manifest, shards.text_bytes
-        self.num_tokens = shards.num_tokens - (shards.num_documents if shards.manifest.eod == "none" else 0)
-        self.num_batches = -(-count_rows(shards.num_tokens, config.seq_length) // batch_size)
+        bins = _open_bins(config, [shards], {config.seq_length})
+        super().__init__(config, [shards], bins)
+        self.batch_size, self.shards, self.manifest = batch_size, shards, shards.manifest
+        rows = bins[config.seq_length][0] if bins else None
+        self.num_tokens = rows.num_targets if rows else self.manifest.num_targets
+        whole = not shards.masked and self.num_tokens == self.manifest.num_targets
+        self.text_bytes = shards.text_bytes if whole else 0
+        self.num_batches = -(-(rows.num_rows if rows else count_rows(shards.num_tokens, config.seq_length)) // batch_size)
 
     def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See `TrainingData.batch`."""
@@ -187,12 +204,15 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
     start = Cursor(**cursor) if cursor else None
     lengths = {config.seq_length, *(stage.seq_length or config.seq_length for stage in config.stages)}
     lengths |= {start.seq_length} if start else set()
+    ordered = [shards[name] for name in sorted(shards)]
+    bins = _open_bins(config, ordered, lengths)
+    rows = {n: [b.num_rows for b in bins[n]] if bins else [count_rows(s.num_tokens, n) for s in ordered] for n in lengths}
     sources = {
-        name: PlanSource(s.uid, s.num_tokens, {length: count_rows(s.num_tokens, length) for length in lengths})
-        for name, s in shards.items()
+        name: PlanSource(shards[name].uid, shards[name].num_tokens, {length: rows[length][i] for length in lengths})
+        for i, name in enumerate(sorted(shards))
     }
     plan = Plan.solve(seed, sources, config, steps, start)
-    return TrainingData(config, plan, [shards[name] for name in plan.names])
+    return TrainingData(config, plan, [shards[name] for name in plan.names], bins)
 
 
 def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> EvaluationData:
@@ -201,6 +221,19 @@ def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> Ev
     if data.num_tokens < 1:
         raise DataError(f"eval.sets: {path} has no target tokens. Prepare it from longer documents, or leave it out.")
     return data
+
+
+def _open_bins(config: DataConfig, shards: list[TokenShards], lengths: set[int]) -> dict[int, list[Bins]]:
+    """The rows of each source by row length; empty where rows are windows of a stream. DataError: a source has none."""
+    if config.packing == "stream":
+        return {}
+    bins = {length: [open_bins(s, length, config.packing, config.on_long) for s in shards] for length in sorted(lengths)}
+    for length, of_length in bins.items():
+        for source, rows in zip(shards, of_length):
+            if not rows.num_targets:
+                mend = "Set data.seq_length higher, data.on_long=truncate, or leave the source out"
+                raise DataError(f"{source.path}: no document has a target in a row of data.seq_length={length:,}. {mend}.")
+    return bins
 
 
 def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:

@@ -48,7 +48,7 @@ def finish(
     comparison = "\n".join(
         f"gzip -9 reaches {gzip_bits_per_byte(eval_set, data.tokenizer):.4f} bits per byte on the text of {name}."
         for name, eval_set in sets.items()
-        if eval_set.text_bytes <= MAX_GZIP_BYTES
+        if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES
     )
     console = Console(highlight=False)
     if config.observe.prompts and model is not None:

@@ -47,8 +47,9 @@ def timeline(plan: Plan, width: int) -> str:
 def show(config: RunConfig) -> None:
     """Print the plan of a run; UserError: what can't be planned."""
     console = Console(highlight=False)
-    plan = open_training(config.data, config.seed, config.steps).plan
-    console.print(Text(plan.describe()), soft_wrap=True)
+    data = open_training(config.data, config.seed, config.steps)
+    plan = data.plan
+    console.print(Text(data.describe()), soft_wrap=True)
     console.print(table(plan))
     console.print(Text(timeline(plan, min(console.width, 120)), "cyan", no_wrap=True))
 

@@ -65,7 +65,7 @@ def run(config: RunConfig) -> None:
         StopRequest() as stop,
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
-        progress.message(data.plan.describe())
+        progress.message(data.describe())
         graphdef, params = abstract_model(config.model, config.precision, mesh)
         optimizer = make_optimizer(config.optimizer, num_steps)
         abstract = abstract_state(params, optimizer, mesh)

@@ -28,7 +28,7 @@ def evaluate(
     Args:
         step, params, batches: of `make_eval_step`, of the model, and global arrays, in which rows of padding have no weight.
         num_tokens: targets of the whole set, which must be what was evaluated; None if only part of it is read.
-        text_bytes: UTF-8 bytes of the text of the whole set.
+        text_bytes: UTF-8 bytes of the text of the whole set; 0: some of it is no target.
 
     Returns:
         nll (nats per target), perplexity, tokens (evaluated), and bits_per_byte if the whole set was read.

@@ -158,6 +158,35 @@ def test_evaluation_streams_by_host(corpora, config):
     assert data.text_bytes == data.manifest.text_bytes == 3 * data.num_tokens
 
 
+@pytest.mark.parametrize("packing", ["bins", "pad"])
+def test_rows_of_whole_documents_are_read_alike_by_hosts_workers_and_evaluation(corpora, config, packing):
+    config = dataclasses.replace(config, packing=packing, seq_length=64)
+    data = open_training(config, seed=3, steps=40)
+    assert all(f"{name}: " in data.describe() for name in data.plan.names) and "documents" in data.describe()
+    whole = data.batch(5)
+    np.testing.assert_array_equal(data.batch(5, {6: np.array([4, 1])}).arrays["inputs"], whole.arrays["inputs"][[4, 1]])
+    assert_same(pickle.loads(pickle.dumps(data)).batch(5), whole)
+    assert_same(next(iter(data.iterate(5))), whole)
+    for name in corpora:
+        once = dataclasses.replace(config, sources={name: SourceConfig(str(corpora[name]))}, batch_size=1)
+        alone = open_training(once, 0, "auto")
+        assert sum(b.num_targets for b in alone.iterate(0)) == alone.shards[0].manifest.num_targets
+        for rows in (1, 7, 1000):
+            held_out = open_evaluation(corpora[name], config, rows)
+            assert sum(b.num_targets for b in held_out.iterate()) == held_out.num_tokens == alone.shards[0].manifest.num_targets
+
+
+def test_documents_longer_than_a_row_are_refused_left_out_or_cut(corpora, config, tmp_path):
+    config = dataclasses.replace(config, packing="bins", seq_length=20, on_long="raise")
+    with pytest.raises(ConfigError, match=r"data\.seq_length=20 .*Set data\.seq_length to at least .*data\.on_long to skip or"):
+        open_training(config, 0, 1)
+    sizes = [open_evaluation(corpora["web"], dataclasses.replace(config, on_long=p), 4) for p in ("skip", "truncate")]
+    assert sizes[0].num_tokens < sizes[1].num_tokens < sizes[0].manifest.num_targets and not sizes[0].text_bytes
+    long = write(tmp_path / "long", 7, [50, 50])
+    with pytest.raises(DataError, match=r"no document has a target in a row of data\.seq_length=20\. .*on_long=truncate"):
+        open_evaluation(long, dataclasses.replace(config, on_long="skip"), 4)
+
+
 def test_sources_with_different_tokenizers_are_refused(corpora, tmp_path, config):
     other = write(tmp_path / "other", 1, [50, 50], tokenizer=CharTokenizer(map(chr, range(257))))
     mixed = dataclasses.replace(config, sources={**config.sources, "new": SourceConfig(str(other))})
