@@ -22,6 +22,7 @@ from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.loader import TrainingData, open_training
 from data_pipeline.plan import Plan, PlanSource
 from data_pipeline.shards import Manifest, ShardWriter
+from data_pipeline.tokenizer import CharTokenizer
 
 RESULTS = Path(__file__).parent / "results" / "data.md"
 VOCAB_SIZE = 32_000
@@ -38,7 +39,10 @@ def make_source(directory: Path, seed: int, documents: int) -> Path:
         writer = ShardWriter(directory, f"tokens-{number:05d}", VOCAB_SIZE)
         writer.append(random_ids.integers(0, VOCAB_SIZE, lengths.sum()), lengths)
         entries.append(writer.close())
-    tokenizer = {"name": "random", "sha256": "0" * 64, "vocab_size": VOCAB_SIZE, "special_ids": {"eod": 0}}
+    kept = CharTokenizer(map(chr, range(1000, 1000 + VOCAB_SIZE - 1)), eod=True)
+    kept.save(directory)
+    special = {"eod": kept.eod_id}
+    tokenizer = {"name": "random", "sha256": kept.sha256, "vocab_size": kept.vocab_size, "special_ids": special}
     Manifest(tokenizer, "uint16", "append", 4 * sum(e.tokens for e in entries), tuple(entries)).save(directory)
     return directory
 

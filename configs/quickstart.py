@@ -11,9 +11,9 @@ from maxtrain.config import default_config
 def get_config():
     config = default_config()
     config.run_name = "quickstart"
-    config.steps = 240
-    config.eval_interval = 80
-    config.checkpoint_interval = 80
+    config.steps = 320
+    config.eval_interval = 160
+    config.checkpoint_interval = 160
 
     config.model.num_layers = 8
     config.model.embed_dim = 256
@@ -28,12 +28,12 @@ def get_config():
 
     config.data.sources.stdlib = {"path": "data/stdlib/train"}
     config.data.seq_length = 256
-    config.data.batch_size = 16
+    config.data.batch_size = 8
     config.eval.sets.heldout = "data/stdlib/eval"
 
     config.optimizer.learning_rate = 2e-3
     config.optimizer.min_learning_rate = 2e-4
-    config.optimizer.warmup_steps = 30
+    config.optimizer.warmup_steps = 40
 
     config.observe.prompts = ("def __init__(self, ", "import os\n", "    for key, value in ")
     return config

@@ -11,6 +11,7 @@ from data_pipeline.config import DataConfig
 from data_pipeline.errors import DataError
 from data_pipeline.loader import open_evaluation
 from data_pipeline.shards import Manifest, ShardWriter
+from data_pipeline.tokenizer import CharTokenizer
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Sum, next_token
@@ -24,7 +25,9 @@ def held_out(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("held-out")
     writer = ShardWriter(folder, "tokens-00000", 96)
     writer.append(np.random.default_rng(0).integers(2, 96, LENGTHS.sum()), LENGTHS)
-    tokenizer = {"name": "test", "sha256": "0" * 64, "vocab_size": 96, "special_ids": {"eod": 95}}
+    kept = CharTokenizer(map(chr, range(32, 127)), eod=True)
+    kept.save(folder)
+    tokenizer = {"name": "test", "sha256": kept.sha256, "vocab_size": kept.vocab_size, "special_ids": {"eod": kept.eod_id}}
     Manifest(tokenizer, "uint16", request.param, 1000, (writer.close(),)).save(folder)
     return folder
 
