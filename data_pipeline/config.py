@@ -55,7 +55,12 @@ class DataConfig:
     )
     attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
-    zero_weight: Literal["raise", "stop", "warn"] = key("raise", "what to do about a batch without a single target token")
+    zero_weight: Literal["raise", "stop", "warn"] = key(
+        "raise", "what to do about a batch without a target, with too few of them, too many empty rows, or repeated tokens"
+    )
+    min_fill: float = key(0.0, "least share of targets among positions, over fill_patience steps", low=0, high=1)
+    fill_patience: int = key(8, "steps that min_fill looks at together", low=1)
+    max_empty_rows: float = key(1.0, "largest share of a batch's rows that may have no target", low=0, high=1)
     verify: Verify = key("lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch")
     workers: int = key(0, "grain worker processes; 0: threads of this process", low=0)
     prefetch: int = key(4, "batches kept ready on the host, and copied to the device ahead of use", low=1)

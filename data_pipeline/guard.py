@@ -4,6 +4,7 @@ An accelerator does not complain about wrong ids (it clamps, or gives NaN or zer
 while weight decay goes on), so both are caught here, on the host, before the batch is used.
 """
 
+import collections
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
@@ -43,21 +44,52 @@ class Verdict(NamedTuple):
     message: str
 
 
-class ZeroWeight:
-    """`data.zero_weight`, fed once per step: "raise" an error, "stop" in good order, or "warn" (the step changes nothing)."""
+class BatchGuard:
+    """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn".
 
-    def __init__(self, policy: Literal["raise", "stop", "warn"]):
-        self.policy = policy
-        self.steps = 0
+    Found are: a batch without a target (which changes nothing); less than `min_fill` of the positions targets over `patience`
+    steps; more than `max_empty_rows` of the rows without a target; and two batches of other rows with the same tokens.
+    """
 
-    def observe(self, step: int, num_targets: float) -> Verdict | None:
-        """Judge a step by the target tokens of its global batch: None if there are some; DataError if the policy is "raise"."""
-        if num_targets > 0:
+    _REMEMBERED = 1000  # batches
+
+    def __init__(
+        self, policy: Literal["raise", "stop", "warn"], min_fill: float = 0.0, max_empty_rows: float = 1.0, patience: int = 8
+    ):
+        self.policy, self.min_fill, self.max_empty_rows = policy, min_fill, max_empty_rows
+        self._fills: collections.deque[float] = collections.deque(maxlen=patience)
+        self._found = 0
+        self._contents: collections.OrderedDict[int, str] = collections.OrderedDict()
+
+    def repeats(self, content: int, rows: str) -> bool:
+        """Whether tokens with this checksum were seen before in other rows; `rows` identifies source and row, not the epoch."""
+        before = self._contents.setdefault(content, rows)
+        if len(self._contents) > self._REMEMBERED:
+            self._contents.popitem(last=False)
+        return before != rows
+
+    def observe(self, step: int, targets: float, empty_rows: float, shape: tuple[int, int], repeated: bool) -> Verdict | None:
+        """Judge a step by the targets, the rows without one and the shape [B, T] of its global batch; None: all is well.
+
+        DataError: it is not, and the policy is "raise".
+        """
+        self._fills.append(targets / (shape[0] * shape[1]))
+        fill = sum(self._fills) / len(self._fills)
+        if targets <= 0:
+            what, key = f"the batch has {targets:g} target tokens, so there is nothing to learn from it", "data.zero_weight"
+        elif len(self._fills) == self._fills.maxlen and fill < self.min_fill:
+            what, key = f"{fill:.2%} of {len(self._fills)} batches are targets", f"data.min_fill={self.min_fill:g}"
+        elif empty_rows > self.max_empty_rows * shape[0]:
+            what, key = f"{empty_rows:g} of {shape[0]} rows have no target", f"data.max_empty_rows={self.max_empty_rows:g}"
+        elif repeated:
+            what, key = "its tokens are those of an earlier batch of other rows", "data.zero_weight"
+        else:
             return None
-        self.steps += 1
-        what = f"step {step:,}: the batch has {num_targets:g} target tokens, so there is nothing to learn from it"
-        mend = "Check the loss masks and empty documents of the sources"
+        self._found += 1
+        what = f"step {step:,}: {what} ({key})"
+        mend = "Check the loss masks, and the documents of the sources for empty and repeated ones"
         if self.policy == "raise":
             raise DataError(f"{what}. {mend}, or set data.zero_weight to stop or warn.")
-        result = "the run stops here" if self.policy == "stop" else f"weights stay as they are ({self.steps:,} such steps)"
+        unchanged = "weights stay as they are" if targets <= 0 else "the run goes on"
+        result = "the run stops here" if self.policy == "stop" else f"{unchanged} ({self._found:,} such steps)"
         return Verdict(self.policy == "stop", f"{what}; {result}. {mend}.")

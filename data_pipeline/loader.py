@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows.
     `digest` identifies the rows of the whole global batch, so it is the same on every host; `content` is a checksum of
-    this host's tokens.
+    this host's tokens, `place` identifies their sources and rows, whatever the epoch.
     """
 
     step: int
@@ -44,6 +44,7 @@ class Batch(NamedTuple):
     num_targets: int
     digest: str
     content: int
+    place: str
 
 
 class _Dataset:
@@ -57,7 +58,7 @@ class _Dataset:
         self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str], length: int
     ) -> Batch:
         """The batch of a step: this host's `rows` of the global batch, whose epochs begin at `phases` of their streams."""
-        digest = hashlib.blake2b(np.concatenate(batch).astype("<i8").tobytes(), digest_size=8).hexdigest()
+        digest = _digest(*batch)
         source, epoch, row, first = (part if rows is None else part[rows] for part in (*batch, phases))
         options = self.config.restart_positions, self.config.attend_across_documents
         if self.bins:
@@ -72,7 +73,7 @@ class _Dataset:
 
         check_batch(arrays, self.vocab_size, describe)
         num_targets, content = int(np.count_nonzero(arrays["loss_mask"])), zlib.crc32(arrays["targets"].data)
-        return Batch(step, arrays, num_targets, digest, content)
+        return Batch(step, arrays, num_targets, digest, content, _digest(source, row))
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         workers, prefetch = self.config.workers, self.config.prefetch
@@ -179,6 +180,10 @@ class EvaluationData(_Dataset):
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
         stop = self.num_batches if num_batches is None else min(num_batches, self.num_batches)
         return self._iterate(0, stop, functools.partial(self.batch, rows=rows))
+
+
+def _digest(*arrays: np.ndarray) -> str:
+    return hashlib.blake2b(np.concatenate(arrays).astype("<i8").tobytes(), digest_size=8).hexdigest()
 
 
 def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:

@@ -6,13 +6,15 @@ save] -> finish. The same command goes on where a stopped run was, to the same n
 
 import sys
 
-from maxtrain.config import RunConfig, fit_to_devices, from_command_line, to_yaml
+from maxtrain.config import RunConfig, fit_to_devices, from_command_line, leaves, to_yaml
 
 if __name__ == "__main__":  # before jax is imported, so that --help and config errors come at once
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
 
 import dataclasses
+import importlib.metadata
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ import jax
 import optax
 from flax import nnx
 
-from data_pipeline.errors import ConfigError, DivergedError, TryAgainError, run_command
-from data_pipeline.guard import ZeroWeight
+from data_pipeline.errors import ConfigError, DataError, DivergedError, TryAgainError, run_command
+from data_pipeline.guard import BatchGuard
+from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.manager import Checkpoints, latest_record
@@ -31,6 +34,7 @@ from maxtrain.observe.metrics import MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
 from maxtrain.parallel import distributed
+from maxtrain.parallel.agreement import gather, require_agreement
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.parallel.mesh import make_mesh
@@ -70,6 +74,7 @@ def run(config: RunConfig) -> None:
         optimizer = make_optimizer(config.optimizer, num_steps)
         abstract = abstract_state(params, optimizer, mesh)
         describe(progress, config, params, mesh)
+        require_agreement("launch", launch_fields(asked, data, sets, saved))
         loop = Loop(config, data, sets, checkpoints, progress, clock, stop, graphdef, abstract, mesh)
         state = loop.restore(optimizer, saved)
         progress.update(loop.step)
@@ -98,10 +103,16 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
     `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
     config accepts that it was not.
     """
-    data = open_training(config.data, config.seed, config.steps)
-    if saved and saved["data"] != data.fingerprint_at(saved["step"]):
-        if not config.data.accept_changes:
-            run = Path(config.output_dir, config.run_name)
+    accepts, run = config.data.accept_changes and saved is not None, Path(config.output_dir, config.run_name)
+    try:
+        data = open_training(config.data, config.seed, config.steps)
+        same = saved is None or saved["data"] == data.fingerprint_at(saved["step"])
+    except ConfigError:  # perhaps only from the start of the run on
+        if not accepts:
+            raise
+        same = False
+    if saved and not same:
+        if not accepts:
             raise ConfigError(
                 f"the data before step {saved['step']:,} is not what {run} was trained on: another data set, seed, batch size, "
                 "row length or mixture. Set the config back to the saved config.yaml there, set run_name to a new name to "
@@ -112,8 +123,26 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
     sets = {name: open_evaluation(path, config.data, rows) for name, path in config.eval.sets.items()}
     first = next(iter(config.data.sources))
     manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
+    for name, eval_set in sets.items():
+        held_out = {shard.sha256 for shard in eval_set.manifest.shards}
+        for source, shards in zip(data.plan.names, data.shards):
+            if seen := [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]:
+                rule = f"holds {len(seen):,} shards that data.sources.{source} trains on, such as {seen[0]}"
+                mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
+                raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
     require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
     return data, sets
+
+
+def launch_fields(
+    config: RunConfig, data: TrainingData, sets: dict[str, EvaluationData], saved: dict[str, Any] | None
+) -> dict[str, str]:
+    """What all processes must have in common before the first step."""
+    alike = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=None))
+    fields = leaves(alike) | {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in sets.items()}
+    versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}
+    step = f"step {saved['step']}" if saved else "none"
+    return fields | versions | {"data": data.fingerprint_at(data.plan.num_steps), "checkpoint": step}
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
@@ -156,7 +185,7 @@ class Loop:
     tokens_seen: int = 0
     ending: str = ""  # why the run ends before its plan does
     peak: float = 0.0  # FLOP/s of one device
-    window: list[tuple[int, str, Metrics]] = dataclasses.field(default_factory=list)  # since the last flush, on the device
+    window: list[tuple[HostBatch, Metrics]] = dataclasses.field(default_factory=list)  # since the last flush, on the device
     lap: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # targets, rows and length since the last record
     logs: list[Any] = dataclasses.field(default_factory=list)
 
@@ -167,7 +196,8 @@ class Loop:
         eval_rows = self.config.eval.batch_size or self.config.data.batch_size
         self.eval_layout = BatchLayout(self.mesh, eval_rows, self.config.data.seq_length)
         self.eval_step = make_eval_step(self.graphdef, next_token)
-        self.zero_weight = ZeroWeight(self.config.data.zero_weight)
+        data = self.config.data
+        self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience)
 
     def restore(self, optimizer: optax.GradientTransformation, record: dict[str, Any] | None) -> TrainState:
         """The checkpoint of this record if there is one, else imported weights, else random ones."""
@@ -203,16 +233,17 @@ class Loop:
         """
         config, total, compiled = self.config, self.data.plan.num_steps, {}
         host = self.data.iterate(self.step, {rows: layout.rows for (rows, _), layout in self.layouts.items()})
-        batches = prefetch(((self.layout(b.step).to_global(b.arrays), b.digest) for b in host), config.data.prefetch)
+        placed = ((self.layout(batch.step).to_global(batch.arrays), batch._replace(arrays={})) for batch in host)
+        batches = prefetch(placed, config.data.prefetch)
         while self.step < total and not self.ending:
             with self.clock.during("data_wait"):
-                batch, digest = next(batches)
+                batch, origin = next(batches)
             shape = self.layout(self.step).shape
             if shape not in compiled:
                 compiled[shape] = self.compile(step, state, batch)
             state, metrics = compiled[shape](state, batch)
             self.step += 1
-            self.window.append((self.step, digest, metrics))
+            self.window.append((origin, metrics))
             last = self.step == total
             log_due = last or self.step % config.log_interval == 0
             eval_due = last or (config.eval_interval and self.step % config.eval_interval == 0)
@@ -254,13 +285,15 @@ class Loop:
             DivergedError: too many non-finite steps in a row.
             DataError: a batch without targets, if data.zero_weight is "raise".
         """
-        steps, digests, values = zip(*self.window) if self.window else ((), (), ())
-        window, self.window = list(zip(steps, digests, jax.device_get(values))), []
+        origins, metrics = zip(*self.window) if self.window else ((), ())
+        window, self.window = list(zip(origins, jax.device_get(metrics), strict=True)), []
+        repeated = self.compare(origins)
         limit = self.config.optimizer.max_skipped
-        for step, _, value in window:
-            self.lap.append((int(value["targets"]), *self.layout(step - 1).shape))
+        for origin, value in window:
+            step, shape = origin.step + 1, self.layout(origin.step).shape
+            self.lap.append((int(value["targets"]), *shape))
             self.tokens_seen += self.lap[-1][0]
-            verdict = self.zero_weight.observe(step, float(value["targets"]))
+            verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, step == repeated)
             if verdict is not None:
                 self.progress.message(verdict.message, style="yellow")
                 self.ending = verdict.message if verdict.stop else self.ending
@@ -273,13 +306,26 @@ class Loop:
         if log and window:
             self.record(*window[-1])
 
-    def record(self, step: int, digest: str, value: dict[str, Any]) -> None:
+    def compare(self, origins: Sequence[HostBatch]) -> int:
+        """A step whose tokens some process has read before, or 0. DataError: the processes do not read the same batches."""
+        repeated = [origin.step + 1 for origin in origins if self.guard.repeats(origin.content, origin.place)]
+        last = origins[-1] if origins else None
+        said = gather({"step": last and last.step + 1, "rows": last and last.digest, "repeated": max(repeated, default=0)})
+        for process, theirs in enumerate(said):
+            if (theirs["step"], theirs["rows"]) != (said[0]["step"], said[0]["rows"]):
+                where = [f"rows {x['rows']} at step {x['step']}" for x in (theirs, said[0])]
+                mend = "Give all processes the same config and data, and go on from the last checkpoint"
+                raise DataError(f"process {process} reads {where[0]}, process 0 {where[1]}. {mend}.")
+        return max(theirs["repeated"] for theirs in said)
+
+    def record(self, origin: HostBatch, value: dict[str, Any]) -> None:
         """Writes one record: the numbers of this step, and the speed since the last record."""
+        step = origin.step + 1
         seconds, (lap, self.lap) = self.clock.lap(), (self.lap, [])
         peak_seconds = self.peak * jax.device_count() * seconds
         record = {name: value[name].item() for name in ("loss", "grad_norm", "learning_rate", "skipped")}
         record |= {
-            "batch": digest,
+            "batch": origin.digest,
             "tokens_seen": self.tokens_seen,
             "fill": lap[-1][0] / math.prod(lap[-1][1:]),
             "tokens_per_second": sum(targets for targets, _, _ in lap) / seconds,

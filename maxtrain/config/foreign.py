@@ -16,7 +16,6 @@ _ROWS = (
     ("data.sources.NAME.path", _SHARDS, "dataset_path dataset_name dataset_type hf_path grain_train_files"),
     ("data.sources.NAME.epochs", "set for each source, may be fractional", "num_epoch"),
     ("eval.sets.NAME", _SHARDS, "eval_dataset_name hf_eval_files grain_eval_files"),
-    ("data.attend_across_documents", "rows are always packed; this says whether attention crosses documents", "packing"),
     ("", "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it", "tokenizer_path"),
     ("model.family", "llama or qwen3", "decoder_block"),
     ("model.embed_dim", _SCALE, "base_emb_dim"),

@@ -97,6 +97,7 @@ def unknown(path: str) -> str:
         ours, note = MAXTEXT[leaf]
         return f"{path} is a key of MaxText. Here {f'it is {ours}: ' if ours else ''}{note}."
     right = [name for name, value in likely.items() if value == best]
+    right = [name for name in right if "[" not in name] or right  # the key of the whole run, before that of a stage
     section = f" {parts[0]}" if len(parts) > 1 and find(parts[0]) else ""
     mend = f"Did you mean {choices(right)}?" if best > 0.78 else f"`--help{section}` lists those there are."
     return f"{path} is not a key. {mend}"

@@ -64,6 +64,17 @@ def to_yaml(config: RunConfig) -> str:
     return yaml.safe_dump(plain, sort_keys=False, width=1000)  # escapes é, since U+0085 would not come back as it is
 
 
+def leaves(config: RunConfig) -> dict[str, str]:
+    """Every key of a config by its dotted path, as text."""
+
+    def walk(path: str, value: Any) -> dict[str, str]:
+        if not isinstance(value, dict) or not value:
+            return {path: str(value)}
+        return {k: v for name, inner in value.items() for k, v in walk(f"{path}.{name}" if path else name, inner).items()}
+
+    return walk("", dataclasses.asdict(config))
+
+
 def load_config(argv: Sequence[str]) -> RunConfig:
     """The config of a command line.
 

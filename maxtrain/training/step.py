@@ -62,8 +62,9 @@ def make_train_step(
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out exactly as it went in.
 
-    The metrics are loss (nats per target), targets, grad_norm (before clipping), learning_rate, skipped (steps of the run that
-    changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one between).
+    The metrics are loss (nats per target), targets, empty_rows (without a target), grad_norm (before clipping), learning_rate,
+    skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
+    between).
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -88,6 +89,7 @@ def make_train_step(
         metrics = {
             "loss": result.total / jnp.maximum(result.weight, 1.0),
             "targets": result.weight,
+            "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
             "grad_norm": norm,
             "learning_rate": schedule(state.step - state.skipped),
             "skipped": skipped,

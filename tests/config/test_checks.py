@@ -10,14 +10,19 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError
 from maxtrain.config import fit_to_devices, load_config
 
+FIXED = {"steps": "300", "eval_interval": "100", "data.batch_size": "16", "optimizer.warmup_steps": "30"}
+
+
+def load(*overrides: str):
+    """The quickstart with the numbers above, which may be tuned there, and these overrides."""
+    given = dict(override.split("=", 1) for override in overrides)
+    return load_config(["config=quickstart", *(f"{key}={value}" for key, value in (FIXED | given).items())])
+
 
 def problems(*overrides: str) -> list[str]:
-    """The problems of the quickstart, with 300 steps unless said otherwise, and these overrides."""
-    fixed = [
-        key for key in ("steps=300", "eval_interval=100") if not any(o.startswith(key[: key.index("=") + 1]) for o in overrides)
-    ]
+    """The problems of `load`."""
     with pytest.raises(ConfigError) as caught:
-        load_config(["config=quickstart", *fixed, *overrides])
+        load(*overrides)
     assert caught.value.exit_code == 78
     return caught.value.problems
 
@@ -123,7 +128,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
     ids=" ".join,
 )
 def test_what_is_fine_is_accepted(overrides):
-    assert load_config(["config=quickstart", *overrides]).run_name == "quickstart"
+    assert load(*overrides).run_name == "quickstart"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from data_pipeline.guard import ZeroWeight, check_batch
+from data_pipeline.guard import BatchGuard, check_batch
 
 SHAPE = (3, 6)
 
@@ -51,16 +51,45 @@ def test_a_broken_invariant_names_row_source_value_and_mend(name, place, value, 
     assert caught.value.exit_code == 65
 
 
-def test_zero_weight_policies():
+ONE = (4, 10)  # shape of a batch
+
+
+def test_a_batch_without_targets_is_an_error_a_good_end_or_a_warning():
     for policy in ("raise", "stop", "warn"):
-        assert ZeroWeight(policy).observe(0, 1) is None
+        assert BatchGuard(policy).observe(0, 1, 3, ONE, False) is None
     with pytest.raises(
         DataError, match=r"step 1,234: the batch has 0 target tokens.*set data\.zero_weight to stop or warn"
     ) as caught:
-        ZeroWeight("raise").observe(1234, 0)
+        BatchGuard("raise").observe(1234, 0, 4, ONE, False)
     assert caught.value.exit_code == 65
-    stop = ZeroWeight("stop").observe(7, 0)
+    stop = BatchGuard("stop").observe(7, 0, 4, ONE, False)
     assert stop.stop and "the run stops here" in stop.message
-    warn = ZeroWeight("warn")
-    first, _, third = (warn.observe(step, targets) for step, targets in ((7, 0), (8, 5), (9, 0)))
-    assert not first.stop and "1 such steps" in first.message and "2 such steps" in third.message
+    warn = BatchGuard("warn")
+    first, _, third = (warn.observe(step, targets, 0, ONE, False) for step, targets in ((7, 0), (8, 5), (9, 0)))
+    assert not first.stop and "1 such steps" in first.message and "weights stay as they are (2 such steps)" in third.message
+
+
+def test_too_few_targets_are_found_over_several_steps_whatever_their_shapes():
+    guard = BatchGuard("warn", min_fill=0.5, patience=3)
+    assert [guard.observe(s, t, 0, ONE, False) for s, t in enumerate((1, 1))] == [None, None]  # patience
+    verdict = guard.observe(2, 40, 0, ONE, False)
+    assert "step 2: 35.00% of 3 batches are targets (data.min_fill=0.5); the run goes on" in verdict.message
+    assert guard.observe(3, 70, 0, (8, 10), False) is None, "the mean of the last three is now above a half"
+
+
+def test_rows_without_targets_are_found():
+    guard = BatchGuard("raise", max_empty_rows=0.25)
+    assert guard.observe(1, 30, 1, ONE, False) is None
+    with pytest.raises(DataError, match=r"step 2: 2 of 4 rows have no target \(data\.max_empty_rows=0\.25\)"):
+        guard.observe(2, 20, 2, ONE, False)
+
+
+def test_the_same_tokens_in_other_rows_are_found_and_the_same_rows_are_not():
+    guard = BatchGuard("raise")
+    seen = [guard.repeats(content, rows) for content, rows in ((1, "a"), (2, "b"), (1, "a"), (2, "c"))]
+    assert seen == [False, False, False, True]
+    for content in range(10, 3000):  # long ago is forgotten
+        assert not guard.repeats(content, str(content))
+    assert not guard.repeats(1, "z") and guard.repeats(2999, "z")
+    with pytest.raises(DataError, match=r"step 5: its tokens are those of an earlier batch of other rows"):
+        guard.observe(5, 40, 0, ONE, True)

@@ -1,0 +1,81 @@
+"""Processes of one job must be about to do the same thing: compared, not assumed, and with the names of those that differ."""
+
+import collections
+import json
+import platform
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import distributed  # the coordinator's key-value store has no public name
+from jax.experimental import multihost_utils
+
+from data_pipeline.errors import DataError, TryAgainError
+
+
+def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: float = 300.0) -> None:
+    """Return if all processes give the same fields; else all of them raise the same error.
+
+    Goes through the coordinator's key-value store: a process that never comes is named after `timeout_seconds`, where a
+    collective would wait for ever. Costs two messages a process, so it is for launches. `what` is a name used once.
+
+    Raises:
+        DataError: names the processes that differ, the field, and both values.
+        TryAgainError: names the processes that did not come.
+    """
+    count, client, deadline = jax.process_count(), distributed.global_state.client, time.monotonic() + timeout_seconds
+    if count == 1:
+        return
+    assert client is not None
+    key, index = f"maxtrain/{what}", jax.process_index()
+    client.key_value_set(f"{key}/{index}", json.dumps([platform.node(), dict(fields)]))
+    if index == 0:
+        said, missing = {}, []
+        for process in range(count):
+            try:
+                left = max(1, int(1000 * (deadline - time.monotonic())))
+                said[process] = json.loads(client.blocking_key_value_get(f"{key}/{process}", left))
+            except jax.errors.JaxRuntimeError:
+                missing.append(process)
+        client.key_value_set(f"{key}/verdict", json.dumps([missing, differences(said)]))
+    try:
+        grace = int(1000 * (deadline - time.monotonic())) + 30_000
+        missing, differing = json.loads(client.blocking_key_value_get(f"{key}/verdict", grace))
+    except jax.errors.JaxRuntimeError as error:
+        raise TryAgainError(
+            f"{what}: process 0 did not answer within {timeout_seconds:.0f} s. Run the same command again."
+        ) from error
+    if missing:
+        names = ", ".join(map(str, missing[:20]))
+        rule = f"process {names} did not come within {timeout_seconds:.0f} s" + (" and more" if len(missing) > 20 else "")
+        raise TryAgainError(f"{what}: {rule}; {count} are expected. See their logs, then run the same command again.")
+    if differing:
+        lines = "".join(f"\n  * {line}" for line in differing)
+        raise DataError(
+            f"{what}: the processes of this job are not about to do the same:{lines}\nGive all the same and start again."
+        )
+
+
+def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
+    """One line for each field of a process that is not what most have; `said`: host name and fields of each process."""
+    lines = []
+    for name in sorted({name for _, fields in said.values() for name in fields}):
+        values = {process: fields.get(name, "missing") for process, (_, fields) in said.items()}
+        (usual, _), *others = collections.Counter(values.values()).most_common()
+        odd = [process for process, value in values.items() if value != usual] if others else []
+        lines += [f"process {p} on {said[p][0]}: {name} is {values[p]}, but {usual} elsewhere" for p in odd[:20]]
+    return lines
+
+
+def gather(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What every process says, in their order: one collective of 256 bytes a process, for every few seconds.
+
+    `values` are JSON, of at most 250 characters.
+    """
+    if jax.process_count() == 1:
+        return [dict(values)]
+    text = json.dumps(values).encode().ljust(256)
+    assert len(text) == 256, text
+    return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(np.frombuffer(text, np.uint8))]

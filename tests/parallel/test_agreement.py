@@ -1,0 +1,72 @@
+"""What the processes of a job say of themselves is compared; those that differ, or do not come, are named."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxtrain.parallel.agreement import differences, gather, require_agreement
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys, time
+import jax
+from data_pipeline.errors import UserError
+from maxtrain.parallel.agreement import gather, require_agreement
+
+jax.config.update("jax_platforms", "cpu")
+index = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[1], 2, index)
+print(gather({"step": 7, "rows": "abc", "process": index}), flush=True)
+try:
+    require_agreement("first", {"data.seed": "1", "jax": "0.12"})
+    print("agreed", flush=True)
+    require_agreement("second", {"data.seed": str(index), "jax": "0.12"})
+except UserError as error:
+    print(error.exit_code, error, flush=True)
+try:
+    if index == 0:
+        require_agreement("third", {}, timeout_seconds=1)
+    time.sleep(3)
+except UserError as error:
+    print(error.exit_code, error, flush=True)
+"""
+
+
+def test_a_single_process_agrees_with_itself():
+    require_agreement("launch", {"seed": "1"})
+    assert gather({"step": 1}) == [{"step": 1}]
+
+
+def test_the_processes_and_fields_that_differ_from_most_are_named():
+    usual = {"data": "aa", "jax": "0.12.0"}
+    said = {i: (f"host{i}", usual) for i in range(5)} | {5: ("host5", usual | {"jax": "0.11.0"}), 6: ("host6", {"data": "bb"})}
+    assert differences(said) == [
+        "process 6 on host6: data is bb, but aa elsewhere",
+        "process 5 on host5: jax is 0.11.0, but 0.12.0 elsewhere",
+        "process 6 on host6: jax is missing, but 0.12.0 elsewhere",
+    ]
+    assert differences(dict.fromkeys(range(3), ("host", usual))) == []
+
+
+@pytest.mark.processes
+def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    processes = [subprocess.Popen([sys.executable, "-c", PROGRAM, address, str(i)], **pipes) for i in range(2)]
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for index, (out, err) in enumerate(outputs):
+        lines = [line for line in out.splitlines() if "Gloo" not in line]
+        said = [{"step": 7, "rows": "abc", "process": i} for i in range(2)]
+        assert lines[:2] == [str(said), "agreed"], err
+        assert lines[2].startswith("65 second: the processes of this job are not about to do the same:")
+        assert f"process 1 on {socket.gethostname()}: data.seed is 1, but 0 elsewhere" in lines[3]
+        assert index or "75 third: process 1 did not come within 1 s; 2 are expected." in lines[5]

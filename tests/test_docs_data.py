@@ -1,0 +1,67 @@
+"""docs/data.md runs as it stands, from top to bottom, on two folders of made-up text."""
+
+import json
+import os
+import random
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.tokenizer import train_bpe
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "data.md").read_text()
+COMMANDS = [
+    line.strip()
+    for block in re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+PROGRAMS = {"python": [sys.executable], "maxtrain": [sys.executable, "-m", "maxtrain.cli"]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder, rng = tmp_path_factory.mktemp("docs"), random.Random(0)
+    for name in ("web", "code", "chat"):
+        (folder / name).mkdir()
+    words = ["if", "then", "else", "while", "x", "y", "=", "1", "return", "page", "home"]
+    for name in ("web", "code"):
+        for number in range(100):
+            (folder / name / f"{number}.txt").write_text(f"{name} " + " ".join(rng.choices(words, k=100)))
+    said = [{"messages": [{"role": r, "content": " ".join(rng.choices(words, k=9))} for r in ("user", "assistant")]}] * 40
+    (folder / "chat" / "a.jsonl").write_text("\n".join(map(json.dumps, said)))
+    tokenizer = json.loads(train_bpe(words, 300).content)
+    for token in ("<|im_start|>", "<|im_end|>"):
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"].append(
+            {"id": 300 + len(tokenizer["added_tokens"]), "content": token, "special": True} | flags
+        )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (program,) = re.findall(r"^```python\n# small\.py\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (folder / "small.py").write_text(program)
+    return folder
+
+
+@pytest.mark.processes
+def test_every_command_works_in_order(folder):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}
+    outputs = {}
+    for command in COMMANDS:
+        first, *rest = shlex.split(command)
+        result = subprocess.run(
+            [*PROGRAMS[first], *rest], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        outputs[command] = result.stdout
+    ends = {command: out for command, out in outputs.items() if command.startswith("maxtrain plan")}
+    assert len(ends) > 8 and all(re.match("plan: .*; ends because .* epochs", out) for out in ends.values())
+    assert "'web' completes epoch 3" in next(out for command, out in ends.items() if "epochs=3" in command)
+    assert any("every source in a fresh pass" in out for out in ends.values())
+    last = [json.loads(line) for line in (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
+    steps = [record["step"] for record in last if record["kind"] == "train"]
+    assert steps == [*range(10, 61, 10)]
+    assert last[-1]["epochs/web"] > last[2]["epochs/web"] == last[3]["epochs/web"], "the second stage reads only code"
