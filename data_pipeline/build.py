@@ -1,22 +1,25 @@
 """From pieces of input files to a finished directory of token shards: in parallel, resumable, the same bytes every time.
 
 The pieces are grouped into units by their sizes. A worker turns a unit into one shard and then writes the unit's record, so a
-killed build goes on from the records; when all are there, the manifest is written. Knows no command line.
+killed build goes on from the records; when all are there, the manifest is written. Before that, if duplicates are to be left
+out, each unit is read for its digests. Knows no command line.
 """
 
 import concurrent.futures
+import functools
 import itertools
 import json
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from data_pipeline.dedupe import DUPLICATE, Digests, compare
 from data_pipeline.errors import DataError, TryAgainError
 from data_pipeline.shards import TOKENIZER, Manifest, ShardEntry, ShardWriter, token_dtype, write_atomic
 from data_pipeline.sources import FORMATS
@@ -52,12 +55,20 @@ def unit_bytes(unit: Unit) -> int:
     return sum(piece.size for piece in unit)
 
 
-def usable(unit: Unit, on_bad: str, problems: Problems) -> Iterator[Document]:
-    """Documents to use, by the on_bad rule; counts what was wrong. DataError: a bad one, and `on_bad` is raise."""
+def usable(unit: Unit, on_bad: str, problems: Problems, digests: Digests | None = None) -> Iterator[Document]:
+    """Documents to use, by the on_bad rule; counts what was wrong. DataError: a bad one, and `on_bad` is raise.
+
+    `digests`, of this unit, say which of them are left out because they repeat an earlier one; None: no matter.
+    """
+    repeated, number = digests and digests.repeated(), -1
     for piece in unit:
         for document in FORMATS[piece.format].documents(piece):
             if accept(document, on_bad, problems):
-                yield document
+                number += 1
+                if repeated and repeated[number]:
+                    _count(problems, DUPLICATE, 1, [document.where])
+                else:
+                    yield document
 
 
 def accept(document: Document, on_bad: str, problems: Problems) -> bool:
@@ -77,13 +88,18 @@ def _count(problems: Problems, kind: str, count: int, examples: list[str]) -> No
     entry["examples"] = (entry["examples"] + examples)[:_EXAMPLES]
 
 
-def train_tokenizer(spec: str, eod: str, units: list[Unit], on_bad: str, seen: Callable[[int], None]) -> Tokenizer:
-    """Train the tokenizer that `spec` asks for, "chars" or "bpe:SIZE", on the units; `seen` gets input bytes when read."""
+def train_tokenizer(
+    spec: str, eod: str, units: list[Unit], on_bad: str, seen: Callable[[int], None], digests: Path | None = None
+) -> Tokenizer:
+    """Train the tokenizer that `spec` asks for, "chars" or "bpe:SIZE", on the units; `seen` gets input bytes when read.
+
+    `digests` is the folder that `find_duplicates` filled for these units and perhaps others after them.
+    """
     step = 1 if spec == "chars" else -(-sum(map(unit_bytes, units)) // _TRAINING_BYTES) or 1
 
     def texts() -> Iterator[str]:
-        for unit in units[::step]:
-            for document in usable(unit, on_bad, {}):
+        for number, unit in list(enumerate(units))[::step]:
+            for document in usable(unit, on_bad, {}, digests and Digests(digests, number)):
                 yield from [text for text, _ in document.spans] if document.spans else [document.text or ""]
             seen(unit_bytes(unit) * step)
 
@@ -92,14 +108,38 @@ def train_tokenizer(spec: str, eod: str, units: list[Unit], on_bad: str, seen: C
     return train_bpe(texts(), int(spec.removeprefix("bpe:")))
 
 
-def encode_unit(directory: Path, record: Path, unit: Unit, tokenizer: Tokenizer, eod: str, on_bad: str) -> None:
-    """Write the shard of a unit, unless it has no text, and after it the unit's record; both are named by its number."""
+def find_duplicates(folder: Path, units: list[Unit], on_bad: str, workers: int, seen: Callable[[int], None]) -> None:
+    """Find, for all units of all parts, in order, which documents repeat an earlier one; goes on where it was interrupted.
+
+    Fills `folder` with files of `Digests`. `seen` gets input bytes as they are read. For errors see `build_part`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tasks = [(Digests(folder, number), unit, on_bad) for number, unit in enumerate(units)]
+    todo = [task for task in tasks if not task[0].path.exists()]
+    seen(sum(map(unit_bytes, units)) - sum(unit_bytes(unit) for _, unit, _ in todo))
+    _work(_digest_unit, todo, workers, seen, str(folder))
+    compare(folder, len(units))
+
+
+def _digest_unit(digests: Digests, unit: Unit, on_bad: str) -> None:
+    digests.save(usable(unit, on_bad, {}))
+
+
+def encode_unit(
+    record: Path, unit: Unit, directory: Path, eod: str, on_bad: str, digests: Digests | None = None,
+    tokenizer: Tokenizer | None = None,
+) -> None:  # fmt: skip
+    """Write the shard of a unit, unless it has no text, and after it the unit's record; both are named by its number.
+
+    `digests`: see `usable`. `tokenizer`: None is the worker's own.
+    """
+    tokenizer = tokenizer or _tokenizer
     problems: Problems = {}
     text_bytes = 0
     end = [tokenizer.eod_id] if eod == "append" else []
     writer = ShardWriter(directory, f"tokens-{record.stem}", tokenizer.vocab_size)
     try:
-        for document in usable(unit, on_bad, problems):
+        for document in usable(unit, on_bad, problems, digests):
             content = document.text or ""
             if unknown := tokenizer.unknown(content if document.spans is None else tokenizer.plain(document.spans)):
                 content = content.translate(dict.fromkeys(map(ord, unknown)))
@@ -129,7 +169,7 @@ def _encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nd
     return tokenizer.encode(text), None, len(text.encode())
 
 
-def _start_worker(tokenizer: Path, eod_id: int | None) -> None:
+def _start_worker(tokenizer: Path | None, eod_id: int | None) -> None:
     """Make a worker quiet, single-threaded, and unable to outlive its parent."""
     global _tokenizer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -137,56 +177,72 @@ def _start_worker(tokenizer: Path, eod_id: int | None) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    _tokenizer = load_tokenizer(tokenizer)
-    _tokenizer.eod_id = eod_id
+    if tokenizer:
+        _tokenizer = load_tokenizer(tokenizer)
+        _tokenizer.eod_id = eod_id
 
 
-def _encode_in_worker(directory: Path, record: Path, unit: Unit, eod: str, on_bad: str) -> None:
-    encode_unit(directory, record, unit, _tokenizer, eod, on_bad)
+def _work(
+    job: Callable[..., None], tasks: Sequence[tuple[Any, ...]], workers: int, seen: Callable[[int], None], name: str,
+    start: tuple[Path | None, int | None] = (None, None),
+) -> None:  # fmt: skip
+    """Call `job` with each task, whose second item is its unit, in worker processes, or in this one if one is enough.
+
+    `start`: the tokenizer of the workers. TryAgainError: a worker was killed.
+    """
+    if min(workers, len(tasks)) < 2:
+        for task in tasks:
+            job(*task)
+            seen(unit_bytes(task[1]))
+        return
+    context = multiprocessing.get_context("spawn")
+    try:
+        with concurrent.futures.ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, start) as pool:
+            for task, _ in zip(tasks, pool.map(job, *zip(*tasks))):
+                seen(unit_bytes(task[1]))
+    except concurrent.futures.BrokenExecutor as error:
+        mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept."
+        raise TryAgainError(f"{name}: a worker process was killed. {mend}") from error
 
 
 def build_part(
     directory: Path, work: Path, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str, workers: int,
-    seen: Callable[[int], None], **origin: Any,
-) -> None:  # fmt: skip
+    seen: Callable[[int], None], digests: Digests | None = None, **origin: Any,
+) -> int:  # fmt: skip
     """Build one directory of shards, or go on with one: shards and, last, the manifest; `work` has records of finished units.
 
     `eod`: "append" the end-of-document token to each document, or "none". `on_bad`: "raise", "skip" or "replace" text that is
-    not clean. One worker is this process. `seen` gets input bytes as they are done. `origin` has fields of the manifest:
-    sources, settings, command. DataError: bad input, or no document at all. TryAgainError: a worker was killed.
+    not clean. One worker is this process. `seen` gets input bytes as they are done. `digests`: of the first unit, if duplicates
+    are to be left out. `origin` has fields of the manifest: sources, settings, command. Returns how many tokens were made now,
+    not by an earlier call. DataError: bad input, or no document at all. TryAgainError: a worker was killed.
     """
     for folder in (directory, work):
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
-    records = {work / f"{number:05d}.json": unit for number, unit in enumerate(units)}
-    todo = {record: unit for record, unit in records.items() if not record.exists()}
-    seen(sum(unit_bytes(unit) for record, unit in records.items() if record not in todo))
-    workers = min(workers, len(todo))
-    if workers < 2:
-        for record, unit in todo.items():
-            encode_unit(directory, record, unit, tokenizer, eod, on_bad)
-            seen(unit_bytes(unit))
-    else:
-        context, start = multiprocessing.get_context("spawn"), (directory / TOKENIZER, tokenizer.eod_id)
-        try:
-            with concurrent.futures.ProcessPoolExecutor(workers, context, _start_worker, start) as pool:
-                arguments = zip(*((directory, record, unit, eod, on_bad) for record, unit in todo.items()))
-                for unit, _ in zip(todo.values(), pool.map(_encode_in_worker, *arguments)):
-                    seen(unit_bytes(unit))
-        except concurrent.futures.BrokenExecutor as error:
-            mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept."
-            raise TryAgainError(f"{directory}: a worker process was killed. {mend}") from error
+    names = [work / f"{number:05d}.json" for number in range(len(units))]
+    tasks = [
+        (record, unit, directory, eod, on_bad, digests and digests._replace(number=digests.number + number))
+        for number, (record, unit) in enumerate(zip(names, units))
+    ]
+    todo = [task for task in tasks if not task[0].exists()]
+    seen(sum(map(unit_bytes, units)) - sum(unit_bytes(task[1]) for task in todo))
+    alone = min(workers, len(todo)) < 2
+    job = functools.partial(encode_unit, tokenizer=tokenizer) if alone else encode_unit
+    _work(job, todo, workers, seen, str(directory), (directory / TOKENIZER, tokenizer.eod_id))
     problems: Problems = {}
-    done = [json.loads(record.read_bytes()) for record in records]
+    done = [json.loads(record.read_bytes()) for record in names]
     for kind, entry in (item for record in done for item in record["problems"].items()):
         _count(problems, kind, entry["count"], entry["examples"])
     shards = tuple(ShardEntry(**entry) for record in done for entry in record["shards"])
     if not shards:
-        raise DataError(f"{directory}: the input holds no text at all ({describe_problems(problems)}). Give other input.")
+        mend = "Give other input, or no --dedupe" if DUPLICATE in problems else "Give other input"
+        raise DataError(f"{directory}: the input holds no text at all ({describe_problems(problems)}). {mend}.")
+    now = sum(shard["tokens"] for task in todo for shard in json.loads(task[0].read_bytes())["shards"])
     special_ids, size = {"eod": tokenizer.eod_id}, tokenizer.vocab_size
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": size, "special_ids": special_ids}
     text_bytes = sum(record["text_bytes"] for record in done)
     Manifest(identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin).save(directory)
+    return now
 
 
 def describe_problems(problems: Problems) -> str:

@@ -17,14 +17,15 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
 
-from data_pipeline.build import build_part, describe_problems, make_units, train_tokenizer, unit_bytes
+from data_pipeline.build import Unit, build_part, describe_problems, find_duplicates, make_units, train_tokenizer, unit_bytes
+from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources import FORMATS
@@ -85,6 +86,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     add("--eod", choices=["append", "none"], help="end documents with a token of their own (default: append; none for chars)")
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
     add("--holdout-by", choices=["document", "tail"], default="document", help="tail: the last share of every file instead")
+    add(
+        "--dedupe",
+        action="store_true",
+        help="leave out documents with the very text of an earlier one; those of train come first",
+    )
     add("--on-bad", choices=["raise", "skip", "replace"], default="raise", help="what to do about text that is not clean")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     add("--workers", metavar="N", type=int, default=cores, help="processes (default: %(default)s, the cores of this machine)")
@@ -102,7 +108,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     words = []
     for name, value in vars(arguments).items():
         if name not in ("out", "workers", "overwrite") and value != parser.get_default(name):
-            words += [f"--{name.replace('_', '-')}", *(filter(None, value) if isinstance(value, list) else [str(value)])]
+            values = [] if value is True else value if isinstance(value, list) else [str(value)]
+            words += [f"--{name.replace('_', '-')}", *filter(None, values)]
     return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
 
 
@@ -141,6 +148,7 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     settings = {name: getattr(arguments, name) for name in ("key", "holdout", "holdout_by", "on_bad")}
     settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else spec
+    settings |= {"dedupe": True} if arguments.dedupe else {}
     templates = {piece.options.template.sha256 for piece in pieces.values() if piece.options.template}
     settings |= {"chat_template": max(templates)} if templates else {}
     parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
@@ -208,9 +216,9 @@ def _make_way(out: Path, request: _Request, overwrite: bool) -> None:
         raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. Choose a new or empty directory.")
     if not overwrite and (state.exists() or any(path.name == MANIFEST for path in _files(out))):
         there = json.loads(state.read_bytes()) if state.exists() else {}
-        names = [name for name in wanted if there.get(name) != wanted[name]]
+        names = [name for name in there | wanted if there.get(name) != wanted.get(name)]
         if names:
-            table = "".join(f"\n  {name}: there {there.get(name)}, asked for {wanted[name]}" for name in names)
+            table = "".join(f"\n  {name}: there {there.get(name)}, asked for {wanted.get(name)}" for name in names)
             raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
         pieces = itertools.chain(*request.parts.values())
         paths = {path for piece in pieces for path in (piece.path, *piece.beside)}
@@ -232,25 +240,36 @@ def _remove(out: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _build(out: Path, request: _Request, workers: int) -> None:
-    """Train the tokenizer, if there is none yet, and build all parts."""
+def _build(out: Path, request: _Request, workers: int) -> int:
+    """Find duplicates, train the tokenizer, if there is none yet, and build all parts; returns the tokens made now."""
     work, first, settings = out / _WORK, next(iter(request.parts)), request.origin["settings"]
     eod, on_bad = settings["eod"], settings["on_bad"]
+    units = {part: make_units(pieces) for part, pieces in request.parts.items()}
     with Progress(console=Console(stderr=True)) as progress:
+
+        def task(name: str, units: Iterable[Unit]) -> Callable[[int], None]:
+            return functools.partial(progress.advance, progress.add_task(name, total=sum(map(unit_bytes, units))))
+
+        digests = None
+        if settings.get("dedupe"):
+            digests, everything = work / "digests", [*itertools.chain(*units.values())]
+            find_duplicates(digests, everything, on_bad, workers, task("duplicates", everything))
         tokenizer = request.tokenizer
         if tokenizer is None:
             if not (work / TOKENIZER).exists():
-                pieces = request.parts[first]
-                seen = functools.partial(progress.advance, progress.add_task("tokenizer", total=unit_bytes(pieces)))
-                trained = train_tokenizer(settings["tokenizer"], eod, make_units(pieces), on_bad, seen)
+                seen = task("tokenizer", units[first])
+                trained = train_tokenizer(settings["tokenizer"], eod, units[first], on_bad, seen, digests)
                 work.mkdir(exist_ok=True)
                 trained.save(work)
             tokenizer = load_tokenizer(work)
             tokenizer.name = settings["tokenizer"]
-        for part, pieces in request.parts.items():
-            seen = functools.partial(progress.advance, progress.add_task(part or "tokens", total=unit_bytes(pieces)))
-            records, units = work / (part or "all"), make_units(pieces)
-            build_part(out / part, records, units, tokenizer, eod, on_bad, workers, seen, **request.origin)
+        before = made = 0  # units of the parts before this one
+        for part, mine in units.items():
+            seen, start = task(part or "tokens", mine), digests and Digests(digests, before)
+            records = work / (part or "all")
+            made += build_part(out / part, records, mine, tokenizer, eod, on_bad, workers, seen, start, **request.origin)
+            before += len(mine)
+    return made
 
 
 def _summarize(manifests: dict[Path, Manifest]) -> None:

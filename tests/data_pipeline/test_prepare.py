@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline import build, prepare
+from data_pipeline import build, dedupe, prepare
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import text as text_source
 from data_pipeline.sources.document import Options, held_out
@@ -96,16 +96,34 @@ def test_same_bytes_for_any_number_of_workers(corpus, reference, tmp_path, worke
     assert contents(tmp_path / "out") == reference
 
 
+@pytest.fixture(scope="module")
+def packed(corpus, tmp_path_factory):
+    """Options of inputs that are compressed and full of duplicates, and what becomes of them."""
+    folder = tmp_path_factory.mktemp("packed")
+    lines = (corpus / "lines.jsonl").read_bytes().splitlines(keepends=True)
+    for number in range(6):
+        with gzip.open(folder / f"lines{number}.jsonl.gz", "wb") as file:
+            file.writelines(lines[number * 500 : number * 500 + 1000])
+    inputs = ["--jsonl", f"{folder}/*.gz", f"{corpus}/*.jsonl", "--dedupe", "--tokenizer", "bpe:400", "--holdout", "0.1"]
+    out = tmp_path_factory.mktemp("reference") / "out"
+    assert prepare.main([str(out), *inputs, "--workers", "1"]) == 0
+    kept = texts(out / "train") + texts(out / "eval")
+    assert len(kept) == len(set(kept)) == len({json.loads(line)["text"] for line in lines})
+    return inputs, contents(out)
+
+
 @pytest.mark.processes
-def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(corpus, reference, tmp_path):
+@pytest.mark.parametrize("which", ["plain", "packed, without duplicates"])
+def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(corpus, reference, packed, tmp_path, which):
     """One build, killed again and again at random instants, with what it leaves checked each time."""
     out, rng, kills = tmp_path / "out", random.Random(11), 0
-    command = [sys.executable, "-m", "data_pipeline.prepare", *arguments(corpus, out, "--workers", "2")]
+    inputs, wanted = (arguments(corpus, out)[1:], reference) if which == "plain" else packed
+    command = [sys.executable, "-m", "data_pipeline.prepare", str(out), *inputs, "--workers", "2"]
     for attempt in range(12):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=Path(__file__).parents[2])
         try:
             # the first kills come soon after whatever comes next: the tokenizer, the first records, the first manifest
-            for found in (out / ".prepare.json", *sorted(out.glob(".prepare/*/0000*.json"))[-1:]):
+            for found in (out / ".prepare.json", *sorted(out.glob(".prepare/*/0000*.[jdr]*"))[-1:]):
                 while attempt < 9 and process.poll() is None and not found.exists():
                     time.sleep(0.002)
             process.wait(timeout=rng.uniform(0.02, 0.7) if attempt < 9 else 60)
@@ -119,12 +137,14 @@ def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(corpus, reference, t
         if process.returncode == 0:
             break
     assert process.returncode == 0 and kills >= 3
-    assert contents(out) == reference
+    assert contents(out) == wanted
 
 
-def test_killed_inside_every_step_of_a_unit(corpus, reference, tmp_path, monkeypatch):
+@pytest.mark.parametrize("which", ["plain", "packed, without duplicates"])
+def test_killed_inside_every_step_of_a_unit(corpus, reference, packed, tmp_path, monkeypatch, which):
     """Stops at each durable write in turn, as a kill would."""
     real, out = build.write_atomic, tmp_path / "out"
+    inputs, wanted = (arguments(corpus, out)[1:], reference) if which == "plain" else packed
     count = 0
 
     class Killed(BaseException):
@@ -138,16 +158,16 @@ def test_killed_inside_every_step_of_a_unit(corpus, reference, tmp_path, monkeyp
         real(path, data)
 
     rng = random.Random(5)
-    for module in (build, prepare, sys.modules["data_pipeline.shards"], sys.modules["data_pipeline.tokenizer.base"]):
+    for module in (build, dedupe, prepare, sys.modules["data_pipeline.shards"], sys.modules["data_pipeline.tokenizer.base"]):
         monkeypatch.setattr(module, "write_atomic", write)
     while count < 400:
         try:
-            assert prepare.main(arguments(corpus, out, "--workers", "1")) == 0
+            assert prepare.main([str(out), *inputs, "--workers", "1"]) == 0
             break
         except Killed:
             continue
     assert count > 5
-    assert contents(out) == reference
+    assert contents(out) == wanted
 
 
 def test_finished_output_is_left_alone(corpus, reference, tmp_path, capsys):

@@ -78,11 +78,11 @@ def test_any_number_of_workers_and_any_interruption(tmp_path, monkeypatch):
     assert prepare.main([str(tmp_path / "two"), *command, "--workers", "2"]) == 0
     real, calls = build.encode_unit, []
 
-    def stop_after_seven(*args):
+    def stop_after_seven(*args, **kwargs):
         calls.append(args)
         if len(calls) == 8:
             raise KeyboardInterrupt
-        real(*args)
+        real(*args, **kwargs)
 
     monkeypatch.setattr(build, "encode_unit", stop_after_seven)
     assert prepare.main([str(tmp_path / "three"), *command, "--workers", "1"]) == 75
