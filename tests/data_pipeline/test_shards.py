@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline import shards as shards_module
+from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import DataError
+from data_pipeline.loader import open_training
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter, TokenShards, token_dtype
 
 
@@ -187,7 +190,7 @@ def test_same_content_same_uid_other_content_other_uid(tmp_path):
 
 def damage(directory, change, rng):
     """Change one random file of `directory`; returns it and a function that undoes the change."""
-    path = rng.choice(sorted(p for p in directory.iterdir() if p.name != "tokenizer.json"))
+    path = rng.choice(sorted(directory.iterdir()))
     before = path.read_bytes()
     if change == "flip":
         data = bytearray(before)
@@ -195,31 +198,64 @@ def damage(directory, change, rng):
         data[at] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
     elif change == "truncate":
-        path.write_bytes(before[: rng.randrange(len(before))])
+        path.write_bytes(before[: rng.randrange(len(before) - 1)])  # a manifest without its last line break means the same
     else:
         path.unlink()
     return path, lambda: path.write_bytes(before)
 
 
-def test_no_damage_goes_unnoticed_and_none_is_imagined(large, tmp_path):
-    """200 random changes: every one is found, by the full check and before a lazy reader hands out what depends on it."""
-    rng = random.Random(7)
+def read_everything(directory, verify):
+    """All checks, or what a run of one epoch reads."""
+    if verify == "full":
+        TokenShards.open(directory, verify)
+        return
+    sources = {"data": SourceConfig(str(directory))}
+    data = open_training(DataConfig(sources=sources, seq_length=64, batch_size=256, verify=verify), 0, "auto")
+    for step in range(data.plan.num_steps):
+        data.batch(step)
 
-    def use(verify):
-        shards = TokenShards.open(large, verify)
-        if verify == "lazy":
-            for start in range(0, shards.num_tokens, 50_000):
-                shards.read(start, 50_000)
-                shards.mask(np.array([start]), 50_000)
 
-    for trial in range(200):
+@pytest.fixture
+def small_blocks(tmp_path, monkeypatch):
+    """Three shards of 3 to 15 blocks of 2 KiB, the second one with a mask."""
+    monkeypatch.setattr(shards_module, "BLOCK_BYTES", 2048)
+    rng = np.random.default_rng(0)
+    lengths = [rng.integers(1, 200, count) for count in (150, 60, 30)]
+    documents = [[rng.integers(0, 1000, n) for n in of] for of in lengths]
+    masks = [[rng.random(n) < 0.5 if number == 1 else None for n in of] for number, of in enumerate(lengths)]
+    return build(tmp_path / "small_blocks", documents, masks=masks)
+
+
+@pytest.mark.parametrize("verify", ["full", "lazy"])
+def test_none_of_a_thousand_damages_goes_unnoticed_and_none_is_imagined(small_blocks, verify):
+    """Each check finds every one of 650 random changes (130 are deletions) in any file, before what depends on it is handed out."""
+    rng, damaged = random.Random(verify), set()
+    for trial in range(650):
         if trial % 10 == 0:
-            use(("lazy", "full")[trial // 10 % 2])
-        path, undo = damage(large, rng.choice(["flip", "flip", "flip", "truncate", "delete"]), rng)
+            read_everything(small_blocks, verify)
+        path, undo = damage(small_blocks, rng.choice(["flip", "flip", "flip", "truncate", "delete"]), rng)
+        damaged.add(path.name)
         with pytest.raises(DataError, match=r"prepare") as caught:
-            use(("lazy", "full")[trial % 2])
+            read_everything(small_blocks, verify)
         undo()
         assert path.stem in str(caught.value)
+    assert len(damaged) == len(list(small_blocks.iterdir())) == 12
+
+
+def test_no_block_of_a_large_shard_goes_unchecked(large):
+    """A flipped bit in each block of each file in turn, the last byte of each among them, is found; undone, it is well."""
+    for path in sorted(path for path in large.iterdir() if path.suffix in {".bin", ".idx", ".mask"}):
+        size = path.stat().st_size
+        for at in [*range(0, size, BLOCK_BYTES), size - 1]:
+            with open(path, "r+b") as file:
+                file.seek(at)
+                byte = file.read(1)[0]
+                for value, expected in ((byte ^ 4, pytest.raises(DataError, match=path.name)), (byte, nullcontext())):
+                    file.seek(at)
+                    file.write(bytes([value]))
+                    file.flush()
+                    with expected:
+                        read_everything(large, "lazy" if at else "full")
 
 
 def test_message_names_shard_bytes_block_expected_found_and_mend(large):
