@@ -228,7 +228,7 @@ def small_blocks(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("verify", ["full", "lazy"])
 def test_none_of_a_thousand_damages_goes_unnoticed_and_none_is_imagined(small_blocks, verify):
-    """Each check finds every one of 650 random changes (130 are deletions) in any file, before what depends on it is handed out."""
+    """Each check finds all of 650 random changes (130 are deletions) in any file, before what depends on them is handed out."""
     rng, damaged = random.Random(verify), set()
     for trial in range(650):
         if trial % 10 == 0:
