@@ -1,0 +1,169 @@
+"""The same run on one, two and four processes: the batches of all steps, where it ends, and what is left of it by kills.
+
+All jobs have four simulated devices in the same mesh, and train a tiny model on three epochs of a tiny corpus.
+"""
+
+import fcntl
+import itertools
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from data_pipeline import prepare
+from maxtrain.checkpoint.manager import latest_record
+from maxtrain.observe.metrics import read_metrics
+
+REPOSITORY = Path(__file__).parents[1]
+DEVICES = 4
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+SECONDS = 240  # for a job; one that is killed here has hung
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """A config file beside its data: two sources, three epochs of both, a checkpoint every 5 steps."""
+    folder, rng = tmp_path_factory.mktemp("processes"), random.Random(0)
+    for name, count in (("large", 36), ("small", 9)):
+        (folder / name).mkdir()
+        for number in range(count):
+            (folder / name / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 80))))
+        assert prepare.main([str(folder / f"data-{name}"), "--text", f"{folder / name}/*.txt", "--workers", "1"]) == 0
+    sources = {name: {"path": str(folder / f"data-{name}"), "epochs": 3} for name in ("large", "small")}
+    model = {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32}
+    values = {
+        "output_dir": str(folder / "runs"),
+        "steps": "auto",
+        "log_interval": 1,
+        "eval_interval": 0,
+        "checkpoint_interval": 5,
+        "model": model,
+        "data": {"sources": sources, "on_exhausted": "renormalize", "seq_length": 32, "batch_size": 8},
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 5},
+        "mesh": {"data": 2, "fsdp": 2},
+        "precision": {"compute": "float32"},  # roundings to bfloat16 would hide what is compared
+        "observe": {"progress": "plain", "tensorboard": False, "plot": False, "prompts": [], "peak_tflops": 1.0},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    return folder / "tiny.yaml"
+
+
+class Job:
+    """A run on `count` processes that can't get far unobserved: what process 0 says goes to a pipe that soon is full."""
+
+    def __init__(self, config: Path, run_name: str, count: int, *overrides: str):
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
+        command = [sys.executable, "-m", "maxtrain.train", f"config={config}", f"run_name={run_name}"]
+        command += [f"mesh.simulated_devices={DEVICES // count}", "observe.compilation_cache=null", *overrides]
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+        names = [name for name in jax.config.values if name.startswith("jax_persistent_cache_min")]
+        cache |= {name.upper(): str(jax.config.values[name]) for name in names}
+        # Only process 0 of a job writes to the cache of compiled programs, so the others always compile: quickly, then.
+        environment = os.environ | cache | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONFAULTHANDLER": "1"}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0, "cwd": REPOSITORY, "env": environment}
+        self.processes, self.text = [], ""
+        for index in range(count):
+            job = [f"mesh.coordinator=localhost:{port}", f"mesh.num_processes={count}", f"mesh.process_id={index}"]
+            self.processes.append(subprocess.Popen([*command, *(job if count > 1 else ())], **pipes))
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            fcntl.fcntl(self.processes[0].stdout, fcntl.F_SETPIPE_SZ, 4096)
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+
+    def lines(self) -> Iterator[str]:
+        """What process 0 says."""
+        while line := self.processes[0].stdout.readline().decode():
+            self.text += line
+            yield line
+
+    def kill_after(self, steps: int) -> None:
+        """Kill all processes when so many steps were reported; they are at most a pipe of reports, 30 steps, further."""
+        reports = (line for line in self.lines() if re.match(r"step +\d+/", line))
+        assert len(list(itertools.islice(reports, steps))) == steps, self.text
+        for process in self.processes:
+            process.kill()
+        assert self.processes[0].wait() == -signal.SIGKILL
+
+    def end(self) -> None:
+        """Every process ends by itself, and well: none waits for another in vain. One that hangs says where."""
+        deadline, outputs = time.monotonic() + SECONDS, []
+        for process in self.processes:
+            try:
+                outputs.append(process.communicate(timeout=max(1, deadline - time.monotonic()))[0])
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGABRT)  # faulthandler prints what every thread does
+                outputs.append(process.communicate()[0])
+        self.text += outputs[0].decode()
+        codes = [process.returncode for process in self.processes]
+        assert codes == [0] * len(codes), "\n".join([self.text, *(output.decode() for output in outputs[1:])])
+
+
+def trained(config: Path, run_name: str) -> tuple[list[tuple[int, str]], list[float], tuple[int, str]]:
+    """Of a run: step and digest of every batch, the losses, and where its last checkpoint says that the data stands."""
+    folder = config.parent / "runs" / run_name
+    records = read_metrics(folder)
+    last = latest_record(folder / "checkpoints")
+    assert last is not None
+    return [(r["step"], r["batch"]) for r in records], [r["loss"] for r in records], (last["step"], last["data"])
+
+
+@pytest.fixture(scope="module")
+def alone(config):
+    """What a run on one process left."""
+    with Job(config, "alone", 1, "checkpoint_interval=0") as job:
+        job.end()
+    return trained(config, "alone")
+
+
+def assert_same(ours, theirs):
+    assert (ours[0], ours[2]) == (theirs[0], theirs[2])
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5)
+
+
+def test_three_epochs_end_where_the_plan_says(alone):
+    batches, losses, (step, _) = alone
+    assert [number for number, _ in batches] == list(range(1, step + 1))
+    assert len(set(batches)) == step > 90 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_read_the_same_batches_and_end_together(config, alone, count):
+    with Job(config, f"on-{count}", count, "checkpoint_interval=0") as job:
+        job.end()
+    assert_same(trained(config, f"on-{count}"), alone)
+
+
+def test_killed_and_resumed_on_other_numbers_of_processes(config, alone):
+    """SIGKILL to a whole job, twice, each at a random step; other numbers of processes go on, and it is as if nothing was."""
+    *counts, last = random.Random().sample((1, 2, 4), 3)
+    steps = [random.Random().randrange(11, 19) for _ in counts]  # so that a checkpoint is complete, and the end is not near
+    print(f"killed {counts} processes after {steps} steps, ended on {last}")
+    for number, (count, killed_after) in enumerate(zip(counts, steps)):
+        with Job(config, "killed", count) as job:
+            job.kill_after(killed_after)
+        assert ("Goes on from step" in job.text) == (number > 0), job.text
+    with Job(config, "killed", last) as job:
+        job.end()
+    assert "Goes on from step" in job.text
+    assert_same(trained(config, "killed"), alone)
