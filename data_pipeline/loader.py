@@ -129,7 +129,8 @@ class TrainingData(_Dataset):
 
     def _read_block(self, block: int) -> np.ndarray:
         """int64 [4, rows]: source, epoch and row of the rows of a block, and where in its stream the epoch of each begins."""
-        rows = self.plan.rows(block * _BLOCK_ROWS, (block + 1) * _BLOCK_ROWS)
+        first = self.plan.first_row + block * _BLOCK_ROWS
+        rows = self.plan.rows(first, first + _BLOCK_ROWS)
         pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
         return np.stack([*rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])])
 
@@ -139,7 +140,8 @@ class TrainingData(_Dataset):
         DataError: a shard is damaged, or a batch breaks an invariant.
         """
         assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
-        (first, end), span = self.plan.row_range(step), self.plan.span(step)
+        span = self.plan.span(step)
+        first, end = (row - self.plan.first_row for row in self.plan.row_range(step))
         blocks = range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1)
         parts = [self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS] for b in blocks]
         *batch, phases = np.concatenate(parts, axis=1)

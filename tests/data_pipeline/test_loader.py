@@ -1,6 +1,7 @@
 """The loader: one stream for any worker count, start, host split; evaluation that sees every token once; errors at launch."""
 
 import dataclasses
+import json
 import pickle
 from pathlib import Path
 
@@ -156,6 +157,30 @@ def test_evaluation_streams_by_host(corpora, config):
         assert_same(batch, data.batch(number, rows))
     assert_same(pickle.loads(pickle.dumps(data)).batch(1), data.batch(1))
     assert data.text_bytes == data.manifest.text_bytes == 3 * data.num_tokens
+
+
+@pytest.mark.parametrize("step", [1, 20, 50])
+def test_from_a_cursor_batches_are_those_of_the_new_plan(config, step):
+    """The rows before it, with another mixture, are none of its business, wherever the blocks of rows begin."""
+    before = open_training(config, seed=3, steps=50)
+    sources = {"web": dataclasses.replace(config.sources["web"], weight=0.1), "code": config.sources["code"]}
+    changed = dataclasses.replace(config, sources=sources, batch_size=4)
+    after = open_training(changed, seed=3, steps=90, cursor=json.loads(json.dumps(before.cursor_at(step))))
+    assert after.plan.row_range(step) == (6 * step, 6 * step + 4)
+    seen = {tuple(row) for row in np.stack(before.plan.rows(0, 6 * step)).T.tolist()}
+    for batch in after.iterate(step):
+        rows = after.plan.rows(*after.plan.row_range(batch.step))
+        fresh = {tuple(row) for row in np.stack(rows).T.tolist()}
+        assert len(fresh) == 4 and not fresh & seen, "a row came twice"
+        seen |= fresh
+        expected = [after.batch(batch.step, np.array([i])).arrays["inputs"][0] for i in range(4)]
+        np.testing.assert_array_equal(batch.arrays["inputs"], expected)
+        names = [after.plan.names[source] for source in rows.source]
+        assert batch.arrays["targets"].shape == (4, 32) and set(names) <= {"web", "code"}
+    everything = after.plan.rows(6 * step, after.plan.row_range(89)[1])
+    assert abs((everything.source == 0).mean() - 10 / 11) < 0.05  # code, of the weights 1 and 0.1
+    blocks = np.concatenate([after._block(b) for b in range(2)], axis=1)
+    np.testing.assert_array_equal(blocks[:3], np.stack(after.plan.rows(after.plan.first_row, after.plan.first_row + 8192)))
 
 
 @pytest.mark.parametrize("packing", ["bins", "pad"])
