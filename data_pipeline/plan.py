@@ -94,7 +94,7 @@ class Cursor(NamedTuple):
     """Where a plan stands before a step: all that a plan with other settings needs to go on from there. Plain JSON.
 
     `mixture` is the segment's, as [uid, integer weight] in order, since row `start`; `sources` maps each uid to its
-    [first epoch of the grid, draws in it at `start`, draws in it now, passes before it].
+    [first epoch of the grid, draws in it at `start`, draws in it now, passes before it, rows in an epoch].
     """
 
     step: int
@@ -233,7 +233,8 @@ class Plan:
         segment = self._segment(row)
         mixture = [[self.sources[i].uid, weight] for i, weight in zip(segment.sources, segment.weights)]
         now = segment.drawn_after(row - segment.start)
-        parts = zip(segment.grid.epoch, segment.drawn, now, segment.grid.passes, strict=True)
+        grid = segment.grid
+        parts = zip(grid.epoch, segment.drawn, now, grid.passes, grid.num_rows, strict=True)
         sources = {source.uid: list(part) for source, part in zip(self.sources, parts)}
         length, fingerprint = segment.grid.seq_length, self.fingerprint_at(step)
         return Cursor(step, row, span.tokens_at(step), self.seed, length, segment.start, mixture, sources, fingerprint)
@@ -334,14 +335,16 @@ class _Layout:
         self.end, self.reason = self._solve(stages)
 
     def _go_on(self, cursor: Cursor, seed: int) -> None:
-        known = [cursor.sources.get(source.uid, [0, 0, 0, 0.0]) for source in self.sources]
-        epoch, then, self.drawn, passes = (list(part) for part in zip(*known))
-        self.grid = self._grid(cursor.seq_length, epoch, passes)
+        now = [source.num_rows[cursor.seq_length] for source in self.sources]
+        known = [cursor.sources.get(source.uid, [0, 0, 0, 0.0, rows]) for source, rows in zip(self.sources, now)]
+        epoch, then, self.drawn, passes, num_rows = (list(part) for part in zip(*known))
+        self.grid = Grid(cursor.seq_length, tuple(num_rows), tuple(epoch), tuple(passes))
         places = {source.uid: i for i, source in enumerate(self.sources)}
         mixed = tuple(places[uid] for uid, _ in cursor.mixture if uid in places)
-        if seed != cursor.seed:
+        same = seed == cursor.seed and num_rows == now  # else rows are in another order, or are others
+        if not same:
             self._divide_anew(cursor.seq_length)
-        if seed == cursor.seed and len(mixed) == len(cursor.mixture):
+        if same and len(mixed) == len(cursor.mixture):
             drawn = tuple(then[i] if i in mixed else self.drawn[i] for i in range(len(known)))
             self.segments.append(Segment(cursor.start, self.grid, mixed, tuple(w for _, w in cursor.mixture), drawn))
         else:  # an empty one, so that there is one

@@ -205,6 +205,24 @@ def test_the_stream_goes_on_with_another_batch_size(case, batch_size, data):
         assert abs(num_rows(before) - num_rows(after)) < 9
 
 
+@pytest.mark.parametrize("change", ["seed", "rows"])
+def test_another_order_or_other_rows_begin_a_fresh_pass_at_the_cursor(change):
+    before = solve([40, 20], epochs=[3.0, 3.0])
+    cursor = wire(before.cursor_at(6))
+    sources = {n: plan_source(f"uid-{n}", size * LENGTH) for n, size in (("a", 40), ("b", 20))}
+    if change == "rows":  # as where rows become whole documents
+        sources = {
+            n: s._replace(num_rows={length: rows + 1 for length, rows in s.num_rows.items()}) for n, s in sources.items()
+        }
+    given_sources = {n: SourceConfig(n, 1.0, 3.0) for n in "ab"}
+    config = DataConfig(sources=given_sources, seq_length=LENGTH, batch_size=4)
+    after = Plan.solve(int(change == "seed"), sources, config, "auto", cursor)
+    rows = triples(after.rows(24, num_rows(after)))
+    assert not set(rows) & set(triples(before.rows(0, 24))) and min(epoch for _, epoch, _ in rows) == 1
+    drawn, left = before.epochs_at(6), after.epochs_at(after.num_steps)
+    assert drawn == {"a": 0.3, "b": 0.6} and 2.8 < max(left.values()) <= 3.0 and left["a"] > drawn["a"]
+
+
 @given(plans())
 @settings(max_examples=100, deadline=None)
 def test_every_finished_epoch_covers_every_row(case):
