@@ -1,11 +1,15 @@
 """Token shards: what is written is what is read, everywhere in the cyclic stream, and no changed byte goes unnoticed."""
 
+import errno
+import gc
 import hashlib
 import json
+import os
 import pickle
 import random
 import time
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -330,3 +334,44 @@ def test_many_shards_open_fast_and_keep_few_descriptors(tmp_path, monkeypatch):
     assert shards.read(0, 3 * 600).tolist() == [1, 2, 3] * 600
     assert shards.windows(np.array([0]), 9)[1].tolist() == [0, 2, 3, 5, 6, 8]
     assert shards._map.cache_info().currsize <= 16
+
+
+def mapped(directory):
+    """How many files of a directory this process has mapped."""
+    return Path("/proc/self/maps").read_text().count(f"{directory}/")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux' table of mappings")
+def test_a_mapping_needs_no_descriptor_and_ends_with_its_last_reader(large):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    shards = TokenShards.open(large)
+    shards.read(0, shards.num_tokens)
+    assert len(os.listdir("/proc/self/fd")) == descriptors and mapped(large) == 4
+    data = shards._map(0, ".bin")[5:7]
+    expected = data.tolist()
+    with pytest.raises(ValueError, match="read-only"):
+        data[0] = 1
+    del shards
+    gc.collect()
+    assert mapped(large) == 1 and data.tolist() == expected
+    del data
+    assert mapped(large) == 0
+
+
+def test_where_no_more_mappings_are_allowed_old_ones_are_given_back(large, monkeypatch):
+    shards = TokenShards.open(large)
+    expected, real, refused = shards.read(0, shards.num_tokens), shards_module._map_read_only, []
+
+    def only_one(path, size):
+        if shards._map.cache_info().currsize:
+            refused.append(path.name)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(path, size)
+
+    monkeypatch.setattr(shards_module, "_map_read_only", only_one)
+    shards._map.cache_clear()
+    np.testing.assert_array_equal(shards.read(0, shards.num_tokens), expected)
+    assert len(refused) == 3
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="Invalid argument"):
+        shards_module._map_read_only(large / "tokens-00000.bin", 0)
