@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from benchmarks import train_step
+from benchmarks import data, train_step
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -24,3 +24,24 @@ def test_kind_tells_attention_from_head_and_weights():
     assert train_step.kind("ynn_fusion.1", "jit(step)/jvp(zmh,zhs->zms)/dot_general") == "attention: products"
     assert train_step.kind("ynn_fusion", "jit(step)/while/body/dot_general") == "head and loss: products"
     assert train_step.kind("ynn_fusion", "jit(step)/jvp(...i,io->...o)/dot_general") == "layers: products with weights"
+
+
+def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
+    small = {"DOCUMENTS": 800, "TOKENS": 2000, "REPEATS": 1, "SHARDS": 20, "MEMORY_TOKENS": 500_000}
+    for name, value in small.items():
+        monkeypatch.setattr(data, name, value)
+    monkeypatch.setattr(data, "ROWS", (("stream", 2, 512), ("bins", 2, 512), ("pad", 2, 512)))
+    monkeypatch.setattr(data.os, "sched_setaffinity", lambda *_: None, raising=False)
+    monkeypatch.setattr("sys.argv", ["data"])
+    data.main()
+    shown = capsys.readouterr().out
+    for what in (
+        "| stream | 2 x 512",
+        "| bins | 2 x 512",
+        "| pad | 2 x 512",
+        "grain's first fit",
+        "at row 1e+12",
+        "20 shards",
+        "MiB",
+    ):
+        assert what in shown
