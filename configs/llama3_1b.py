@@ -31,7 +31,7 @@ def get_config():
     config.data.seq_length = 4096
     config.data.batch_size = 128  # 0.5 M tokens
     config.data.workers = 4
-    config.eval.sets.fineweb = "data/fineweb/eval"
+    config.eval.sets.fineweb = {"path": "data/fineweb/eval"}
 
     config.optimizer.learning_rate = 3e-4
     config.optimizer.min_learning_rate = 3e-5

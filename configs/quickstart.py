@@ -29,7 +29,7 @@ def get_config():
     config.data.sources.stdlib = {"path": "data/stdlib/train"}
     config.data.seq_length = 256
     config.data.batch_size = 8
-    config.eval.sets.heldout = "data/stdlib/eval"
+    config.eval.sets.heldout = {"path": "data/stdlib/eval"}
 
     config.optimizer.learning_rate = 2e-3
     config.optimizer.min_learning_rate = 2e-4

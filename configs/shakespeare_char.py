@@ -29,7 +29,7 @@ def get_config():
     config.data.sources.shakespeare = {"path": "data/shakespeare_char/train", "epochs": None}
     config.data.seq_length = 64
     config.data.batch_size = 12
-    config.eval.sets.heldout = "data/shakespeare_char/eval"
+    config.eval.sets.heldout = {"path": "data/shakespeare_char/eval"}
     config.eval.batch_size = 64
 
     config.optimizer.learning_rate = 1e-3

@@ -67,8 +67,18 @@ class DataConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
-    """What is held out; when is said by eval_interval and eval_steps at the root."""
+class EvalSetConfig:
+    """One evaluation set: a directory of token shards."""
 
-    sets: dict[str, str] = key({}, "evaluation sets by name: eval.sets.NAME=DIR with manifest.json")
+    path: str = key("", "directory with manifest.json, made by `prepare`")
+    interval: int | None = key(None, "steps between its evaluations, 0: only at the end; null: eval_interval", low=0)
+    steps: int | None = key(None, "batches of each evaluation, -1: the whole set, exactly once; null: eval_steps", low=-1)
+    batch_size: int | None = key(None, "rows in one of its batches; null: eval.batch_size", low=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """What is held out; when is said by eval_interval and eval_steps at the root, unless a set says so itself."""
+
+    sets: dict[str, EvalSetConfig] = key({}, "evaluation sets by name: eval.sets.NAME.path=DIR")
     batch_size: int | None = key(None, "rows in one evaluation batch; null: data.batch_size", low=1)

@@ -120,7 +120,7 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
             )
         data = open_training(config.data, config.seed, config.steps, saved["cursor"])
     rows = config.eval.batch_size or config.data.batch_size
-    sets = {name: open_evaluation(path, config.data, rows) for name, path in config.eval.sets.items()}
+    sets = {name: open_evaluation(s.path, config.data, s.batch_size or rows) for name, s in config.eval.sets.items()}
     first = next(iter(config.data.sources))
     manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
     for name, eval_set in sets.items():
@@ -183,6 +183,7 @@ class Loop:
     mesh: jax.sharding.Mesh
     step: int = 0
     tokens_seen: int = 0
+    best: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # step and nll of each set's best evaluation
     ending: str = ""  # why the run ends before its plan does
     peak: float = 0.0  # FLOP/s of one device
     window: list[tuple[HostBatch, Metrics]] = dataclasses.field(default_factory=list)  # since the last flush, on the device
@@ -193,8 +194,8 @@ class Loop:
         shapes = {(span.batch_size, span.seq_length) for span in self.data.plan.spans}
         self.layouts = {shape: BatchLayout(self.mesh, *shape) for shape in shapes}
         self.flops = {length: token_flops(self.config.model, length) for _, length in shapes}
-        eval_rows = self.config.eval.batch_size or self.config.data.batch_size
-        self.eval_layout = BatchLayout(self.mesh, eval_rows, self.config.data.seq_length)
+        length = self.config.data.seq_length
+        self.eval_layouts = {name: BatchLayout(self.mesh, s.batch_size, length) for name, s in self.sets.items()}
         self.eval_step = make_eval_step(self.graphdef, next_token)
         data = self.config.data
         self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience)
@@ -214,7 +215,7 @@ class Loop:
             if record["num_steps"] != self.data.plan.num_steps:
                 planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
                 self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
-            self.step, self.tokens_seen = record["step"], record["tokens_seen"]
+            self.step, self.tokens_seen, self.best = record["step"], record["tokens_seen"], record["best"]
             return state
         if config.checkpoint.init_from is not None:
             self.progress.phase(f"reading weights from {config.checkpoint.init_from}")
@@ -246,14 +247,14 @@ class Loop:
             self.window.append((origin, metrics))
             last = self.step == total
             log_due = last or self.step % config.log_interval == 0
-            eval_due = last or (config.eval_interval and self.step % config.eval_interval == 0)
+            eval_due = [name for name in self.sets if last or self.due(name)]
             save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
             stop = self.stop.agreed(log_due) and not last
             self.progress.update(self.step)
             if log_due or eval_due or save_due or stop:
                 self.flush(log_due)
-            if eval_due and config.eval_steps:
-                self.evaluate(state)
+            for name in eval_due:
+                self.evaluate(name, state)
             if save_due or stop or self.ending:
                 self.save(state)
             if stop:
@@ -339,18 +340,28 @@ class Loop:
             log.append(step, record)
         self.progress.update(step, record)
 
-    def evaluate(self, state: TrainState) -> None:
-        """Every evaluation set, whole unless eval_steps says otherwise."""
-        layout, asked = self.eval_layout, self.config.eval_steps
-        for name, eval_set in self.sets.items():
-            self.progress.phase(f"evaluating {name}")
-            num_batches, num_tokens = (None, eval_set.num_tokens) if asked < 0 else (asked, None)
-            batches = (layout.to_global(batch.arrays) for batch in eval_set.iterate(layout.rows, num_batches))
-            with self.clock.during("eval"):
-                result = evaluate(self.eval_step, state.params, batches, num_tokens, eval_set.text_bytes)
-            for log in self.logs:
-                log.append(self.step, {"set": name, **result}, kind="eval")
-            self.progress.evaluated(self.step, name, result)
+    def due(self, name: str) -> bool:
+        """Whether an evaluation set is to be read after this step."""
+        interval = self.config.eval.sets[name].interval
+        interval = self.config.eval_interval if interval is None else interval
+        return interval > 0 and self.step % interval == 0
+
+    def evaluate(self, name: str, state: TrainState) -> None:
+        """One evaluation set, whole unless its steps say otherwise."""
+        eval_set, layout, asked = self.sets[name], self.eval_layouts[name], self.config.eval.sets[name].steps
+        asked = self.config.eval_steps if asked is None else asked
+        if not asked:
+            return
+        self.progress.phase(f"evaluating {name}")
+        num_batches, num_tokens = (None, eval_set.num_tokens) if asked < 0 else (asked, None)
+        batches = (layout.to_global(batch.arrays) for batch in eval_set.iterate(layout.rows, num_batches))
+        with self.clock.during("eval"):
+            result = evaluate(self.eval_step, state.params, batches, num_tokens, eval_set.text_bytes)
+        if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
+            self.best[name] = {"step": self.step, "nll": result["nll"]}
+        for log in self.logs:
+            log.append(self.step, {"set": name, **result, "best_step": self.best.get(name, {}).get("step")}, kind="eval")
+        self.progress.evaluated(self.step, name, result)
         self.progress.phase("")
 
     def save(self, state: TrainState) -> None:
@@ -361,6 +372,7 @@ class Loop:
             "tokens_seen": self.tokens_seen,
             "data": self.data.fingerprint_at(self.step),
             "cursor": self.data.cursor_at(self.step),
+            "best": self.best,
             "seed": self.config.seed,
             "config": to_yaml(self.config),
         }

@@ -287,7 +287,7 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
         (["RUN", "--prompt", "a", "--max-tokens", "500"], 64, "Set max_tokens to 198 or less"),
         (["RUN", "--prompt", "a", "--top-p", "2"], 64, "top_p=2.0 must be"),
         (["RUN", "--prompt", "a", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
-        (["--hf", "nowhere", "--prompt", "a"], 65, "Name a tokenizer.json, a directory that has one"),
+        (["--hf", "nowhere", "--prompt", "a"], 65, "Name a tokenizer.json, a SentencePiece .model, a"),
         (["RUN", "--prompt", "a", "--seeed", "1"], 64, "unrecognized arguments: --seeed"),
     ],
 )

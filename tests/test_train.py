@@ -25,7 +25,7 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
-from data_pipeline.errors import UserError
+from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.checkpoint.manager import Checkpoints
@@ -67,7 +67,7 @@ def config(tmp_path_factory) -> Path:
         "checkpoint_interval": 8,
         "model": model,
         "data": {"sources": {"text": {"path": str(data / "train"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
-        "eval": {"sets": {"heldout": str(data / "eval")}},
+        "eval": {"sets": {"heldout": {"path": str(data / "eval")}}},
         "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "accumulation": 1},
         "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
         "checkpoint": {"keep": 2},
@@ -142,6 +142,29 @@ def test_evaluation_reads_every_held_out_token(config, finished):
     held_out = TokenShards.open(config.parent / "data" / "eval").num_tokens
     assert [(r["step"], r["set"], r["tokens"]) for r in evals] == [(step, "heldout", held_out) for step in (20, 40, 60)]
     assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
+
+
+def test_sets_have_their_own_times_sizes_and_batches_and_the_best_is_kept(config, finished, capsys):
+    data = config.parent / "data" / "eval"
+    often = [
+        f"eval.sets.often.path={data}",
+        "eval.sets.often.interval=2",
+        "eval.sets.often.steps=1",
+        "eval.sets.often.batch_size=16",
+    ]
+    ends = [f"eval.sets.end.path={data}", "eval.sets.end.interval=0"]
+    assert train(config, "sets", *SHORT, *often, *ends, "checkpoint_interval=2") == 0
+    evals = [r for r in read_metrics(folder_of(config, "sets")) if r["kind"] == "eval"]
+    assert {(r["step"], r["set"]) for r in evals} == {(2, "often"), (4, "often"), (6, "end"), (6, "heldout"), (6, "often")}
+    part, whole = evals[0]["tokens"], next(r["tokens"] for r in evals if r["set"] == "end")
+    assert part == min(16 * 32, whole) and whole == TokenShards.open(data).num_tokens
+    mine = [r for r in evals if r["set"] == "often"]
+    best = [min(mine[: i + 1], key=lambda r: r["nll"]) for i in range(3)]
+    assert [r["best_step"] for r in mine] == [r["step"] for r in best]
+    _, record = final_state(folder_of(config, "sets"))
+    assert record["best"]["often"] == {"step": best[-1]["step"], "nll": best[-1]["nll"]}
+    with pytest.raises(ConfigError, match=r"eval\.sets\.often\.steps=0 would evaluate nothing\. Set it to -1"):
+        train(config, "refused", "eval.sets.often.steps=0", *often[:1])
 
 
 def test_the_loss_goes_down(finished):
@@ -331,7 +354,7 @@ def test_or_it_is_told_and_changes_nothing(config, without_targets, capsys):
         (["model.vocab_size=100"], 78, "Set model.vocab_size to 257 or more, or to null."),
         (["data.sources.text.path=nowhere"], 65, "data.sources.text.path"),
         (["data.batch_size=12"], 78, "Set data.batch_size to 8 or 16"),
-        (["eval.sets.heldout=DATA/train"], 78, "shards that data.sources.text trains on, such as tokens-00000.bin"),
+        (["eval.sets.heldout.path=DATA/train"], 78, "shards that data.sources.text trains on, such as tokens-00000.bin"),
         (["data.stages=[{until: 9, batch_size: 12}, {}]"], 78, "Set data.stages[0].batch_size to 8 or 16"),
         (["data.stages=[{seq_length: 99999}]"], 78, "Set data.stages[0].seq_length=32 or less"),
     ],
@@ -435,5 +458,5 @@ def test_only_errors_of_our_own_show_a_traceback(config, monkeypatch, capsys, er
 def test_sets_of_another_tokenizer_are_refused(config, capsys):
     other = config.parent / "characters"
     assert prepare.main([str(other), "--text", f"{config.parent}/1*.txt", "--tokenizer", "chars", "--workers", "1"]) == 0
-    assert train(config, "refused", f"eval.sets.other={other}") == 78
+    assert train(config, "refused", f"eval.sets.other.path={other}") == 78
     assert "Prepare one of them again with the tokenizer of the other." in capsys.readouterr().err

@@ -60,16 +60,19 @@ def _run(c: RunConfig) -> Iterator[str]:
     if c.run_name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", c.run_name):
         yield f"run_name={c.run_name!r} must be the name of one folder. Set run_name=NAME, and output_dir for where it is."
     if c.eval_interval and not c.eval.sets:
-        mend = "Add eval.sets.NAME=DIR, or set eval_interval=0"
+        mend = "Add eval.sets.NAME.path=DIR, or set eval_interval=0"
         yield f"eval_interval={c.eval_interval} needs an evaluation set, but eval.sets is empty. {mend}."
-    if c.eval_interval and c.eval_steps == 0:
+    if c.eval_interval and c.eval_steps == 0 and any(s.steps is None for s in c.eval.sets.values()):
         mend = "Set eval_steps=-1 for every set whole, or eval_interval=0"
         yield f"eval_steps=0 would evaluate nothing, every eval_interval={c.eval_interval} steps. {mend}."
+    for name, held_out in c.eval.sets.items():
+        if held_out.steps == 0:
+            yield f"eval.sets.{name}.steps=0 would evaluate nothing. Set it to -1 for the whole set, or leave the set out."
     if not c.data.sources:
         yield "data.sources is empty, but a run reads at least one. Add data.sources.NAME.path=DIR, made by `prepare`."
     paths = {f"data.sources.{name}.path": source.path for name, source in c.data.sources.items()}
     runs = os.path.abspath(os.path.expanduser(c.output_dir))
-    for key, path in (paths | {f"eval.sets.{name}": path for name, path in c.eval.sets.items()}).items():
+    for key, path in (paths | {f"eval.sets.{name}.path": held_out.path for name, held_out in c.eval.sets.items()}).items():
         if path and os.path.abspath(os.path.expanduser(path)) in (runs, os.path.join(runs, c.run_name)):
             place = f"output_dir={c.output_dir} with run_name={c.run_name}"
             yield f"{place} is the data directory {key}={path}. Set output_dir to another one."
@@ -140,9 +143,11 @@ def _parts(c: RunConfig) -> Iterator[str]:
         if min(c.mesh.data, c.mesh.fsdp) > 0 and rows % unit:
             by_all = by + (f" times optimizer.accumulation={parts}" if unit > shards else "")
             yield f"{key}={rows} must be divisible by {by_all}. Set {key} to {_multiples(rows, unit)}."
-    rows = c.eval.batch_size
-    if min(c.mesh.data, c.mesh.fsdp) > 0 and rows and rows % shards:
-        yield f"eval.batch_size={rows} must be divisible by {by}. Set eval.batch_size to {_multiples(rows, shards)}."
+    held_out = {"eval.batch_size": c.eval.batch_size}
+    held_out |= {f"eval.sets.{name}.batch_size": s.batch_size for name, s in c.eval.sets.items()}
+    for key, rows in held_out.items():
+        if min(c.mesh.data, c.mesh.fsdp) > 0 and rows and rows % shards:
+            yield f"{key}={rows} must be divisible by {by}. Set {key} to {_multiples(rows, shards)}."
     names = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
     dims = {f"model.{name}": size for name in names if (size := getattr(c.model, name)) is not None}
     wrong = [f"{key}={size}" for key, size in dims.items() if c.mesh.tensor > 1 and size % c.mesh.tensor]

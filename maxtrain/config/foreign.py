@@ -15,7 +15,7 @@ _ROWS = (
     ("data.seq_length", "tokens in a row; model.max_length is the most the model is meant for", "max_target_length"),
     ("data.sources.NAME.path", _SHARDS, "dataset_path dataset_name dataset_type hf_path grain_train_files"),
     ("data.sources.NAME.epochs", "set for each source, may be fractional", "num_epoch"),
-    ("eval.sets.NAME", _SHARDS, "eval_dataset_name hf_eval_files grain_eval_files"),
+    ("eval.sets.NAME.path", _SHARDS, "eval_dataset_name hf_eval_files grain_eval_files"),
     ("", "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it", "tokenizer_path"),
     ("model.family", "llama or qwen3", "decoder_block"),
     ("model.embed_dim", _SCALE, "base_emb_dim"),

@@ -80,9 +80,9 @@ def unknown(path: str) -> str:
     parts = path.split(".")
     leaf = parts[-1].lower().replace("-", "_")
 
-    def likeness(key: str) -> float:  # the right leaf in a wrong section counts almost as much as the right path
+    def likeness(key: str) -> tuple[float, float]:  # the right leaf in a wrong section counts almost as much as the right path
         whole = difflib.SequenceMatcher(None, path.lower(), named(key)).ratio()
-        return max(whole, 0.99 * difflib.SequenceMatcher(None, leaf, key.rpartition(".")[2]).ratio())
+        return max(whole, 0.99 * difflib.SequenceMatcher(None, leaf, key.rpartition(".")[2]).ratio()), whole
 
     def named(key: str) -> str:  # with the user's own names in place of NAME
         words = key.split(".")
@@ -93,11 +93,10 @@ def unknown(path: str) -> str:
     best = max(likely.values())
     if path in likely:
         return f"{path} can't be set alone. Set the whole list, {path.partition('[')[0]}=[...]."
-    if best < 0.99 and leaf in MAXTEXT:
+    if best[0] < 0.99 and leaf in MAXTEXT:
         ours, note = MAXTEXT[leaf]
         return f"{path} is a key of MaxText. Here {f'it is {ours}: ' if ours else ''}{note}."
     right = [name for name, value in likely.items() if value == best]
-    right = [name for name in right if "[" not in name] or right  # the key of the whole run, before that of a stage
     section = f" {parts[0]}" if len(parts) > 1 and find(parts[0]) else ""
-    mend = f"Did you mean {choices(right)}?" if best > 0.78 else f"`--help{section}` lists those there are."
+    mend = f"Did you mean {choices(right)}?" if best[0] > 0.78 else f"`--help{section}` lists those there are."
     return f"{path} is not a key. {mend}"

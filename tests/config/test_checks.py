@@ -46,11 +46,11 @@ def problems(*overrides: str) -> list[str]:
         # the run
         (["run_name=a/b"], "run_name='a/b' must be the name of one folder", "Set run_name=NAME"),
         (["run_name=.."], "run_name='..'", "Set run_name=NAME"),
-        (["eval.sets={}"], "eval_interval=100 needs an evaluation set", "Add eval.sets.NAME=DIR, or set eval_interval=0"),
+        (["eval.sets={}"], "eval_interval=100 needs an evaluation set", "Add eval.sets.NAME.path=DIR, or set eval_interval=0"),
         (["eval_steps=0"], "eval_steps=0 would evaluate nothing, every eval_interval=100", "Set eval_steps=-1"),
         # directories
         (["output_dir=data/stdlib/eval/../train/"], "data.sources.stdlib.path=data/stdlib/train", "Set output_dir to another"),
-        (["output_dir=data/stdlib", "run_name=eval"], "eval.sets.heldout=data/stdlib/eval", "Set output_dir to another"),
+        (["output_dir=data/stdlib", "run_name=eval"], "eval.sets.heldout.path=data/stdlib/eval", "Set output_dir to another"),
         (["data.sources={}"], "data.sources is empty", "Add data.sources.NAME.path=DIR"),
         # model
         (["model.num_kv_heads=3"], "model.num_kv_heads=3 must divide model.num_heads=4", "to 1, 2 or 4"),
@@ -121,7 +121,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["mesh.tensor=2", "mesh.data=4", "mesh.fsdp=2", "optimizer.accumulation=2"],
         ["mesh.simulated_devices=8", "mesh.platform=cpu"],
         ["output_dir=data/stdlib"],
-        ["eval.sets.a=data/stdlib/train"],
+        ["eval.sets.a.path=data/stdlib/train"],
         ["optimizer.beta1=0", "optimizer.min_learning_rate=2e-3"],
         ["mesh.coordinator=[::1]:1234", "mesh.num_processes=2", "mesh.process_id=1"],
     ],

@@ -19,7 +19,7 @@ from maxtrain.config import keys
         ("optimizer.warmup-steps", "optimizer.warmup_steps"),
         ("data.sources.web.pth", "data.sources.web.path"),  # below a name of the user's
         ("data.sorces.web.path", "data.sources.web.path"),
-        ("eval.set.held", "eval.sets.held"),
+        ("eval.set.held.path", "eval.sets.held.path"),
         ("model.num_heads.x", "model.num_heads"),
     ],
 )

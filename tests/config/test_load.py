@@ -67,7 +67,7 @@ def at(config: RunConfig, path: str):
         ("checkpoint.init_from=null", None),
         ("checkpoint.init_from=weights/x", "weights/x"),
         ("data.sources.stdlib.weight=3", 3.0),
-        ("eval.sets.more=data/more", "data/more"),
+        ("eval.sets.more.path=data/more", "data/more"),
         ("data.stages=[{until: 1e2, weights: {stdlib: 1}}]", (StageConfig(until=100.0, weights={"stdlib": 1.0}),)),
         ("data.stages={weights: {stdlib: 1}}", (StageConfig(weights={"stdlib": 1.0}),)),
     ],
@@ -109,7 +109,8 @@ def test_a_new_source_is_made_by_naming_it():
         ("precision.compute=bf16", "must be: float32 | bfloat16", "precision.compute=b"),
         ("observe.prompts=1", "observe.prompts=[1] must be: list of texts", "observe.prompts=[]"),
         ("observe.prompts=[a,b", "must be: list of texts", "observe.prompts=[]"),
-        ("eval.sets=DIR", "must be: text by name", "eval.sets={}"),
+        ("eval.sets=DIR", "must be: section by name", "eval.sets={}"),
+        ("eval.sets.held=DIR", "is a section, not a value", "Set one of its keys, such as eval.sets.held.path"),
         ("eval.sets={a b: DIR}", "the name 'a b' is not letters, digits, _ and -", "eval.sets={}"),
         ("model=llama", "is a section, not a value", "Set one of its keys, such as model.family"),
         ("data.sources.web=DIR", "is a section, not a value", "such as data.sources.web.path"),
@@ -237,7 +238,7 @@ def test_a_python_file_without_get_config(tmp_path):
         ("model: {embd_dim: 3}", "model.embd_dim is not a key. Did you mean model.embed_dim"),
         ("steps: true", "steps=true must be: whole number | auto"),
         ("optimizer: {learning_rate: .nan}", "optimizer.learning_rate=nan must be"),
-        ("eval: {sets: {a: 3}}", "eval.sets={'a': 3} must be: text by name. Write for example eval.sets={}."),
+        ("eval: {sets: {a: {path: 3}}}", "eval.sets.a.path=3 must be: text. Write for example eval.sets.a.path="),
         ("eval: {sets: {'': x}}", "the name '' is not letters"),
         ("checkpoint: {init_from: 'null', keep: '3x'}", "checkpoint.keep=3x must be: whole number"),
         ("steps: !!python/object/apply:os.getcwd []", "is not valid YAML"),
@@ -303,7 +304,7 @@ VALUES = {
     "steps": st.integers(1000, 2**62),
     "data.sources": st.fixed_dictionaries({"a": SOURCE, "b": SOURCE}),
     "data.stages": st.just(()) | st.tuples(LAST) | st.tuples(FIRST, LAST),
-    "eval.sets": st.dictionaries(NAMES, TEXTS.map("c/".__add__)),
+    "eval.sets": st.dictionaries(NAMES, TEXTS.map(lambda text: {"path": f"c/{text}"})),
     "model.vocab_size": st.none() | st.integers(1, 2**40),
     "model.norm_eps": FLOATS,
     "checkpoint.init_from": st.none() | st.just("null") | TEXTS.map("d/".__add__),
@@ -319,7 +320,10 @@ def test_resolved_yaml_comes_back_equal(tmp_path_factory, values):
         section, _, leaf = path.rpartition(".")
         (given_values[section] if section else given_values)[leaf] = value
     config = resolve(given_values)
-    assert config.run_name == values["run_name"] and config.eval.sets == values["eval.sets"]
+    assert (
+        config.run_name == values["run_name"]
+        and {n: {"path": s.path} for n, s in config.eval.sets.items()} == values["eval.sets"]
+    )
     file = tmp_path_factory.getbasetemp() / "round.yaml"
     file.write_text(to_yaml(config), encoding="utf-8")
     again = load_config([f"config={file}"])

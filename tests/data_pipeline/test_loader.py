@@ -241,7 +241,7 @@ def test_missing_directories_are_named(config, tmp_path):
         missing = dataclasses.replace(config, sources={"web": SourceConfig(path and str(tmp_path / path))})
         with pytest.raises(error, match=rf"data\.sources\.web\.path.*{message}"):
             open_training(missing, 0, "auto")
-    with pytest.raises(DataError, match=r"eval\.sets: .*nowhere"):
+    with pytest.raises(DataError, match=r"eval\.sets\.NAME\.path: .*nowhere"):
         open_evaluation(tmp_path / "nowhere", config, 2)
     with pytest.raises(ConfigError, match=r"data\.sources is empty"):
         open_training(DataConfig(), 0, "auto")
