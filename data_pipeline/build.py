@@ -31,7 +31,7 @@ _TRAINING_BYTES = 1 << 30  # a BPE tokenizer learns from about this much text, s
 _EXAMPLES = 3
 _DECODED_TOKENS = 1 << 20
 Unit = list[Piece]
-Problems = dict[str, dict[str, Any]]  # by kind: count, examples
+Problems = dict[str, dict[str, Any]]  # by kind: count, how many of them were left out, examples
 
 
 def make_units(pieces: list[Piece]) -> list[Unit]:
@@ -66,7 +66,7 @@ def usable(unit: Unit, on_bad: str, problems: Problems, digests: Digests | None 
             if accept(document, on_bad, problems):
                 number += 1
                 if repeated and repeated[number]:
-                    _count(problems, DUPLICATE, 1, [document.where])
+                    _count(problems, DUPLICATE, 1, 1, [document.where])
                 else:
                     yield document
 
@@ -78,13 +78,15 @@ def accept(document: Document, on_bad: str, problems: Problems) -> bool:
     harmless = document.problem in HARMLESS
     if on_bad == "raise" and not harmless:
         raise DataError(f"{document.where}: {document.problem}. Mend the file, or give --on-bad skip or replace.")
-    _count(problems, document.problem, 1, [document.where])
-    return not document.empty and (harmless or on_bad == "replace")
+    kept = not document.empty and (harmless or on_bad == "replace")
+    _count(problems, document.problem, 1, int(not kept), [document.where])
+    return kept
 
 
-def _count(problems: Problems, kind: str, count: int, examples: list[str]) -> None:
-    entry = problems.setdefault(kind, {"count": 0, "examples": []})
+def _count(problems: Problems, kind: str, count: int, left_out: int, examples: list[str]) -> None:
+    entry = problems.setdefault(kind, {"count": 0, "left_out": 0, "examples": []})
     entry["count"] += count
+    entry["left_out"] += left_out
     entry["examples"] = (entry["examples"] + examples)[:_EXAMPLES]
 
 
@@ -136,7 +138,7 @@ def encode_unit(
     tokenizer = tokenizer or _tokenizer
     problems: Problems = {}
     text_bytes = 0
-    end = [tokenizer.eod_id] if eod == "append" else []
+    end = tokenizer.eod_id if eod == "append" else None
     writer = ShardWriter(directory, f"tokens-{record.stem}", tokenizer.vocab_size)
     try:
         for document in usable(unit, on_bad, problems, digests):
@@ -148,8 +150,7 @@ def encode_unit(
                     continue
             ids, mask, size = _encode(document._replace(text=content), tokenizer)
             if len(ids):
-                mask = mask if mask is None else np.append(mask, np.zeros(len(end), bool))  # a template ends its turns itself
-                writer.append(np.append(ids, np.array(end, np.int32)), mask=mask)
+                writer.append(ids, mask=mask, end=end)  # never a target beside a mask: a template ends its turns itself
                 text_bytes += size
         shards = [vars(writer.close())] if writer.tokens else []
     finally:
@@ -232,7 +233,7 @@ def build_part(
     problems: Problems = {}
     done = [json.loads(record.read_bytes()) for record in names]
     for kind, entry in (item for record in done for item in record["problems"].items()):
-        _count(problems, kind, entry["count"], entry["examples"])
+        _count(problems, kind, **entry)
     shards = tuple(ShardEntry(**entry) for record in done for entry in record["shards"])
     if not shards:
         mend = "Give other input, or no --dedupe" if DUPLICATE in problems else "Give other input"

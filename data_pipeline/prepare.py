@@ -17,6 +17,7 @@ import re
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +25,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from data_pipeline.build import Unit, build_part, describe_problems, find_duplicates, make_units, train_tokenizer, unit_bytes
+from data_pipeline.build import Unit, build_part, find_duplicates, make_units, train_tokenizer, unit_bytes
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
+from data_pipeline.report import describe_row, row_arrays, summary
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Options, Piece, held_out
@@ -37,6 +39,7 @@ _EXAMPLES = "examples:\n" + "".join(f"  {_PROGRAM} OUT {format.example}\n" for f
 _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
+  {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask, in colour
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
 _PARTS = ("train", "eval")  # folders of the output, if something is held out
@@ -190,20 +193,25 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _make_way(out, request, arguments.overwrite)
+        made, started = 0, time.perf_counter()
         already = all((out / part / MANIFEST).exists() for part in request.parts)
         if not already:
             try:
-                _build(out, request, arguments.workers)
+                made = _build(out, request, arguments.workers)
             except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                 _remove(out)
                 raise
-        manifests = {out / part: TokenShards.open(out / part, "size").manifest for part in request.parts}
+        seconds = time.perf_counter() - started
+        for part in request.parts:
+            print("\n".join(summary(TokenShards.open(out / part, "size"))))
         shutil.rmtree(out / _WORK, ignore_errors=True)
     except BlockingIOError as error:
         raise StorageError(f"{out}: another prepare is at work here. Wait for it, or choose another directory.") from error
     finally:
         os.close(lock)
-    _summarize(manifests)
+    if made:
+        workers = f"{arguments.workers} workers" if arguments.workers > 1 else "1 worker"
+        print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {workers}")
     verdict = "already complete and unchanged: nothing to do" if already else "complete"
     print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
 
@@ -272,28 +280,12 @@ def _build(out: Path, request: _Request, workers: int) -> int:
     return made
 
 
-def _summarize(manifests: dict[Path, Manifest]) -> None:
-    for folder, m in manifests.items():
-        ratio, tokenizer = m.text_bytes / m.num_tokens, f"{m.tokenizer['name']}, {m.tokenizer['vocab_size']:,} entries"
-        print(f"{folder}: {m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards,", end=" ")
-        print(f"{m.text_bytes:,} bytes of text, {ratio:.3f} bytes per token ({tokenizer})")
-        if m.problems:
-            lines = describe_problems(m.problems).encode(errors="backslashreplace").decode()
-            print(f"left out or mended in {folder}:\n{lines}")
-
-
 def _look(verb: str, argv: list[str]) -> None:
     """The verbs verify and show."""
     parser = argparse.ArgumentParser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
     parser.add_argument("directory", metavar="DIR", type=Path, help="what prepare made")
     if verb == "show":
-        parser.add_argument("--document", metavar="N", type=int, default=0, help="which, from 0")
-        arguments = parser.parse_args(argv)
-        shards = TokenShards.open(arguments.directory)
-        first, length = shards.document(arguments.document)
-        print(f"document {arguments.document} of {shards.num_documents:,}: {length:,} tokens from {first:,}", file=sys.stderr)
-        sys.stdout.write(load_tokenizer(arguments.directory).decode(shards.read(first, length)))
-        return
+        return _show(parser, argv)
     directory, problems = parser.parse_args(argv).directory, []
     parts = [folder for part in ("", *_PARTS) if ((folder := directory / part) / MANIFEST).exists()]
     for folder in parts or [directory]:
@@ -304,6 +296,29 @@ def _look(verb: str, argv: list[str]) -> None:
         print(f"{folder}: {shards.num_tokens:,} tokens in {len(shards.manifest.shards):,} shards: {state}")
     if problems:
         raise DataError("\n".join(problems))
+
+
+def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """A document, as text; or a row, as training reads it."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--document", metavar="N", type=int, default=0, help="which document, from 0 (default: 0)")
+    which.add_argument("--row", metavar="N", type=int, help="instead: this row of epoch 0, with its segments; dim: no target")
+    parser.add_argument("--seq-length", metavar="L", type=int, help="of --row: data.seq_length")
+    parser.add_argument("--packing", choices=["stream", "bins", "pad"], default="stream", help="of --row: data.packing")
+    parser.add_argument("--seed", type=int, default=0, help="of --row: the run's seed, which says where a stream is cut")
+    arguments = parser.parse_args(argv)
+    shards, tokenizer = TokenShards.open(arguments.directory), load_tokenizer(arguments.directory)
+    if arguments.row is None:
+        first, length = shards.document(arguments.document)
+        print(f"document {arguments.document} of {shards.num_documents:,}: {length:,} tokens from {first:,}", file=sys.stderr)
+        sys.stdout.write(tokenizer.decode(shards.read(first, length)))
+        return
+    length = arguments.seq_length or 0
+    if length < 1:
+        raise UsageError(f"--seq-length {arguments.seq_length}: a row has at least 1 token. Give the run's data.seq_length.")
+    arrays, console = row_arrays(shards, arguments.row, length, arguments.packing, arguments.seed), Console(highlight=False)
+    for text in describe_row(arrays, tokenizer):
+        console.print(text, soft_wrap=True)
 
 
 if __name__ == "__main__":

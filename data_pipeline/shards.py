@@ -106,7 +106,7 @@ class Manifest:
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     command: str = ""
-    problems: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was left out or mended: count and examples
+    problems: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was left out or mended: counts and examples
     version: int = VERSION
 
     @property
@@ -214,16 +214,19 @@ class ShardWriter:
     def __init__(self, directory: Path, stem: str, vocab_size: int):
         self.tokens = self._max_id = 0
         self._path, self._vocab_size, self._dtype = directory / f"{stem}.bin", vocab_size, token_dtype(vocab_size)
-        self._lengths: list[np.ndarray] = []
-        self._masks: list[np.ndarray] = []
-        self._masked = False
+        self._lengths = bytearray()  # int64 each: a unit may hold millions of documents
+        self._mask: bytearray | None = None  # one byte a token, if any document has a mask
         self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
 
-    def append(self, tokens: np.ndarray, lengths: np.ndarray | None = None, mask: np.ndarray | None = None) -> None:
+    def append(
+        self, tokens: np.ndarray, lengths: np.ndarray | None = None, mask: np.ndarray | None = None, end: int | None = None
+    ) -> None:
         """Add ids [T], one document or several of these `lengths` back to back; DataError: an id is not below vocab_size.
 
         `mask`: bool [T], True where the token is a training target; None: all are. With any mask the shard gets a .mask file.
+        `end`: the id that ends this one document, after its tokens; no target if the document has a mask.
         """
+        assert end is None or lengths is None, "an end is one of one document"
         lengths = np.array([len(tokens)]) if lengths is None else np.asarray(lengths)
         assert lengths.sum() == len(tokens) and (lengths > 0).all(), "lengths must be positive and sum to the tokens"
         assert mask is None or (mask.shape == (len(tokens),) and mask.dtype == bool), "a mask is bool, one per token"
@@ -233,30 +236,43 @@ class ShardWriter:
                 f"{self._path.stem}: token id {low if low < 0 else high} is outside [0, {self._vocab_size}), "
                 f"the tokenizer's vocabulary ({self._dtype.name}). Build with the tokenizer that these ids belong to."
             )
+        if mask is not None and self._mask is None:
+            self._mask = bytearray(b"\1") * self.tokens
+        if self._mask is not None:
+            self._mask += mask.tobytes() if mask is not None else bytearray(b"\1") * len(tokens)
+        for at in range(0, len(tokens), BLOCK_BYTES):  # a document may be large: it is not copied as a whole
+            self._file.write(np.ascontiguousarray(tokens[at : at + BLOCK_BYTES], self._dtype).data)
+        if end is not None:
+            high, lengths = max(high, end), lengths + 1
+            self._file.write(np.array([end], self._dtype).data)
+            if self._mask is not None:
+                self._mask.append(mask is None)
         self._max_id = max(self._max_id, high)
-        self._lengths.append(lengths.astype(np.int64))
-        self._masks.append(np.broadcast_to(np.True_, len(tokens)) if mask is None else mask.copy())
-        self._masked |= mask is not None
-        self.tokens += len(tokens)
-        self._file.write(np.ascontiguousarray(tokens, self._dtype).data)
+        self._lengths += lengths.astype(np.int64).tobytes()
+        self.tokens += int(lengths.sum())
 
     def close(self) -> ShardEntry:
         """Make the shard durable and visible; returns its entry for the manifest."""
-        lengths = np.concatenate(self._lengths)
+        lengths = np.frombuffer(self._lengths, np.int64)
         ends = np.cumsum(lengths)
         files = {".idx": np.concatenate([[0], ends]).astype("<u8").tobytes()}
         targets = first_targets = None
-        if self._masked:
-            mask = np.concatenate(self._masks)
+        if self._mask is not None:
+            mask = np.frombuffer(self._mask, bool)
             files[".mask"] = np.packbits(mask, bitorder="little").tobytes()
             targets, first_targets = (int(np.count_nonzero(part)) for part in (mask, mask[ends - lengths]))
         self._file.flush()
         os.fsync(self._file.fileno())
-        with self._file, mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            parts = (data, *files.values())
-            blocks = (part[at : at + BLOCK_BYTES] for part in parts for at in range(0, len(part), BLOCK_BYTES))
-            checks = np.array([zlib.crc32(block) for block in blocks], "<u4").tobytes()
-            digests = hashlib.sha256(data).hexdigest(), hashlib.sha256(checks).hexdigest()
+        with self._file as file:
+            file.seek(0)
+            digest, checks = hashlib.sha256(), []
+            while block := file.read(BLOCK_BYTES):
+                digest.update(block)
+                checks.append(zlib.crc32(block))
+        for part in files.values():
+            checks += [zlib.crc32(part[at : at + BLOCK_BYTES]) for at in range(0, len(part), BLOCK_BYTES)]
+        checks = np.array(checks, "<u4").tobytes()
+        digests = digest.hexdigest(), hashlib.sha256(checks).hexdigest()
         os.replace(self._file.name, self._path)  # made durable by what comes next
         for suffix, content in {".crc": checks, **files}.items():
             write_atomic(self._path.with_suffix(suffix), content)

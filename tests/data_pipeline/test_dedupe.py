@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline import dedupe, prepare
@@ -23,6 +23,7 @@ def texts(directory):
     return [tokenizer.decode(shards.read(first, length)) for first, length in spans]
 
 
+@settings(deadline=None, max_examples=50)  # every file is synced to the disk
 @given(units=st.lists(st.lists(st.integers(0, 20), max_size=30), max_size=6), at_once=st.sampled_from([1, 3, 50]))
 def test_all_but_the_first_are_found(units, at_once):
     seen, wanted = set(), []

@@ -224,9 +224,11 @@ def test_documents_that_are_not_clean(tmp_path, capsys, name, data, problem, lin
     good = ["fine", "good"] if name.endswith("jsonl") else ['{"text": "good"}']
     for mode, wanted in (("skip", good), ("replace", [*good[:-1], mended, good[-1]] if mended else good)):
         assert prepare.main([*command, mode, "--overwrite"]) == 0
-        assert f"1 x {problem}: {tmp_path}/{name}:{line}" in capsys.readouterr().out
+        where, left_out = f"{tmp_path}/{name}:{line}", int(mended is None or mode == "skip")
+        share = f"{1 / (len(wanted) + left_out):.2%}"
+        assert re.search(rf" 1 x {problem} \({share}\), such as\n +{re.escape(where)}\n", capsys.readouterr().out)
         assert texts(out) == wanted
-        assert Manifest.load(out).problems == {problem: {"count": 1, "examples": [f"{tmp_path}/{name}:{line}"]}}
+        assert Manifest.load(out).problems == {problem: {"count": 1, "left_out": left_out, "examples": [where]}}
 
 
 def test_harmless_oddities_are_kept_or_counted(tmp_path, capsys):

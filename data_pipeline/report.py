@@ -1,0 +1,100 @@
+"""What a person sees of token shards: the summary of a build, and a row as training reads it. Plain text, 80 columns."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+from rich.text import Text
+
+from data_pipeline.bins import open_bins
+from data_pipeline.errors import DataError
+from data_pipeline.packing import Windows, count_rows, pack, pack_documents, phase
+from data_pipeline.shards import TokenShards
+from data_pipeline.tokenizer import Tokenizer
+
+_BAR = 44  # characters of the longest bar
+_AT_ONCE = 1 << 20  # documents whose lengths are read at a time
+_COLOURS = ("cyan", "yellow", "green", "magenta")  # of segments, in turn
+_WIDTH = 78
+
+
+def summary(shards: TokenShards) -> Iterator[str]:
+    """Lines about a directory: sizes, bytes per token, lengths of documents, what was left out or mended."""
+    m = shards.manifest
+    targets = f"{m.num_targets:,} of them targets, " if shards.masked else ""
+    yield f"{shards.path}: {m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
+    per = m.text_bytes / max(1, m.num_targets) if shards.masked else m.text_bytes / m.num_tokens
+    yield f"  {targets}{m.text_bytes:,} bytes of text{' of targets' if shards.masked else ''}"
+    yield f"  {per:.3f} bytes per {'target' if shards.masked else 'token'} ({_tokenizer(m.tokenizer)})"
+    counts, longest = histogram(shards)
+    yield f"  tokens in a document: {m.num_tokens / m.num_documents:,.1f} on average, {longest:,} at most"
+    yield from bars(counts)
+    if m.problems:
+        # a document is left out for one reason; older manifests do not say how many were
+        read = m.num_documents + sum(entry.get("left_out", 0) for entry in m.problems.values())
+        yield f"  left out or mended, of {read:,} documents:"
+        for kind, entry in m.problems.items():
+            yield f"  {entry['count']:>9,} x {kind} ({entry['count'] / read:.2%}), such as"
+            yield from (f"{'':14}{where}".encode(errors="backslashreplace").decode() for where in entry["examples"])
+
+
+def _tokenizer(identity: dict[str, object]) -> str:
+    return f"{identity['name']}, {identity['vocab_size']:,} entries"
+
+
+def histogram(shards: TokenShards) -> tuple[np.ndarray, int]:
+    """Documents of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and the length of the longest."""
+    counts, longest = np.zeros(64, np.int64), 0
+    for first in range(0, shards.num_documents, _AT_ONCE):
+        lengths = shards.documents(np.arange(first, min(first + _AT_ONCE, shards.num_documents)))[1]
+        counts += np.bincount(np.frexp(lengths)[1] - 1, minlength=64)
+        longest = max(longest, int(lengths.max()))
+    return np.trim_zeros(counts, "b"), longest
+
+
+def bars(counts: np.ndarray) -> Iterator[str]:
+    """A line for each power of two from the first to the last that occurs, with its share."""
+    total, most = int(counts.sum()), int(counts.max())
+    for power in range(int(np.flatnonzero(counts)[0]), len(counts)):
+        count = int(counts[power])
+        bar = "#" * -(-count * _BAR // most)
+        yield f"  {2**power:>11,} or more {count / total:>7.2%}  {bar}".rstrip()
+
+
+def row_arrays(
+    shards: TokenShards, row: int, length: int, packing: Literal["stream", "bins", "pad"], seed: int
+) -> dict[str, np.ndarray]:
+    """The arrays [T] of row `row` of epoch 0, before permutation, of T = `length` positions, as training reads it.
+
+    Rows of whole documents are planned, and the plan kept beside the manifest, as training does; long documents are cut.
+    DataError: there is no such row.
+    """
+    bins = None if packing == "stream" else open_bins(shards, length, packing, "truncate")
+    num_rows = bins.num_rows if bins else count_rows(shards.num_tokens, length)
+    if not 0 <= row < num_rows:
+        raise DataError(f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. Choose one of 0 to {num_rows - 1}.")
+    if bins:
+        batch = pack_documents([shards], [bins], np.array([0]), np.array([row]), length, True, False)
+    else:
+        start, count = phase(seed, shards.uid, 0, shards.num_tokens) + row * length, shards.num_tokens - row * length
+        windows = Windows(np.array([0]), np.array([start]), np.array([min(length, count)]))
+        batch = pack([shards], windows, length, True, False)
+    return {name: array[0] for name, array in batch.items()}
+
+
+def describe_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[Text]:
+    """The targets of a row, decoded: a headline for each segment, then its text in its colour, dim where nothing is learnt."""
+    segments, targets, learnt = arrays["segment_ids"], arrays["targets"], arrays["loss_mask"] > 0
+    for segment in range(1, int(segments.max()) + 1):
+        (places,) = np.nonzero(segments == segment)
+        colour = _COLOURS[(segment - 1) % len(_COLOURS)]
+        first, last, count = places[0], places[-1], np.count_nonzero(learnt[places])
+        head = f"segment {segment}: positions {first:,} to {last:,}, {count:,} of {len(places):,} are targets"
+        yield Text(f"--- {head} ".ljust(_WIDTH, "-"), style=f"bold {colour}")
+        text, ids = Text(), targets[places]
+        borders = np.flatnonzero(np.diff(learnt[places])) + 1
+        for run in np.split(np.arange(len(places)), borders):
+            text.append(tokenizer.decode(ids[run]), style=colour if learnt[places[run[0]]] else f"dim {colour} italic")
+        yield text
+    if padding := np.count_nonzero(segments == 0):
+        yield Text(f"--- padding: {padding:,} positions ".ljust(_WIDTH, "-"), style="dim")
