@@ -34,9 +34,10 @@ format: $(READY_DEV)  ## mend what ruff can mend
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(READY)  ## measure the train step and the loader on this machine
+bench: $(READY)  ## measure the train step, the loader and prepare on this machine
 	$(PY) -m benchmarks.train_step
 	$(PY) -m benchmarks.data
+	$(PY) -m benchmarks.prepare
 
 constraints: $(READY)  ## write constraints.txt anew, with the newest versions (then run the tests and look at the diff)
 	rm -rf $(VENV)/newest && $(PY) -m venv $(VENV)/newest
