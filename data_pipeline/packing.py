@@ -51,11 +51,12 @@ def pack(
     inputs, targets, segment_ids, positions (int32 [B, T]) and loss_mask (float32 [B, T], 1 where the target counts).
     """
     shape = (len(windows.start), length)
-    tokens, loss_mask = np.empty((shape[0], length + 1), np.int32), np.ones(shape, np.float32)
+    inputs, target, loss_mask = np.empty(shape, np.int32), np.empty(shape, np.int32), np.ones(shape, np.float32)
     begins = np.zeros(shape, bool)  # targets that begin a segment
     for source in np.unique(windows.source).tolist():
         rows = np.flatnonzero(windows.source == source)
-        tokens[rows], borders = shards[source].windows(windows.start[rows], length + 1)
+        tokens, borders = shards[source].windows(windows.start[rows], length + 1)
+        inputs[rows], target[rows] = tokens[:, :-1], tokens[:, 1:]
         row, column = rows[borders // (length + 1)], borders % (length + 1) - 1
         row, column = row[column >= 0], column[column >= 0]
         begins[row, column] = not attend_across_documents
@@ -63,7 +64,7 @@ def pack(
             loss_mask[rows] = shards[source].mask(windows.start[rows] + 1, length)
         if shards[source].manifest.eod == "none":
             loss_mask[row, column] = 0
-    return _batch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), loss_mask, begins, windows.count, restart_positions)
+    return _batch(inputs, target, loss_mask, begins, windows.count, restart_positions)
 
 
 def pack_documents(
