@@ -72,7 +72,7 @@ class _Dataset:
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
         check_batch(arrays, self.vocab_size, describe)
-        num_targets, content = int(np.count_nonzero(arrays["loss_mask"])), zlib.crc32(arrays["targets"].data)
+        num_targets, content = int(np.count_nonzero(arrays["loss_mask"] != 0)), zlib.crc32(arrays["targets"].data)
         return Batch(step, arrays, num_targets, digest, content, _digest(source, row))
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
