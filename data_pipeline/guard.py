@@ -59,14 +59,14 @@ class BatchGuard:
         self.policy, self.min_fill, self.max_empty_rows = policy, min_fill, max_empty_rows
         self._fills: collections.deque[float] = collections.deque(maxlen=patience)
         self._found = 0
-        self._contents: collections.OrderedDict[int, str] = collections.OrderedDict()
+        self._contents: collections.OrderedDict[int, tuple[str, int]] = collections.OrderedDict()
 
-    def repeats(self, content: int, rows: str) -> bool:
-        """Whether tokens with this checksum were seen before in other rows; `rows` identifies source and row, not the epoch."""
-        before = self._contents.setdefault(content, rows)
+    def repeats(self, content: int, place: str, step: int) -> int | None:
+        """An earlier step whose tokens, from another place, had this checksum: they may be the same. None: there is none."""
+        before, earlier = self._contents.setdefault(content, (place, step))
         if len(self._contents) > self._REMEMBERED:
             self._contents.popitem(last=False)
-        return before != rows
+        return earlier if before != place else None
 
     def observe(self, step: int, targets: float, empty_rows: float, shape: tuple[int, int], repeated: bool) -> Verdict | None:
         """Judge a step by the targets, the rows without one and the shape [B, T] of its global batch; None: all is well.

@@ -36,7 +36,7 @@ class Batch(NamedTuple):
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows.
     `digest` identifies the rows of the whole global batch, so it is the same on every host; `content` is a checksum of
-    this host's tokens, `place` identifies their sources and rows, whatever the epoch.
+    this host's tokens, `place` identifies where they lie in their sources, whatever the epoch.
     """
 
     step: int
@@ -73,7 +73,14 @@ class _Dataset:
 
         check_batch(arrays, self.vocab_size, describe)
         num_targets, content = int(np.count_nonzero(arrays["loss_mask"] != 0)), zlib.crc32(arrays["targets"].data)
-        return Batch(step, arrays, num_targets, digest, content, _digest(source, row))
+        return Batch(
+            step,
+            arrays,
+            num_targets,
+            digest,
+            content,
+            _digest(source, row if self.bins else (first + row * length) % self._sizes[source]),
+        )
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         workers, prefetch = self.config.workers, self.config.prefetch
@@ -96,15 +103,25 @@ class _Dataset:
 
 
 class TrainingData(_Dataset):
-    """The training stream. Build it with `open_training`; `plan` says what is read when, `shards` are in its order of names."""
+    """The training stream. Build it with `open_training`.
 
-    def __init__(self, config: DataConfig, plan: Plan, shards: list[TokenShards], bins: dict[int, list[Bins]]):
+    `plan` says what is read when, `shards` are in its order of names, `start` is the cursor that the plan goes on from.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        plan: Plan,
+        shards: list[TokenShards],
+        bins: dict[int, list[Bins]],
+        start: dict[str, Any] | None,
+    ):
         super().__init__(config, shards, bins)
-        self.plan, self.shards = plan, shards
+        self.plan, self.shards, self.start = plan, shards, start
         self._block = functools.lru_cache(maxsize=8)(self._read_block)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainingData, (self.config, self.plan, self.shards, self.bins)
+        return TrainingData, (self.config, self.plan, self.shards, self.bins, self.start)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -210,7 +227,6 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
         require_one_tokenizer({f"data.sources.{name}": s.manifest for name, s in shards.items()})
     start = Cursor(**cursor) if cursor else None
     lengths = {config.seq_length, *(stage.seq_length or config.seq_length for stage in config.stages)}
-    lengths |= {start.seq_length} if start else set()
     ordered = [shards[name] for name in sorted(shards)]
     bins = _open_bins(config, ordered, lengths)
     rows = {n: [b.num_rows for b in bins[n]] if bins else [count_rows(s.num_tokens, n) for s in ordered] for n in lengths}
@@ -219,7 +235,7 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
         for i, name in enumerate(sorted(shards))
     }
     plan = Plan.solve(seed, sources, config, steps, start)
-    return TrainingData(config, plan, [shards[name] for name in plan.names], bins)
+    return TrainingData(config, plan, [shards[name] for name in plan.names], bins, cursor)
 
 
 def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> EvaluationData:

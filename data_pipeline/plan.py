@@ -120,6 +120,7 @@ class Plan:
     num_steps: int
     ends_because: str
     history: str = ""  # fingerprint of what came before the cursor that this plan goes on from
+    past: dict[str, list] = dataclasses.field(default_factory=dict)  # sources of that cursor which this plan does not have
 
     @classmethod
     def solve(
@@ -144,8 +145,9 @@ class Plan:
         end = spans[-1].row_at(num_steps)
         segments = tuple(s for s in layout.segments if s.start < end or s is layout.segments[0])
         reason = layout.reason if steps == "auto" else f"steps={steps:,}"
-        history = cursor.fingerprint if cursor else ""
-        return cls(seed, layout.names, layout.sources, spans, segments, num_steps, reason, history)
+        history, uids = cursor.fingerprint if cursor else "", {source.uid for source in layout.sources}
+        past = {uid: entry for uid, entry in cursor.sources.items() if uid not in uids} if cursor else {}
+        return cls(seed, layout.names, layout.sources, spans, segments, num_steps, reason, history, past)
 
     @functools.cached_property
     def _starts(self) -> tuple[list[int], np.ndarray]:
@@ -235,7 +237,7 @@ class Plan:
         now = segment.drawn_after(row - segment.start)
         grid = segment.grid
         parts = zip(grid.epoch, segment.drawn, now, grid.passes, grid.num_rows, strict=True)
-        sources = {source.uid: list(part) for source, part in zip(self.sources, parts)}
+        sources = self.past | {source.uid: list(part) for source, part in zip(self.sources, parts)}
         length, fingerprint = segment.grid.seq_length, self.fingerprint_at(step)
         return Cursor(step, row, span.tokens_at(step), self.seed, length, segment.start, mixture, sources, fingerprint)
 
@@ -302,7 +304,9 @@ def _stages(config: DataConfig, names: list[str], steps: Steps, cursor: Cursor |
         else:
             step_tokens = batch_size * seq_length
             whole = steps if stage.unit == "fraction" and steps != "auto" else 1
-            end = step + round((stage.until - tokens) / step_tokens) if stage.unit == "tokens" else round(stage.until * whole)
+            end = round(stage.until * whole)
+            if stage.unit == "tokens":  # whole steps, rounded up: the same from wherever it is counted
+                end = step - (tokens - round(stage.until)) // step_tokens
             if end <= step and not (cursor and step == first):  # those before the cursor are history
                 rule = f"is step {end:,}, but stages must increase and the one before ends at step {step:,}"
                 problems.append(f"{where}.until={stage.until:g} {stage.unit} {rule}. Set it to more, or reorder the stages.")
@@ -335,7 +339,7 @@ class _Layout:
         self.end, self.reason = self._solve(stages)
 
     def _go_on(self, cursor: Cursor, seed: int) -> None:
-        now = [source.num_rows[cursor.seq_length] for source in self.sources]
+        now = [source.num_rows.get(cursor.seq_length, 1) for source in self.sources]  # 1: of a length that comes no more
         known = [cursor.sources.get(source.uid, [0, 0, 0, 0.0, rows]) for source, rows in zip(self.sources, now)]
         epoch, then, self.drawn, passes, num_rows = (list(part) for part in zip(*known))
         self.grid = Grid(cursor.seq_length, tuple(num_rows), tuple(epoch), tuple(passes))
@@ -343,7 +347,7 @@ class _Layout:
         mixed = tuple(places[uid] for uid, _ in cursor.mixture if uid in places)
         same = seed == cursor.seed and num_rows == now  # else rows are in another order, or are others
         if not same:
-            self._divide_anew(cursor.seq_length)
+            self._divide_anew(self.spans[0].seq_length)
         if same and len(mixed) == len(cursor.mixture):
             drawn = tuple(then[i] if i in mixed else self.drawn[i] for i in range(len(known)))
             self.segments.append(Segment(cursor.start, self.grid, mixed, tuple(w for _, w in cursor.mixture), drawn))
@@ -384,7 +388,7 @@ class _Layout:
             before = self.segments[-1]
             same = [i for i in weights if i in before.sources]
             if tuple(same) == before.sources and integer_weights([weights[i] for i in same]) == before.weights:
-                overrun = _overrun(before.drawn_after(self.row + 1 - before.start), limits)
+                overrun = _overrun(before, self.row + 1 - before.start, limits)
                 if same == list(weights) if self.policy != "renormalize" else {*open_} <= {*same} and not overrun:
                     return before
         if not open_:
@@ -402,7 +406,7 @@ class _Layout:
                 done, room = self.row - segment.start, stop - segment.start
                 length = room
                 if self.policy != "repeat":
-                    length = max(done, _last(room, lambda k, s=segment, m=limits: not _overrun(s.drawn_after(k), m)))
+                    length = max(done, _last(room, lambda k, s=segment, m=limits: not _overrun(s, k, m)))
                 if length > done and segment not in self.segments[-1:]:
                     self.segments.append(segment)
                 if self.policy == "repeat" and self.auto and self._finished(segment.drawn_after(room), limits):
@@ -413,7 +417,7 @@ class _Layout:
                 if length == room:
                     break
                 if self.policy != "renormalize":
-                    over = _overrun(segment.drawn_after(length + 1), limits)
+                    over = _overrun(segment, length + 1, limits)
                     return self.row, self._source_finished(over[0], [i for i in segment.sources if self.drawn[i] < limits[i]])
         return self.row, "2^42 rows are drawn" if self.row == MAX_ROWS else "the last stage ends"
 
@@ -465,8 +469,10 @@ def _last(limit: int, holds: Callable[[int], bool]) -> int:
     return bisect.bisect_left(range(limit + 1), True, key=lambda k: not holds(k)) - 1
 
 
-def _overrun(drawn: list[int], limits: list[float]) -> list[int]:
-    return [i for i, (count, limit) in enumerate(zip(drawn, limits)) if count > limit]
+def _overrun(segment: Segment, count: int, limits: list[float]) -> list[int]:
+    """The sources that have drawn too much after `count` rows of a segment; what others drew before is not its doing."""
+    drawn = segment.drawn_after(count)
+    return sorted(i for i in segment.sources if drawn[i] > limits[i])
 
 
 if __name__ == "__main__":  # a run's config belongs to the packages above: the command is there

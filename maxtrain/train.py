@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 
@@ -82,12 +83,14 @@ def run(config: RunConfig) -> None:
             loop.logs.append(MetricsLog(folder, loop.step))  # makes the folder
             if config.observe.tensorboard:
                 loop.logs.append(TensorBoard(folder, loop.step))
-            write_atomic(folder / "config.yaml", to_yaml(asked).encode())
+            if loop.step < num_steps:
+                write_atomic(folder / "config.yaml", to_yaml(asked).encode())
         try:
             if loop.step < num_steps:
                 schedule = make_schedule(config.optimizer, num_steps)
                 step = make_train_step(abstract, graphdef, next_token, optimizer, schedule, config.optimizer.accumulation)
                 state = loop.train(step, state)
+                checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one
             else:
                 progress.message(f"Nothing to do: {folder} has all {num_steps:,} steps.", style="green")
         finally:
@@ -103,22 +106,7 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
     `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
     config accepts that it was not.
     """
-    accepts, run = config.data.accept_changes and saved is not None, Path(config.output_dir, config.run_name)
-    try:
-        data = open_training(config.data, config.seed, config.steps)
-        same = saved is None or saved["data"] == data.fingerprint_at(saved["step"])
-    except ConfigError:  # perhaps only from the start of the run on
-        if not accepts:
-            raise
-        same = False
-    if saved and not same:
-        if not accepts:
-            raise ConfigError(
-                f"the data before step {saved['step']:,} is not what {run} was trained on: another data set, seed, batch size, "
-                "row length or mixture. Set the config back to the saved config.yaml there, set run_name to a new name to "
-                "start afresh, or data.accept_changes=true to go on with this data from that step on."
-            )
-        data = open_training(config.data, config.seed, config.steps, saved["cursor"])
+    data = resume_data(config, saved) if saved else open_training(config.data, config.seed, config.steps)
     rows = config.eval.batch_size or config.data.batch_size
     sets = {name: open_evaluation(s.path, config.data, s.batch_size or rows) for name, s in config.eval.sets.items()}
     first = next(iter(config.data.sources))
@@ -132,6 +120,30 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
                 raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
     require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
     return data, sets
+
+
+def resume_data(config: RunConfig, saved: dict[str, Any]) -> TrainingData:
+    """The training data, if what it has before the checkpoint is what was read: from the start, or since an accepted change.
+
+    Else the data goes on from the checkpoint's cursor, if the config accepts that; ConfigError if not.
+    """
+    step, refused = saved["step"], None
+    for start in (None, saved["start"])[: 2 if saved["start"] else 1]:
+        try:
+            data = open_training(config.data, config.seed, config.steps, start)
+        except ConfigError as error:  # perhaps only from there on
+            refused = refused or error
+        else:
+            if saved["data"] == data.fingerprint_at(step):
+                return data
+    if config.data.accept_changes:
+        return open_training(config.data, config.seed, config.steps, saved["cursor"])
+    run = Path(config.output_dir, config.run_name)
+    raise refused or ConfigError(
+        f"the data before step {step:,} is not what {run} was trained on: another data set, seed, batch size, row length or "
+        "mixture. Set the config back to the saved config.yaml there, set run_name to a new name to start afresh, or "
+        "data.accept_changes=true to go on with this data from that step on."
+    )
 
 
 def launch_fields(
@@ -209,7 +221,7 @@ class Loop:
                 self.progress.phase(f"restoring step {step:,}")
                 state, _ = self.checkpoints.restore(self.abstract, step)
             self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.directory}.")
-            if self.data.plan.history:
+            if self.data.start == record["cursor"]:
                 changed = f"What was read before step {step:,} is not what this config says: accepted"
                 self.progress.message(f"{changed}, by data.accept_changes. The plan begins there.", style="yellow")
             if record["num_steps"] != self.data.plan.num_steps:
@@ -309,7 +321,7 @@ class Loop:
 
     def compare(self, origins: Sequence[HostBatch]) -> int:
         """A step whose tokens some process has read before, or 0. DataError: the processes do not read the same batches."""
-        repeated = [origin.step + 1 for origin in origins if self.guard.repeats(origin.content, origin.place)]
+        repeated = [origin.step + 1 for origin in origins if self.repeats(origin)]
         last = origins[-1] if origins else None
         said = gather({"step": last and last.step + 1, "rows": last and last.digest, "repeated": max(repeated, default=0)})
         for process, theirs in enumerate(said):
@@ -318,6 +330,14 @@ class Loop:
                 mend = "Give all processes the same config and data, and go on from the last checkpoint"
                 raise DataError(f"process {process} reads {where[0]}, process 0 {where[1]}. {mend}.")
         return max(theirs["repeated"] for theirs in said)
+
+    def repeats(self, origin: HostBatch) -> bool:
+        """Whether this host's tokens of a step are those of an earlier step, from another place; read again to be sure."""
+        earlier = self.guard.repeats(origin.content, origin.place, origin.step)
+        if earlier is None:
+            return False
+        first, second = (self.data.batch(step, self.layout(step).rows).arrays["targets"] for step in (earlier, origin.step))
+        return np.array_equal(first, second)
 
     def record(self, origin: HostBatch, value: dict[str, Any]) -> None:
         """Writes one record: the numbers of this step, and the speed since the last record."""
@@ -372,6 +392,7 @@ class Loop:
             "tokens_seen": self.tokens_seen,
             "data": self.data.fingerprint_at(self.step),
             "cursor": self.data.cursor_at(self.step),
+            "start": self.data.start,
             "best": self.best,
             "seed": self.config.seed,
             "config": to_yaml(self.config),

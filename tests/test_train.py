@@ -288,12 +288,14 @@ def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(c
     folder = folder_of(config, "accepted")
     shutil.copytree(finished, folder)
     runs = []
-    for _ in range(2):
-        assert train(config, "accepted", *change) == 0
-        assert "is not what this config says: accepted, by data.accept_changes" in capsys.readouterr().out
+    for accepted in (True, False):  # said once; afterwards it is what the run was trained on
+        assert train(config, "accepted", *change[0 if accepted else 1 :]) == 0
+        out = capsys.readouterr().out
+        assert ("is not what this config says: accepted, by data.accept_changes" in out) == accepted
         runs.append((numbers(folder)[STEPS:], final_state(folder)[0]))
         shutil.rmtree(folder / "checkpoints" / f"{STEPS + 6:08d}")
     assert runs[0] == runs[1] and len({record["batch"] for record in runs[0][0]}) == 6
+    assert train(config, "accepted", *change[1:], "seed=5") == 78, "another change is another question"
     tokens = np.diff([record["tokens_seen"] for record in numbers(folder)])
     assert tokens[STEPS:].min() > 1.5 * tokens[: STEPS - 1].max()
 

@@ -124,9 +124,11 @@ class Checkpoints:
             raise failure
 
     def close(self) -> None:
-        """Wait, then end the background thread. Raises what `wait` raises."""
+        """Finish this process's part of the last save, and end the background thread; raises StorageError if it failed here."""
+        pending, self._pending = self._pending, None
         try:
-            self.wait()
+            if pending:
+                pending.result()
         finally:
             self._thread.shutdown()
             self._orbax.close()

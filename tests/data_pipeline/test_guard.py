@@ -86,10 +86,12 @@ def test_rows_without_targets_are_found():
 
 def test_the_same_tokens_in_other_rows_are_found_and_the_same_rows_are_not():
     guard = BatchGuard("raise")
-    seen = [guard.repeats(content, rows) for content, rows in ((1, "a"), (2, "b"), (1, "a"), (2, "c"))]
-    assert seen == [False, False, False, True]
+    seen = [
+        guard.repeats(content, place, step) for step, (content, place) in enumerate([(1, "a"), (2, "b"), (1, "a"), (2, "c")])
+    ]
+    assert seen == [None, None, None, 1]
     for content in range(10, 3000):  # long ago is forgotten
-        assert not guard.repeats(content, str(content))
-    assert not guard.repeats(1, "z") and guard.repeats(2999, "z")
+        assert guard.repeats(content, str(content), content) is None
+    assert guard.repeats(1, "z", 3000) is None and guard.repeats(2999, "z", 3001) == 2999
     with pytest.raises(DataError, match=r"step 5: its tokens are those of an earlier batch of other rows"):
         guard.observe(5, 40, 0, ONE, True)
