@@ -14,6 +14,7 @@ if __name__ == "__main__":  # before jax is imported, so that --help and config 
 import dataclasses
 import importlib.metadata
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def resume_data(config: RunConfig, saved: dict[str, Any]) -> TrainingData:
     Else the data goes on from the checkpoint's cursor, if the config accepts that; ConfigError if not.
     """
     step, refused = saved["step"], None
-    for start in (None, saved["start"])[: 2 if saved["start"] else 1]:
+    for start in (None, *filter(None, [saved.get("start")])):
         try:
             data = open_training(config.data, config.seed, config.steps, start)
         except ConfigError as error:  # perhaps only from there on
@@ -149,9 +150,10 @@ def resume_data(config: RunConfig, saved: dict[str, Any]) -> TrainingData:
 def launch_fields(
     config: RunConfig, data: TrainingData, sets: dict[str, EvaluationData], saved: dict[str, Any] | None
 ) -> dict[str, str]:
-    """What all processes must have in common before the first step."""
-    alike = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, process_id=None))
-    fields = leaves(alike) | {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in sets.items()}
+    """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
+    own = re.compile(r"observe\..*|mesh\.(coordinator|num_processes|process_id)|.*\.path")
+    fields = {key: value for key, value in leaves(config).items() if not own.fullmatch(key)}
+    fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in sets.items()}
     versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}
     step = f"step {saved['step']}" if saved else "none"
     return fields | versions | {"data": data.fingerprint_at(data.plan.num_steps), "checkpoint": step}
@@ -227,7 +229,7 @@ class Loop:
             if record["num_steps"] != self.data.plan.num_steps:
                 planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
                 self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
-            self.step, self.tokens_seen, self.best = record["step"], record["tokens_seen"], record["best"]
+            self.step, self.tokens_seen, self.best = record["step"], record["tokens_seen"], record.get("best", {})
             return state
         if config.checkpoint.init_from is not None:
             self.progress.phase(f"reading weights from {config.checkpoint.init_from}")

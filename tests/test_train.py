@@ -405,6 +405,26 @@ def test_two_processes_are_as_one(config):
     assert final_state(folder_of(config, "two"))[1]["data"] == final_state(folder_of(config, "one"))[1]["data"]
 
 
+@pytest.mark.processes
+def test_processes_that_are_not_about_to_do_the_same_all_end_and_name_the_odd_one(config):
+    shutil.copytree(config.parent / "data", config.parent / "copy", dirs_exist_ok=True)  # where a host keeps its data is free
+    job = [f"mesh.coordinator=localhost:{free_port()}", "mesh.num_processes=2", "mesh.simulated_devices=1", "mesh.fsdp=2"]
+    odd = ["seed=7", f"data.sources.text.path={config.parent / 'copy' / 'train'}"]
+    commands = [command(config, "apart", *SHORT, "mesh.data=1", *job, f"mesh.process_id={i}", *(odd * i)) for i in range(2)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen(c, cwd=REPOSITORY, env=environment(), **pipes) for c in commands]
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [65, 65], "\n".join(outputs)
+    for output in outputs:
+        assert f"process 1 on {socket.gethostname()}: seed is 7, but 0 elsewhere" in output and "data is " in output
+        assert ".path is" not in output and "process 0 on" not in output
+    assert not folder_of(config, "apart").exists()
+
+
 def measured(program, *arguments):
     """Standard output, and CPU seconds, of a Python program in a process of its own."""
     ending = "\nimport time; print(time.process_time(), *sorted({'jax', 'orbax', 'grain'} & set(sys.modules)), file=sys.stderr)"
