@@ -238,6 +238,32 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
     return TrainingData(config, plan, [shards[name] for name in plan.names], bins, cursor)
 
 
+def resume_training(config: DataConfig, seed: int, steps: Steps, saved: dict[str, Any] | None) -> TrainingData:
+    """The training data to go on with from a checkpoint whose record is `saved` (None: from the start of a run).
+
+    What it has before the checkpoint is what was read: since the start, or since the last accepted change. If it is not, the
+    data goes on from the checkpoint's cursor, provided the config accepts that; ConfigError if not.
+    """
+    if saved is None:
+        return open_training(config, seed, steps)
+    refused = None
+    for start in (None, *filter(None, [saved.get("start")])):
+        try:
+            data = open_training(config, seed, steps, start)
+        except ConfigError as error:  # perhaps only from there on
+            refused = refused or error
+        else:
+            if saved["data"] == data.fingerprint_at(saved["step"]):
+                return data
+    if config.accept_changes:
+        return open_training(config, seed, steps, saved["cursor"])
+    raise refused or ConfigError(
+        f"the data before step {saved['step']:,} is not what this run was trained on: another data set, seed, batch size, row "
+        "length or mixture. Set the config back to the config.yaml saved with it, set run_name to a new name to start afresh, "
+        "or data.accept_changes=true to go on with this data from that step on."
+    )
+
+
 def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> EvaluationData:
     """Open a held-out set for batches of `batch_size` rows over all hosts; DataError if it is not whole, or has no target."""
     data = EvaluationData(config, batch_size, _open("eval.sets.NAME.path", path, config))

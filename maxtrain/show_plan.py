@@ -3,6 +3,7 @@
 import itertools
 import math
 import sys
+from pathlib import Path
 
 from maxtrain.config import RunConfig, from_command_line
 
@@ -14,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import run_command
-from data_pipeline.loader import open_training
+from data_pipeline.loader import resume_training
 from data_pipeline.plan import Plan
+from maxtrain.checkpoint.manager import latest_record
 from maxtrain.observe.human import count
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -45,9 +47,10 @@ def timeline(plan: Plan, width: int) -> str:
 
 
 def show(config: RunConfig) -> None:
-    """Print the plan of a run; UserError: what can't be planned."""
+    """Print the plan of a run: the one that it goes on with, if it has begun. UserError: what can't be planned."""
     console = Console(highlight=False)
-    data = open_training(config.data, config.seed, config.steps)
+    saved = latest_record(Path(config.output_dir, config.run_name, "checkpoints"))
+    data = resume_training(config.data, config.seed, config.steps, saved)
     plan = data.plan
     console.print(Text(data.describe()), soft_wrap=True)
     console.print(table(plan))

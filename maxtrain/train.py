@@ -27,7 +27,7 @@ from flax import nnx
 from data_pipeline.errors import ConfigError, DataError, DivergedError, TryAgainError, run_command
 from data_pipeline.guard import BatchGuard
 from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, open_training, require_one_tokenizer
+from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, require_one_tokenizer, resume_training
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.manager import Checkpoints, latest_record
 from maxtrain.finish import finish
@@ -107,7 +107,7 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
     `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
     config accepts that it was not.
     """
-    data = resume_data(config, saved) if saved else open_training(config.data, config.seed, config.steps)
+    data = resume_training(config.data, config.seed, config.steps, saved)
     rows = config.eval.batch_size or config.data.batch_size
     sets = {name: open_evaluation(s.path, config.data, s.batch_size or rows) for name, s in config.eval.sets.items()}
     first = next(iter(config.data.sources))
@@ -121,30 +121,6 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
                 raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
     require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
     return data, sets
-
-
-def resume_data(config: RunConfig, saved: dict[str, Any]) -> TrainingData:
-    """The training data, if what it has before the checkpoint is what was read: from the start, or since an accepted change.
-
-    Else the data goes on from the checkpoint's cursor, if the config accepts that; ConfigError if not.
-    """
-    step, refused = saved["step"], None
-    for start in (None, *filter(None, [saved.get("start")])):
-        try:
-            data = open_training(config.data, config.seed, config.steps, start)
-        except ConfigError as error:  # perhaps only from there on
-            refused = refused or error
-        else:
-            if saved["data"] == data.fingerprint_at(step):
-                return data
-    if config.data.accept_changes:
-        return open_training(config.data, config.seed, config.steps, saved["cursor"])
-    run = Path(config.output_dir, config.run_name)
-    raise refused or ConfigError(
-        f"the data before step {step:,} is not what {run} was trained on: another data set, seed, batch size, row length or "
-        "mixture. Set the config back to the saved config.yaml there, set run_name to a new name to start afresh, or "
-        "data.accept_changes=true to go on with this data from that step on."
-    )
 
 
 def launch_fields(

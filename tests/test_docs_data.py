@@ -61,6 +61,8 @@ def test_every_command_works_in_order(folder):
     assert len(ends) > 8 and all(re.match("plan: .*; ends because .* epochs", out) for out in ends.values())
     assert "'web' completes epoch 3" in next(out for command, out in ends.items() if "epochs=3" in command)
     assert any("every source in a fresh pass" in out for out in ends.values())
+    changed = next(out for command, out in ends.items() if "accept_changes" in command)
+    assert re.search(r"^50 to 60 .*16 x 64", changed, re.MULTILINE), changed
     last = [json.loads(line) for line in (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
     steps = [record["step"] for record in last if record["kind"] == "train"]
     assert steps == [*range(10, 61, 10)]
