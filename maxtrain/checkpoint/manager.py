@@ -16,7 +16,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class Checkpoints:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
         logging.getLogger("absl").addFilter(_not_of_orbax)
+        if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
+            sys.unraisablehook = _without_late_writes(sys.unraisablehook)
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
@@ -249,6 +252,20 @@ def _defect(path: Path) -> str:
 def _not_of_orbax(record: logging.LogRecord) -> bool:
     """Leaves out what Orbax logs: tracebacks of failures that are raised here."""
     return "orbax" not in record.pathname
+
+
+def _without_late_writes(before: Callable[[Any], object]) -> Callable[[Any], object]:
+    """A hook for exceptions that nobody can catch, without those of writes that end after another one has failed.
+
+    They report to Orbax's event loop, which is gone by then: a page of tracebacks beside the one message that counts.
+    """
+
+    def hook(unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+            before(unraisable)
+
+    hook.__name__ = _without_late_writes.__name__
+    return hook
 
 
 def _sync(*paths: Path) -> None:

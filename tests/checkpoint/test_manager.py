@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import jax
@@ -322,6 +323,16 @@ VICTIM = """
         state = {"w": jnp.arange(200_000, dtype=jnp.float32) + step, "step": jnp.int32(step)}
         checkpoints.save(step, state, {"cursor": step})
 """
+
+
+def test_writes_that_end_after_a_failure_say_nothing_and_other_errors_do(checkpoints, monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    for _ in range(2):  # once, however many are made
+        Checkpoints(checkpoints.directory, SYNC).close()
+    for text in ("Event loop is closed", "something else"):
+        sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
+    assert seen == ["something else"]
 
 
 @pytest.mark.processes
