@@ -129,8 +129,8 @@ class Plan:
         """Lay out the whole run: spans, segments, end, and the reason for the end.
 
         `seed` is of the permutations; `sources` go by the names of `config.sources` and know their rows for every row length of
-        the config and of the cursor; `steps` are optimizer steps from the start of the run, "auto": as many as sources and
-        stages give; the plan goes on from `cursor` (None: from the start).
+        the config; `steps` are optimizer steps from the start of the run, "auto": as many as sources and stages give; the plan
+        goes on from `cursor` (None: from the start).
 
         Raises:
             ConfigError: all that can't be planned.
@@ -200,7 +200,7 @@ class Plan:
 
     def shares_at(self, step: int) -> dict[str, float]:
         """The share of each source in the mixture of the first row of `step`."""
-        segment = self.segments[max(0, int(np.searchsorted(self._starts[1], self.row_range(step)[0], "right")) - 1)]
+        segment = self._segment(self.row_range(step)[0] + 1)
         weights = dict(zip(segment.sources, segment.weights))
         return {name: weights.get(i, 0) / sum(segment.weights) for i, name in enumerate(self.names)}
 
@@ -235,11 +235,10 @@ class Plan:
         segment = self._segment(row)
         mixture = [[self.sources[i].uid, weight] for i, weight in zip(segment.sources, segment.weights)]
         now = segment.drawn_after(row - segment.start)
-        grid = segment.grid
+        grid, fingerprint = segment.grid, self.fingerprint_at(step)
         parts = zip(grid.epoch, segment.drawn, now, grid.passes, grid.num_rows, strict=True)
         sources = self.past | {source.uid: list(part) for source, part in zip(self.sources, parts)}
-        length, fingerprint = segment.grid.seq_length, self.fingerprint_at(step)
-        return Cursor(step, row, span.tokens_at(step), self.seed, length, segment.start, mixture, sources, fingerprint)
+        return Cursor(step, row, span.tokens_at(step), self.seed, grid.seq_length, segment.start, mixture, sources, fingerprint)
 
     def describe(self) -> str:
         """One line for the start of a run: steps, tokens, why it ends, epochs of each source, changes of shape."""
