@@ -34,7 +34,8 @@ HostRows = np.ndarray | dict[int, np.ndarray] | None  # of a global batch, alike
 class Batch(NamedTuple):
     """One host's batch of one step, and how many of its targets count.
 
-    `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows.
+    `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows, and
+    source (int32 [b]): the number of each row's source among the plan's names; 0 where the batch is of an evaluation set.
     `digest` identifies the rows of the whole global batch, so it is the same on every host; `content` is a checksum of
     this host's tokens, `place` identifies where they lie in their sources, whatever the epoch.
     """
@@ -72,6 +73,7 @@ class _Dataset:
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
         check_batch(arrays, self.vocab_size, describe)
+        arrays["source"] = source.astype(np.int32)
         num_targets, content = int(np.count_nonzero(arrays["loss_mask"] != 0)), zlib.crc32(arrays["targets"].data)
         return Batch(
             step,

@@ -21,19 +21,21 @@ class BatchLayout:
     def __init__(self, mesh: Mesh, batch_size: int, length: int):
         self.shape = (batch_size, length)
         self.sharding: NamedSharding = named_sharding(mesh, ("activation_batch", "activation_length"), self.shape, "batch")
+        self.by_row: NamedSharding = named_sharding(mesh, ("activation_batch",), self.shape[:1], "batch")
         indices = self.sharding.addressable_devices_indices_map(self.shape).values()
         self.rows = np.unique(np.concatenate([np.arange(batch_size)[index[0]] for index in indices if index]))
 
     def to_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Global arrays [batch_size, length] from this host's rows, in the order of `rows`."""
+        """Global arrays [batch_size, length], or [batch_size], from this host's rows, in the order of `rows`."""
 
         def one(local: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
                 wanted = np.arange(self.shape[0])[index[0]]
                 first = int(np.searchsorted(self.rows, wanted[0]))
-                return local[first : first + len(wanted), index[1]]
+                return local[first : first + len(wanted), *index[1:]]
 
-            return jax.make_array_from_callback(self.shape, self.sharding, part)
+            sharding = self.sharding if local.ndim == 2 else self.by_row
+            return jax.make_array_from_callback(self.shape[: local.ndim], sharding, part)
 
         return {name: one(array) for name, array in arrays.items()}
 

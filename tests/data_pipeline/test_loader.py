@@ -59,7 +59,9 @@ def test_a_batch_has_what_it_says(config):
     data = open_training(config, seed=3, steps=50)
     batch = data.batch(7)
     assert batch.step == 7 and batch.num_targets == batch.arrays["loss_mask"].sum()
-    assert all(array.shape == (6, 32) for array in batch.arrays.values())
+    shapes = {name: (array.dtype, array.shape) for name, array in batch.arrays.items()}
+    assert shapes.pop("source") == (np.int32, (6,)) and {shape for _, shape in shapes.values()} == {(6, 32)}
+    np.testing.assert_array_equal(batch.arrays["source"], data.plan.rows(*data.plan.row_range(7)).source)
     assert data.vocab_size == TOKENIZER.vocab_size and data.tokenizer.sha256 == TOKENIZER.sha256
     assert len({data.batch(step).arrays["inputs"].tobytes() for step in range(50)}) == 50
 
@@ -144,7 +146,9 @@ def test_evaluation_sees_every_token_exactly_once(corpora, config, name, batch_s
     assert sum(batch.num_targets for batch in batches) == data.num_tokens
     real = np.concatenate([batch.arrays["targets"][batch.arrays["segment_ids"] > 0] for batch in batches])
     np.testing.assert_array_equal(real, data.shards.read(0, data.shards.num_tokens))
-    assert all(array.shape == (batch_size, length) for batch in batches for array in batch.arrays.values())
+    shapes = {name: {batch.arrays[name].shape for batch in batches} for name in batches[0].arrays}
+    assert shapes.pop("source") == {(batch_size,)} and all(shape == {(batch_size, length)} for shape in shapes.values())
+    assert not any(batch.arrays["source"].any() for batch in batches)
     assert data.num_tokens == data.shards.num_tokens - (40 if name == "code" else 0)
 
 

@@ -25,15 +25,16 @@ def test_global_arrays_are_the_hosts_rows_split_over_data_and_fsdp(shape):
     host = {
         "inputs": np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH),
         "loss_mask": np.random.default_rng(0).random((ROWS, LENGTH), np.float32),
+        "source": np.arange(ROWS, dtype=np.int32),
     }
     batch = layout.to_global(host)
     parts = shape[0] * shape[1]
     for name, x in batch.items():
-        assert x.dtype == host[name].dtype and x.sharding == layout.sharding
+        assert x.dtype == host[name].dtype and x.sharding.spec[0] == layout.sharding.spec[0]
         np.testing.assert_array_equal(x, host[name])
         assert len(x.addressable_shards) == np.prod(shape)
         for shard in x.addressable_shards:
-            assert shard.data.shape == (ROWS // parts, LENGTH)
+            assert shard.data.shape == (ROWS // parts, LENGTH)[: x.ndim]
             np.testing.assert_array_equal(shard.data, host[name][shard.index])
 
 
@@ -68,10 +69,10 @@ def test_each_process_reads_the_rows_of_its_devices_and_puts_them_there(monkeypa
     monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: made.append(args) or jax.numpy.zeros(()))
     layout = BatchLayout(mesh_of(*shape), ROWS, LENGTH)
     np.testing.assert_array_equal(layout.rows, list(rows))
-    layout.to_global({"inputs": whole[layout.rows]})
-    [(_, sharding, part)] = made
-    for index in sharding.addressable_devices_indices_map(layout.shape).values():
-        np.testing.assert_array_equal(part(index), whole[index])
+    layout.to_global({"inputs": whole[layout.rows], "source": layout.rows})
+    for (shape, sharding, part), expected in zip(made, (whole, np.arange(ROWS)), strict=True):
+        for index in sharding.addressable_devices_indices_map(shape).values():
+            np.testing.assert_array_equal(part(index), expected[index])
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused():
