@@ -6,7 +6,7 @@ save] -> finish. The same command goes on where a stopped run was, to the same n
 
 import sys
 
-from maxtrain.config import RunConfig, fit_to_devices, from_command_line, leaves, to_yaml
+from maxtrain.config import RunConfig, from_command_line, leaves, to_yaml
 
 if __name__ == "__main__":  # before jax is imported, so that --help and config errors come at once
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
@@ -21,32 +21,27 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 
-from data_pipeline.errors import ConfigError, DataError, DivergedError, TryAgainError, run_command
+from data_pipeline.errors import DataError, DivergedError, TryAgainError, run_command
 from data_pipeline.guard import BatchGuard
 from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, require_one_tokenizer, resume_training
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.manager import Checkpoints, latest_record
 from maxtrain.finish import finish
+from maxtrain.job import Job, open_job
 from maxtrain.models.cost import token_flops
 from maxtrain.observe.metrics import MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
-from maxtrain.parallel import distributed
 from maxtrain.parallel.agreement import gather, require_agreement
-from maxtrain.parallel.batches import BatchLayout, prefetch
+from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.hardware import peak_flops
-from maxtrain.parallel.mesh import make_mesh
 from maxtrain.signals import StopRequest
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch, next_token
-from maxtrain.training.optimizer import make_optimizer, make_schedule
-from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
-from maxtrain.training.step import Metrics, make_train_step
-from maxtrain.weights.hf import load_weights
+from maxtrain.training.state import TrainState
+from maxtrain.training.step import Metrics
 
 
 def run(config: RunConfig) -> None:
@@ -58,39 +53,29 @@ def run(config: RunConfig) -> None:
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
     saved = latest_record(folder / "checkpoints")
-    data, sets = open_data(config, saved)
-    config = asked = with_vocabulary(config, data.vocab_size)
-    distributed.start(config.mesh, config.observe.compilation_cache)
-    config = fit_to_devices(config, jax.device_count())  # what was asked for is saved: it fits other machines too
-    mesh = make_mesh(config.mesh)
-    chief = jax.process_index() == 0
+    job = open_job(config, saved)
+    config, num_steps, chief = job.config, job.data.plan.num_steps, jax.process_index() == 0
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
-    num_steps = data.plan.num_steps
     with (
-        jax.set_mesh(mesh),
+        jax.set_mesh(job.mesh),
         StopRequest() as stop,
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
-        progress.message(data.describe())
-        graphdef, params = abstract_model(config.model, config.precision, mesh)
-        optimizer = make_optimizer(config.optimizer, num_steps)
-        abstract = abstract_state(params, optimizer, mesh)
-        describe(progress, config, params, mesh)
-        require_agreement("launch", launch_fields(asked, data, sets, saved))
-        loop = Loop(config, data, sets, checkpoints, progress, clock, stop, graphdef, abstract, mesh)
-        state = loop.restore(optimizer, saved)
+        progress.message(job.data.describe())
+        describe(progress, job)
+        require_agreement("launch", launch_fields(job, saved))
+        loop = Loop(job, checkpoints, progress, clock, stop)
+        state = loop.restore(saved)
         progress.update(loop.step)
         if chief:
             loop.logs.append(MetricsLog(folder, loop.step))  # makes the folder
             if config.observe.tensorboard:
                 loop.logs.append(TensorBoard(folder, loop.step))
-            if loop.step < num_steps:
-                write_atomic(folder / "config.yaml", to_yaml(asked).encode())
+            if loop.step < num_steps:  # what was asked for is saved: it fits other machines too
+                write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
         try:
             if loop.step < num_steps:
-                schedule = make_schedule(config.optimizer, num_steps)
-                step = make_train_step(abstract, graphdef, next_token, optimizer, schedule, config.optimizer.accumulation)
-                state = loop.train(step, state)
+                state = loop.train(state)
                 checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one
             else:
                 progress.message(f"Nothing to do: {folder} has all {num_steps:,} steps.", style="green")
@@ -98,58 +83,25 @@ def run(config: RunConfig) -> None:
             loop.close()
     if chief:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
-        finish(config, data, sets, loop.step, clock, loop.ending, nnx.merge(graphdef, state.params) if whole else None)
+        model = nnx.merge(job.graphdef, state.params) if whole else None
+        finish(config, job.data, job.sets, loop.step, clock, loop.ending, model)
 
 
-def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:
-    """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
-
-    `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
-    config accepts that it was not.
-    """
-    data = resume_training(config.data, config.seed, config.steps, saved)
-    rows = config.eval.batch_size or config.data.batch_size
-    sets = {name: open_evaluation(s.path, config.data, s.batch_size or rows) for name, s in config.eval.sets.items()}
-    first = next(iter(config.data.sources))
-    manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
-    for name, eval_set in sets.items():
-        held_out = {shard.sha256 for shard in eval_set.manifest.shards}
-        for source, shards in zip(data.plan.names, data.shards):
-            if seen := [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]:
-                rule = f"holds {len(seen):,} shards that data.sources.{source} trains on, such as {seen[0]}"
-                mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
-                raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
-    require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
-    return data, sets
-
-
-def launch_fields(
-    config: RunConfig, data: TrainingData, sets: dict[str, EvaluationData], saved: dict[str, Any] | None
-) -> dict[str, str]:
+def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
     own = re.compile(r"observe\..*|mesh\.(coordinator|num_processes|process_id)|.*\.path")
-    fields = {key: value for key, value in leaves(config).items() if not own.fullmatch(key)}
-    fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in sets.items()}
+    fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
+    fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}
     versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}
     step = f"step {saved['step']}" if saved else "none"
-    return fields | versions | {"data": data.fingerprint_at(data.plan.num_steps), "checkpoint": step}
+    return fields | versions | {"data": job.data.fingerprint_at(job.data.plan.num_steps), "checkpoint": step}
 
 
-def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """The config with model.vocab_size filled in from the data; raises ConfigError if it is too small for the data."""
-    asked = config.model.vocab_size
-    if asked is not None and asked < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={asked} is smaller than the data's tokenizer, which has {vocab_size} entries. "
-            f"Set model.vocab_size to {vocab_size} or more, or to null."
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size))
-
-
-def describe(progress: Progress, config: RunConfig, params: nnx.State, mesh: jax.sharding.Mesh) -> None:
+def describe(progress: Progress, job: Job) -> None:
     """What is about to train, and on what."""
-    devices, millions = jax.devices(), sum(x.size for x in jax.tree.leaves(params)) / 1e6
-    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1)
+    config, devices = job.config, jax.devices()
+    millions = sum(x.size for x in jax.tree.leaves(job.abstract.params)) / 1e6
+    axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}" + (f" ({axes})" if axes else "")
     progress.message(
         f"model: {config.model.family}, {millions:,.2f} M parameters, {config.precision.compute} on "
@@ -161,16 +113,11 @@ def describe(progress: Progress, config: RunConfig, params: nnx.State, mesh: jax
 class Loop:
     """The loop's parts and its counters. `step` is the number of finished optimizer steps."""
 
-    config: RunConfig
-    data: TrainingData
-    sets: dict[str, EvaluationData]
+    job: Job
     checkpoints: Checkpoints
     progress: Progress
     clock: Stopwatch
     stop: StopRequest
-    graphdef: nnx.GraphDef
-    abstract: TrainState
-    mesh: jax.sharding.Mesh
     step: int = 0
     tokens_seen: int = 0
     best: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # step and nll of each set's best evaluation
@@ -181,23 +128,22 @@ class Loop:
     logs: list[Any] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        shapes = {(span.batch_size, span.seq_length) for span in self.data.plan.spans}
-        self.layouts = {shape: BatchLayout(self.mesh, *shape) for shape in shapes}
-        self.flops = {length: token_flops(self.config.model, length) for _, length in shapes}
+        job = self.job
+        self.config, self.data, self.sets = job.config, job.data, job.sets
+        self.flops = {length: token_flops(self.config.model, length) for _, length in job.layouts}
         length = self.config.data.seq_length
-        self.eval_layouts = {name: BatchLayout(self.mesh, s.batch_size, length) for name, s in self.sets.items()}
-        self.eval_step = make_eval_step(self.graphdef, next_token)
+        self.eval_layouts = {name: BatchLayout(job.mesh, s.batch_size, length) for name, s in self.sets.items()}
+        self.eval_step = make_eval_step(job.graphdef, next_token)
         data = self.config.data
         self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience)
 
-    def restore(self, optimizer: optax.GradientTransformation, record: dict[str, Any] | None) -> TrainState:
+    def restore(self, record: dict[str, Any] | None) -> TrainState:
         """The checkpoint of this record if there is one, else imported weights, else random ones."""
-        config = self.config
         if record is not None:
             step = record["step"]
             with self.clock.during("restore"):
                 self.progress.phase(f"restoring step {step:,}")
-                state, _ = self.checkpoints.restore(self.abstract, step)
+                state, _ = self.checkpoints.restore(self.job.abstract, step)
             self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.directory}.")
             if self.data.start == record["cursor"]:
                 changed = f"What was read before step {step:,} is not what this config says: accepted"
@@ -207,15 +153,12 @@ class Loop:
                 self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
             self.step, self.tokens_seen, self.best = record["step"], record["tokens_seen"], record.get("best", {})
             return state
-        if config.checkpoint.init_from is not None:
-            self.progress.phase(f"reading weights from {config.checkpoint.init_from}")
-            params = load_weights(self.abstract.params, config.checkpoint.init_from, config.model)
-            return state_from_params(self.abstract, params, optimizer)
-        self.progress.phase("making the initial weights")
+        weights = self.config.checkpoint.init_from
+        self.progress.phase(f"reading weights from {weights}" if weights else "making the initial weights")
         with self.clock.during("compile"):
-            return create_state(self.abstract, config.model, config.precision, optimizer, config.seed)
+            return self.job.initial_state()
 
-    def train(self, step: jax.stages.Wrapped, state: TrainState) -> TrainState:
+    def train(self, state: TrainState) -> TrainState:
         """Steps until the plan's end, or until somebody asks to stop.
 
         Raises:
@@ -223,13 +166,11 @@ class Loop:
             DivergedError, DataError: see `flush`.
         """
         config, total, compiled = self.config, self.data.plan.num_steps, {}
-        host = self.data.iterate(self.step, {rows: layout.rows for (rows, _), layout in self.layouts.items()})
-        placed = ((self.layout(batch.step).to_global(batch.arrays), batch._replace(arrays={})) for batch in host)
-        batches = prefetch(placed, config.data.prefetch)
+        step, batches = self.job.make_step(), self.job.batches(self.step)
         while self.step < total and not self.ending:
             with self.clock.during("data_wait"):
                 batch, origin = next(batches)
-            shape = self.layout(self.step).shape
+            shape = self.job.layout(self.step).shape
             if shape not in compiled:
                 compiled[shape] = self.compile(step, state, batch)
             state, metrics = compiled[shape](state, batch)
@@ -255,10 +196,6 @@ class Loop:
                 )
         return state
 
-    def layout(self, step: int) -> BatchLayout:
-        """How the batch of a step lies on the mesh."""
-        return self.layouts[self.data.plan.span(step)[3:]]
-
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
         """The compiled step; and the peak that its speed is compared with."""
         self.progress.phase("compiling the step")
@@ -281,7 +218,7 @@ class Loop:
         repeated = self.compare(origins)
         limit = self.config.optimizer.max_skipped
         for origin, value in window:
-            step, shape = origin.step + 1, self.layout(origin.step).shape
+            step, shape = origin.step + 1, self.job.layout(origin.step).shape
             self.lap.append((int(value["targets"]), *shape))
             self.tokens_seen += self.lap[-1][0]
             verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, step == repeated)
@@ -314,7 +251,7 @@ class Loop:
         earlier = self.guard.repeats(origin.content, origin.place, origin.step)
         if earlier is None:
             return False
-        first, second = (self.data.batch(step, self.layout(step).rows).arrays["targets"] for step in (earlier, origin.step))
+        first, second = (self.data.batch(step, self.job.layout(step).rows).arrays["targets"] for step in (earlier, origin.step))
         return np.array_equal(first, second)
 
     def record(self, origin: HostBatch, value: dict[str, Any]) -> None:

@@ -32,7 +32,9 @@ FLOORS = {
     "maxtrain.ops": 3,
     "maxtrain.models": 4,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
-    **dict.fromkeys(["maxtrain.train", "maxtrain.signals", "maxtrain.finish", "maxtrain.generate", "maxtrain.weights"], 6),
+    **dict.fromkeys(
+        ["maxtrain.train", "maxtrain.job", "maxtrain.signals", "maxtrain.finish", "maxtrain.generate", "maxtrain.weights"], 6
+    ),
     **dict.fromkeys(["maxtrain.show_plan", "maxtrain.evaluate", "maxtrain.posttrain"], 6),
     **dict.fromkeys(["maxtrain.cli", "maxtrain.__main__", "maxtrain.launch", "maxtrain.sweep", "maxtrain.supervise"], 7),
     "benchmarks": 8,

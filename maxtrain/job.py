@@ -1,0 +1,121 @@
+"""What a run is made of: its data and plan, the devices, the model, the optimizer and the step; nothing that changes meanwhile.
+
+Whatever goes through steps of a run, to train, to try something or to look again, begins with `open_job`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, require_one_tokenizer, resume_training
+from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.parallel import distributed
+from maxtrain.parallel.batches import BatchLayout, prefetch
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.objective import Batch, next_token
+from maxtrain.training.optimizer import make_optimizer, make_schedule
+from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
+from maxtrain.training.step import make_train_step
+from maxtrain.weights.hf import load_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The parts of a run. To be used inside `jax.set_mesh(job.mesh)`."""
+
+    asked: RunConfig  # with the vocabulary of the data; fits other machines, too
+    config: RunConfig  # with the mesh filled in for the devices here
+    data: TrainingData
+    sets: dict[str, EvaluationData]
+    mesh: jax.sharding.Mesh
+    graphdef: nnx.GraphDef
+    optimizer: optax.GradientTransformation
+    abstract: TrainState
+
+    @functools.cached_property
+    def layouts(self) -> dict[tuple[int, int], BatchLayout]:
+        """How batches lie on the mesh, for each shape in the plan."""
+        shapes = {(span.batch_size, span.seq_length) for span in self.data.plan.spans}
+        return {shape: BatchLayout(self.mesh, *shape) for shape in shapes}
+
+    def layout(self, step: int) -> BatchLayout:
+        """How the batch of a step lies on the mesh."""
+        return self.layouts[self.data.plan.span(step)[3:]]
+
+    def batches(self, start: int, stop: int | None = None) -> Iterator[tuple[Batch, HostBatch]]:
+        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where each comes from."""
+        host = self.data.iterate(start, {rows: layout.rows for (rows, _), layout in self.layouts.items()}, stop)
+        placed = ((self.layout(batch.step).to_global(batch.arrays), batch._replace(arrays={})) for batch in host)
+        return prefetch(placed, self.config.data.prefetch)
+
+    def initial_state(self) -> TrainState:
+        """The state before the first step: imported weights if the config says so, else random ones."""
+        config = self.config
+        if config.checkpoint.init_from is not None:
+            params = load_weights(self.abstract.params, config.checkpoint.init_from, config.model)
+            return state_from_params(self.abstract, params, self.optimizer)
+        return create_state(self.abstract, config.model, config.precision, self.optimizer, config.seed)
+
+    def make_step(self) -> jax.stages.Wrapped:
+        """The jitted step (state, batch) -> (state, metrics)."""
+        schedule = make_schedule(self.config.optimizer, self.data.plan.num_steps)
+        accumulation = self.config.optimizer.accumulation
+        return make_train_step(self.abstract, self.graphdef, next_token, self.optimizer, schedule, accumulation)
+
+
+def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
+    """Opens the data, then starts the devices; `saved` is the record of the checkpoint to go on from, if there is one.
+
+    Raises:
+        UserError: data, config and devices do not fit together.
+    """
+    data, sets = open_data(config, saved)
+    asked = with_vocabulary(config, data.vocab_size)
+    distributed.start(config.mesh, config.observe.compilation_cache)
+    config = fit_to_devices(asked, jax.device_count())
+    mesh = make_mesh(config.mesh)
+    optimizer = make_optimizer(config.optimizer, data.plan.num_steps)
+    with jax.set_mesh(mesh):
+        graphdef, params = abstract_model(config.model, config.precision, mesh)
+        abstract = abstract_state(params, optimizer, mesh)
+    return Job(asked, config, data, sets, mesh, graphdef, optimizer, abstract)
+
+
+def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:
+    """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
+
+    `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
+    config accepts that it was not.
+    """
+    data = resume_training(config.data, config.seed, config.steps, saved)
+    rows = config.eval.batch_size or config.data.batch_size
+    sets = {name: open_evaluation(s.path, config.data, s.batch_size or rows) for name, s in config.eval.sets.items()}
+    first = next(iter(config.data.sources))
+    manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
+    for name, eval_set in sets.items():
+        held_out = {shard.sha256 for shard in eval_set.manifest.shards}
+        for source, shards in zip(data.plan.names, data.shards):
+            if seen := [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]:
+                rule = f"holds {len(seen):,} shards that data.sources.{source} trains on, such as {seen[0]}"
+                mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
+                raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
+    require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
+    return data, sets
+
+
+def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
+    """The config with model.vocab_size filled in from the data; raises ConfigError if it is too small for the data."""
+    asked = config.model.vocab_size
+    if asked is not None and asked < vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={asked} is smaller than the data's tokenizer, which has {vocab_size} entries. "
+            f"Set model.vocab_size to {vocab_size} or more, or to null."
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size))
