@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline import build, dedupe, prepare
+from data_pipeline import build, dedupe, prepare, shards
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import text as text_source
 from data_pipeline.sources.document import Options, held_out
@@ -158,7 +158,7 @@ def test_killed_inside_every_step_of_a_unit(corpus, reference, packed, tmp_path,
         real(path, data)
 
     rng = random.Random(5)
-    for module in (build, dedupe, prepare, sys.modules["data_pipeline.shards"], sys.modules["data_pipeline.tokenizer.base"]):
+    for module in (build, dedupe, prepare, shards.files, shards.manifest, sys.modules["data_pipeline.tokenizer.base"]):
         monkeypatch.setattr(module, "write_atomic", write)
     while count < 400:
         try:

@@ -1,5 +1,6 @@
 """Token shards: what is written is what is read, everywhere in the cyclic stream, and no changed byte goes unnoticed."""
 
+import dataclasses
 import errno
 import gc
 import hashlib
@@ -16,11 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline import shards as shards_module
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import DataError
 from data_pipeline.loader import open_training
-from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter, TokenShards, token_dtype
+from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter, TokenShards, checked, files, token_dtype
 
 
 def build(directory, shards_of_documents, vocab_size=1000, masks=None, eod="append"):
@@ -222,7 +222,7 @@ def read_everything(directory, verify):
 @pytest.fixture
 def small_blocks(tmp_path, monkeypatch):
     """Three shards of 3 to 15 blocks of 2 KiB, the second one with a mask."""
-    monkeypatch.setattr(shards_module, "BLOCK_BYTES", 2048)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 2048)
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 200, count) for count in (150, 60, 30)]
     documents = [[rng.integers(0, 1000, n) for n in of] for of in lengths]
@@ -319,21 +319,21 @@ def test_pickled_reader_reads_the_same(large):
 
 
 def test_many_shards_open_fast_and_keep_few_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards_module, "_MAPPED", 16)
+    monkeypatch.setattr(checked, "_MAPPED", 16)
     directory = build(tmp_path, [[[1, 2], [3]]])
     entry = TokenShards.open(directory).manifest.shards[0]
     for suffix in ("bin", "idx", "crc"):
         for number in range(1, 300):
             (directory / f"tokens-{number:05d}.{suffix}").hardlink_to(directory / f"tokens-00000.{suffix}")
     manifest = Manifest.load(directory)
-    entries = [shards_module.dataclasses.replace(entry, path=f"tokens-{number % 300:05d}.bin") for number in range(10_000)]
-    shards_module.dataclasses.replace(manifest, shards=tuple(entries)).save(directory)
+    entries = [dataclasses.replace(entry, path=f"tokens-{number % 300:05d}.bin") for number in range(10_000)]
+    dataclasses.replace(manifest, shards=tuple(entries)).save(directory)
     started = time.perf_counter()
     shards = TokenShards.open(directory)
     assert time.perf_counter() - started < 3
     assert shards.read(0, 3 * 600).tolist() == [1, 2, 3] * 600
     assert shards.windows(np.array([0]), 9)[1].tolist() == [0, 2, 3, 5, 6, 8]
-    assert shards._map.cache_info().currsize <= 16
+    assert shards._files.map.cache_info().currsize <= 16
 
 
 def mapped(directory):
@@ -347,7 +347,7 @@ def test_a_mapping_needs_no_descriptor_and_ends_with_its_last_reader(large):
     shards = TokenShards.open(large)
     shards.read(0, shards.num_tokens)
     assert len(os.listdir("/proc/self/fd")) == descriptors and mapped(large) == 4
-    data = shards._map(0, ".bin")[5:7]
+    data = shards._files.map(0, ".bin")[5:7]
     expected = data.tolist()
     with pytest.raises(ValueError, match="read-only"):
         data[0] = 1
@@ -360,18 +360,18 @@ def test_a_mapping_needs_no_descriptor_and_ends_with_its_last_reader(large):
 
 def test_where_no_more_mappings_are_allowed_old_ones_are_given_back(large, monkeypatch):
     shards = TokenShards.open(large)
-    expected, real, refused = shards.read(0, shards.num_tokens), shards_module._map_read_only, []
+    expected, real, refused = shards.read(0, shards.num_tokens), files.map_read_only, []
 
     def only_one(path, size):
-        if shards._map.cache_info().currsize:
+        if shards._files.map.cache_info().currsize:
             refused.append(path.name)
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(path, size)
 
-    monkeypatch.setattr(shards_module, "_map_read_only", only_one)
-    shards._map.cache_clear()
+    monkeypatch.setattr(files, "map_read_only", only_one)
+    shards._files.map.cache_clear()
     np.testing.assert_array_equal(shards.read(0, shards.num_tokens), expected)
     assert len(refused) == 3
     monkeypatch.undo()
     with pytest.raises(OSError, match="Invalid argument"):
-        shards_module._map_read_only(large / "tokens-00000.bin", 0)
+        files.map_read_only(large / "tokens-00000.bin", 0)

@@ -1,0 +1,117 @@
+"""The files of a prepared directory, mapped when first used, and each block compared with its crc32 before it is."""
+
+import errno
+import functools
+import hashlib
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.config import Verify
+from data_pipeline.errors import DataError
+from data_pipeline.shards import files
+from data_pipeline.shards.manifest import TOKENIZER, Manifest, mend
+
+_MAPPED = 1 << 14  # files of one reader that are mapped at a time; Linux lets a process have 65,530 mappings
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The integers of several ranges back to back: int64 [sum of lengths] from int64 [n] starts and lengths."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if ends.size else 0) + np.repeat(starts - ends + lengths, lengths)
+
+
+class CheckedFiles:
+    """Mapped files of a directory; for `verify` see `TokenShards.open`. Threads may share an instance."""
+
+    def __init__(self, path: Path, manifest: Manifest, verify: Verify):
+        self.path, self.manifest, self.verify = path, manifest, verify
+        self._dtypes = {".bin": np.dtype(manifest.dtype).newbyteorder("<"), ".idx": np.dtype("<i8"), ".mask": np.dtype("u1")}
+        self._pending: dict[tuple[int, str], set[int]] = {}  # blocks whose crc32 was not compared yet
+        self.map = functools.lru_cache(_MAPPED)(self._map_file)
+        self._checks = functools.lru_cache(_MAPPED)(self._read_checks)
+
+    def problems(self, full: bool = True) -> Iterator[str]:
+        """Compare the directory with its manifest, every byte or only the sizes: the first difference of each shard."""
+        if full:
+            path, expected = self.path / TOKENIZER, self.manifest.tokenizer["sha256"]
+            found = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "no file"
+            if found != expected:
+                yield str(self._damage(path, f"expected sha256 {expected}, found {found}: another tokenizer"))
+        for number, entry in enumerate(self.manifest.shards):
+            try:
+                for suffix in entry.sizes:
+                    self._check_size(number, suffix)
+                for suffix, size in entry.sizes.items() if full else ():
+                    for block in range(files.num_blocks(size) if suffix != ".crc" else 0):
+                        self._check_block(number, suffix, block)
+                if full and (found := hashlib.sha256(self.map(number, ".bin")).hexdigest()) != entry.sha256:
+                    raise self._damage(self._file(number, ".bin"), f"expected sha256 {entry.sha256}, found {found}")
+            except DataError as error:
+                yield str(error)
+
+    def _damage(self, path: Path, what: str) -> DataError:
+        out = self.path.parent if self.manifest.settings.get("holdout") else self.path
+        return DataError(f"{path}: {what}. {mend(self.manifest.command.replace(' OUT ', f' {out} ', 1))}")
+
+    def _file(self, number: int, suffix: str) -> Path:
+        return (self.path / self.manifest.shards[number].path).with_suffix(suffix)
+
+    def _check_size(self, number: int, suffix: str) -> None:
+        path, expected = self._file(number, suffix), self.manifest.shards[number].sizes[suffix]
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            raise self._damage(path, f"can't be read ({error.strerror})") from error
+        if found != expected:
+            raise self._damage(path, f"expected {expected} bytes, found {found}: cut short or changed after it was built")
+
+    def _map_file(self, number: int, suffix: str) -> np.ndarray:
+        """A mapped file; offsets are signed, because a search with int64 keys would copy an unsigned array."""
+        self._check_size(number, suffix)
+        path, size = self._file(number, suffix), self.manifest.shards[number].sizes[suffix]
+        try:
+            data = files.map_read_only(path, size)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            self.map.cache_clear()  # other readers of this process, or its device, have many mappings too
+            data = files.map_read_only(path, size)
+        data = data.view(self._dtypes[suffix])
+        self._pending.setdefault((number, suffix), set(range(files.num_blocks(data.nbytes) if self.verify == "lazy" else 0)))
+        return data
+
+    def _read_checks(self, number: int) -> np.ndarray:
+        """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx, then of .mask]."""
+        path, expected = self._file(number, ".crc"), self.manifest.shards[number].checks_sha256
+        if (found := hashlib.sha256(data := path.read_bytes()).hexdigest()) != expected:
+            raise self._damage(path, f"expected sha256 {expected}, found {found}: changed after it was built")
+        return np.frombuffer(data, "<u4")
+
+    def _check_block(self, number: int, suffix: str, block: int) -> None:
+        start, data = block * files.BLOCK_BYTES, self.map(number, suffix).view(np.uint8)
+        sizes = self.manifest.shards[number].sizes
+        before = itertools.takewhile(lambda other: other != suffix, sizes)
+        row = sum(files.num_blocks(sizes[other]) for other in before) + block
+        expected, found = int(self._checks(number)[row]), zlib.crc32(data[start : start + files.BLOCK_BYTES])
+        if found != expected:
+            place = f"bytes {start} to {min(start + files.BLOCK_BYTES, data.size) - 1} (block {block})"
+            what = f"{place}: expected crc32 {expected:08x}, found {found:08x}: changed after it was built"
+            raise self._damage(self._file(number, suffix), what)
+
+    def check(self, number: int, suffix: str, starts: Iterable[int], length: int) -> None:
+        """Compare the blocks of windows, in bytes, that were never touched before."""
+        if pending := self._pending[number, suffix]:
+            touched = (range(start // files.BLOCK_BYTES, (start + length - 1) // files.BLOCK_BYTES + 1) for start in starts)
+            for block in pending.intersection(itertools.chain(*touched)):
+                self._check_block(number, suffix, block)
+                pending.discard(block)
+
+    def check_parts(self, number: int, suffix: str, first: np.ndarray, last: np.ndarray) -> None:
+        """The same for many small parts, from and to these bytes, that mostly share their blocks."""
+        blocks = first // files.BLOCK_BYTES
+        blocks = np.unique(ranges(blocks, last // files.BLOCK_BYTES - blocks + 1))
+        self.check(number, suffix, (blocks * files.BLOCK_BYTES).tolist(), 1)

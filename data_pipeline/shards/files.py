@@ -1,0 +1,60 @@
+"""Files: written whole or not at all; mapped for reading without a descriptor; divided into blocks that are checked."""
+
+import ctypes
+import functools
+import mmap
+import os
+import weakref
+from pathlib import Path
+
+import numpy as np
+
+from data_pipeline.errors import StorageError
+
+BLOCK_BYTES = 1 << 20
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file so that it is either whole or absent, even after a power cut; StorageError if the file system refuses."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)  # makes this and earlier renames in it durable
+        finally:
+            os.close(directory)
+    except OSError as error:
+        raise StorageError(f"{path}: can't be written ({error.strerror}). Free space or choose another place.") from error
+
+
+def num_blocks(size: int) -> int:
+    """Blocks of a file of this many bytes."""
+    return -(-size // BLOCK_BYTES)
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    """The C library, with the types of what is called here."""
+    libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
+    libc.mmap.argtypes = (ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t)
+    libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, size)
+    return libc
+
+
+def map_read_only(path: Path, size: int) -> np.ndarray:
+    """A file's `size` bytes, uint8, mapped. Keeps no descriptor, as Python's mmap does before 3.13; OSError if it can't."""
+    libc = _libc()
+    with open(path, "rb") as file:
+        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    memory = (ctypes.c_ubyte * size).from_address(address)  # lives as long as any array that looks at it
+    weakref.finalize(memory, libc.munmap, address, size).atexit = False
+    data = np.frombuffer(memory, np.uint8)
+    data.flags.writeable = False
+    return data

@@ -1,0 +1,153 @@
+"""Reading token shards: windows, masks and documents of one cyclic stream."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from data_pipeline.config import Verify
+from data_pipeline.errors import DataError
+from data_pipeline.shards.checked import CheckedFiles, ranges
+from data_pipeline.shards.manifest import Manifest
+
+
+def _grouped(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Each shard among these, int [n], and where it stands."""
+    order = np.argsort(shard, kind="stable")
+    for which in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if order.size else ():
+        yield int(shard[which[0]]), which
+
+
+class TokenShards:
+    """Reader of a prepared directory: one cyclic stream of tokens with document borders. Use `open`.
+
+    Files are mapped when first used. Threads may share an instance; pickling gives a fresh reader of the same directory.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, verify: Verify):
+        self.path, self.manifest, self.verify = path, manifest, verify
+        self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
+        self.text_bytes, self.vocab_size, self.uid = manifest.text_bytes, manifest.tokenizer["vocab_size"], manifest.uid
+        self.masked = any(shard.targets is not None for shard in manifest.shards)
+        self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
+        self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
+        self._files = CheckedFiles(path, manifest, verify)
+
+    @classmethod
+    def open(cls, path: str | Path, verify: Verify = "lazy") -> Self:
+        """Open a directory with manifest.json; DataError: it was never finished, is empty, or differs from its manifest.
+
+        `verify`: "off" nothing; "size" file sizes now; "lazy" also the crc32 of each block when first read; "full" all now.
+        """
+        shards = cls(Path(path), Manifest.load(Path(path)), verify)
+        if not shards.num_tokens:
+            raise DataError(f"{path}: holds 0 tokens. Prepare it from at least one document.")
+        if verify != "off" and (problem := next(shards.problems(full=verify == "full"), None)):
+            raise DataError(problem)
+        return shards
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenShards, (self.path, self.manifest, self.verify)
+
+    def windows(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows of the stream, which goes round: token -1 is the last one, token num_tokens the first.
+
+        `starts` are their first tokens, any integers [n]; `length`, at least 1, may exceed num_tokens. Returns tokens, int32
+        [n, length], and flat int64 indices into these where documents begin, in no order. DataError: a block is damaged.
+        """
+        result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]
+        for rows, at, number, first, size in self._parts(starts, length):
+            result[rows, at : at + size], which, offset = self._read(number, first, size)
+            borders.append(rows[which] * length + at + offset)
+        return result, np.concatenate(borders)
+
+    def mask(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Which tokens of such windows are training targets, bool [n, length]: all, where a shard has no mask."""
+        result = np.ones((len(starts), length), bool)
+        for rows, at, number, first, size in self._parts(starts, length):
+            if self.manifest.shards[number].targets is not None:
+                result[rows, at : at + size] = self._read_mask(number, first, size)
+        return result
+
+    def _parts(self, starts: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, int, int, np.ndarray, int]]:
+        """Cut windows where shards end: rows, their first column, shard, where in it each row's part begins, its size."""
+        starts = starts % self.num_tokens
+        shard = np.searchsorted(self._starts, starts, "right") - 1
+        inside = starts + length <= self._starts[shard + 1]
+        for number in np.unique(shard[inside]).tolist():
+            rows = np.flatnonzero(inside & (shard == number))
+            yield rows, 0, number, starts[rows] - self._starts[number], length
+        for row in np.flatnonzero(~inside).tolist():  # these go on in the next shard, or in many
+            number, at, first = int(shard[row]), 0, starts[row] - self._starts[shard[row]]
+            while at < length:
+                size = int(min(length - at, self.manifest.shards[number].tokens - first))
+                yield np.array([row]), at, number, np.array([first]), size
+                number, at, first = (number + 1) % len(self.manifest.shards), at + size, 0
+
+    def read(self, start: int, length: int) -> np.ndarray:
+        """One window, int32 [length]; see `windows`."""
+        return self.windows(np.array([start]), length)[0][0]
+
+    def document(self, number: int) -> tuple[int, int]:
+        """First token and length of document `number`, counted from 0; DataError if there is no such document."""
+        first, length = self.documents(np.array([number]))
+        return int(first[0]), int(length[0])
+
+    def documents(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First tokens in the stream and lengths of documents, both int64 [n], by their numbers; see `document`."""
+        if (wrong := (numbers < 0) | (numbers >= self.num_documents)).any():
+            number = numbers[wrong][0]
+            raise DataError(f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}.")
+        first, lengths = np.empty_like(numbers), np.empty_like(numbers)
+        for shard, which in _grouped(np.searchsorted(self._document_starts, numbers, "right") - 1):
+            index, nth = self._index(shard), numbers[which] - self._document_starts[shard]
+            first[which], lengths[which] = self._starts[shard] + index[nth], index[nth + 1] - index[nth]
+        return first, lengths
+
+    def spans(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Parts of documents, int64 [n] starts in the stream and lengths, back to back: tokens, int32, and loss mask, bool."""
+        size, begins = int(lengths.sum()), np.cumsum(lengths) - lengths
+        tokens, mask = np.empty(size, np.int32), np.ones(size, bool)
+        for shard, which in _grouped(np.searchsorted(self._starts, starts, "right") - 1):
+            first, data = starts[which] - self._starts[shard], self._files.map(shard, ".bin")
+            last = first + lengths[which] - 1
+            at, to = ranges(first, lengths[which]), ranges(begins[which], lengths[which])
+            self._files.check_parts(shard, ".bin", first * data.itemsize, last * data.itemsize)
+            tokens[to] = data[at]
+            if self.manifest.shards[shard].targets is not None:
+                bits = self._files.map(shard, ".mask")
+                self._files.check_parts(shard, ".mask", first // 8, last // 8)
+                mask[to] = (bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).view(bool)
+        return tokens, mask
+
+    def problems(self, full: bool = True) -> Iterator[str]:
+        """Compare the directory with its manifest, every byte or only the sizes: the first difference of each shard."""
+        return self._files.problems(full)
+
+    def _index(self, number: int) -> np.ndarray:
+        """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""
+        index = self._files.map(number, ".idx")
+        self._files.check(number, ".idx", [0], index.nbytes)
+        return index
+
+    def _read(self, number: int, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Windows inside one shard [n, length]; for each document that begins in one: which window, and where in it."""
+        tokens, index = self._files.map(number, ".bin"), self._index(number)
+        self._files.check(number, ".bin", (starts * tokens.itemsize).tolist(), length * tokens.itemsize)
+        low, high = index.searchsorted(starts), index.searchsorted(starts + length)
+        which = np.repeat(np.arange(len(starts)), high - low)
+        nth = np.arange(which.size) - (np.cumsum(high - low) - (high - low))[which]
+        # All windows of the shard, overlapping; numpy's sliding_window_view takes longer than reading a row does.
+        windows = np.ndarray((tokens.size - length + 1, length), tokens.dtype, tokens, strides=tokens.strides * 2)
+        return windows[starts], which, index[low[which] + nth] - starts[which]
+
+    def _read_mask(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
+        """The mask of windows inside one shard that has one, bool [n, length]."""
+        bits, size = self._files.map(number, ".mask"), (length + 14) // 8  # bytes that a window touches, at the most
+        first = starts // 8
+        self._files.check(number, ".mask", first.tolist(), size)
+        touched = bits.take(first[:, None] + np.arange(size), mode="clip")  # past the end, where no bit is used
+        unpacked = np.unpackbits(touched, axis=1, bitorder="little")
+        return sliding_window_view(unpacked, length, axis=1)[np.arange(len(starts)), starts % 8].view(bool)
