@@ -16,10 +16,12 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, require_one_tokenizer, resume_training
 from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.config.schema import LossScaleConfig
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.objective import Batch, next_token
+from maxtrain.training.loss_scale import resolve
+from maxtrain.training.objective import Batch, Objective, next_token
 from maxtrain.training.optimizer import make_optimizer, make_schedule
 from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
 from maxtrain.training.step import make_train_step
@@ -36,7 +38,9 @@ class Job:
     sets: dict[str, EvaluationData]
     mesh: jax.sharding.Mesh
     graphdef: nnx.GraphDef
+    objective: Objective
     optimizer: optax.GradientTransformation
+    loss_scale: LossScaleConfig | None
     abstract: TrainState
 
     @functools.cached_property
@@ -60,14 +64,23 @@ class Job:
         config = self.config
         if config.checkpoint.init_from is not None:
             params = load_weights(self.abstract.params, config.checkpoint.init_from, config.model)
-            return state_from_params(self.abstract, params, self.optimizer)
-        return create_state(self.abstract, config.model, config.precision, self.optimizer, config.seed)
+            return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
+        return create_state(self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale)
 
     def make_step(self) -> jax.stages.Wrapped:
         """The jitted step (state, batch) -> (state, metrics)."""
-        schedule = make_schedule(self.config.optimizer, self.data.plan.num_steps)
-        accumulation = self.config.optimizer.accumulation
-        return make_train_step(self.abstract, self.graphdef, next_token, self.optimizer, schedule, accumulation)
+        config = self.config
+        return make_train_step(
+            self.abstract,
+            self.graphdef,
+            self.objective,
+            self.optimizer,
+            make_schedule(config.optimizer, self.data.plan.num_steps),
+            config.optimizer.accumulation,
+            seed=config.seed,
+            accumulate=config.precision.accumulate,
+            loss_scale=self.loss_scale,
+        )
 
 
 def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
@@ -81,11 +94,13 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
     distributed.start(config.mesh, config.observe.compilation_cache)
     config = fit_to_devices(asked, jax.device_count())
     mesh = make_mesh(config.mesh)
+    objective = next_token(config.loss, config.optimizer.normalize, len(data.plan.names) if config.loss.by_source else 0)
     optimizer = make_optimizer(config.optimizer, data.plan.num_steps)
+    loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
-        abstract = abstract_state(params, optimizer, mesh)
-    return Job(asked, config, data, sets, mesh, graphdef, optimizer, abstract)
+        abstract = abstract_state(params, optimizer, mesh, loss_scale)
+    return Job(asked, config, data, sets, mesh, graphdef, objective, optimizer, loss_scale, abstract)
 
 
 def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:

@@ -39,7 +39,7 @@ from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.signals import StopRequest
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import Batch, next_token
+from maxtrain.training.objective import Batch
 from maxtrain.training.state import TrainState
 from maxtrain.training.step import Metrics
 
@@ -133,7 +133,8 @@ class Loop:
         self.flops = {length: token_flops(self.config.model, length) for _, length in job.layouts}
         length = self.config.data.seq_length
         self.eval_layouts = {name: BatchLayout(job.mesh, s.batch_size, length) for name, s in self.sets.items()}
-        self.eval_step = make_eval_step(job.graphdef, next_token)
+        self.eval_step = make_eval_step(job.graphdef, job.objective)
+        self.by_source = np.zeros((2, len(self.data.plan.names)))  # since the last record: nats, and targets, of each source
         data = self.config.data
         self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience)
 
@@ -221,6 +222,8 @@ class Loop:
             step, shape = origin.step + 1, self.job.layout(origin.step).shape
             self.lap.append((int(value["targets"]), *shape))
             self.tokens_seen += self.lap[-1][0]
+            if self.config.loss.by_source:
+                self.by_source += np.stack([value["source_nll"], value["source_targets"]])
             verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, step == repeated)
             if verdict is not None:
                 self.progress.message(verdict.message, style="yellow")
@@ -259,7 +262,10 @@ class Loop:
         step = origin.step + 1
         seconds, (lap, self.lap) = self.clock.lap(), (self.lap, [])
         peak_seconds = self.peak * jax.device_count() * seconds
-        record = {name: value[name].item() for name in ("loss", "grad_norm", "learning_rate", "skipped")}
+        record = {name: value[name].item() for name in ("loss", "objective", "grad_norm", "learning_rate", "skipped")}
+        record |= {name: value[name].item() for name in ("z", "loss_scale") if name in value}
+        record |= {f"loss/{name}": nll / count for name, nll, count in zip(self.data.plan.names, *self.by_source) if count}
+        self.by_source[:] = 0
         record |= {
             "batch": origin.digest,
             "tokens_seen": self.tokens_seen,

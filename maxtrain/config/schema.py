@@ -54,15 +54,45 @@ class OptimizerConfig:
     weight_decay: float = key(0.1, "decoupled decay of matrices; vectors are never decayed", low=0)
     clip_norm: float | None = key(1.0, "largest global norm of the gradient; null: no clipping", above=0)
     accumulation: int = key(1, "micro-batches in one step; must divide data.batch_size", low=1)
+    normalize: Literal["tokens", "sequences", "constant"] = key(
+        "tokens", "what the loss is a mean of: all targets, documents whatever their length, or positions, targets or not"
+    )
     max_skipped: int = key(8, "non-finite steps in a row that are skipped before the run stops with exit 70", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What is minimised beside, and instead of, the plain cross-entropy of the next token."""
+
+    label_smoothing: float = key(0.0, "share of a target's probability that all entries of the vocabulary share", low=0, high=1)
+    z_loss: float = key(0.0, "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4", low=0)
+    by_source: bool = key(False, "record the loss of each training source's rows too")
+
+
+@dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """Which numbers are used where. Norms, softmax, rope, loss and gradients' sums are float32 always."""
+    """Which numbers are used where. Norms, softmax, rope and the loss are float32 always."""
 
     params: Literal["float32", "bfloat16"] = key("float32", "master weights and optimizer state")
-    compute: Literal["float32", "bfloat16"] = key("bfloat16", "inputs of matrix products; they accumulate in float32")
+    compute: Literal["float32", "bfloat16", "float16"] = key(
+        "bfloat16", "inputs of matrix products; they accumulate in float32"
+    )
+    accumulate: Literal["float32", "bfloat16"] = key("float32", "sums of micro-batches' gradients")
+    output: Literal["float32", "bfloat16"] = key("float32", "what logits are rounded to, and kept in, before the softmax")
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleConfig:
+    """Scaling of the loss, so that small gradients survive float16; see training/loss_scale.py."""
+
+    mode: Literal["auto", "none", "static", "dynamic"] = key("auto", "auto: dynamic for precision.compute=float16, else none")
+    initial: float = key(2.0**32, "scale of the first step, and of every step if static", above=0)
+    window: int = key(5, "dynamic: finite steps in a row after which the scale grows", low=1)
+    factor: float = key(2.0, "dynamic: what it grows by", above=1)
+    backoff: float = key(0.5, "dynamic: what it is multiplied with after overflows", above=0)
+    hysteresis: int = key(2, "dynamic: overflows, since it last grew, before it is lowered", low=1)
+    min: float = key(1.0, "dynamic: never lower", above=0)
+    max: float = key(2.0**32, "dynamic: never higher", above=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +148,10 @@ class RunConfig:
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
     eval: EvalConfig = key(EvalConfig(), "what is held out")
+    loss: LossConfig = key(LossConfig(), "what is minimised")
     optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW and its schedule")
     precision: PrecisionConfig = key(PrecisionConfig(), "number formats")
+    loss_scale: LossScaleConfig = key(LossScaleConfig(), "scaling of the loss for float16")
     mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
     observe: ObserveConfig = key(ObserveConfig(), "what a person sees")

@@ -46,7 +46,7 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig, qk_norm: bool, precision: PrecisionConfig, rngs: nnx.Rngs):
         assert config.vocab_size is not None
         V, D, params = config.vocab_size, config.embed_dim, precision.params
-        self.config, self.compute = config, precision.compute
+        self.config, self.precision = config, precision
         # Deviation 1 / sqrt(D), so that a tied head starts with logits of deviation about 1.
         self.embedding = matrix(rngs.params(), (V, D), ("vocab", "embed"), D, params, config.init_scale)
 
@@ -64,11 +64,12 @@ class Decoder(nnx.Module):
         return self.embedding[...].T if self.head is None else self.head[...]
 
     def __call__(self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None) -> Float[Array, "B T V"]:
-        """Logits of the next token, float32. Training uses `hidden` and a chunked loss instead."""
+        """Logits of the next token, rounded to the output type. Training uses `hidden` and a chunked loss instead."""
         return self.logits(self.hidden(tokens, segment_ids, positions))
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-        return matmul(hidden, self.output_matrix(), self.compute)
+        logits = matmul(hidden, self.output_matrix(), self.precision.compute)
+        return logits.astype(self.precision.output).astype(jnp.float32)
 
     def hidden(self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None) -> Float[Array, "B T D"]:
         """Normalised last hidden states, float32.
@@ -111,7 +112,7 @@ class Decoder(nnx.Module):
     def new_cache(self, rows: int, columns: int) -> KVCache:
         """An empty cache [L, B, S, K, H] in the compute type."""
         shape = (self.config.num_layers, rows, columns, self.config.num_kv_heads, head_dim(self.config))
-        return KVCache(jnp.zeros(shape, self.compute), jnp.zeros(shape, self.compute))
+        return KVCache(jnp.zeros(shape, self.precision.compute), jnp.zeros(shape, self.precision.compute))
 
     def _rope(self, positions: Array) -> tuple[Array, Array]:
         c = self.config

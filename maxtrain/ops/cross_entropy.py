@@ -6,6 +6,7 @@ not four, and no logits wait for the backward pass.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,65 @@ from jaxtyping import Array, Float, Int
 from maxtrain.ops.einsum import contract, matmul
 
 
-def plain_cross_entropy(hidden: Array, head: Array, targets: Array, weights: Array, dtype: str) -> Array:
-    """The oracle: all logits at once. Arguments and result as in `cross_entropy`."""
-    return (token_nll(matmul(hidden, head, dtype), targets) * weights).sum()
+class TokenLoss(NamedTuple):
+    """`loss` is to be differentiated; the others are for the record, and no gradient flows through them."""
+
+    loss: Float[Array, ""]  # sum of weight * smoothed nll, plus z_scale times the sum of mask * z
+    nll: Float[Array, " B"]  # of each row, the sum of mask * negative log-likelihood, nats
+    z: Float[Array, " B"]  # of each row, the sum of mask * logsumexp(logits)^2
+
+
+class Form(NamedTuple):
+    """What is known when the program is compiled; see `cross_entropy`."""
+
+    chunks: int
+    dtype: str
+    logits: str
+    smoothing: float
+
+
+def cross_entropy(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    weights: Float[Array, "B T"],
+    *,
+    chunks: int,
+    dtype: str,
+    mask: Float[Array, "B T"] | None = None,
+    z_scale: Float[Array, ""] | None = None,
+    smoothing: float = 0.0,
+    logits: str = "float32",
+) -> TokenLoss:
+    """Weighted sum over tokens of the cross-entropy, and of the z-loss if there is a `z_scale`.
+
+    Args:
+        hidden: last hidden states [B, T, D].
+        head: output matrix [D, V].
+        targets: token ids [B, T].
+        weights: [B, T]; 0 for what is no target. Divide them beforehand to get a mean. No gradient flows to them.
+        chunks: parts that the sequence is cut in; divides T.
+        dtype: inputs of the matrix products; softmax and sums are float32.
+        mask: [B, T] weights of what is recorded, and of the z-loss; None: `weights`.
+        z_scale: factor of the z-loss, which keeps logsumexp near 0. Source: PaLM, https://arxiv.org/abs/2204.02311, section 5.
+        smoothing: label smoothing: the target's share of probability that all entries share. Source: Szegedy et al.,
+            https://arxiv.org/abs/1512.00567, section 7. `nll` is recorded without it.
+        logits: what logits are rounded to before the softmax.
+    """
+    mask = weights if mask is None else mask
+    return _chunked(hidden, head, targets, weights, mask, z_scale, Form(chunks, dtype, logits, smoothing))
+
+
+def plain_cross_entropy(
+    hidden: Array, head: Array, targets: Array, weights: Array, mask: Array, z_scale: Array | None, form: Form
+) -> TokenLoss:
+    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in `cross_entropy`."""
+    logits = matmul(hidden, head, form.dtype).astype(form.logits).astype(jnp.float32)
+    nll, lse = token_nll(logits, targets), jax.nn.logsumexp(logits, axis=-1)
+    smoothed = (1 - form.smoothing) * nll + form.smoothing * (lse - logits.mean(-1))
+    rows, z_rows = (nll * mask).sum(-1), (lse * lse * mask).sum(-1)
+    loss = (smoothed * weights).sum() + (0.0 if z_scale is None else z_scale * z_rows.sum())
+    return TokenLoss(loss, jax.lax.stop_gradient(rows), jax.lax.stop_gradient(z_rows))
 
 
 def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
@@ -32,34 +89,20 @@ def num_chunks(length: int, rows: int, chunk: int) -> int:
     return next(n for n in range(1, length + 1) if length % n == 0 and (rows * length // n <= chunk or n == length))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def cross_entropy(
-    hidden: Float[Array, "B T D"],
-    head: Float[Array, "D V"],
-    targets: Int[Array, "B T"],
-    weights: Float[Array, "B T"],
-    chunks: int,
-    dtype: str,
-) -> Float[Array, ""]:
-    """Sum over tokens of weight times negative log-likelihood.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _chunked(
+    hidden: Array, head: Array, targets: Array, weights: Array, mask: Array, z_scale: Array | None, form: Form
+) -> TokenLoss:
+    def one(total: TokenLoss, part: tuple[Array, ...]) -> tuple[TokenLoss, None]:
+        x, target, weight, weight_of_z = part
+        return jax.tree.map(jnp.add, total, plain_cross_entropy(x, head, target, weight, weight_of_z, z_scale, form)), None
 
-    Args:
-        hidden: last hidden states [B, T, D].
-        head: output matrix [D, V].
-        targets: token ids [B, T].
-        weights: [B, T]; 0 for what is no target. Divide them by the number of targets beforehand to get a mean.
-        chunks: parts that the sequence is cut in; divides T.
-        dtype: inputs of the matrix products; logits, softmax and sums are float32.
+    return jax.lax.scan(one, _zero(hidden), _split(form.chunks, hidden, targets, weights, mask))[0]
 
-    Returns:
-        Weighted sum in nats, scalar float32. No gradient flows to `weights`.
-    """
 
-    def one(total: Array, part: tuple[Array, ...]) -> tuple[Array, None]:
-        x, target, weight = part
-        return total + plain_cross_entropy(x, head, target, weight, dtype), None
-
-    return jax.lax.scan(one, jnp.zeros((), jnp.float32), _split(chunks, hidden, targets, weights))[0]
+def _zero(hidden: Array) -> TokenLoss:
+    rows = jnp.zeros(hidden.shape[:1], jnp.float32)
+    return TokenLoss(jnp.zeros((), jnp.float32), rows, rows)
 
 
 def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
@@ -68,30 +111,42 @@ def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
 
 
 def _forward(
-    hidden: Array, head: Array, targets: Array, weights: Array, chunks: int, dtype: str
-) -> tuple[Array, tuple[Array, Array]]:
-    low = head.astype(dtype)
+    hidden: Array, head: Array, targets: Array, weights: Array, mask: Array, z_scale: Array | None, form: Form
+) -> tuple[TokenLoss, tuple[Array, Array]]:
+    low, smoothing = head.astype(form.dtype), form.smoothing
 
-    def one(carry: tuple[Array, Array], part: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+    def one(carry: tuple[TokenLoss, Array], part: tuple[Array, ...]) -> tuple[tuple[TokenLoss, Array], Array]:
         total, dhead = carry
-        x, target, weight = part
-        x = x.astype(dtype)
-        logits = contract("btd,dv->btv", x, low)
+        x, target, weight, weight_of_z = part
+        x = x.astype(form.dtype)
+        logits = contract("btd,dv->btv", x, low).astype(form.logits).astype(jnp.float32)
         hit = (jnp.arange(logits.shape[-1]) == target[..., None]).astype(jnp.float32)
         lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         nll = lse[..., 0] - jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        dlogits = ((jnp.exp(logits - lse) - hit) * weight[..., None]).astype(dtype)
+        smoothed, wanted = nll, hit
+        if smoothing:
+            smoothed = (1 - smoothing) * nll + smoothing * (lse[..., 0] - logits.mean(-1))
+            wanted = (1 - smoothing) * hit + smoothing / logits.shape[-1]
+        probability = jnp.exp(logits - lse)
+        dlogits = (probability - wanted) * weight[..., None]
+        z = lse[..., 0] ** 2 * weight_of_z
+        loss = (smoothed * weight).sum()
+        if z_scale is not None:
+            dlogits += probability * (2 * z_scale * lse * weight_of_z[..., None])
+            loss += z_scale * z.sum()
+        dlogits = dlogits.astype(form.dtype)
         dx = contract("btv,dv->btd", dlogits, low)
-        return (total + (nll * weight).sum(), dhead + contract("btd,btv->dv", x, dlogits)), dx
+        part_of_total = TokenLoss(loss, (nll * weight_of_z).sum(-1), z.sum(-1))
+        return (jax.tree.map(jnp.add, total, part_of_total), dhead + contract("btd,btv->dv", x, dlogits)), dx
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
-    (total, dhead), dx = jax.lax.scan(one, start, _split(chunks, hidden, targets, weights))
+    start = (_zero(hidden), jnp.zeros(head.shape, jnp.float32))
+    (total, dhead), dx = jax.lax.scan(one, start, _split(form.chunks, hidden, targets, weights, mask))
     dx = dx.swapaxes(0, 1).reshape(hidden.shape)
     return total, (dx.astype(hidden.dtype), dhead.astype(head.dtype))
 
 
-def _backward(chunks: int, dtype: str, saved: tuple[Array, Array], g: Array) -> tuple:
-    return *((d.astype(jnp.float32) * g).astype(d.dtype) for d in saved), None, None
+def _backward(form: Form, saved: tuple[Array, Array], g: TokenLoss) -> tuple:
+    return *((d.astype(jnp.float32) * g.loss).astype(d.dtype) for d in saved), None, None, None, None
 
 
-cross_entropy.defvjp(_forward, _backward)
+_chunked.defvjp(_forward, _backward)

@@ -17,7 +17,7 @@ EvalStep = Callable[[nnx.State, Batch], Sum]
 def make_eval_step(graphdef: nnx.GraphDef, objective: Objective) -> EvalStep:
     """Jitted (params, batch) -> Sum."""
     options = compiler_options(jax.default_backend())
-    return jax.jit(lambda params, batch: objective(nnx.merge(graphdef, params), batch), compiler_options=options)
+    return jax.jit(lambda params, batch: objective.nll(nnx.merge(graphdef, params), batch), compiler_options=options)
 
 
 def evaluate(

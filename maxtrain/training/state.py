@@ -12,9 +12,10 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
-from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.config.schema import LossScaleConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.parallel.sharding import named_sharding
+from maxtrain.training.loss_scale import LossScale, initial
 
 
 class TrainState(NamedTuple):
@@ -24,7 +25,8 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     step: Int[Array, ""]  # finished steps, whether they changed anything or not
     skipped: Int[Array, ""]  # steps of these that changed nothing: non-finite, or without a target
-    skipped_in_row: Int[Array, ""]  # non-finite steps in a row, up to now
+    skipped_in_row: Int[Array, ""]  # non-finite steps in a row, up to now, that no lower loss scale would have mended
+    loss_scale: LossScale | None = None
 
 
 def _shard(tree: Any, mesh: Mesh) -> Any:
@@ -51,14 +53,16 @@ def abstract_model(model: ModelConfig, precision: PrecisionConfig, mesh: Mesh) -
     return graphdef, _shard(params, mesh)
 
 
-def _init(params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+def _init(params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None) -> TrainState:
     zeros = [jnp.zeros((), jnp.int32) for _ in range(3)]
-    return TrainState(params, optimizer.init(params), *zeros)
+    return TrainState(params, optimizer.init(params), *zeros, initial(loss_scale))
 
 
-def abstract_state(params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """The state as shapes with shardings, from abstract parameters."""
-    return _shard(jax.eval_shape(lambda p: _init(p, optimizer), params), mesh)
+def abstract_state(
+    params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, loss_scale: LossScaleConfig | None = None
+) -> TrainState:
+    """The state as shapes with shardings, from abstract parameters; `loss_scale` is a resolved one."""
+    return _shard(jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params), mesh)
 
 
 def shardings(tree: PyTree) -> PyTree:
@@ -67,16 +71,23 @@ def shardings(tree: PyTree) -> PyTree:
 
 
 def create_state(
-    abstract: TrainState, model: ModelConfig, precision: PrecisionConfig, optimizer: optax.GradientTransformation, seed: int
+    abstract: TrainState,
+    model: ModelConfig,
+    precision: PrecisionConfig,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    loss_scale: LossScaleConfig | None = None,
 ) -> TrainState:
     """Random parameters and a fresh optimizer, each array made where it lives; the same bits on every mesh."""
 
     def create(key: Array) -> TrainState:
-        return _init(nnx.state(build_model(model, precision, key)), optimizer)
+        return _init(nnx.state(build_model(model, precision, key)), optimizer, loss_scale)
 
     return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
 
 
-def state_from_params(abstract: TrainState, params: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+def state_from_params(
+    abstract: TrainState, params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None = None
+) -> TrainState:
     """Given parameters (donated) and a fresh optimizer."""
-    return jax.jit(lambda p: _init(p, optimizer), out_shardings=shardings(abstract), donate_argnums=0)(params)
+    return jax.jit(lambda p: _init(p, optimizer, loss_scale), out_shardings=shardings(abstract), donate_argnums=0)(params)

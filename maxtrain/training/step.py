@@ -1,8 +1,8 @@
 """One optimizer step as a pure, donated, jitted function of (state, batch).
 
-Targets of all micro-batches are counted before the first gradient, so that each token weighs the same however the batch
-is split. Whether the update is applied is decided on the device: a step with a non-finite loss or gradient, or without
-any target, leaves parameters, optimizer state and schedule bit for bit as they were.
+What each term of the loss is divided by is counted over all micro-batches before the first gradient, so that each token
+weighs the same however the batch is split. Whether the update is applied is decided on the device: a step with a non-finite
+loss or gradient, or without any target, leaves parameters, optimizer state and schedule bit for bit as they were.
 """
 
 import jax
@@ -11,29 +11,36 @@ import optax
 from flax import nnx
 from jaxtyping import Array
 
+from maxtrain.config.schema import LossScaleConfig
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
-from maxtrain.training.objective import Batch, Objective, Sum
+from maxtrain.training.loss_scale import advance, at_its_end
+from maxtrain.training.objective import Batch, Objective, Result, Scales, Sum
 from maxtrain.training.state import TrainState, shardings
 
 Metrics = dict[str, Array]
 
 
 def gradients(
-    graphdef: nnx.GraphDef, params: nnx.State, batch: Batch, objective: Objective, accumulation: int
-) -> tuple[Sum, nnx.State]:
-    """Loss as (total, weight) of a batch of [B, T], and the float32 gradient of total / weight.
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    batch: Batch,
+    objective: Objective,
+    scales: Scales,
+    accumulation: int,
+    dtype: str = "float32",
+) -> tuple[Result, nnx.State]:
+    """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
 
-    The objective's weight must be the sum of the batch's loss mask. `accumulation`, the number of micro-batches, divides B;
-    row r goes to micro-batch r mod accumulation, so that no row leaves its device.
+    `scales` are the objective's, for the whole batch. `accumulation`, the number of micro-batches, divides B; row r goes to
+    micro-batch r mod accumulation, so that no row leaves its device. Their gradients are summed up in `dtype`.
     """
-    denominator = jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
 
-    def loss(params: nnx.State, micro: Batch) -> tuple[Array, Sum]:
-        result = objective(nnx.merge(graphdef, params), micro)
-        return result.total / denominator, result
+    def loss(params: nnx.State, micro: Batch) -> tuple[Array, Result]:
+        result = objective.forward(nnx.merge(graphdef, params), micro, scales)
+        return result.loss, result
 
-    def one(micro: Batch) -> tuple[Sum, nnx.State]:
+    def one(micro: Batch) -> tuple[Result, nnx.State]:
         (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
         return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
@@ -44,12 +51,20 @@ def gradients(
         x = x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:]).swapaxes(0, 1)
         return constrain(x, None, "activation_batch", *(None,) * (x.ndim - 2))
 
-    def add(carry: tuple[Sum, nnx.State], micro: Batch) -> tuple[tuple[Sum, nnx.State], None]:
-        return jax.tree.map(jnp.add, carry, one(micro)), None
+    def add(total: Array, part: Array) -> Array:
+        return (total + part.astype(jnp.float32)).astype(total.dtype)
 
-    zero = jnp.zeros((), jnp.float32)
-    start = (Sum(zero, zero), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-    return jax.lax.scan(add, start, jax.tree.map(split, batch))[0]
+    def step(carry: tuple[Result, nnx.State], micro: Batch) -> tuple[tuple[Result, nnx.State], None]:
+        return jax.tree.map(add, carry, one(micro)), None
+
+    micros = jax.tree.map(split, batch)
+    like = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros))[0]
+    start = (
+        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
+        jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params),
+    )
+    result, grads = jax.lax.scan(step, start, micros)[0]
+    return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
 def make_train_step(
@@ -59,43 +74,77 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     accumulation: int,
+    *,
+    seed: int = 0,
+    accumulate: str = "float32",
+    loss_scale: LossScaleConfig | None = None,
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out exactly as it went in.
 
-    The metrics are loss (nats per target), targets, empty_rows (without a target), grad_norm (before clipping), learning_rate,
-    skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
-    between).
+    Args:
+        accumulation, accumulate: number of micro-batches, and the type in which their gradients are summed up.
+        seed: of what is random in a step. Row r of the batch of step s draws from fold_in(fold_in(seed, s), r), so that what
+            it draws is the same on every mesh and for every number of micro-batches.
+        loss_scale: a resolved one, as the state was made with.
+
+    The metrics are loss (nats per target), objective (what was minimised), the mean of each further term, source_nll and
+    source_targets (sums by source) if there are such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that changed
+    nothing), skipped_in_row (of these, non-finite ones up to now without a good one between), bad_leaf (index of the first
+    parameter whose gradient is not finite, or -1), and loss_scale if there is one.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        result, grads = gradients(graphdef, state.params, batch, objective, accumulation)
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(result.total)
-        apply = finite & (result.weight > 0)
+        scaled = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
+        batch = batch | {"keys": row_keys(seed, state.step, batch["targets"].shape[0])}
+        result, grads = gradients(
+            graphdef, state.params, batch, objective, objective.scales(batch, scaled), accumulation, accumulate
+        )
+        if state.loss_scale is not None:
+            grads = jax.tree.map(lambda g: g / scaled, grads)
+        squares = jnp.stack([(g * g).sum() for g in jax.tree.leaves(grads)])
+        norm, nll = jnp.sqrt(squares.sum()), result.sums["nll"]
+        finite = jnp.isfinite(norm) & jnp.isfinite(result.loss)
+        apply = finite & (nll.weight > 0)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
 
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(apply, new.astype(old.dtype), old)  # Adam's moments of bfloat16 parameters come out in float32
 
-        skipped = state.skipped + ~apply
+        skipped, in_row, next_scale = state.skipped + ~apply, ~finite, None
+        if state.loss_scale is not None and loss_scale is not None:
+            next_scale = advance(state.loss_scale, finite, loss_scale)
+            in_row = ~finite & (at_its_end(state.loss_scale, loss_scale) | ~jnp.isfinite(nll.total))
         next_state = TrainState(
             jax.tree.map(keep, params, state.params),
             jax.tree.map(keep, opt_state, state.opt_state),
             state.step + 1,
             skipped,
-            jnp.where(apply, 0, state.skipped_in_row + ~finite),
+            jnp.where(apply, 0, state.skipped_in_row + in_row),
+            next_scale,
         )
-        metrics = {
-            "loss": result.total / jnp.maximum(result.weight, 1.0),
-            "targets": result.weight,
+        sources = result.sums.pop("sources", None)
+        metrics = {name: value.mean() for name, value in result.sums.items() if name != "nll"} | {
+            "loss": nll.mean(),
+            "objective": result.loss / scaled,
+            "targets": nll.weight,
             "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
             "grad_norm": norm,
+            "bad_leaf": jnp.where(jnp.isfinite(squares).all(), -1, jnp.argmin(jnp.isfinite(squares))),
             "learning_rate": schedule(state.step - state.skipped),
             "skipped": skipped,
             "skipped_in_row": next_state.skipped_in_row,
         }
-        return next_state, metrics
+        metrics |= {} if state.loss_scale is None else {"loss_scale": scaled}
+        return next_state, metrics | (
+            {} if sources is None else {"source_nll": sources.total, "source_targets": sources.weight}
+        )
 
     options = compiler_options(jax.default_backend())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)
+
+
+def row_keys(seed: int, step: Array, rows: int) -> Array:
+    """A key for each row of the batch of a step, [B]."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows, dtype=jnp.uint32))

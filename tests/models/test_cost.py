@@ -11,7 +11,7 @@ from flax import nnx
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
 from maxtrain.models.cost import token_flops
 from maxtrain.models.registry import build_model
-from maxtrain.ops.cross_entropy import plain_cross_entropy
+from maxtrain.ops.cross_entropy import Form, plain_cross_entropy
 
 LLAMA = ModelConfig(
     vocab_size=96, num_layers=2, embed_dim=32, mlp_dim=56, num_heads=8, num_kv_heads=4, head_dim=6, max_length=64
@@ -50,10 +50,12 @@ def test_full_counts_every_product_of_a_traced_step(heads, kv_heads):
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build_model(config, exact)))
     tokens = jax.ShapeDtypeStruct((B, T), jnp.int32)
 
+    form = Form(chunks=1, dtype="float32", logits="float32", smoothing=0.0)
+
     def loss(params, inputs, targets):
         model = nnx.merge(graphdef, params)
         weights = jnp.ones((B, T), jnp.float32)
-        return plain_cross_entropy(model.hidden(inputs), model.output_matrix(), targets, weights, "float32")
+        return plain_cross_entropy(model.hidden(inputs), model.output_matrix(), targets, weights, weights, None, form).loss
 
     forward = flops(jax.make_jaxpr(loss)(params, tokens, tokens).jaxpr)
     both = flops(jax.make_jaxpr(jax.grad(loss))(params, tokens, tokens).jaxpr)

@@ -68,7 +68,8 @@ def batch():
 def loss(graphdef, state, batch, chunks=3):
     model = nnx.merge(graphdef, state)
     hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
-    return cross_entropy(hidden, model.output_matrix(), batch["targets"], batch["weights"], chunks=chunks, dtype=model.compute)
+    dtype = model.precision.compute
+    return cross_entropy(hidden, model.output_matrix(), batch["targets"], batch["weights"], chunks=chunks, dtype=dtype).loss
 
 
 loss_and_gradients = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)

@@ -46,7 +46,7 @@ def test_loss_and_gradients_compile_for_v5p(shape):
     def loss(state, inputs, targets, segments, positions, weights):
         model = nnx.merge(graphdef, state)
         hidden = model.hidden(inputs, segments, positions)
-        return cross_entropy(hidden, model.output_matrix(), targets, weights, chunks=4, dtype=model.compute)
+        return cross_entropy(hidden, model.output_matrix(), targets, weights, chunks=4, dtype=model.precision.compute).loss
 
     places = jax.tree.map(lambda x: x.sharding, state)
     with jax.set_mesh(mesh):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtrain.ops.cross_entropy import cross_entropy, num_chunks, plain_cross_entropy, token_nll
+from maxtrain.ops.cross_entropy import Form, cross_entropy, num_chunks, plain_cross_entropy, token_nll
 
 B, T, D, V = 3, 12, 16, 50
 
@@ -21,34 +21,78 @@ def example(seed=0):
     return jnp.float32(hidden), jnp.float32(head), jnp.int32(targets), jnp.float32(weights)
 
 
-def oracle(hidden, head, targets, weights, dtype):
-    """Loss and gradients of hidden and head in float64, of inputs rounded to `dtype`."""
+def oracle(hidden, head, targets, weights, dtype, mask=None, z_scale=0.0, smoothing=0.0):
+    """Loss and gradients of hidden and head in float64, of inputs rounded to `dtype`; sums of nll and z by row."""
     x, w = (np.asarray(a).astype(jnp.dtype(dtype)).astype(np.float64) for a in (hidden, head))
-    logits, weights, targets = x @ w, np.asarray(weights, np.float64)[..., None], np.asarray(targets)[..., None]
+    logits, weights, hit = x @ w, np.asarray(weights, np.float64)[..., None], np.arange(V) == np.asarray(targets)[..., None]
+    mask = weights if mask is None else np.asarray(mask, np.float64)[..., None]
     top = logits.max(-1, keepdims=True)
-    log_probabilities = logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
-    loss = -(np.take_along_axis(log_probabilities, targets, -1) * weights).sum()
-    dlogits = (np.exp(log_probabilities) - (np.arange(V) == targets)) * weights
-    return loss, dlogits @ w.T, np.einsum("btd,btv->dv", x, dlogits)
+    lse = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
+    wanted = (1 - smoothing) * hit + smoothing / V
+    loss = -((logits - lse) * wanted * weights).sum() + z_scale * (lse**2 * mask).sum()
+    probabilities = np.exp(logits - lse)
+    dlogits = (probabilities - wanted) * weights + probabilities * 2 * z_scale * lse * mask
+    rows = -((logits - lse) * hit * mask).sum((1, 2)), (lse**2 * mask).sum((1, 2))
+    return loss, dlogits @ w.T, np.einsum("btd,btv->dv", x, dlogits), rows
+
+
+def form_of(chunks, **options):
+    """The loss as a function of (hidden, head, targets, weights, dtype): in chunks, or the plain one."""
+    if chunks != "plain":
+        return lambda *args: cross_entropy(*args[:4], chunks=chunks, dtype=args[4], **options)
+    mask, z_scale, smoothing = (options.get(name) for name in ("mask", "z_scale", "smoothing"))
+    logits = options.get("logits", "float32")
+    return lambda *args: plain_cross_entropy(
+        *args[:4], args[3] if mask is None else mask, z_scale, Form(1, args[4], logits, smoothing or 0.0)
+    )
 
 
 def chunked(chunks):
-    return lambda *args: cross_entropy(*args[:4], chunks=chunks, dtype=args[4])
+    return lambda *args: form_of(chunks)(*args).loss
 
 
 # bfloat16: beyond the oracle's inputs only dlogits is rounded, each to 2**-8 of itself.
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2.0**-8)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
+@pytest.mark.parametrize("terms", [{}, {"z_scale": 0.3}, {"smoothing": 0.1}, {"z_scale": 0.3, "smoothing": 0.2, "mask": 1.5}])
 @pytest.mark.parametrize("form", ["plain", 1, 3, T])
-def test_every_form_equals_the_oracle_forward_and_backward(form, dtype, tolerance):
+def test_every_form_equals_the_oracle_forward_and_backward(form, terms, dtype, tolerance):
     args = example()
-    form = plain_cross_entropy if form == "plain" else chunked(form)
-    # A factor outside, so that a backward pass that forgets its incoming gradient is found.
-    loss, (dx, dw) = jax.jit(jax.value_and_grad(lambda *a: 3 * form(*a, dtype), (0, 1)))(*args)
-    assert (loss.dtype, dx.dtype, dw.dtype) == (jnp.float32,) * 3
-    expected, expected_dx, expected_dw = oracle(*args, dtype)
-    np.testing.assert_allclose(loss, 3 * expected, rtol=1e-5)
+    terms = terms | ({"mask": 1.5 * (args[3] > 0).astype(jnp.float32)} if "mask" in terms else {})
+    options = terms | ({"z_scale": jnp.float32(terms["z_scale"])} if "z_scale" in terms else {})
+
+    def loss(*args):  # a factor outside, so that a backward pass that forgets its incoming gradient is found
+        result = form_of(form, **options)(*args)
+        return 3 * result.loss, result
+
+    (loss_, result), (dx, dw) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=4)(*args, dtype)
+    assert (loss_.dtype, dx.dtype, dw.dtype) == (jnp.float32,) * 3
+    expected, expected_dx, expected_dw, (nll, z) = oracle(*args, dtype, **terms)
+    np.testing.assert_allclose(loss_, 3 * expected, rtol=1e-5)
+    np.testing.assert_allclose(result.nll, nll, rtol=1e-5)
+    np.testing.assert_allclose(result.z, z, rtol=1e-5)
     np.testing.assert_allclose(dx, 3 * expected_dx, atol=tolerance * np.abs(3 * expected_dx).max())
     np.testing.assert_allclose(dw, 3 * expected_dw, atol=tolerance * np.abs(3 * expected_dw).max())
+
+
+@pytest.mark.parametrize("form", ["plain", 3])
+def test_what_is_recorded_has_no_gradient(form):
+    def recorded(*args):
+        result = form_of(form, z_scale=jnp.float32(0.1))(*args, "float32")
+        return result.nll.sum() + result.z.sum()
+
+    assert all((g == 0).all() for g in jax.grad(recorded, (0, 1))(*example()))
+
+
+def test_logits_are_rounded_to_the_output_type_in_every_form():
+    """Equal to the float32 loss of logits that were rounded by hand; and not to that of unrounded ones."""
+    hidden, head, targets, weights = example()
+    rounded = (hidden @ head).astype(jnp.bfloat16).astype(jnp.float32)
+    expected = (token_nll(rounded, targets) * weights).sum()
+    exact = (token_nll(hidden @ head, targets) * weights).sum()
+    for form in ("plain", 1, 3):
+        loss = jax.jit(form_of(form, logits="bfloat16"), static_argnums=4)(hidden, head, targets, weights, "float32").loss
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert abs(loss - exact) > 1e-4 * exact
 
 
 def test_the_loss_without_gradients_is_the_same_number():
@@ -60,7 +104,7 @@ def test_the_loss_without_gradients_is_the_same_number():
 
 def test_tokens_of_weight_zero_leave_no_trace():
     hidden, head, targets, weights = example()
-    step = jax.jit(jax.value_and_grad(lambda *a: cross_entropy(*a, chunks=3, dtype="float32"), (0, 1)))
+    step = jax.jit(jax.value_and_grad(lambda *a: chunked(3)(*a, "float32"), (0, 1)))
     loss, (dx, dw) = step(hidden, head, targets, weights)
     ignored = weights == 0
     assert 0 < ignored.sum() < ignored.size
@@ -124,5 +168,5 @@ def test_the_whole_logits_are_never_in_memory():
         return compiled.memory_analysis().temp_size_in_bytes
 
     logits = b * t * v * 4
-    assert temporary_bytes(plain_cross_entropy) > logits
+    assert temporary_bytes(chunked("plain")) > logits
     assert temporary_bytes(chunked(16)) < logits / 4

@@ -13,6 +13,7 @@ from flax import nnx
 from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.loss_scale import initial
 from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer, make_schedule
 from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, shardings
@@ -26,6 +27,7 @@ EXACT = PrecisionConfig(params="float32", compute="float32")
 # A large eps: with a small one the first step of Adam is the sign of each gradient, even of those that are rounding noise.
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=2, eps=1e-2, clip_norm=0.5)
 B, T, STEPS, SEED = 8, 24, 20, 5
+NEXT_TOKEN = next_token()
 
 
 class Parts(NamedTuple):
@@ -88,22 +90,28 @@ class Tiny:
 
     @staticmethod
     def parts(
-        shape: tuple[int, int, int] = (1, 1, 1), accumulation: int = 1, objective=next_token, precision=EXACT, **model: Any
+        shape: tuple[int, int, int] = (1, 1, 1),
+        accumulation: int = 1,
+        objective=NEXT_TOKEN,
+        precision=EXACT,
+        step=None,
+        **model: Any,
     ) -> Parts:
-        """A step, and functions for new states, on a mesh of (data, fsdp, tensor)."""
+        """A step with these options, and functions for new states, on a mesh of (data, fsdp, tensor)."""
         config, mesh = dataclasses.replace(MODEL, **model), Tiny.mesh(*shape)
         graphdef, params = abstract_model(config, precision, mesh)
-        optimizer = make_optimizer(OPTIMIZER, STEPS)
-        abstract = abstract_state(params, optimizer, mesh)
-        step = make_train_step(abstract, graphdef, objective, optimizer, make_schedule(OPTIMIZER, STEPS), accumulation)
+        optimizer, schedule, options = make_optimizer(OPTIMIZER, STEPS), make_schedule(OPTIMIZER, STEPS), step or {}
+        loss_scale = options.get("loss_scale")
+        abstract = abstract_state(params, optimizer, mesh, loss_scale)
+        train_step = make_train_step(abstract, graphdef, objective, optimizer, schedule, accumulation, **options)
 
         def create(seed: int = SEED) -> TrainState:
-            return create_state(abstract, config, precision, optimizer, seed)
+            return create_state(abstract, config, precision, optimizer, seed, loss_scale)
 
         def new_state() -> TrainState:
-            return jax.device_put(Tiny.first_state(precision), shardings(abstract))
+            return jax.device_put(Tiny.first_state(precision)._replace(loss_scale=initial(loss_scale)), shardings(abstract))
 
-        return Parts(mesh, graphdef, abstract, create, new_state, BatchLayout(mesh, B, T).to_global, step)
+        return Parts(mesh, graphdef, abstract, create, new_state, BatchLayout(mesh, B, T).to_global, train_step)
 
 
 def _logits(graphdef, params, batch):

@@ -39,7 +39,7 @@ def result(tiny, held_out, rows, shape, num_batches=None, num_tokens="all"):
     layout = BatchLayout(parts.mesh, rows, tiny.length)
     batches = (layout.to_global(batch.arrays) for batch in data.iterate(layout.rows, num_batches))
     with jax.set_mesh(parts.mesh):
-        step, params = make_eval_step(parts.graphdef, next_token), parts.new_state().params
+        step, params = make_eval_step(parts.graphdef, next_token()), parts.new_state().params
         values = evaluate(step, params, batches, data.num_tokens if num_tokens == "all" else num_tokens, data.text_bytes)
     return values, data
 

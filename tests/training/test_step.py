@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import PrecisionConfig
-from maxtrain.training.objective import Sum, next_token
+from maxtrain.training.objective import Result, Sum, next_token
 from maxtrain.training.step import gradients
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -60,12 +60,12 @@ def test_accumulation_changes_nothing(tiny, expected, accumulation):
 
 def test_the_masks_are_so_ragged_that_means_of_means_would_be_far_off(tiny):
     """Loss and gradients, by more than 30 %, for each of the splits: otherwise the test above would show nothing."""
-    parts, batch = tiny.parts(), tiny.batch()
+    parts, batch, objective = tiny.parts(), tiny.batch(), next_token()
     with jax.set_mesh(parts.mesh):
         params = parts.new_state().params
-        whole = jax.jit(lambda p, b: gradients(parts.graphdef, p, b, next_token, 1))
+        whole = jax.jit(lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 1))
         per_row = [jax.device_get(whole(params, {k: x[row : row + 1] for k, x in batch.items()})) for row in range(tiny.rows)]
-    totals, weights = np.array([r.total for r, _ in per_row]), np.array([r.weight for r, _ in per_row])
+    totals, weights = (np.array([getattr(r.sums["nll"], name) for r, _ in per_row]) for name in ("total", "weight"))
     grads = np.array([g["layers"]["mlp"]["up"][...] for _, g in per_row]) * weights[:, None, None, None]
 
     def mean(x, rows=slice(None)):
@@ -82,9 +82,11 @@ def test_the_loss_is_the_mean_over_targets_and_the_norm_that_of_its_gradient(tin
     """Also: our own part of the step never promotes a dtype silently."""
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh), jax.numpy_dtype_promotion("strict"):
-        result, grads = jax.jit(lambda p, b: gradients(parts.graphdef, p, b, next_token, 4))(parts.new_state().params, batch)
+        objective = next_token()
+        whole = jax.jit(lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 4))
+        result, grads = whole(parts.new_state().params, batch)
     state, (metrics, _) = expected
-    np.testing.assert_allclose(metrics["loss"], result.total / result.weight, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], result.sums["nll"].mean(), rtol=1e-6)
     norm = np.sqrt(sum((np.float64(g) ** 2).sum() for g in jax.tree.leaves(grads)))
     np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
     assert norm > tiny.optimizer.clip_norm  # so clipping was part of what was compared
@@ -114,13 +116,15 @@ def test_unrolled_layers_make_the_same_step(tiny, expected):
     assert_same(run(tiny.parts(scan_layers=False), tiny.batch(), tiny.batch(1)), expected)
 
 
-def poisoned(model, batch):
+def poisoned(model, batch, scales):
     """next_token, but a batch that begins with NAN has a loss that is none, and one with INF only such a gradient."""
-    result, first = next_token(model, batch), batch["inputs"][0, 0]
+    result, first = next_token().forward(model, batch, scales), batch["inputs"][0, 0]
     scale = model.final_norm.scale[...].sum()
     inner = jnp.where(first == INF, scale - jax.lax.stop_gradient(scale), 1.0)  # the root of 0 has no slope
     extra = jnp.where(first == INF, jnp.sqrt(inner), 0.0)
-    return Sum((result.total + extra) * jnp.where(first == NAN, jnp.nan, 1.0), result.weight)
+    spoilt = jnp.where(first == NAN, jnp.nan, 1.0)
+    total, weight = result.sums["nll"]
+    return Result((result.loss + extra) * spoilt, {"nll": Sum(total * spoilt, weight)})
 
 
 def bad(batch, kind):
@@ -135,7 +139,7 @@ def bad(batch, kind):
 @pytest.mark.parametrize("shape, accumulation", [((1, 1, 1), 2), ((2, 2, 2), 1)], ids=["one device", "mesh"])
 def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     """Bit for bit: parameters, optimizer state and schedule, and so every step after it."""
-    parts = tiny.parts(shape, accumulation, poisoned)
+    parts = tiny.parts(shape, accumulation, next_token()._replace(forward=poisoned))
     first, second = tiny.batch(), tiny.batch(1)
     plain, plain_metrics = run(parts, first, second)
     before, _ = run(parts, first)
@@ -165,10 +169,11 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
     _, metrics = expected
     np.testing.assert_allclose([m["learning_rate"] for m in metrics], [optimizer.learning_rate / 2, optimizer.learning_rate])
 
-    def nothing(model, batch):
-        return Sum(0.0 * model.head[...].sum(), batch["loss_mask"].sum())
+    def nothing(model, batch, scales):
+        zero = 0.0 * model.head[...].sum()
+        return Result(zero, {"nll": Sum(zero, batch["loss_mask"].sum())})
 
-    parts = tiny.parts(objective=nothing)
+    parts = tiny.parts(objective=next_token()._replace(forward=nothing))
     before, (state, metrics) = jax.device_get(parts.new_state()), run(parts, tiny.batch())
     shrunk = before.params["head"][...] * (1 - metrics[0]["learning_rate"] * optimizer.weight_decay)
     np.testing.assert_allclose(state.params["head"][...], shrunk, rtol=1e-6)
@@ -226,7 +231,8 @@ def test_gradients_are_float32_and_named_like_parameters(tiny):
     for accumulation in (1, 2):
         parts = tiny.parts(precision=low)
         with jax.set_mesh(parts.mesh):
-            own = functools.partial(gradients, parts.graphdef, objective=next_token, accumulation=accumulation)
-            _, grads = jax.eval_shape(own, parts.abstract.params, tiny.batch())
+            scales = {"nll": jnp.float32(1)}
+            own = functools.partial(gradients, parts.graphdef, objective=next_token(), accumulation=accumulation)
+            _, grads = jax.eval_shape(lambda p, b, own=own: own(p, b, scales=scales), parts.abstract.params, tiny.batch())
         assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
         assert [path for path, _ in nnx.to_flat_state(grads)] == [path for path, _ in nnx.to_flat_state(parts.abstract.params)]

@@ -150,7 +150,7 @@ def test_values_are_rounded_to_the_dtype_asked_for(copy, stored):
     model, _ = load_pretrained(copy)
     np.testing.assert_array_equal(model.embedding[...], tensors["model.embed_tokens.weight"].astype(np.float32))
     model, _ = load_pretrained(copy, dtype="bfloat16")
-    assert model.embedding[...].dtype == jnp.bfloat16 and model.compute == "bfloat16"
+    assert model.embedding[...].dtype == jnp.bfloat16 and model.precision.compute == "bfloat16"
     np.testing.assert_array_equal(model.embedding[...], tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16))
 
 

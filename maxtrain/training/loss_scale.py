@@ -1,0 +1,51 @@
+"""Loss scaling: gradients that float16 would round to 0 are multiplied on their way back, and divided again in float32.
+
+The scale multiplies the loss. If anything overflows, the step is skipped on all devices alike; when that has happened
+`hysteresis` times since the scale last grew or was lowered, it is lowered, and after `window` finite steps in a row it grows.
+
+Source: Micikevicius et al., https://arxiv.org/abs/1710.03740, section 3.2; the hysteresis is Megatron-LM's.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxtrain.config.schema import LossScaleConfig
+
+
+class LossScale(NamedTuple):
+    """The scale, and what decides when it changes."""
+
+    scale: Float[Array, ""]
+    finite_in_row: Int[Array, ""]  # finite steps since the last overflow or growth
+    patience: Int[Array, ""]  # overflows that are still to come before the scale is lowered
+
+
+def resolve(config: LossScaleConfig, compute: str) -> LossScaleConfig | None:
+    """The config with `auto` decided: dynamic for float16, whose smallest number is 6e-8. None: the loss is not scaled."""
+    mode = config.mode if config.mode != "auto" else "dynamic" if compute == "float16" else "none"
+    return None if mode == "none" else dataclasses.replace(config, mode=mode)
+
+
+def initial(config: LossScaleConfig | None) -> LossScale | None:
+    """The scale of a new run, of a resolved config."""
+    return config and LossScale(jnp.float32(config.initial), jnp.int32(0), jnp.int32(config.hysteresis))
+
+
+def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:
+    """After a step whose scaled gradients were all finite, or not."""
+    if config.mode == "static":
+        return state
+    patience = jnp.where(finite, state.patience, jnp.maximum(state.patience - 1, 0))
+    row = jnp.where(finite, state.finite_in_row + 1, 0)
+    grow, lower = row >= config.window, ~finite & (patience == 0)
+    scale = jnp.where(grow, jnp.minimum(state.scale * config.factor, config.max), state.scale)
+    scale = jnp.where(lower, jnp.maximum(scale * config.backoff, config.min), scale)
+    return LossScale(scale, jnp.where(grow, 0, row), jnp.where(grow, config.hysteresis, patience))
+
+
+def at_its_end(state: LossScale, config: LossScaleConfig) -> Bool[Array, ""]:
+    """Whether no lower scale is left to try."""
+    return jnp.asarray(config.mode == "static") | (state.scale <= config.min)
