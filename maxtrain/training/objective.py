@@ -65,7 +65,10 @@ class Objective(NamedTuple):
         return self.forward(model, batch, dict.fromkeys(self.factors, 0.0)).sums["nll"]
 
 
-def next_token(loss: LossConfig = LossConfig(), normalize: str = "tokens", num_sources: int = 0) -> Objective:
+PLAIN = LossConfig()
+
+
+def next_token(loss: LossConfig = PLAIN, normalize: str = "tokens", num_sources: int = 0) -> Objective:
     """Cross-entropy of the next token, with label smoothing and z-loss if the config asks for them.
 
     Args:

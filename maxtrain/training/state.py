@@ -54,8 +54,8 @@ def abstract_model(model: ModelConfig, precision: PrecisionConfig, mesh: Mesh) -
 
 
 def _init(params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None) -> TrainState:
-    zeros = [jnp.zeros((), jnp.int32) for _ in range(3)]
-    return TrainState(params, optimizer.init(params), *zeros, initial(loss_scale))
+    step, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
+    return TrainState(params, optimizer.init(params), step, skipped, in_row, initial(loss_scale))
 
 
 def abstract_state(

@@ -15,7 +15,7 @@ from maxtrain.config.schema import LossScaleConfig
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import advance, at_its_end
-from maxtrain.training.objective import Batch, Objective, Result, Scales, Sum
+from maxtrain.training.objective import Batch, Objective, Result, Scales
 from maxtrain.training.state import TrainState, shardings
 
 Metrics = dict[str, Array]
@@ -88,9 +88,10 @@ def make_train_step(
         loss_scale: a resolved one, as the state was made with.
 
     The metrics are loss (nats per target), objective (what was minimised), the mean of each further term, source_nll and
-    source_targets (sums by source) if there are such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that changed
-    nothing), skipped_in_row (of these, non-finite ones up to now without a good one between), bad_leaf (index of the first
-    parameter whose gradient is not finite, or -1), and loss_scale if there is one.
+    source_targets (sums by source) if there are such, targets, empty_rows (without a target), grad_norm (before clipping),
+    learning_rate, skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to now
+    without a good one between), bad_leaf (index of the first parameter whose gradient is not finite, or -1), and loss_scale
+    if there is one.
     """
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:

@@ -231,8 +231,8 @@ def test_gradients_are_float32_and_named_like_parameters(tiny):
     for accumulation in (1, 2):
         parts = tiny.parts(precision=low)
         with jax.set_mesh(parts.mesh):
-            scales = {"nll": jnp.float32(1)}
-            own = functools.partial(gradients, parts.graphdef, objective=next_token(), accumulation=accumulation)
-            _, grads = jax.eval_shape(lambda p, b, own=own: own(p, b, scales=scales), parts.abstract.params, tiny.batch())
+            objective = next_token()
+            own = functools.partial(gradients, parts.graphdef, objective=objective, accumulation=accumulation)
+            _, grads = jax.eval_shape(lambda p, b, own=own: own(p, b, scales={"nll": 1.0}), parts.abstract.params, tiny.batch())
         assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
         assert [path for path, _ in nnx.to_flat_state(grads)] == [path for path, _ in nnx.to_flat_state(parts.abstract.params)]
