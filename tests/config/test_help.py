@@ -43,7 +43,7 @@ def test_lines_fit_the_terminal(monkeypatch, columns):
 
 def test_unknown_section_names_the_sections():
     with pytest.raises(
-        UsageError, match=r"mesch is not a key. Did you mean mesh.*Sections: model, data, eval, optimizer, prec"
+        UsageError, match=r"mesch is not a key. Did you mean mesh.*Sections: model, data, eval, .*optimizer, prec"
     ):
         help_text("maxtrain", "mesch", [])
     with pytest.raises(UsageError, match=r"per_device_batch_size is a key of MaxText. Here it is data.batch_size"):
