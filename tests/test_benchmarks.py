@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from benchmarks import data, train_step
+from benchmarks import balance, data, train_step
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -45,3 +45,11 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
         "MiB",
     ):
         assert what in shown
+
+
+def test_balance_prints_a_row_for_each_way():
+    lines = balance.measure(64, 2, 6.0, 8192, (1.0, 1e-4), slow=True)
+    assert [line.split("|")[1].strip() for line in lines] == ["`pack`", "LPT", "Karmarkar-Karp", "first fit, longest first"]
+    assert all(line.count("|") == 7 for line in lines)
+    for way in (balance.karmarkar_karp, balance.longest_first):
+        assert sorted(i for group in way([5, 4, 3, 2, 1], 2) for i in group) == [0, 1, 2, 3, 4]

@@ -24,3 +24,10 @@ def token_flops(config: ModelConfig, length: int) -> TokenFlops:
     weights = config.num_layers * (D * H * (N + 2 * K) + N * H * D + 3 * D * F) + D * config.vocab_size
     attention = config.num_layers * 2 * N * H * length  # scores, and weighted values: one multiply-add each
     return TokenFlops(6.0 * (weights + attention), 6.0 * (weights + attention * (length + 1) / (2 * length)))
+
+
+def sequence_cost(config: ModelConfig) -> tuple[float, float]:
+    """(a, b) of the FLOPs a n + b n^2 of training on a sequence of n tokens, of which attention sees nothing else: the cost for
+    data_pipeline.balance.pack. Causal attention counts the half that it needs."""
+    one, two = (token_flops(config, length).causal for length in (1, 2))
+    return 2 * one - two, two - one  # a + b n is what a token costs

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
-from maxtrain.models.cost import token_flops
+from maxtrain.models.cost import sequence_cost, token_flops
 from maxtrain.models.registry import build_model
 from maxtrain.ops.cross_entropy import Form, plain_cross_entropy
 
@@ -77,3 +77,11 @@ def flops(jaxpr):
 
 def is_jaxpr(value):
     return hasattr(value, "eqns")
+
+
+def test_the_cost_of_a_sequence_is_that_of_its_tokens():
+    config = ModelConfig(vocab_size=1000, num_layers=3, embed_dim=64, mlp_dim=96, num_heads=4, num_kv_heads=2)
+    a, b = sequence_cost(config)
+    for length in (1, 7, 4096):
+        assert a * length + b * length**2 == pytest.approx(length * token_flops(config, length).causal)
+    assert b == 3 * 3 * 2 * 4 * 16, "forward and backward, L layers, scores and values, N heads of H"
