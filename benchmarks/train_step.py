@@ -27,14 +27,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
 from maxtrain.models.cost import token_flops
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
 from maxtrain.parallel.hardware import measure_matmul
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.objective import next_token
-from maxtrain.training.optimizer import make_optimizer, make_schedule
+from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import abstract_model, abstract_state, create_state
 from maxtrain.training.step import make_train_step
 
@@ -55,8 +56,8 @@ class Variant:
         mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
         with jax.set_mesh(mesh):
             graphdef, params = abstract_model(model, precision, mesh)
-            config = OptimizerConfig()
-            optimizer, schedule = make_optimizer(config, 1000), make_schedule(config, 1000)
+            config, shape = OptimizerConfig(), ScheduleConfig()
+            optimizer, schedule = make_optimizer(config, shape, 1000), make_schedule(shape, config.learning_rate, 1000)
             abstract = abstract_state(params, optimizer, mesh)
             self.state = create_state(abstract, model, precision, optimizer, 0)
             ids = np.random.default_rng(0).integers(0, 32_000, (ROWS, LENGTH + 1)).astype(np.int32)

@@ -31,6 +31,6 @@ def get_config():
     config.eval.sets.fineweb = {"path": "data/fineweb/eval"}
 
     config.optimizer.learning_rate = 3e-4
-    config.optimizer.min_learning_rate = 3e-5
-    config.optimizer.warmup_steps = 2000
+    config.schedule.min_learning_rate = 3e-5
+    config.schedule.warmup_steps = 2000
     return config

@@ -33,8 +33,8 @@ def get_config():
     config.eval.batch_size = 64
 
     config.optimizer.learning_rate = 1e-3
-    config.optimizer.min_learning_rate = 1e-4
-    config.optimizer.warmup_steps = 100
+    config.schedule.min_learning_rate = 1e-4
+    config.schedule.warmup_steps = 100
     config.optimizer.beta2 = 0.99
     config.precision.compute = "float32"
     return config

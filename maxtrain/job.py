@@ -22,7 +22,8 @@ from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.objective import Batch, Objective, next_token
-from maxtrain.training.optimizer import make_optimizer, make_schedule
+from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
 from maxtrain.training.step import make_train_step
 from maxtrain.weights.hf import load_weights
@@ -75,7 +76,7 @@ class Job:
             self.graphdef,
             self.objective,
             self.optimizer,
-            make_schedule(config.optimizer, self.data.plan.num_steps),
+            make_schedule(config.schedule, config.optimizer.learning_rate, self.data.plan.num_steps),
             config.optimizer.accumulation,
             seed=config.seed,
             accumulate=config.precision.accumulate,
@@ -95,7 +96,7 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
     config = fit_to_devices(asked, jax.device_count())
     mesh = make_mesh(config.mesh)
     objective = next_token(config.loss, config.optimizer.normalize, len(data.plan.names) if config.loss.by_source else 0)
-    optimizer = make_optimizer(config.optimizer, data.plan.num_steps)
+    optimizer = make_optimizer(config.optimizer, config.schedule, data.plan.num_steps)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)

@@ -52,7 +52,8 @@ def config(tmp_path_factory) -> Path:
         "checkpoint_interval": 5,
         "model": model,
         "data": {"sources": sources, "on_exhausted": "renormalize", "seq_length": 32, "batch_size": 8},
-        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 5},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"warmup_steps": 5},
         "mesh": {"data": 2, "fsdp": 2},
         "precision": {"compute": "float32"},  # roundings to bfloat16 would hide what is compared
         "observe": {"progress": "plain", "tensorboard": False, "plot": False, "prompts": [], "peak_tflops": 1.0},

@@ -9,8 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
-    "steps=6 eval_interval=3 checkpoint_interval=3 log_interval=2 optimizer.warmup_steps=2 "
-    "model.num_layers=2 model.embed_dim=64"
+    "steps=6 eval_interval=3 checkpoint_interval=3 log_interval=2 schedule.warmup_steps=2 model.num_layers=2 model.embed_dim=64"
 )
 
 
@@ -71,7 +70,7 @@ def test_readme_variants_train(clone, more):
         made = python(clone, "data_pipeline.prepare", "data/docs", *options)
         assert made.returncode == 0, made.stdout + made.stderr
     small = [key for key in SMALL.split() if key.split("=")[0] not in more]
-    short = ["steps=2", "optimizer.warmup_steps=1", "eval_interval=0", "eval_steps=2", "observe.prompts=[]"]
+    short = ["steps=2", "schedule.warmup_steps=1", "eval_interval=0", "eval_steps=2", "observe.prompts=[]"]
     small = [key for key in small if key.split("=")[0] not in {s.split("=")[0] for s in short}]
     result = python(clone, "maxtrain.train", "config=quickstart", *small, *short, *more.split())
     assert result.returncode == 0, result.stdout + result.stderr

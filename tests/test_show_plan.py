@@ -21,7 +21,7 @@ def config(tmp_path_factory):
     sources = {name: {"path": str(folder / name), "epochs": None} for name in ("web", "code")}
     data = {"sources": sources, "seq_length": 32, "batch_size": 4}
     data["stages"] = [{"until": 10, "weights": {"web": 3, "code": 1}}, {"weights": {"code": 1}, "batch_size": 8}]
-    (folder / "run.yaml").write_text(json.dumps({"steps": 40, "data": data, "optimizer": {"warmup_steps": 1}}))
+    (folder / "run.yaml").write_text(json.dumps({"steps": 40, "data": data, "schedule": {"warmup_steps": 1}}))
     return folder / "run.yaml"
 
 

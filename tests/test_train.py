@@ -68,7 +68,8 @@ def config(tmp_path_factory) -> Path:
         "model": model,
         "data": {"sources": {"text": {"path": str(data / "train"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
         "eval": {"sets": {"heldout": {"path": str(data / "eval")}}},
-        "optimizer": {"learning_rate": 1e-2, "warmup_steps": 5, "accumulation": 1},
+        "optimizer": {"learning_rate": 1e-2, "accumulation": 1},
+        "schedule": {"warmup_steps": 5},
         "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
         "checkpoint": {"keep": 2},
         "observe": {"progress": "plain", "tensorboard": False, "peak_tflops": 1.0, "compilation_cache": None},
@@ -273,7 +274,7 @@ def test_more_steps_go_on_where_fewer_ended(config, finished, capsys):
     assert records[:STEPS] == numbers(finished) and [r["step"] for r in records[STEPS:]] == [61, 62, 63, 64]
 
 
-SHORT = ("steps=6", "eval_interval=0", "optimizer.warmup_steps=1")
+SHORT = ("steps=6", "eval_interval=0", "schedule.warmup_steps=1")
 
 
 def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(config, finished, capsys):

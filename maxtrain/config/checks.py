@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config.keys import choices
-from maxtrain.config.schema import MeshConfig, RunConfig
+from maxtrain.config.keys import choices, show
+from maxtrain.config.schema import MeshConfig, RunConfig, ScheduleConfig
 
 _LIMITS = (("low", operator.lt, "at least"), ("above", operator.le, "more than"), ("high", operator.gt, "at most"))
 
@@ -30,7 +30,7 @@ def out_of_range(path: str, value: Any, limits: Mapping[str, Any]) -> str | None
 
 def problems_across(config: RunConfig) -> list[str]:
     """Every cross-field problem of a config whose values are inside their own types and ranges."""
-    return [problem for rule in (_run, _model, _optimizer, _mesh, _parts) for problem in rule(config)]
+    return [problem for rule in (_run, _model, _optimizer, _schedule, _mesh, _parts) for problem in rule(config)]
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
@@ -98,19 +98,77 @@ def _model(c: RunConfig) -> Iterator[str]:
 
 
 def _optimizer(c: RunConfig) -> Iterator[str]:
-    o, warmup = c.optimizer, f"optimizer.warmup_steps={c.optimizer.warmup_steps}"
-    if c.steps != "auto" and o.warmup_steps >= c.steps:
-        yield f"{warmup} must be less than steps={c.steps}. Set optimizer.warmup_steps to at most {c.steps - 1}, or more steps."
-    elif c.steps != "auto" and o.schedule == "wsd" and o.warmup_steps + o.decay_fraction * c.steps > c.steps:
-        mend = f"Set optimizer.decay_fraction to at most {1 - o.warmup_steps / c.steps:.3g}"
-        yield f"{warmup} and optimizer.decay_fraction={o.decay_fraction} are more than steps={c.steps} together. {mend}."
-    if o.min_learning_rate > o.learning_rate:
-        mend = f"Set for example optimizer.min_learning_rate={o.learning_rate / 10:.3g}"
-        rule = f"must be at most optimizer.learning_rate={o.learning_rate}"
-        yield f"optimizer.min_learning_rate={o.min_learning_rate} {rule}. {mend}."
-    for key, value, usual in (("optimizer.beta1", o.beta1, 0.9), ("optimizer.beta2", o.beta2, 0.95)):
+    for key, value, usual in (("optimizer.beta1", c.optimizer.beta1, 0.9), ("optimizer.beta2", c.optimizer.beta2, 0.95)):
         if value >= 1:
             yield f"{key}={value} must be less than 1. Set for example {key}={usual}."
+
+
+def _schedule(c: RunConfig) -> Iterator[str]:
+    s, peak, warmup = c.schedule, c.optimizer.learning_rate, f"schedule.warmup_steps={c.schedule.warmup_steps}"
+    yield from _only("schedule.", s, s.name, {"decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"})
+    if c.steps != "auto" and s.warmup_steps >= c.steps:
+        yield f"{warmup} must be less than steps={c.steps}. Set schedule.warmup_steps to at most {c.steps - 1}, or more steps."
+    elif c.steps != "auto" and s.name == "wsd" and s.warmup_steps + s.decay_fraction * c.steps > c.steps:
+        mend = f"Set schedule.decay_fraction to at most {1 - s.warmup_steps / c.steps:.3g}"
+        yield f"{warmup} and schedule.decay_fraction={s.decay_fraction} are more than steps={c.steps} together. {mend}."
+    elif c.steps != "auto" and s.name == "pieces" and s.pieces:
+        try:
+            piece_borders(s, c.steps)
+        except ConfigError as error:
+            yield from error.problems
+    if s.min_learning_rate > peak:
+        mend = f"Set for example schedule.min_learning_rate={peak / 10:.3g}"
+        yield f"schedule.min_learning_rate={s.min_learning_rate} must be at most optimizer.learning_rate={peak}. {mend}."
+    names = {s.name} | {piece.name for piece in s.pieces}
+    if s.timescale is not None and "inverse_sqrt" not in names:
+        mend = "Set schedule.name=inverse_sqrt, or leave it out"
+        yield f"schedule.timescale={s.timescale} is for inverse_sqrt, not for schedule.name={s.name}. {mend}."
+    if s.name == "pieces" and not s.pieces:
+        mend = "Set for example 'schedule.pieces=[{name: constant, until: 0.8, unit: fraction}, {name: linear}]'"
+        yield f"schedule.name=pieces needs at least one piece, but schedule.pieces is empty. {mend}."
+    for i, piece in enumerate(s.pieces):
+        yield from _only(f"schedule.pieces[{i}].", piece, piece.name, {"power": "polynomial"})
+        if piece.name == "constant" and piece.end:
+            mend = f"Set schedule.pieces[{i}].name=linear, or leave it out"
+            yield f"schedule.pieces[{i}].end={piece.end} is not for a constant piece, which ends as it starts. {mend}."
+
+
+def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
+    """The index of the first update of each piece after warm-up, and `num_steps`, which the last piece ends with.
+
+    Raises:
+        ConfigError: a piece without updates, or a last one that ends before the run.
+    """
+    warmup = min(schedule.warmup_steps, num_steps)
+    units = {"steps": 1, "fraction": num_steps}
+    ends = [None if p.until is None else round(p.until * units[p.unit]) for p in schedule.pieces]
+    if ends[-1] is not None:
+        last = len(ends) - 1
+        raise ConfigError(
+            f"schedule.pieces[{last}].until={schedule.pieces[last].until} would end the last piece, which lasts until the run "
+            f"ends. Add a piece after it, such as {{name: constant}}, or leave it out."
+        )
+    borders = [warmup]
+    for i, (piece, end) in enumerate(zip(schedule.pieces, [*ends[:-1], num_steps])):
+        if end is None:
+            raise ConfigError(f"schedule.pieces[{i}].until is null, but a piece follows. Set schedule.pieces[{i}].until=STEPS.")
+        if not borders[-1] < end <= num_steps - (i < len(ends) - 1):
+            before = f"schedule.pieces[{i - 1}]" if i else f"warm-up (schedule.warmup_steps={warmup})"
+            name = f"schedule.pieces[{i}]" + (f".until={piece.until}" if piece.until is not None else "")
+            rule = f"ends at step {end:,}, but must end after {before}, which ends at {borders[-1]:,}"
+            mend = "Set the ends of the pieces so that each has updates"
+            raise ConfigError(f"{name} {rule}, and leave room for those behind it in the {num_steps:,} steps. {mend}.")
+        borders.append(end)
+    return borders
+
+
+def _only(prefix: str, section: Any, name: str, owners: Mapping[str, str]) -> Iterator[str]:
+    """Keys that were set although only the choices named in `owners` (separated by blanks) read them."""
+    defaults = type(section)()
+    for key, owner in owners.items():
+        if name not in owner.split() and (value := getattr(section, key)) != getattr(defaults, key):
+            mend = f"Set {prefix}name={choices(owner.split())}, or leave it out"
+            yield f"{prefix}{key}={show(value)} is for {choices(owner.split())}, not for {prefix}name={name}. {mend}."
 
 
 def _mesh(c: RunConfig) -> Iterator[str]:

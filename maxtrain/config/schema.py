@@ -41,13 +41,9 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW and its schedule. The schedule's horizon is the number of steps of the plan."""
+    """AdamW. How its learning rate goes is said by the section `schedule`."""
 
     learning_rate: float = key(3e-4, "peak", above=0)
-    min_learning_rate: float = key(3e-5, "at the end of the decay", low=0)
-    schedule: Literal["cosine", "wsd", "constant"] = key("cosine", "shape after warm-up; wsd: warm-up, stable, decay")
-    warmup_steps: int = key(100, "steps of linear warm-up", low=0)
-    decay_fraction: float = key(0.2, "wsd: share of the run spent decaying", above=0, high=1)
     beta1: float = key(0.9, "decay of the mean of gradients", low=0)
     beta2: float = key(0.95, "decay of the mean of squared gradients", low=0)
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
@@ -67,6 +63,33 @@ class LossConfig:
     label_smoothing: float = key(0.0, "share of a target's probability that all entries of the vocabulary share", low=0, high=1)
     z_loss: float = key(0.0, "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4", low=0)
     by_source: bool = key(False, "record the loss of each training source's rows too")
+
+
+@dataclasses.dataclass(frozen=True)
+class PieceConfig:
+    """One piece of a schedule; rates are factors of the peak, optimizer.learning_rate."""
+
+    name: Literal["constant", "linear", "cosine", "inverse_sqrt", "polynomial"] = key("linear", "its shape")
+    until: float | None = key(None, "where it ends, counted from the start of the run; null: the run's end", above=0)
+    unit: Literal["steps", "fraction"] = key("steps", "unit of `until`; fraction is of all steps")
+    start: float | None = key(None, "factor of its first update; null: of the last one before it", low=0)
+    end: float = key(0.0, "factor of its last update; inverse_sqrt: the least", low=0)
+    power: float = key(2.0, "polynomial: exponent of what is left", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over the updates of the run. The horizon is the number of steps of the plan."""
+
+    name: Literal["constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "pieces"] = key(
+        "cosine", "shape after warm-up, see training/schedule.py; wsd: warm-up, stable, decay"
+    )
+    warmup_steps: int = key(100, "steps of linear warm-up", low=0)
+    min_learning_rate: float = key(3e-5, "at the end of the decay", low=0)
+    decay_fraction: float = key(0.2, "wsd: share of the run spent decaying", above=0, high=1)
+    power: float = key(2.0, "polynomial: exponent of what is left", above=0)
+    timescale: int | None = key(None, "inverse_sqrt: updates that halve the square; null: those before it began", low=1)
+    pieces: tuple[PieceConfig, ...] = key((), "pieces: what follows the warm-up, in order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,7 +172,8 @@ class RunConfig:
     data: DataConfig = key(DataConfig(), "what the model reads")
     eval: EvalConfig = key(EvalConfig(), "what is held out")
     loss: LossConfig = key(LossConfig(), "what is minimised")
-    optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW and its schedule")
+    optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW")
+    schedule: ScheduleConfig = key(ScheduleConfig(), "the learning rate over the run")
     precision: PrecisionConfig = key(PrecisionConfig(), "number formats")
     loss_scale: LossScaleConfig = key(LossScaleConfig(), "scaling of the loss for float16")
     mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")

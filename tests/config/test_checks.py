@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError
 from maxtrain.config import fit_to_devices, load_config
 
-FIXED = {"steps": "300", "eval_interval": "100", "data.batch_size": "16", "optimizer.warmup_steps": "30"}
+FIXED = {"steps": "300", "eval_interval": "100", "data.batch_size": "16", "schedule.warmup_steps": "30"}
 
 
 def load(*overrides: str):
@@ -27,6 +27,11 @@ def problems(*overrides: str) -> list[str]:
     return caught.value.problems
 
 
+def pieces(text: str) -> list[str]:
+    """The overrides that choose these pieces."""
+    return ["schedule.name=pieces", f"schedule.pieces=[{text}]"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "value", "mend"),
     [
@@ -40,7 +45,7 @@ def problems(*overrides: str) -> list[str]:
             "optimizer.learning_rate=0.0 must be more than 0",
             "Set optimizer.learning_rate to more than 0",
         ),
-        (["optimizer.decay_fraction=1.5"], "optimizer.decay_fraction=1.5 must be at most 1", "to at most 1"),
+        (["schedule.decay_fraction=1.5"], "schedule.decay_fraction=1.5 must be at most 1", "to at most 1"),
         (["data.sources.stdlib.weight=-1"], "data.sources.stdlib.weight=-1.0", "to at least 0"),
         (["eval_steps=-2"], "eval_steps=-2 must be at least -1", "Set eval_steps to at least -1"),
         # the run
@@ -58,15 +63,39 @@ def problems(*overrides: str) -> list[str]:
         (["model.head_dim=63"], "model.head_dim=63 must be even", "to 62 or 64"),
         (["data.seq_length=2048"], "data.seq_length=2048 must be at most model.max_length=1024", "model.max_length=2048"),
         # optimizer
-        (["optimizer.warmup_steps=300"], "optimizer.warmup_steps=300 must be less than steps=300", "at most 299"),
+        (["schedule.warmup_steps=300"], "schedule.warmup_steps=300 must be less than steps=300", "at most 299"),
         (
-            ["optimizer.min_learning_rate=1"],
-            "optimizer.min_learning_rate=1.0 must be at most optimizer.learning_rate",
+            ["schedule.min_learning_rate=1"],
+            "schedule.min_learning_rate=1.0 must be at most optimizer.learning_rate",
             "=0.0002",
         ),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0 must be less than 1", "optimizer.beta1=0.9"),
         (["optimizer.beta2=-0.1"], "optimizer.beta2=-0.1 must be at least 0", "to at least 0"),
-        (["optimizer.schedule=wsd", "optimizer.decay_fraction=0.95"], "optimizer.decay_fraction=0.95", "at most 0.9"),
+        (["schedule.name=wsd", "schedule.decay_fraction=0.95"], "schedule.decay_fraction=0.95", "at most 0.9"),
+        (["schedule.decay_fraction=0.3"], "schedule.decay_fraction=0.3 is for wsd", "Set schedule.name=wsd"),
+        (
+            ["schedule.power=1"],
+            "schedule.power=1.0 is for polynomial, not for schedule.name=cosine",
+            "schedule.name=polynomial",
+        ),
+        (["schedule.timescale=1"], "schedule.timescale=1 is for inverse_sqrt", "Set schedule.name=inverse_sqrt"),
+        (["schedule.pieces=[{}]"], "is for pieces, not for schedule.name=cosine", "Set schedule.name=pieces"),
+        (["schedule.name=pieces"], "schedule.pieces is empty", "Set for example 'schedule.pieces=[{name: constant, until: 0.8"),
+        (pieces("{until: 40}"), "schedule.pieces[0].until=40.0 would end the last piece", "Add a piece after it"),
+        (pieces("{}, {}"), "schedule.pieces[0].until is null, but a piece follows", "Set schedule.pieces[0].until=STEPS"),
+        (pieces("{until: 30}, {}"), "must end after warm-up (schedule.warmup_steps=30), which ends at 30", "Set the ends"),
+        (
+            pieces("{until: 90}, {until: 0.3, unit: fraction}, {}"),
+            "must end after schedule.pieces[0], which ends at 90",
+            "Set the",
+        ),
+        (pieces("{until: 300}, {}"), "schedule.pieces[0].until=300.0 ends at step 300", "Set the ends of the pieces"),
+        (
+            pieces("{power: 3}"),
+            "schedule.pieces[0].power=3.0 is for polynomial, not for schedule.pieces[0].name=linear",
+            "Set sch",
+        ),
+        (pieces("{name: constant, end: 0.1}"), "schedule.pieces[0].end=0.1 is not for a constant", "pieces[0].name=linear"),
         # batch
         (["optimizer.accumulation=3"], "data.batch_size=16 must be divisible by optimizer.accumulation=3", "15 or 18"),
         (["optimizer.accumulation=3"], "data.batch_size=16", "optimizer.accumulation to 1, 2, 4 or 8"),
@@ -98,22 +127,22 @@ def test_one_problem_with_value_and_mend(overrides, value, mend):
 
 def test_all_are_reported_at_once():
     found = problems(
-        "optimizer.warmup_steps=500", "eval.sets={}", "optimizer.min_learning_rate=1", "optimizer.beta2=1", "mesh.data=0",
+        "schedule.warmup_steps=500", "eval.sets={}", "schedule.min_learning_rate=1", "optimizer.beta2=1", "mesh.data=0",
         "output_dir=data/stdlib/train", "model.num_kv_heads=3", "run_name=a/b", "optimizer.accumulation=3",
     )  # fmt: skip
     assert len(found) == 9
 
 
 def test_a_value_already_refused_is_not_judged_against_others():
-    (problem,) = problems("steps=ten", "optimizer.warmup_steps=400")
+    (problem,) = problems("steps=ten", "schedule.warmup_steps=400")
     assert problem.startswith("steps=ten")
-    assert len(problems("steps=ten", "optimizer.warmup_steps=400", "mesh.data=0")) == 2
+    assert len(problems("steps=ten", "schedule.warmup_steps=400", "mesh.data=0")) == 2
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["steps=auto", "optimizer.warmup_steps=100000"],
+        ["steps=auto", "schedule.warmup_steps=100000"],
         ["eval.sets={}", "eval_interval=0"],
         ["eval_steps=0", "eval_interval=0"],
         ["model.head_dim=66"],
@@ -122,7 +151,9 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["mesh.simulated_devices=8", "mesh.platform=cpu"],
         ["output_dir=data/stdlib"],
         ["eval.sets.a.path=data/stdlib/train"],
-        ["optimizer.beta1=0", "optimizer.min_learning_rate=2e-3"],
+        ["optimizer.beta1=0", "schedule.min_learning_rate=2e-3"],
+        pieces("{name: constant, until: 0.5, unit: fraction}, {name: inverse_sqrt, until: 200}, {end: 0.1}"),
+        ["schedule.name=inverse_sqrt", "schedule.timescale=10"],
         ["mesh.coordinator=[::1]:1234", "mesh.num_processes=2", "mesh.process_id=1"],
     ],
     ids=" ".join,

@@ -16,7 +16,8 @@ from maxtrain.config import keys
         ("learning_rate", "optimizer.learning_rate"),  # wrong level
         ("model.seq_length", "data.seq_length"),
         ("data.steps", "steps"),
-        ("optimizer.warmup-steps", "optimizer.warmup_steps"),
+        ("schedule.warmup-steps", "schedule.warmup_steps"),
+        ("optimizer.warmup_steps", "schedule.warmup_steps"),  # wrong section
         ("data.sources.web.pth", "data.sources.web.path"),  # below a name of the user's
         ("data.sorces.web.path", "data.sources.web.path"),
         ("eval.set.held.path", "eval.sets.held.path"),

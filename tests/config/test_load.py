@@ -104,7 +104,8 @@ def test_a_new_source_is_made_by_naming_it():
         ("steps=Auto", "must be: whole number | auto", "Did you mean steps=auto?"),
         ("model.tie_embeddings=1", "must be: true | false", "model.tie_embeddings=false"),
         ("model.tie_embeddings=yes", "must be: true | false", "model.tie_embeddings=false"),
-        ("optimizer.schedule=Cosin", "must be: cosine | wsd | constant", "Did you mean optimizer.schedule=cosine?"),
+        ("schedule.name=Cosin", "must be: constant | linear | cosine | inverse_sqrt", "Did you mean schedule.name=cosine?"),
+        ("schedule.pieces=[{name: wsd}]", "pieces[0].name=wsd must be: constant | linear", "pieces[0].name=linear"),
         ("mesh.platform=cuda", "must be: auto | cpu | gpu | tpu", "mesh.platform=auto"),
         ("precision.compute=bf16", "must be: float32 | bfloat16", "precision.compute=b"),
         ("observe.prompts=1", "observe.prompts=[1] must be: list of texts", "observe.prompts=[]"),
@@ -129,7 +130,7 @@ def test_a_value_of_the_wrong_type(override, rule, mend):
 def test_problems_of_all_kinds_come_together():
     found = problems(
         "config=quickstart", "model.embd_dim=3", "Learning_rate=1e-3", "data.batch_size=2.5", "mesh.data=0", "seed=1", "seed=2",
-        "per_device_batch_size=4", "optimizer.warmup_steps=1e4", "eval_steps=-7", "steps=300",
+        "per_device_batch_size=4", "schedule.warmup_steps=1e4", "eval_steps=-7", "steps=300",
     )  # fmt: skip
     assert len(found) == 8
     expected = [

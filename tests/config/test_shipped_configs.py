@@ -62,4 +62,4 @@ def test_shakespeare_has_the_numbers_of_the_recipe():
     config = load_config(["config=shakespeare_char"])
     assert (config.steps, config.data.batch_size, config.data.seq_length, config.eval_interval) == (2000, 12, 64, 250)
     assert dataclasses.replace(config.model, vocab_size=65).embed_dim == 128
-    assert (config.optimizer.learning_rate, config.optimizer.beta2, config.optimizer.warmup_steps) == (1e-3, 0.99, 100)
+    assert (config.optimizer.learning_rate, config.optimizer.beta2, config.schedule.warmup_steps) == (1e-3, 0.99, 100)

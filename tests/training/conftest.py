@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig
+from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.loss_scale import initial
 from maxtrain.training.objective import next_token
-from maxtrain.training.optimizer import make_optimizer, make_schedule
+from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, shardings
 from maxtrain.training.step import make_train_step
 
@@ -25,7 +26,8 @@ MODEL = ModelConfig(
 )
 EXACT = PrecisionConfig(params="float32", compute="float32")
 # A large eps: with a small one the first step of Adam is the sign of each gradient, even of those that are rounding noise.
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3, warmup_steps=2, eps=1e-2, clip_norm=0.5)
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-2, clip_norm=0.5)
+SCHEDULE = ScheduleConfig(min_learning_rate=1e-3, warmup_steps=2)
 B, T, STEPS, SEED = 8, 24, 20, 5
 NEXT_TOKEN = next_token()
 
@@ -45,7 +47,7 @@ class Parts(NamedTuple):
 class Tiny:
     """The namespace behind the fixture `tiny`."""
 
-    model, precision, optimizer, rows, length, steps = MODEL, EXACT, OPTIMIZER, B, T, STEPS
+    model, precision, optimizer, schedule, rows, length, steps = MODEL, EXACT, OPTIMIZER, SCHEDULE, B, T, STEPS
 
     @staticmethod
     def mesh(*shape: int):
@@ -100,7 +102,8 @@ class Tiny:
         """A step with these options, and functions for new states, on a mesh of (data, fsdp, tensor)."""
         config, mesh = dataclasses.replace(MODEL, **model), Tiny.mesh(*shape)
         graphdef, params = abstract_model(config, precision, mesh)
-        optimizer, schedule, options = make_optimizer(OPTIMIZER, STEPS), make_schedule(OPTIMIZER, STEPS), step or {}
+        optimizer, options = make_optimizer(OPTIMIZER, SCHEDULE, STEPS), step or {}
+        schedule = make_schedule(SCHEDULE, OPTIMIZER.learning_rate, STEPS)
         loss_scale = options.get("loss_scale")
         abstract = abstract_state(params, optimizer, mesh, loss_scale)
         train_step = make_train_step(abstract, graphdef, objective, optimizer, schedule, accumulation, **options)
