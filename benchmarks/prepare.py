@@ -8,6 +8,7 @@ the files, checks the text, writes and digests the shards. Both run in this proc
 """
 
 import argparse
+import functools
 import os
 import shutil
 import statistics
@@ -22,6 +23,7 @@ import tokenizers
 from benchmarks.data import machine
 from data_pipeline.build import build_part, find_duplicates, make_units, train_tokenizer, usable
 from data_pipeline.dedupe import Digests
+from data_pipeline.runner import run_local
 from data_pipeline.shards import TOKENIZER, Manifest
 from data_pipeline.sources.document import Options, Piece
 from data_pipeline.sources.text import python_stdlib
@@ -59,6 +61,7 @@ def report() -> str:
             pieces.append(piece)
             size += piece.size
     units = make_units(pieces)
+    here = functools.partial(run_local, 1)
     texts = [document.text or "" for document in usable([*pieces], "replace", {})]
     bare = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
 
@@ -74,8 +77,8 @@ def report() -> str:
                 shutil.rmtree(folder, ignore_errors=True)
             digests = Digests(work / "digests", 0) if dedupe else None
             if digests:
-                find_duplicates(digests.folder, units, "replace", 1, lambda size: None)
-            build_part(out, work / "records", units, tokenizer, "append", "replace", 1, lambda size: None, digests)
+                find_duplicates(digests.folder, units, "replace", here, lambda size: None)
+            build_part(out, work / "records", units, tokenizer, "append", "replace", here, lambda size: None, digests)
 
         jobs = {
             "`tokenizers` in a bare loop": loop,

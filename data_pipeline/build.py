@@ -2,26 +2,23 @@
 
 The pieces are grouped into units by their sizes. A worker turns a unit into one shard and then writes the unit's record, so a
 killed build goes on from the records; when all are there, the manifest is written. Before that, if duplicates are to be left
-out, each unit is read for its digests. Knows no command line.
+out, each unit is read for its digests. Knows neither a command line nor where the workers run.
 """
 
-import concurrent.futures
 import functools
 import itertools
 import json
-import multiprocessing
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from data_pipeline.dedupe import DUPLICATE, Digests, compare
-from data_pipeline.errors import DataError, TryAgainError
-from data_pipeline.shards import TOKENIZER, Manifest, ShardEntry, ShardWriter, token_dtype, write_atomic
+from data_pipeline.errors import DataError
+from data_pipeline.runner import Job, Run, Tasks
+from data_pipeline.shards import ATTEMPT, TOKENIZER, Manifest, ShardEntry, ShardWriter, move_into, token_dtype, write_atomic
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import HARMLESS, Document, Piece
 from data_pipeline.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
@@ -110,16 +107,17 @@ def train_tokenizer(
     return train_bpe(texts(), int(spec.removeprefix("bpe:")))
 
 
-def find_duplicates(folder: Path, units: list[Unit], on_bad: str, workers: int, seen: Callable[[int], None]) -> None:
+def find_duplicates(folder: Path, units: list[Unit], on_bad: str, run: Run, seen: Callable[[int], None]) -> None:
     """Find, for all units of all parts, in order, which documents repeat an earlier one; goes on where it was interrupted.
 
     Fills `folder` with files of `Digests`. `seen` gets input bytes as they are read. For errors see `build_part`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tasks = [(Digests(folder, number), unit, on_bad) for number, unit in enumerate(units)]
-    todo = [task for task in tasks if not task[0].path.exists()]
+    done = {*folder.iterdir()}
+    todo = [task for task in tasks if task[0].path not in done]
     seen(sum(map(unit_bytes, units)) - sum(unit_bytes(unit) for _, unit, _ in todo))
-    _work(_digest_unit, todo, workers, seen, str(folder))
+    _work(run, _digest_unit, todo, seen)
     compare(folder, len(units))
 
 
@@ -128,34 +126,44 @@ def _digest_unit(digests: Digests, unit: Unit, on_bad: str) -> None:
 
 
 def encode_unit(
-    record: Path, unit: Unit, directory: Path, eod: str, on_bad: str, digests: Digests | None = None,
-    tokenizer: Tokenizer | None = None,
+    record: Path, unit: Unit, directory: Path, tokenizer: tuple[str, int | None], eod: str, on_bad: str,
+    digests: Digests | None = None,
 ) -> None:  # fmt: skip
     """Write the shard of a unit, unless it has no text, and after it the unit's record; both are named by its number.
 
-    `digests`: see `usable`. `tokenizer`: None is the worker's own.
+    `tokenizer`: sha256 and eod_id of the one in the directory. `digests`: see `usable`.
     """
-    tokenizer = tokenizer or _tokenizer
-    problems: Problems = {}
-    text_bytes = 0
-    end = tokenizer.eod_id if eod == "append" else None
-    writer = ShardWriter(directory, f"tokens-{record.stem}", tokenizer.vocab_size)
-    try:
-        for document in usable(unit, on_bad, problems, digests):
-            content = document.text or ""
-            if unknown := tokenizer.unknown(content if document.spans is None else tokenizer.plain(document.spans)):
-                content = content.translate(dict.fromkeys(map(ord, unknown)))
-                where = f"{document.where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
-                if not accept(Document(content, where, "character without an id in the tokenizer"), on_bad, problems):
-                    continue
-            ids, mask, size = _encode(document._replace(text=content), tokenizer)
-            if len(ids):
-                writer.append(ids, mask=mask, end=end)  # never a target beside a mask: a template ends its turns itself
-                text_bytes += size
-        shards = [vars(writer.close())] if writer.tokens else []
-    finally:
-        writer.abort()
-    write_atomic(record, json.dumps({"shards": shards, "text_bytes": text_bytes, "problems": problems}).encode())
+    worker = _tokenizer(directory / TOKENIZER, *tokenizer)
+    with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=record.parent) as name:  # of this attempt: there may be another
+        own, shards, problems = Path(name), [], {}
+        writer = ShardWriter(own, f"tokens-{record.stem}", worker.vocab_size)
+        try:
+            text_bytes = _write_documents(writer, usable(unit, on_bad, problems, digests), worker, eod, on_bad, problems)
+            shards = [vars(writer.close())] if writer.tokens else []
+        finally:
+            writer.abort()
+        move_into(directory, own.iterdir())
+        write_atomic(own / record.name, json.dumps({"shards": shards, "text_bytes": text_bytes, "problems": problems}).encode())
+        move_into(record.parent, [own / record.name])
+
+
+def _write_documents(
+    writer: ShardWriter, documents: Iterator[Document], tokenizer: Tokenizer, eod: str, on_bad: str, problems: Problems
+) -> int:
+    """Encode and write documents; returns the UTF-8 bytes of the text of their targets."""
+    text_bytes, end = 0, tokenizer.eod_id if eod == "append" else None
+    for document in documents:
+        content = document.text or ""
+        if unknown := tokenizer.unknown(content if document.spans is None else tokenizer.plain(document.spans)):
+            content = content.translate(dict.fromkeys(map(ord, unknown)))
+            where = f"{document.where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
+            if not accept(Document(content, where, "character without an id in the tokenizer"), on_bad, problems):
+                continue
+        ids, mask, size = _encode(document._replace(text=content), tokenizer)
+        if len(ids):
+            writer.append(ids, mask=mask, end=end)  # never a target beside a mask: a template ends its turns itself
+            text_bytes += size
+    return text_bytes
 
 
 def _encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, int]:
@@ -170,78 +178,56 @@ def _encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nd
     return tokenizer.encode(text), None, len(text.encode())
 
 
-def _start_worker(tokenizer: Path | None, eod_id: int | None) -> None:
-    """Make a worker quiet, single-threaded, and unable to outlive its parent."""
-    global _tokenizer
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    if tokenizer:
-        _tokenizer = load_tokenizer(tokenizer)
-        _tokenizer.eod_id = eod_id
+@functools.lru_cache(maxsize=1)  # a worker has many units of one build
+def _tokenizer(path: Path, sha256: str, eod_id: int | None) -> Tokenizer:
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.sha256 == sha256
+    tokenizer.eod_id = eod_id
+    return tokenizer
 
 
-def _work(
-    job: Callable[..., None], tasks: Sequence[tuple[Any, ...]], workers: int, seen: Callable[[int], None], name: str,
-    start: tuple[Path | None, int | None] = (None, None),
-) -> None:  # fmt: skip
-    """Call `job` with each task, whose second item is its unit, in worker processes, or in this one if one is enough.
-
-    `start`: the tokenizer of the workers. TryAgainError: a worker was killed.
-    """
-    if min(workers, len(tasks)) < 2:
-        for task in tasks:
-            job(*task)
-            seen(unit_bytes(task[1]))
-        return
-    context = multiprocessing.get_context("spawn")
-    try:
-        with concurrent.futures.ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker, start) as pool:
-            for task, _ in zip(tasks, pool.map(job, *zip(*tasks))):
-                seen(unit_bytes(task[1]))
-    except concurrent.futures.BrokenExecutor as error:
-        mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept."
-        raise TryAgainError(f"{name}: a worker process was killed. {mend}") from error
+def _work(run: Run, job: Job, tasks: Tasks, seen: Callable[[int], None]) -> None:
+    """Run tasks, whose second item is a unit."""
+    for task in run(job, tasks):
+        seen(unit_bytes(task[1]))
 
 
 def build_part(
-    directory: Path, work: Path, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str, workers: int,
+    directory: Path, work: Path, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str, run: Run,
     seen: Callable[[int], None], digests: Digests | None = None, **origin: Any,
 ) -> int:  # fmt: skip
     """Build one directory of shards, or go on with one: shards and, last, the manifest; `work` has records of finished units.
 
     `eod`: "append" the end-of-document token to each document, or "none". `on_bad`: "raise", "skip" or "replace" text that is
-    not clean. One worker is this process. `seen` gets input bytes as they are done. `digests`: of the first unit, if duplicates
+    not clean. `seen` gets input bytes as they are done. `digests`: of the first unit, if duplicates
     are to be left out. `origin` has fields of the manifest: sources, settings, command. Returns how many tokens were made now,
-    not by an earlier call. DataError: bad input, or no document at all. TryAgainError: a worker was killed.
+    not by an earlier call. DataError: bad input, or no document at all. TryAgainError: a worker was lost.
     """
     for folder in (directory, work):
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
     names = [work / f"{number:05d}.json" for number in range(len(units))]
+    done = {*work.iterdir()}  # by listing: a file system of many machines may remember for a while that a name was not there
+    identity = tokenizer.sha256, tokenizer.eod_id
     tasks = [
-        (record, unit, directory, eod, on_bad, digests and digests._replace(number=digests.number + number))
+        (record, unit, directory, identity, eod, on_bad, digests and digests._replace(number=digests.number + number))
         for number, (record, unit) in enumerate(zip(names, units))
     ]
-    todo = [task for task in tasks if not task[0].exists()]
+    todo = [task for task in tasks if task[0] not in done]
     seen(sum(map(unit_bytes, units)) - sum(unit_bytes(task[1]) for task in todo))
-    alone = min(workers, len(todo)) < 2
-    job = functools.partial(encode_unit, tokenizer=tokenizer) if alone else encode_unit
-    _work(job, todo, workers, seen, str(directory), (directory / TOKENIZER, tokenizer.eod_id))
+    _work(run, encode_unit, todo, seen)
     problems: Problems = {}
-    done = [json.loads(record.read_bytes()) for record in names]
-    for kind, entry in (item for record in done for item in record["problems"].items()):
+    built = [json.loads(record.read_bytes()) for record in names]
+    for kind, entry in (item for record in built for item in record["problems"].items()):
         _count(problems, kind, **entry)
-    shards = tuple(ShardEntry(**entry) for record in done for entry in record["shards"])
+    shards = tuple(ShardEntry(**entry) for record in built for entry in record["shards"])
     if not shards:
         mend = "Give other input, or no --dedupe" if DUPLICATE in problems else "Give other input"
         raise DataError(f"{directory}: the input holds no text at all ({describe_problems(problems)}). {mend}.")
     now = sum(shard["tokens"] for task in todo for shard in json.loads(task[0].read_bytes())["shards"])
     special_ids, size = {"eod": tokenizer.eod_id}, tokenizer.vocab_size
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": size, "special_ids": special_ids}
-    text_bytes = sum(record["text_bytes"] for record in done)
+    text_bytes = sum(record["text_bytes"] for record in built)
     Manifest(identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin).save(directory)
     return now
 

@@ -29,7 +29,8 @@ from data_pipeline.build import Unit, build_part, find_duplicates, make_units, t
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.report import describe_row, row_arrays, summary
-from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
+from data_pipeline.runner import RUNNERS, Run, open_runner
+from data_pipeline.shards import ATTEMPT, MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Options, Piece, held_out
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +38,7 @@ from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 _PROGRAM = "python -m data_pipeline.prepare"
 _EXAMPLES = "examples:\n" + "".join(f"  {_PROGRAM} OUT {format.example}\n" for format in FORMATS.values())
 _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
+  {_PROGRAM} OUT --text 'books/**/*.txt' --runner ray --runner-options address=auto
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask, in colour
@@ -103,13 +105,22 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     )
     add("--on-bad", choices=["raise", "skip", "replace"], default="raise", help="what to do about text that is not clean")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    add("--workers", metavar="N", type=int, default=cores, help="processes (default: %(default)s, the cores of this machine)")
+    add("--workers", metavar="N", type=int, help=f"processes (default: {cores}, the cores of this machine)")
+    add("--runner", choices=RUNNERS, default="local", help="ray: on all machines of a Ray cluster, or of one begun here")
+    many = {"metavar": "KEY=VALUE", "nargs": "+", "action": "extend", "default": []}
+    add("--runner-options", help="of --runner ray: arguments of ray.init, such as address=auto or num_cpus=8", **many)
     add("--overwrite", action="store_true", help="replace an output of other input or settings")
     arguments = parser.parse_args(argv)
     if arguments.holdout is not None and not 0 < arguments.holdout < 1:
         raise UsageError(f"--holdout {arguments.holdout}: must be between 0 and 1, such as 0.05.")
-    if arguments.workers < 1:
+    if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: must be at least 1.")
+    if arguments.runner == "local" and arguments.runner_options:
+        raise UsageError(f"--runner-options {' '.join(arguments.runner_options)}: belong to --runner ray. Give that too.")
+    if arguments.runner == "ray" and arguments.workers is not None:
+        mend = "Leave it out; --runner-options num_cpus=N limits a cluster that is begun here."
+        raise UsageError(f"--workers {arguments.workers}: --runner ray has one for each CPU of its cluster. {mend}")
+    arguments.workers = arguments.workers or cores
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
@@ -117,7 +128,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         raise UsageError(f"--tokenizer {arguments.tokenizer}: bpe takes its number of entries, such as bpe:4096.")
     words = []
     for name, value in vars(arguments).items():
-        if name not in ("out", "workers", "overwrite") and value != parser.get_default(name):
+        if name not in ("out", "workers", "runner", "runner_options", "overwrite") and value != parser.get_default(name):
             values = [] if value is True else value if isinstance(value, list) else [str(value)]
             words += [f"--{name.replace('_', '-')}", *filter(None, values)]
     return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
@@ -204,7 +215,8 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
         already = all((out / part / MANIFEST).exists() for part in request.parts)
         if not already:
             try:
-                made = _build(out, request, arguments.workers)
+                with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
+                    made = _build(out, request, run)
             except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                 _remove(out)
                 raise
@@ -218,7 +230,8 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
         os.close(lock)
     if made:
         workers = f"{arguments.workers} workers" if arguments.workers > 1 else "1 worker"
-        print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {workers}")
+        where = workers if arguments.runner == "local" else f"on {arguments.runner}"
+        print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {where}")
     verdict = "already complete and unchanged: nothing to do" if already else "complete"
     print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
 
@@ -255,11 +268,13 @@ def _remove(out: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _build(out: Path, request: _Request, workers: int) -> int:
+def _build(out: Path, request: _Request, run: Run) -> int:
     """Find duplicates, train the tokenizer, if there is none yet, and build all parts; returns the tokens made now."""
     work, first, settings = out / _WORK, next(iter(request.parts)), request.origin["settings"]
     eod, on_bad = settings["eod"], settings["on_bad"]
     units = {part: make_units(pieces) for part, pieces in request.parts.items()}
+    for left in [*work.rglob(f"{ATTEMPT}*")]:
+        shutil.rmtree(left, ignore_errors=True)
     with Progress(console=Console(stderr=True)) as progress:
 
         def task(name: str, units: Iterable[Unit]) -> Callable[[int], None]:
@@ -268,7 +283,7 @@ def _build(out: Path, request: _Request, workers: int) -> int:
         digests = None
         if settings.get("dedupe"):
             digests, everything = work / "digests", [*itertools.chain(*units.values())]
-            find_duplicates(digests, everything, on_bad, workers, task("duplicates", everything))
+            find_duplicates(digests, everything, on_bad, run, task("duplicates", everything))
         tokenizer = request.tokenizer
         if tokenizer is None:
             if not (work / TOKENIZER).exists():
@@ -282,7 +297,7 @@ def _build(out: Path, request: _Request, workers: int) -> int:
         for part, mine in units.items():
             seen, start = task(part or "tokens", mine), digests and Digests(digests, before)
             records = work / (part or "all")
-            made += build_part(out / part, records, mine, tokenizer, eod, on_bad, workers, seen, start, **request.origin)
+            made += build_part(out / part, records, mine, tokenizer, eod, on_bad, run, seen, start, **request.origin)
             before += len(mine)
     return made
 

@@ -5,6 +5,7 @@ import functools
 import mmap
 import os
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from data_pipeline.errors import StorageError
 
 BLOCK_BYTES = 1 << 20
+ATTEMPT = ".attempt-"  # begins the names of folders that hold what one attempt at some work has not finished yet
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -23,13 +25,25 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)  # makes this and earlier renames in it durable
-        finally:
-            os.close(directory)
+        _sync(path.parent)
     except OSError as error:
         raise StorageError(f"{path}: can't be written ({error.strerror}). Free space or choose another place.") from error
+
+
+def move_into(directory: Path, files: Iterable[Path]) -> None:
+    """Move files that are durable where they are, durably, in place of any of the same names."""
+    for file in files:
+        os.replace(file, directory / file.name)
+    _sync(directory)
+
+
+def _sync(directory: Path) -> None:
+    """Make this and earlier renames in a directory durable."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def num_blocks(size: int) -> int:

@@ -1,5 +1,6 @@
 """All formats together: the same documents give the same shards, whatever they come in; what the command line says of each."""
 
+import functools
 import gzip
 import json
 import sys
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline import build, prepare
+from data_pipeline.runner import run_local
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Document, Options, Piece
@@ -117,8 +119,8 @@ def test_spans_become_ids_with_a_loss_mask(tmp_path, monkeypatch):
     spans = [("user: hé\n", False), ("yes", True), ("\n", False)]
     documents = [Document(None, "a:1", spans=spans), Document("plain", "a:2"), Document(None, "a:3", "empty", spans=[])]
     monkeypatch.setitem(FORMATS, "text", FORMATS["text"]._replace(documents=lambda piece: iter(documents)))
-    unit = [Piece("text", "a", "a", 0, 1, Options())]
-    build.build_part(tmp_path / "out", tmp_path / "work", [unit], tokenizer, "append", "skip", 1, lambda size: None)
+    unit, here = [Piece("text", "a", "a", 0, 1, Options())], functools.partial(run_local, 1)
+    build.build_part(tmp_path / "out", tmp_path / "work", [unit], tokenizer, "append", "skip", here, lambda size: None)
     shards = TokenShards.open(tmp_path / "out", "full")
     text = "user: hé\nyes\n"
     assert shards.read(0, shards.num_tokens).tolist() == [*text.encode(), 256, *b"plain", 256]
