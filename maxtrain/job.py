@@ -5,7 +5,7 @@ Whatever goes through steps of a run, to train, to try something or to look agai
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,35 +30,17 @@ from maxtrain.weights.hf import load_weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
-    """The parts of a run. To be used inside `jax.set_mesh(job.mesh)`."""
+class Parts:
+    """What trains, without the data. To be used inside `jax.set_mesh(parts.mesh)`."""
 
-    asked: RunConfig  # with the vocabulary of the data; fits other machines, too
     config: RunConfig  # with the mesh filled in for the devices here
-    data: TrainingData
-    sets: dict[str, EvaluationData]
     mesh: jax.sharding.Mesh
+    num_steps: int
     graphdef: nnx.GraphDef
     objective: Objective
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
     abstract: TrainState
-
-    @functools.cached_property
-    def layouts(self) -> dict[tuple[int, int], BatchLayout]:
-        """How batches lie on the mesh, for each shape in the plan."""
-        shapes = {(span.batch_size, span.seq_length) for span in self.data.plan.spans}
-        return {shape: BatchLayout(self.mesh, *shape) for shape in shapes}
-
-    def layout(self, step: int) -> BatchLayout:
-        """How the batch of a step lies on the mesh."""
-        return self.layouts[self.data.plan.span(step)[3:]]
-
-    def batches(self, start: int, stop: int | None = None) -> Iterator[tuple[Batch, HostBatch]]:
-        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where each comes from."""
-        host = self.data.iterate(start, {rows: layout.rows for (rows, _), layout in self.layouts.items()}, stop)
-        placed = ((self.layout(batch.step).to_global(batch.arrays), batch._replace(arrays={})) for batch in host)
-        return prefetch(placed, self.config.data.prefetch)
 
     def initial_state(self) -> TrainState:
         """The state before the first step: imported weights if the config says so, else random ones."""
@@ -76,12 +58,37 @@ class Job:
             self.graphdef,
             self.objective,
             self.optimizer,
-            make_schedule(config.schedule, config.optimizer.learning_rate, self.data.plan.num_steps),
+            make_schedule(config.schedule, config.optimizer.learning_rate, self.num_steps),
             config.optimizer.accumulation,
             seed=config.seed,
             accumulate=config.precision.accumulate,
             loss_scale=self.loss_scale,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(Parts):
+    """The parts of a run."""
+
+    asked: RunConfig  # with the vocabulary of the data; fits other machines, too
+    data: TrainingData
+    sets: dict[str, EvaluationData]
+
+    @functools.cached_property
+    def layouts(self) -> dict[tuple[int, int], BatchLayout]:
+        """How batches lie on the mesh, for each shape in the plan."""
+        shapes = {(span.batch_size, span.seq_length) for span in self.data.plan.spans}
+        return {shape: BatchLayout(self.mesh, *shape) for shape in shapes}
+
+    def layout(self, step: int) -> BatchLayout:
+        """How the batch of a step lies on the mesh."""
+        return self.layouts[self.data.plan.span(step)[3:]]
+
+    def batches(self, start: int, stop: int | None = None) -> Iterator[tuple[Batch, HostBatch]]:
+        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where each comes from."""
+        host = self.data.iterate(start, {rows: layout.rows for (rows, _), layout in self.layouts.items()}, stop)
+        placed = ((self.layout(batch.step).to_global(batch.arrays), batch._replace(arrays={})) for batch in host)
+        return prefetch(placed, self.config.data.prefetch)
 
 
 def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
@@ -93,15 +100,23 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
     data, sets = open_data(config, saved)
     asked = with_vocabulary(config, data.vocab_size)
     distributed.start(config.mesh, config.observe.compilation_cache)
-    config = fit_to_devices(asked, jax.device_count())
-    mesh = make_mesh(config.mesh)
-    objective = next_token(config.loss, config.optimizer.normalize, len(data.plan.names) if config.loss.by_source else 0)
-    optimizer = make_optimizer(config.optimizer, config.schedule, data.plan.num_steps)
+    parts = make_parts(fit_to_devices(asked, jax.device_count()), jax.devices(), data.plan.num_steps, len(data.plan.names))
+    return Job(**vars(parts), asked=asked, data=data, sets=sets)
+
+
+def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_sources: int) -> Parts:
+    """What trains on these devices, which may be descriptions of some that are elsewhere, as shapes: nothing is computed.
+
+    The config fits the devices and knows its vocabulary. ConfigError: a dim that the mesh does not divide.
+    """
+    mesh = make_mesh(config.mesh, devices)
+    objective = next_token(config.loss, config.optimizer.normalize, num_sources if config.loss.by_source else 0)
+    optimizer = make_optimizer(config.optimizer, config.schedule, num_steps)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
         abstract = abstract_state(params, optimizer, mesh, loss_scale)
-    return Job(asked, config, data, sets, mesh, graphdef, objective, optimizer, loss_scale, abstract)
+    return Parts(config, mesh, num_steps, graphdef, objective, optimizer, loss_scale, abstract)
 
 
 def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:

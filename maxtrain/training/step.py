@@ -141,7 +141,8 @@ def make_train_step(
             {} if sources is None else {"source_nll": sources.total, "source_targets": sources.weight}
         )
 
-    options = compiler_options(jax.default_backend())
+    (device, *_) = jax.tree.leaves(shardings(abstract))[0].device_set  # perhaps only described, and not of this machine
+    options = compiler_options(device.platform)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)
 
 
