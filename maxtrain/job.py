@@ -17,6 +17,7 @@ from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, require_one_tokenizer, resume_training
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.schema import LossScaleConfig
+from maxtrain.models.init import learning_rate_factors
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
@@ -48,7 +49,9 @@ class Parts:
         if config.checkpoint.init_from is not None:
             params = load_weights(self.abstract.params, config.checkpoint.init_from, config.model)
             return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
-        return create_state(self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale)
+        return create_state(
+            self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale, config.init
+        )
 
     def make_step(self) -> jax.stages.Wrapped:
         """The jitted step (state, batch) -> (state, metrics)."""
@@ -111,10 +114,11 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
     """
     mesh = make_mesh(config.mesh, devices)
     objective = next_token(config.loss, config.optimizer.normalize, num_sources if config.loss.by_source else 0)
-    optimizer = make_optimizer(config.optimizer, config.schedule, num_steps)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
+        factors = learning_rate_factors(params, config.init, config.model)
+        optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, factors)
         abstract = abstract_state(params, optimizer, mesh, loss_scale)
     return Parts(config, mesh, num_steps, graphdef, objective, optimizer, loss_scale, abstract)
 

@@ -30,7 +30,7 @@ def out_of_range(path: str, value: Any, limits: Mapping[str, Any]) -> str | None
 
 def problems_across(config: RunConfig) -> list[str]:
     """Every cross-field problem of a config whose values are inside their own types and ranges."""
-    return [problem for rule in (_run, _model, _optimizer, _schedule, _mesh, _parts) for problem in rule(config)]
+    return [problem for rule in (_run, _model, _init, _optimizer, _schedule, _mesh, _parts) for problem in rule(config)]
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
@@ -95,6 +95,20 @@ def _model(c: RunConfig) -> Iterator[str]:
         if length > m.max_length:
             mend = f"Set {key}={m.max_length} or less, or model.max_length={length}"
             yield f"{key}={length} must be at most model.max_length={m.max_length}. {mend}."
+
+
+def _init(c: RunConfig) -> Iterator[str]:
+    init = c.init
+    fixed = init.name in ("truncated_normal", "normal")
+    if fixed and init.std is None:
+        yield f"init.name={init.name} needs init.std=null to be a number. Set init.std=0.02, for example."
+    if not fixed and init.std is not None:
+        mend = "Set init.name=truncated_normal or normal, or init.std=null"
+        yield f"init.std={init.std} is not used by init.name={init.name}, which counts fans. {mend}."
+    bases = {"init.mup_base_head_dim": init.mup_base_head_dim, "init.mup_base_depth": init.mup_base_depth}
+    for key, value in bases.items():
+        if value is not None and init.mup_base_width is None:
+            yield f"{key}={value} needs init.mup_base_width. Set init.mup_base_width={c.model.embed_dim}, or {key}=null."
 
 
 def _optimizer(c: RunConfig) -> Iterator[str]:

@@ -30,13 +30,30 @@ class ModelConfig:
     rope_low_freq_factor: float = key(1.0, "llama3 rope scaling: below this many turns, stretch fully", above=0)
     rope_high_freq_factor: float = key(4.0, "llama3 rope scaling: above this many turns, do not stretch", above=0)
     rope_original_length: int = key(8192, "llama3 rope scaling: context of the unstretched model, tokens", low=1)
-    init_scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0)
     attention: Literal["eager", "xla"] = key("xla", "attention kernel: the plain oracle or XLA's fused form")
     scan_layers: bool = key(True, "run layers as one scanned loop (fast compile) or unrolled (fast step)")
     remat: Literal["none", "full", "dots", "dots_no_batch"] = key(
         "none", "what the backward pass recomputes; see models/decoder.py"
     )
     loss_chunk: int = key(2048, "tokens whose logits exist at one time in the loss, per device; 0: all at once", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class InitConfig:
+    """Initial weights, and with muP how they and learning rates go with width and depth; see models/init.py."""
+
+    name: Literal[
+        "lecun_normal", "xavier_normal", "xavier_uniform", "kaiming_normal", "kaiming_uniform", "truncated_normal", "normal"
+    ] = key("lecun_normal", "distribution of matrices; all but the uniform ones and `normal` are cut at 2 deviations")
+    std: float | None = key(None, "standard deviation for truncated_normal and normal; null for the others", above=0)
+    residual: Literal["none", "depth"] = key("depth", "outputs of attention and mlp: as the rest, or 1 / sqrt(2 L) of it")
+    embedding_std: float | None = key(None, "standard deviation of the embedding table; null: 1 / sqrt(D)", above=0)
+    scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0)
+    mup_base_width: int | None = key(None, "muP: embed_dim that the learning rate was chosen at; null: no muP", low=1)
+    mup_base_head_dim: int | None = key(
+        None, "muP: scores by 1 / head_dim, as usual at this head_dim; null: by its root", low=2
+    )
+    mup_base_depth: int | None = key(None, "muP: num_layers that the learning rate was chosen at; null: depth as usual", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +189,7 @@ class RunConfig:
     data: DataConfig = key(DataConfig(), "what the model reads")
     eval: EvalConfig = key(EvalConfig(), "what is held out")
     loss: LossConfig = key(LossConfig(), "what is minimised")
+    init: InitConfig = key(InitConfig(), "initial weights, muP")
     optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW")
     schedule: ScheduleConfig = key(ScheduleConfig(), "the learning rate over the run")
     precision: PrecisionConfig = key(PrecisionConfig(), "number formats")

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.layers import head_dim
+from maxtrain.models.init import head_dim
 
 
 class TokenFlops(NamedTuple):

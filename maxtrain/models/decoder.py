@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxtrain.config.schema import ModelConfig, PrecisionConfig
-from maxtrain.models.layers import Context, DecoderLayer, KVCache, RMSNorm, head_dim, matrix
+from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
+from maxtrain.models.init import Initializer, head_dim
+from maxtrain.models.layers import Context, DecoderLayer, KVCache, RMSNorm
 from maxtrain.ops.einsum import matmul
 from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
 from maxtrain.parallel.sharding import constrain
@@ -40,24 +41,24 @@ class Decoder(nnx.Module):
         config: sizes; vocab_size must be known by now.
         qk_norm: whether each query and key head is normalised before rope.
         precision: number formats.
+        init: how the weights are drawn.
         rngs: stream `params`; the same seed gives the same bits on every mesh.
     """
 
-    def __init__(self, config: ModelConfig, qk_norm: bool, precision: PrecisionConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, qk_norm: bool, precision: PrecisionConfig, init: InitConfig, rngs: nnx.Rngs):
         assert config.vocab_size is not None
-        V, D, params = config.vocab_size, config.embed_dim, precision.params
+        V, D, tied = config.vocab_size, config.embed_dim, config.tie_embeddings
+        draw = Initializer(init, config, precision.params)
         self.config, self.precision = config, precision
-        # Deviation 1 / sqrt(D), so that a tied head starts with logits of deviation about 1.
-        self.embedding = matrix(rngs.params(), (V, D), ("vocab", "embed"), D, params, config.init_scale)
+        self.embedding = draw.matrix(rngs.params(), (V, D), ("vocab", "embed"), "embedding")
 
         @nnx.vmap(in_axes=0, out_axes=0)
         def stacked(key: Array) -> DecoderLayer:
-            return DecoderLayer(config, qk_norm, params, precision.compute, nnx.Rngs(params=key))
+            return DecoderLayer(config, qk_norm, draw, precision.compute, nnx.Rngs(params=key))
 
         self.layers = stacked(jax.random.split(rngs.params(), config.num_layers))
-        self.final_norm = RMSNorm(D, config.norm_eps, params)
-        head = None if config.tie_embeddings else (D, V)
-        self.head = head and matrix(rngs.params(), head, ("embed", "vocab"), D, params, config.init_scale)
+        self.final_norm = RMSNorm(D, config.norm_eps, draw, "tied_norm" if tied else "norm")
+        self.head = None if tied else draw.matrix(rngs.params(), (D, V), ("embed", "vocab"), "head")
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The head, or the embedding table turned around."""

@@ -3,7 +3,7 @@
 import jax
 from flax import nnx
 
-from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.family import Family
 from maxtrain.models.families.llama import LLAMA
@@ -13,12 +13,15 @@ from maxtrain.parallel.sharding import Axes
 FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
 
 
-def build_model(config: ModelConfig, precision: PrecisionConfig, seed: int | jax.Array = 0) -> Decoder:
+def build_model(
+    config: ModelConfig, precision: PrecisionConfig, seed: int | jax.Array = 0, init: InitConfig | None = None
+) -> Decoder:
     """A model with random weights; under `nnx.eval_shape` or `jax.jit` its arrays are abstract.
 
-    The config's vocab_size is known by now. The same seed (or key) gives the same bits on every mesh.
+    The config's vocab_size is known by now. The same seed (or key) gives the same bits on every mesh. Without `init` as
+    InitConfig's defaults say, which is all the same to a model whose weights come from elsewhere.
     """
-    return Decoder(config, FAMILIES[config.family].qk_norm, precision, nnx.Rngs(params=seed))
+    return Decoder(config, FAMILIES[config.family].qk_norm, precision, init or InitConfig(), nnx.Rngs(params=seed))
 
 
 def logical_axes(variable: nnx.Variable) -> Axes:

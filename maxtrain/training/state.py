@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
-from maxtrain.config.schema import LossScaleConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.schema import InitConfig, LossScaleConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.parallel.sharding import named_sharding
 from maxtrain.training.loss_scale import LossScale, initial
@@ -77,11 +77,12 @@ def create_state(
     optimizer: optax.GradientTransformation,
     seed: int,
     loss_scale: LossScaleConfig | None = None,
+    init: InitConfig | None = None,
 ) -> TrainState:
     """Random parameters and a fresh optimizer, each array made where it lives; the same bits on every mesh."""
 
     def create(key: Array) -> TrainState:
-        return _init(nnx.state(build_model(model, precision, key)), optimizer, loss_scale)
+        return _init(nnx.state(build_model(model, precision, key, init)), optimizer, loss_scale)
 
     return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
 

@@ -21,7 +21,7 @@ from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.family import IGNORED, Settings, Tensor
-from maxtrain.models.layers import head_dim
+from maxtrain.models.init import head_dim
 from maxtrain.models.registry import FAMILIES
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
@@ -29,7 +29,7 @@ from maxtrain.training.state import abstract_model
 _TABLE_ROWS = 40
 _AGAIN = "Get the file again from where the model is"
 # What a run may choose for itself; the rest of a ModelConfig is a property of the weights.
-_FREE = {"max_length", "init_scale", "attention", "scan_layers", "remat", "loss_chunk"}
+_FREE = {"max_length", "attention", "scan_layers", "remat", "loss_chunk"}
 _LLAMA3_ROPE = {"rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"}
 
 

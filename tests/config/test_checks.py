@@ -62,6 +62,12 @@ def pieces(text: str) -> list[str]:
         (["model.embed_dim=250"], "model.embed_dim=250 must be an even multiple of model.num_heads=4", "to 248 or 256"),
         (["model.head_dim=63"], "model.head_dim=63 must be even", "to 62 or 64"),
         (["data.seq_length=2048"], "data.seq_length=2048 must be at most model.max_length=1024", "model.max_length=2048"),
+        # init
+        (["init.name=normal"], "init.name=normal needs init.std", "Set init.std=0.02"),
+        (["init.std=0.02"], "init.std=0.02 is not used by init.name=lecun_normal", "init.name=truncated_normal or normal"),
+        (["init.mup_base_depth=2"], "init.mup_base_depth=2 needs init.mup_base_width", "Set init.mup_base_width=256"),
+        (["init.mup_base_head_dim=32"], "init.mup_base_head_dim=32", "or init.mup_base_head_dim=null"),
+        (["init.scale=0"], "init.scale=0.0 must be more than 0", "Set init.scale"),
         # optimizer
         (["schedule.warmup_steps=300"], "schedule.warmup_steps=300 must be less than steps=300", "at most 299"),
         (
@@ -154,6 +160,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["optimizer.beta1=0", "schedule.min_learning_rate=2e-3"],
         pieces("{name: constant, until: 0.5, unit: fraction}, {name: inverse_sqrt, until: 200}, {end: 0.1}"),
         ["schedule.name=inverse_sqrt", "schedule.timescale=10"],
+        ["init.name=truncated_normal", "init.std=0.02", "init.mup_base_width=64", "init.mup_base_depth=2"],
         ["mesh.coordinator=[::1]:1234", "mesh.num_processes=2", "mesh.process_id=1"],
     ],
     ids=" ".join,

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
-from maxtrain.models.decoder import head_dim
+from maxtrain.models.init import head_dim
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.ops.cross_entropy import cross_entropy
 from maxtrain.parallel.mesh import make_mesh

@@ -53,3 +53,17 @@ def test_adamw_equals_numpy(clip):
             decay = c.weight_decay * p[name] if name in ("head", "up") else 0.0
             p[name] = p[name] - float(rate(step)) * (adam + decay)
             np.testing.assert_allclose(params[name][...], p[name], rtol=1e-5, atol=1e-6, err_msg=f"{name}, step {step}")
+
+
+def test_factors_multiply_the_rate_of_each_parameter_and_not_its_decay():
+    c, params, factors = OptimizerConfig(learning_rate=3e-3, weight_decay=0.3), variables(0), {"up": 0.25, "norm": 3.0}
+    schedule = ScheduleConfig(name="constant", warmup_steps=0)
+    plain, scaled = (
+        make_optimizer(c, schedule, 4, f)
+        for f in (None, nnx.State({name: factors.get(name, 1.0) for name in ("head", "up", "norm", "norms")}))
+    )
+    one, other = (o.update(variables(1), o.init(params), params)[0] for o in (plain, scaled))
+    for name, variable in params.items():
+        decay = -3e-3 * 0.3 * variable[...] if name in ("head", "up") else 0.0
+        expected = (one[name][...] - decay) * factors.get(name, 1.0) + decay
+        np.testing.assert_allclose(other[name][...], expected, rtol=1e-5, atol=1e-8)
