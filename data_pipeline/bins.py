@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.remote import RemotePath
 from data_pipeline.shards import TokenShards, ranges, write_atomic
 
 _VERSION = 1
@@ -79,16 +80,14 @@ def open_bins(
 ) -> Bins:
     """Rows of `length` targets of all documents; the plan of `bins` is read if it is there, else made and kept.
 
-    Where the directory can't be written to, the plan is made each time. ConfigError: a document is longer than a row, and
-    `on_long` is "raise". DataError: the plan that is there is damaged, or of other data.
+    Where the directory can't be written to, the plan is made each time. That of a directory behind a URL is kept in the cache
+    of each host, for many would write it there at once, but read there if somebody put it there.
+
+    ConfigError: a document is longer than a row, and `on_long` is "raise". DataError: the plan that is there is damaged, or of
+    other data.
     """
-    path, identity = shards.path / f"bins-{length}.plan", f"bins | {_VERSION} | {shards.uid} | {length}"
-    if packing == "bins" and path.exists():
-        plan = _load(path, identity)
-    else:
-        plan = _plan(shards, length, packing)
-        if packing == "bins" and os.access(shards.path, os.W_OK):
-            _save(path, identity, plan)
+    identity = f"bins | {_VERSION} | {shards.uid} | {length}"
+    plan = _kept(shards, length, identity) if packing == "bins" else _plan(shards, length, packing)
     num_long, num_tokens, num_rows = plan[:3].tolist()
     offsets, numbers, num_targets = plan[3 : num_rows + 4], plan[num_rows + 4 :], shards.manifest.num_targets
     short = num_rows - num_long
@@ -105,6 +104,24 @@ def open_bins(
         offsets, numbers = offsets[: short + 1], numbers[: offsets[short]]
     skipped, truncated = (num_long if on_long == policy else 0 for policy in ("skip", "truncate"))
     return Bins(length, offsets, numbers, num_tokens, num_targets, skipped, truncated)
+
+
+def _kept(shards: TokenShards, length: int, identity: str) -> np.ndarray:
+    """The content of the plan file of `bins` behind its digest, read or made."""
+    name = f"bins-{length}.plan"
+    path = shards.path / name
+    if path.exists():
+        return _load(path, identity)
+    if isinstance(path, RemotePath):
+        assert shards.cache is not None, "shards behind a URL have one"
+        path = shards.cache.path(f"{shards.uid}-{name}")
+        if path.exists() and _digest(identity, (content := path.read_bytes())[32:]) == content[:32]:
+            return np.frombuffer(content, "<i8", offset=32)
+        path.parent.mkdir(parents=True, exist_ok=True)
+    plan = _plan(shards, length, "bins")
+    if os.access(path.parent, os.W_OK):
+        _save(path, identity, plan)
+    return plan
 
 
 def _count_targets(shards: TokenShards, starts: np.ndarray, sizes: np.ndarray) -> int:
@@ -183,7 +200,7 @@ def _save(path: Path, identity: str, plan: np.ndarray) -> None:
     os.replace(own, path)
 
 
-def _load(path: Path, identity: str) -> np.ndarray:
+def _load(path: Path | RemotePath, identity: str) -> np.ndarray:
     content = path.read_bytes()
     found, expected = content[:32], _digest(identity, content[32:])
     if found != expected:

@@ -5,6 +5,7 @@ import dataclasses
 from typing import Any, Literal
 
 Verify = Literal["off", "size", "lazy", "full"]  # see shards.TokenShards.open
+CACHE, CACHE_BYTES = "~/.cache/maxtrain/shards", 1 << 36
 
 
 def key(default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
@@ -19,7 +20,7 @@ def key(default: Any, help: str, *, low: float | None = None, high: float | None
 class SourceConfig:
     """One training source: a directory of token shards."""
 
-    path: str = key("", "directory with manifest.json, made by `prepare`")
+    path: str = key("", "directory or URL with manifest.json, made by `prepare`")
     weight: float = key(1.0, "share of tokens in the mixture, relative to the other sources", low=0)
     epochs: float | None = key(1.0, "passes over the source before it is finished, may be fractional; null: no end", above=0)
 
@@ -62,6 +63,8 @@ class DataConfig:
     fill_patience: int = key(8, "steps that min_fill looks at together", low=1)
     max_empty_rows: float = key(1.0, "largest share of a batch's rows that may have no target", low=0, high=1)
     verify: Verify = key("lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch")
+    cache: str = key(CACHE, "folder of the host for blocks of shards behind URLs; processes share it")
+    cache_bytes: int = key(CACHE_BYTES, "most that the cache may hold: what was unused for longest goes first", low=1 << 24)
     workers: int = key(0, "grain worker processes; 0: threads of this process", low=0)
     prefetch: int = key(4, "batches kept ready on the host, and copied to the device ahead of use", low=1)
 
@@ -70,7 +73,7 @@ class DataConfig:
 class EvalSetConfig:
     """One evaluation set: a directory of token shards."""
 
-    path: str = key("", "directory with manifest.json, made by `prepare`")
+    path: str = key("", "directory or URL with manifest.json, made by `prepare`")
     interval: int | None = key(None, "steps between its evaluations, 0: only at the end; null: eval_interval", low=0)
     steps: int | None = key(None, "batches of each evaluation, -1: the whole set, exactly once; null: eval_steps", low=-1)
     batch_size: int | None = key(None, "rows in one of its batches; null: eval.batch_size", low=1)

@@ -19,6 +19,7 @@ from absl import flags
 from grain import experimental
 
 from data_pipeline.bins import Bins, open_bins
+from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch
@@ -291,7 +292,7 @@ def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
     if not str(path):
         raise ConfigError(f"{key} is empty; it must name a directory with manifest.json. Set it to one made by `prepare`.")
     try:
-        shards = TokenShards.open(path, config.verify)
+        shards = TokenShards.open(path, config.verify, Cache(config.cache, config.cache_bytes))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
     file, expected = shards.path / TOKENIZER, shards.manifest.tokenizer["sha256"]  # now, not when the run's end needs it

@@ -89,7 +89,7 @@ def run(config: RunConfig) -> None:
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
-    own = re.compile(r"observe\..*|mesh\.(coordinator|num_processes|process_id)|.*\.path")
+    own = re.compile(r"observe\..*|mesh\.(coordinator|num_processes|process_id)|.*\.path|data\.cache(_bytes)?")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}
     versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}

@@ -5,17 +5,20 @@ import functools
 import hashlib
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_pipeline.config import Verify
 from data_pipeline.errors import DataError
+from data_pipeline.remote import RemotePath
 from data_pipeline.shards import files
 from data_pipeline.shards.manifest import TOKENIZER, Manifest, mend
 
-_MAPPED = 1 << 14  # files of one reader that are mapped at a time; Linux lets a process have 65,530 mappings
+Wanted = tuple[int, str, Iterable[int], int | None]  # see `CheckedFiles.checked`
+MAPPED = 1 << 14  # files of one reader that are mapped at a time; Linux lets a process have 65,530 mappings
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -27,12 +30,17 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 class CheckedFiles:
     """Mapped files of a directory; for `verify` see `TokenShards.open`. Threads may share an instance."""
 
-    def __init__(self, path: Path, manifest: Manifest, verify: Verify):
+    def __init__(self, path: Path | RemotePath, manifest: Manifest, verify: Verify):
         self.path, self.manifest, self.verify = path, manifest, verify
         self._dtypes = {".bin": np.dtype(manifest.dtype).newbyteorder("<"), ".idx": np.dtype("<i8"), ".mask": np.dtype("u1")}
         self._pending: dict[tuple[int, str], set[int]] = {}  # blocks whose crc32 was not compared yet
-        self.map = functools.lru_cache(_MAPPED)(self._map_file)
-        self._checks = functools.lru_cache(_MAPPED)(self._read_checks)
+        self.map = functools.lru_cache(MAPPED)(self._map_file)
+        self._checks = functools.lru_cache(MAPPED)(self._read_checks)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a token."""
+        return self._dtypes[".bin"].itemsize
 
     def problems(self, full: bool = True) -> Iterator[str]:
         """Compare the directory with its manifest, every byte or only the sizes: the first difference of each shard."""
@@ -45,19 +53,23 @@ class CheckedFiles:
             try:
                 for suffix in entry.sizes:
                     self._check_size(number, suffix)
-                for suffix, size in entry.sizes.items() if full else ():
-                    for block in range(files.num_blocks(size) if suffix != ".crc" else 0):
-                        self._check_block(number, suffix, block)
-                if full and (found := hashlib.sha256(self.map(number, ".bin")).hexdigest()) != entry.sha256:
+                if full and (found := self._check_content(number)) != entry.sha256:
                     raise self._damage(self._file(number, ".bin"), f"expected sha256 {entry.sha256}, found {found}")
             except DataError as error:
                 yield str(error)
 
-    def _damage(self, path: Path, what: str) -> DataError:
+    def _check_content(self, number: int) -> str:
+        """Compare every block of a shard; returns the sha256 of its .bin."""
+        for suffix, size in self.manifest.shards[number].sizes.items():
+            for block in range(files.num_blocks(size) if suffix != ".crc" else 0):
+                self._check_block(number, suffix, block)
+        return hashlib.sha256(self.map(number, ".bin")).hexdigest()
+
+    def _damage(self, path: Path | RemotePath, what: str) -> DataError:
         out = self.path.parent if self.manifest.settings.get("holdout") else self.path
         return DataError(f"{path}: {what}. {mend(self.manifest.command.replace(' OUT ', f' {out} ', 1))}")
 
-    def _file(self, number: int, suffix: str) -> Path:
+    def _file(self, number: int, suffix: str) -> Any:
         return (self.path / self.manifest.shards[number].path).with_suffix(suffix)
 
     def _check_size(self, number: int, suffix: str) -> None:
@@ -92,26 +104,43 @@ class CheckedFiles:
         return np.frombuffer(data, "<u4")
 
     def _check_block(self, number: int, suffix: str, block: int) -> None:
-        start, data = block * files.BLOCK_BYTES, self.map(number, suffix).view(np.uint8)
-        sizes = self.manifest.shards[number].sizes
-        before = itertools.takewhile(lambda other: other != suffix, sizes)
-        row = sum(files.num_blocks(sizes[other]) for other in before) + block
-        expected, found = int(self._checks(number)[row]), zlib.crc32(data[start : start + files.BLOCK_BYTES])
+        start = block * files.BLOCK_BYTES
+        self._compare(number, suffix, block, self.map(number, suffix).view(np.uint8)[start : start + files.BLOCK_BYTES])
+
+    def _compare(self, number: int, suffix: str, block: int, data: np.ndarray | memoryview) -> None:
+        """DataError: these are not the bytes of a block."""
+        expected, found, start = self._expected(number, suffix, block), zlib.crc32(data), block * files.BLOCK_BYTES
         if found != expected:
-            place = f"bytes {start} to {min(start + files.BLOCK_BYTES, data.size) - 1} (block {block})"
+            place = f"bytes {start} to {start + len(data) - 1} (block {block})"
             what = f"{place}: expected crc32 {expected:08x}, found {found:08x}: changed after it was built"
             raise self._damage(self._file(number, suffix), what)
 
-    def check(self, number: int, suffix: str, starts: Iterable[int], length: int) -> None:
-        """Compare the blocks of windows, in bytes, that were never touched before."""
+    def _expected(self, number: int, suffix: str, block: int) -> int:
+        """The crc32 of a block."""
+        sizes = self.manifest.shards[number].sizes
+        before = itertools.takewhile(lambda other: other != suffix, sizes)
+        return int(self._checks(number)[sum(files.num_blocks(sizes[other]) for other in before) + block])
+
+    def checked(self, number: int, suffix: str, starts: Iterable[int] = (0,), length: int | None = None) -> np.ndarray:
+        """A mapped file whose blocks under these windows, in bytes, are what they should be; None: all from there on."""
+        data = self.map(number, suffix)
         if pending := self._pending[number, suffix]:
-            touched = (range(start // files.BLOCK_BYTES, (start + length - 1) // files.BLOCK_BYTES + 1) for start in starts)
-            for block in pending.intersection(itertools.chain(*touched)):
+            for block in pending.intersection(touched(starts, data.nbytes if length is None else length)):
                 self._check_block(number, suffix, block)
                 pending.discard(block)
+        return data
 
-    def check_parts(self, number: int, suffix: str, first: np.ndarray, last: np.ndarray) -> None:
-        """The same for many small parts, from and to these bytes, that mostly share their blocks."""
-        blocks = first // files.BLOCK_BYTES
-        blocks = np.unique(ranges(blocks, last // files.BLOCK_BYTES - blocks + 1))
-        self.check(number, suffix, (blocks * files.BLOCK_BYTES).tolist(), 1)
+    def expect(self, wanted: Callable[[], list[Wanted]]) -> None:
+        """What `checked` will be asked for next; local files are there."""
+
+
+def touched(starts: Iterable[int], length: int) -> Iterator[int]:
+    """The blocks under windows, in bytes."""
+    return itertools.chain(*(range(at // files.BLOCK_BYTES, (at + length - 1) // files.BLOCK_BYTES + 1) for at in starts))
+
+
+def block_starts(first: np.ndarray, last: np.ndarray) -> list[int]:
+    """Where the blocks begin that many small parts touch, from and to these bytes; they mostly share their blocks."""
+    blocks = first // files.BLOCK_BYTES
+    blocks = np.unique(ranges(blocks, last // files.BLOCK_BYTES - blocks + 1))
+    return (blocks * files.BLOCK_BYTES).tolist()

@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from data_pipeline.errors import StorageError
+from data_pipeline.remote import RemotePath
 
 BLOCK_BYTES = 1 << 20
 ATTEMPT = ".attempt-"  # begins the names of folders that hold what one attempt at some work has not finished yet
 
 
-def write_atomic(path: Path, data: bytes) -> None:
+def write_atomic(path: Path | RemotePath, data: bytes) -> None:
     """Write a file so that it is either whole or absent, even after a power cut; StorageError if the file system refuses."""
+    if isinstance(path, RemotePath):
+        return path.write_bytes(data)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -60,8 +63,11 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-def map_read_only(path: Path, size: int) -> np.ndarray:
-    """A file's `size` bytes, uint8, mapped. Keeps no descriptor, as Python's mmap does before 3.13; OSError if it can't."""
+def map_read_only(path: Path | int, size: int) -> np.ndarray:
+    """The `size` bytes, uint8, of a file, or of a descriptor, which is closed, mapped; OSError if they can't be.
+
+    Keeps no descriptor, as Python's mmap does before 3.13.
+    """
     libc = _libc()
     with open(path, "rb") as file:
         address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)

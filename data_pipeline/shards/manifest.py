@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any, Self
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UserError
+from data_pipeline.remote import RemotePath
 from data_pipeline.shards.files import num_blocks, write_atomic
 
 VERSION = 1
@@ -78,7 +79,7 @@ class Manifest:
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
         return _digest([self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards])[:16]
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path | RemotePath) -> None:
         """Write manifest.json; the last thing a builder does."""
         content = dataclasses.asdict(self)
         names = ("num_tokens", "num_documents", "num_targets", "uid")
@@ -87,7 +88,7 @@ class Manifest:
         write_atomic(directory / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
 
     @classmethod
-    def load(cls, directory: Path) -> Self:
+    def load(cls, directory: Path | RemotePath) -> Self:
         """Read and check manifest.json; DataError: missing, not a manifest, of a later version, or changed since written."""
         path = directory / MANIFEST
         try:
@@ -96,9 +97,13 @@ class Manifest:
             if parts := sorted(p.parent.name for p in directory.glob(f"*/{MANIFEST}")):
                 message = f"has no {MANIFEST}, but its folders {', '.join(parts)} have. Name one of them."
             else:
-                what = f"{MANIFEST}: {error.strerror}" if directory.is_dir() else "is not a directory of token shards"
+                absent = not directory.is_dir()
+                what = "is not a directory of token shards" if absent else f"{MANIFEST}: {error.strerror}"
+                what += f": {error.strerror}" if absent and isinstance(directory, RemotePath) else ""
                 message = f"{what}. Make one with `python -m data_pipeline.prepare {directory} --text 'GLOB'`."
             raise DataError(f"{directory}: {message}") from error
+        except UserError:
+            raise
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error}). {mend()}") from error
         if not isinstance(content, dict) or not {"version", "shards", "digest"} <= content.keys():

@@ -7,9 +7,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from data_pipeline.cache import Cache
 from data_pipeline.config import Verify
 from data_pipeline.errors import DataError
-from data_pipeline.shards.checked import CheckedFiles, ranges
+from data_pipeline.remote import RemotePath, place
+from data_pipeline.shards.cached import CachedFiles
+from data_pipeline.shards.checked import CheckedFiles, Wanted, block_starts, ranges
 from data_pipeline.shards.manifest import Manifest
 
 
@@ -26,22 +29,27 @@ class TokenShards:
     Files are mapped when first used. Threads may share an instance; pickling gives a fresh reader of the same directory.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, verify: Verify):
-        self.path, self.manifest, self.verify = path, manifest, verify
+    def __init__(self, path: Path | RemotePath, manifest: Manifest, verify: Verify, cache: Cache | None = None):
+        self.path, self.manifest, self.verify, self.cache = path, manifest, verify, cache
         self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
         self.text_bytes, self.vocab_size, self.uid = manifest.text_bytes, manifest.tokenizer["vocab_size"], manifest.uid
         self.masked = any(shard.targets is not None for shard in manifest.shards)
         self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
-        self._files = CheckedFiles(path, manifest, verify)
+        if isinstance(path, RemotePath):
+            self.cache = cache or Cache()
+            self._files = CachedFiles(path, manifest, verify, self.cache)
+        else:
+            self._files = CheckedFiles(path, manifest, verify)
 
     @classmethod
-    def open(cls, path: str | Path, verify: Verify = "lazy") -> Self:
+    def open(cls, path: str | Path | RemotePath, verify: Verify = "lazy", cache: Cache | None = None) -> Self:
         """Open a directory with manifest.json; DataError: it was never finished, is empty, or differs from its manifest.
 
         `verify`: "off" nothing; "size" file sizes now; "lazy" also the crc32 of each block when first read; "full" all now.
+        What is behind a URL is fetched by block into the `cache` (None: the usual one), and each block always compared.
         """
-        shards = cls(Path(path), Manifest.load(Path(path)), verify)
+        shards = cls(place(path), Manifest.load(place(path)), verify, cache)
         if not shards.num_tokens:
             raise DataError(f"{path}: holds 0 tokens. Prepare it from at least one document.")
         if verify != "off" and (problem := next(shards.problems(full=verify == "full"), None)):
@@ -49,7 +57,7 @@ class TokenShards:
         return shards
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenShards, (self.path, self.manifest, self.verify)
+        return TokenShards, (self.path, self.manifest, self.verify, self.cache)
 
     def windows(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Windows of the stream, which goes round: token -1 is the last one, token num_tokens the first.
@@ -58,10 +66,18 @@ class TokenShards:
         [n, length], and flat int64 indices into these where documents begin, in no order. DataError: a block is damaged.
         """
         result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]
+        self._files.expect(lambda: list(self._wanted_windows(starts, length)))
         for rows, at, number, first, size in self._parts(starts, length):
             result[rows, at : at + size], which, offset = self._read(number, first, size)
             borders.append(rows[which] * length + at + offset)
         return result, np.concatenate(borders)
+
+    def _wanted_windows(self, starts: np.ndarray, length: int) -> Iterator[Wanted]:
+        for _, _, number, first, tokens in self._parts(starts, length):
+            yield number, ".idx", (0,), None
+            yield number, ".bin", (first * self._files.itemsize).tolist(), tokens * self._files.itemsize
+            if self.manifest.shards[number].targets is not None:
+                yield number, ".mask", (first // 8).tolist(), (tokens + 14) // 8
 
     def mask(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Which tokens of such windows are training targets, bool [n, length]: all, where a shard has no mask."""
@@ -101,26 +117,36 @@ class TokenShards:
             number = numbers[wrong][0]
             raise DataError(f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}.")
         first, lengths = np.empty_like(numbers), np.empty_like(numbers)
-        for shard, which in _grouped(np.searchsorted(self._document_starts, numbers, "right") - 1):
+        shards = np.searchsorted(self._document_starts, numbers, "right") - 1
+        self._files.expect(lambda: [(shard, ".idx", (0,), None) for shard in np.unique(shards).tolist()])
+        for shard, which in _grouped(shards):
             index, nth = self._index(shard), numbers[which] - self._document_starts[shard]
             first[which], lengths[which] = self._starts[shard] + index[nth], index[nth + 1] - index[nth]
         return first, lengths
 
     def spans(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Parts of documents, int64 [n] starts in the stream and lengths, back to back: tokens, int32, and loss mask, bool."""
-        size, begins = int(lengths.sum()), np.cumsum(lengths) - lengths
-        tokens, mask = np.empty(size, np.int32), np.ones(size, bool)
+        total, begins, size = int(lengths.sum()), np.cumsum(lengths) - lengths, self._files.itemsize
+        tokens, mask = np.empty(total, np.int32), np.ones(total, bool)
+        self._files.expect(lambda: list(self._wanted_spans(starts, lengths)))
         for shard, which in _grouped(np.searchsorted(self._starts, starts, "right") - 1):
-            first, data = starts[which] - self._starts[shard], self._files.map(shard, ".bin")
+            first = starts[which] - self._starts[shard]
             last = first + lengths[which] - 1
             at, to = ranges(first, lengths[which]), ranges(begins[which], lengths[which])
-            self._files.check_parts(shard, ".bin", first * data.itemsize, last * data.itemsize)
+            data = self._files.checked(shard, ".bin", block_starts(first * size, last * size), 1)
             tokens[to] = data[at]
             if self.manifest.shards[shard].targets is not None:
-                bits = self._files.map(shard, ".mask")
-                self._files.check_parts(shard, ".mask", first // 8, last // 8)
+                bits = self._files.checked(shard, ".mask", block_starts(first // 8, last // 8), 1)
                 mask[to] = (bits[at >> 3] >> (at & 7).astype(np.uint8) & 1).view(bool)
         return tokens, mask
+
+    def _wanted_spans(self, starts: np.ndarray, lengths: np.ndarray) -> Iterator[Wanted]:
+        for shard, which in _grouped(np.searchsorted(self._starts, starts, "right") - 1):
+            first = starts[which] - self._starts[shard]
+            last, size = first + lengths[which] - 1, self._files.itemsize
+            yield shard, ".bin", block_starts(first * size, last * size), 1
+            if self.manifest.shards[shard].targets is not None:
+                yield shard, ".mask", block_starts(first // 8, last // 8), 1
 
     def problems(self, full: bool = True) -> Iterator[str]:
         """Compare the directory with its manifest, every byte or only the sizes: the first difference of each shard."""
@@ -128,14 +154,12 @@ class TokenShards:
 
     def _index(self, number: int) -> np.ndarray:
         """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""
-        index = self._files.map(number, ".idx")
-        self._files.check(number, ".idx", [0], index.nbytes)
-        return index
+        return self._files.checked(number, ".idx")
 
     def _read(self, number: int, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Windows inside one shard [n, length]; for each document that begins in one: which window, and where in it."""
-        tokens, index = self._files.map(number, ".bin"), self._index(number)
-        self._files.check(number, ".bin", (starts * tokens.itemsize).tolist(), length * tokens.itemsize)
+        index, size = self._index(number), self._files.itemsize
+        tokens = self._files.checked(number, ".bin", (starts * size).tolist(), length * size)
         low, high = index.searchsorted(starts), index.searchsorted(starts + length)
         which = np.repeat(np.arange(len(starts)), high - low)
         nth = np.arange(which.size) - (np.cumsum(high - low) - (high - low))[which]
@@ -145,9 +169,8 @@ class TokenShards:
 
     def _read_mask(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
         """The mask of windows inside one shard that has one, bool [n, length]."""
-        bits, size = self._files.map(number, ".mask"), (length + 14) // 8  # bytes that a window touches, at the most
-        first = starts // 8
-        self._files.check(number, ".mask", first.tolist(), size)
+        first, size = starts // 8, (length + 14) // 8  # bytes that a window touches, at the most
+        bits = self._files.checked(number, ".mask", first.tolist(), size)
         touched = bits.take(first[:, None] + np.arange(size), mode="clip")  # past the end, where no bit is used
         unpacked = np.unpackbits(touched, axis=1, bitorder="little")
         return sliding_window_view(unpacked, length, axis=1)[np.arange(len(starts)), starts % 8].view(bool)

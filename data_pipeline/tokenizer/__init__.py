@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, UserError
+from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest
 from data_pipeline.tokenizer.base import END_OF_DOCUMENT, Tokenizer
 from data_pipeline.tokenizer.huggingface import JsonTokenizer, train_bpe
@@ -27,7 +28,7 @@ SETTINGS = "tokenizer_config.json"
 _MODEL = "tokenizer.model"
 
 
-def load_tokenizer(spec: str | Path) -> Tokenizer:
+def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     """A tokenizer: "bytes"; a tokenizer.json, a SentencePiece .model or a .tiktoken file; or a directory that has one of them
     as tokenizer.json or tokenizer.model: prepared data or a Hugging Face model.
 
@@ -60,15 +61,15 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_path(spec: str | Path) -> Path:
+def tokenizer_path(spec: str | Path | RemotePath) -> Any:
     """The file that holds a tokenizer: the one given, or that of a directory."""
-    path = Path(spec)
+    path = place(spec)
     if not path.is_dir():
         return path
     return path / _MODEL if (path / _MODEL).exists() and not (path / TOKENIZER).exists() else path / TOKENIZER
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path | RemotePath) -> dict[str, Any]:
     """The tokenizer_config.json beside a tokenizer, empty if there is none. ValueError: it is not a JSON object."""
     beside = path.with_name(SETTINGS)
     try:
@@ -89,7 +90,7 @@ def named_token(settings: dict[str, Any], key: str) -> str | None:
     return token
 
 
-def _read(path: Path, content: bytes) -> Tokenizer:
+def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
     """The tokenizer of a file. ValueError, KeyError, TypeError, AttributeError: it is not usable."""
     name = path.parent.name or path.stem
     if content.lstrip(b" \t\r\n")[:1] in (b"{", b"["):

@@ -15,6 +15,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError
 from data_pipeline.extras import load_package
+from data_pipeline.remote import RemotePath
 from data_pipeline.tokenizer.base import (
     END_OF_DOCUMENT,
     Located,
@@ -48,7 +49,7 @@ def is_ranks(content: bytes) -> bool:
     return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?(\n|$)", content) is not None
 
 
-def ranks_settings(path: Path) -> tuple[str, dict[str, int]]:
+def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
     """Pattern and special tokens of a file of ranks. ValueError: its settings are no such. DataError: there are none."""
     beside = path.with_name(f"{path.name}.json")
     if beside.exists():

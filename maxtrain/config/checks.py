@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from data_pipeline.errors import ConfigError
+from data_pipeline.remote import is_url
 from maxtrain.config.keys import choices, show
 from maxtrain.config.schema import MeshConfig, RunConfig, ScheduleConfig
 
@@ -73,7 +74,7 @@ def _run(c: RunConfig) -> Iterator[str]:
     paths = {f"data.sources.{name}.path": source.path for name, source in c.data.sources.items()}
     runs = os.path.abspath(os.path.expanduser(c.output_dir))
     for key, path in (paths | {f"eval.sets.{name}.path": held_out.path for name, held_out in c.eval.sets.items()}).items():
-        if path and os.path.abspath(os.path.expanduser(path)) in (runs, os.path.join(runs, c.run_name)):
+        if path and not is_url(path) and os.path.abspath(os.path.expanduser(path)) in (runs, os.path.join(runs, c.run_name)):
             place = f"output_dir={c.output_dir} with run_name={c.run_name}"
             yield f"{place} is the data directory {key}={path}. Set output_dir to another one."
 

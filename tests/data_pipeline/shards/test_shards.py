@@ -319,7 +319,7 @@ def test_pickled_reader_reads_the_same(large):
 
 
 def test_many_shards_open_fast_and_keep_few_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr(checked, "_MAPPED", 16)
+    monkeypatch.setattr(checked, "MAPPED", 16)
     directory = build(tmp_path, [[[1, 2], [3]]])
     entry = TokenShards.open(directory).manifest.shards[0]
     for suffix in ("bin", "idx", "crc"):

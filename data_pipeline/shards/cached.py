@@ -1,0 +1,214 @@
+"""Shards behind a URL, mapped like local ones: sparse files of the cache, filled block by block as they are first touched.
+
+A block is there if its crc32 is right, so nothing has to remember which were fetched: a hole, half a write and a flipped bit
+all mean that it is fetched (again). Files are named by the digests of the content, whatever URL it comes from.
+"""
+
+import functools
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from data_pipeline.cache import Cache
+from data_pipeline.config import Verify
+from data_pipeline.errors import DataError, StorageError
+from data_pipeline.remote import RemotePath, read_ranges
+from data_pipeline.shards import files
+from data_pipeline.shards.checked import MAPPED, CheckedFiles, Wanted, touched
+from data_pipeline.shards.manifest import Manifest
+
+_REQUEST_BLOCKS = 16  # neighbours that one request gets, at the most
+_AT_ONCE_BLOCKS = 128  # that are in memory
+_TRIES = 10  # a file can be removed from the cache while it is filled
+
+
+class _Mapping(NamedTuple):
+    """A mapped file of the cache; `pending` blocks were not compared yet, and may not be there."""
+
+    number: int
+    suffix: str
+    data: np.ndarray
+    pending: set[int]
+    inode: int
+
+
+class _Removed(Exception):
+    """The file that is mapped is no longer the cache's."""
+
+
+class CachedFiles(CheckedFiles):
+    """Files of a directory behind a URL, through a cache. Blocks are compared with their crc32 before use, always."""
+
+    path: RemotePath
+
+    def __init__(self, path: RemotePath, manifest: Manifest, verify: Verify, cache: Cache):
+        super().__init__(path, manifest, verify)
+        self._cache, self._generation = cache, cache.generation()
+        self._mapping = functools.lru_cache(MAPPED)(self._map_sparse)
+        self._tables: dict[int, np.ndarray] = {}  # crc32 of each block of a shard: a few bytes a MiB
+        self._checks = self._table
+
+    def checked(self, number: int, suffix: str, starts=(0,), length: int | None = None) -> np.ndarray:
+        """See `CheckedFiles.checked`."""
+        return self._fetch([(number, suffix, starts, length)])[0]
+
+    def expect(self, wanted: Callable[[], list[Wanted]]) -> None:
+        """Fetch what is wanted next together: one after the other would wait for the network each time."""
+        self._fetch(wanted())
+
+    def _fetch(self, wanted: list[Wanted]) -> list[np.ndarray]:
+        for _ in range(_TRIES):
+            if (generation := self._cache.generation()) != self._generation:
+                self._generation = generation
+                self._mapping.cache_clear()  # the space of removed files is free when nobody maps them
+            mappings = [self._mapping(number, suffix) for number, suffix, *_ in wanted]
+            todo: dict[int, tuple[_Mapping, set[int]]] = {}
+            for mapping, (_, _, starts, length) in zip(mappings, wanted):
+                if mapping.pending:
+                    blocks = touched(starts, mapping.data.nbytes if length is None else length)
+                    todo.setdefault(id(mapping), (mapping, set()))[1].update(mapping.pending.intersection(blocks))
+            try:
+                self._fill([(mapping, block) for mapping, blocks in todo.values() for block in sorted(blocks)])
+            except _Removed:
+                self._mapping.cache_clear()
+                continue
+            return [mapping.data for mapping in mappings]
+        what = f"files were removed {_TRIES} times while they were filled"
+        raise StorageError(f"{self._cache.folder}: {what}. Set data.cache_bytes={self._cache.limit} higher, or run it again.")
+
+    def _fill(self, todo: list[tuple[_Mapping, int]]) -> None:
+        """Make blocks be there, and right; DataError: they are not, behind the URL."""
+        if not todo:
+            return
+        self._load_tables(sorted({mapping.number for mapping, _ in todo}))
+        missing = []
+        for mapping, block in todo:
+            descriptor = self._open(mapping)
+            try:
+                data = os.pread(descriptor, files.BLOCK_BYTES, block * files.BLOCK_BYTES)
+            finally:
+                os.close(descriptor)
+            if zlib.crc32(data) == self._expected(mapping.number, mapping.suffix, block):
+                mapping.pending.discard(block)
+            else:
+                missing.append((mapping, block))
+        for at in range(0, len(missing), _AT_ONCE_BLOCKS):
+            part = missing[at : at + _AT_ONCE_BLOCKS]
+            for (mapping, block), data in zip(part, self._download(part)):
+                descriptor = self._open(mapping)
+                try:
+                    self._cache.write(descriptor, data, block * files.BLOCK_BYTES)
+                finally:
+                    os.close(descriptor)
+                mapping.pending.discard(block)
+        if missing:
+            self._cache.trim()
+
+    def _download(self, wanted: list[tuple[_Mapping, int]]) -> list[memoryview]:
+        """The content of blocks, compared; neighbours in one request. DataError: it is wrong a second time, too."""
+        runs: list[list[tuple[_Mapping, int]]] = []
+        for mapping, block in wanted:
+            last = runs[-1][-1] if runs and len(runs[-1]) < _REQUEST_BLOCKS else None
+            if last and last[0] is mapping and last[1] + 1 == block:
+                runs[-1].append((mapping, block))
+            else:
+                runs.append([(mapping, block)])
+        found = []
+        for run, data in zip(runs, read_ranges([self._range(run[0][0], run[0][1], len(run)) for run in runs])):
+            for nth, (mapping, block) in enumerate(run):
+                content = memoryview(data)[nth * files.BLOCK_BYTES : (nth + 1) * files.BLOCK_BYTES]
+                try:
+                    self._compare(mapping.number, mapping.suffix, block, content)
+                except DataError:  # perhaps on its way
+                    content = memoryview(read_ranges([self._range(mapping, block, 1)])[0])
+                    self._compare(mapping.number, mapping.suffix, block, content)
+                found.append(content)
+        return found
+
+    def _range(self, mapping: _Mapping, block: int, count: int) -> tuple[RemotePath, int, int]:
+        start = block * files.BLOCK_BYTES
+        return self._remote(mapping.number, mapping.suffix), start, min(start + count * files.BLOCK_BYTES, mapping.data.nbytes)
+
+    def _remote(self, number: int, suffix: str) -> RemotePath:
+        return (self.path / self.manifest.shards[number].path).with_suffix(suffix)
+
+    def _name(self, number: int, suffix: str) -> str:
+        entry = self.manifest.shards[number]
+        return hashlib.sha256(f"{entry.sha256} {entry.checks_sha256}".encode()).hexdigest()[:40] + suffix
+
+    def _map_sparse(self, number: int, suffix: str) -> _Mapping:
+        size = self.manifest.shards[number].sizes[suffix]
+        descriptor = self._cache.open(self._name(number, suffix), size)
+        inode = os.fstat(descriptor).st_ino
+        data = files.map_read_only(descriptor, size).view(self._dtypes[suffix])
+        return _Mapping(number, suffix, data, set(range(files.num_blocks(size))), inode)
+
+    def _open(self, mapping: _Mapping) -> int:
+        """A descriptor of the file that is mapped; _Removed: there is another one, or none, in its place."""
+        descriptor = self._cache.open(self._name(mapping.number, mapping.suffix), mapping.data.nbytes)
+        if os.fstat(descriptor).st_ino != mapping.inode:
+            os.close(descriptor)
+            raise _Removed
+        return descriptor
+
+    def _load_tables(self, numbers: list[int]) -> None:
+        """Have the crc32 tables of shards: from the cache, or fetched together; DataError: one is damaged."""
+        missing = []
+        for number in (number for number in numbers if number not in self._tables):
+            descriptor = self._cache.open(self._name(number, ".crc"), size := self.manifest.shards[number].sizes[".crc"])
+            try:
+                data = os.pread(descriptor, size, 0)
+            finally:
+                os.close(descriptor)
+            if hashlib.sha256(data).hexdigest() == self.manifest.shards[number].checks_sha256:
+                self._tables[number] = np.frombuffer(data, "<u4")
+            else:
+                missing.append((number, size))
+        for (number, size), data in zip(missing, read_ranges([(self._remote(n, ".crc"), 0, size) for n, size in missing])):
+            expected, found = self.manifest.shards[number].checks_sha256, hashlib.sha256(data).hexdigest()
+            if found != expected:
+                what = f"expected sha256 {expected}, found {found}: changed after it was built"
+                raise self._damage(self._remote(number, ".crc"), what)
+            descriptor = self._cache.open(self._name(number, ".crc"), size)
+            try:
+                self._cache.write(descriptor, data, 0)
+            finally:
+                os.close(descriptor)
+            self._tables[number] = np.frombuffer(data, "<u4")
+
+    def _table(self, number: int) -> np.ndarray:
+        self._load_tables([number])
+        return self._tables[number]
+
+    @functools.cached_property
+    def _listing(self) -> dict[str, int]:
+        """Bytes of each file of the directory: one look for all of them."""
+        return {found.path.name: found.size for found in self.path.files(depth=1)}
+
+    def _check_size(self, number: int, suffix: str) -> None:
+        path, expected = self._remote(number, suffix), self.manifest.shards[number].sizes[suffix]
+        if (found := self._listing.get(path.name)) is None:
+            raise self._damage(path, "can't be read (No such file or directory)")
+        if found != expected:
+            raise self._damage(path, f"expected {expected} bytes, found {found}: cut short or changed after it was built")
+
+    def _check_content(self, number: int) -> str:
+        """See `CheckedFiles._check_content`; what is behind the URL is compared, and nothing put into the cache."""
+        digest = hashlib.sha256()
+        for suffix, size in self.manifest.shards[number].sizes.items():
+            for block, data in self._stream(number, suffix, size) if suffix != ".crc" else ():
+                self._compare(number, suffix, block, data)
+                if suffix == ".bin":
+                    digest.update(data)
+        return digest.hexdigest()
+
+    def _stream(self, number: int, suffix: str, size: int) -> Iterator[tuple[int, memoryview]]:
+        step = _REQUEST_BLOCKS * files.BLOCK_BYTES
+        for at in range(0, size, step):
+            data = memoryview(read_ranges([(self._remote(number, suffix), at, min(at + step, size))])[0])
+            for start in range(0, len(data), files.BLOCK_BYTES):
+                yield (at + start) // files.BLOCK_BYTES, data[start : start + files.BLOCK_BYTES]
