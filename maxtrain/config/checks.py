@@ -31,7 +31,17 @@ def out_of_range(path: str, value: Any, limits: Mapping[str, Any]) -> str | None
 
 def problems_across(config: RunConfig) -> list[str]:
     """Every cross-field problem of a config whose values are inside their own types and ranges."""
-    return [problem for rule in (_run, _model, _init, _optimizer, _schedule, _mesh, _parts) for problem in rule(config)]
+    rules = (
+        _run,
+        _model,
+        _init,
+        _optimizer,
+        _schedule,
+        _loss_scale,
+        _mesh,
+        _parts,
+    )
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
@@ -184,6 +194,15 @@ def _only(prefix: str, section: Any, name: str, owners: Mapping[str, str]) -> It
         if name not in owner.split() and (value := getattr(section, key)) != getattr(defaults, key):
             mend = f"Set {prefix}name={choices(owner.split())}, or leave it out"
             yield f"{prefix}{key}={show(value)} is for {choices(owner.split())}, not for {prefix}name={name}. {mend}."
+
+
+def _loss_scale(c: RunConfig) -> Iterator[str]:
+    s = c.loss_scale
+    if not s.min <= s.initial <= s.max and s.mode in ("auto", "dynamic"):
+        rule = f"must be between loss_scale.min={s.min:g} and loss_scale.max={s.max:g}"
+        yield f"loss_scale.initial={s.initial:g} {rule}. Set it in between, or loss_scale.mode=static."
+    if s.backoff >= 1:
+        yield f"loss_scale.backoff={s.backoff:g} must be less than 1. Set for example loss_scale.backoff=0.5."
 
 
 def _mesh(c: RunConfig) -> Iterator[str]:

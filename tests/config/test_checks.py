@@ -76,6 +76,12 @@ def pieces(text: str) -> list[str]:
             "=0.0002",
         ),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0 must be less than 1", "optimizer.beta1=0.9"),
+        (["loss_scale.backoff=1"], "loss_scale.backoff=1 must be less than 1", "loss_scale.backoff=0.5"),
+        (
+            ["loss_scale.initial=0.5"],
+            "must be between loss_scale.min=1 and loss_scale.max=4.29497e+09",
+            "loss_scale.mode=static",
+        ),
         (["optimizer.beta2=-0.1"], "optimizer.beta2=-0.1 must be at least 0", "to at least 0"),
         (["schedule.name=wsd", "schedule.decay_fraction=0.95"], "schedule.decay_fraction=0.95", "at most 0.9"),
         (["schedule.decay_fraction=0.3"], "schedule.decay_fraction=0.3 is for wsd", "Set schedule.name=wsd"),

@@ -96,14 +96,15 @@ class Tiny:
         accumulation: int = 1,
         objective=NEXT_TOKEN,
         precision=EXACT,
+        optimizer=OPTIMIZER,
         step=None,
         **model: Any,
     ) -> Parts:
         """A step with these options, and functions for new states, on a mesh of (data, fsdp, tensor)."""
         config, mesh = dataclasses.replace(MODEL, **model), Tiny.mesh(*shape)
         graphdef, params = abstract_model(config, precision, mesh)
-        optimizer, options = make_optimizer(OPTIMIZER, SCHEDULE, STEPS), step or {}
-        schedule = make_schedule(SCHEDULE, OPTIMIZER.learning_rate, STEPS)
+        schedule, options = make_schedule(SCHEDULE, optimizer.learning_rate, STEPS), step or {}
+        optimizer = make_optimizer(optimizer, SCHEDULE, STEPS)
         loss_scale = options.get("loss_scale")
         abstract = abstract_state(params, optimizer, mesh, loss_scale)
         train_step = make_train_step(abstract, graphdef, objective, optimizer, schedule, accumulation, **options)

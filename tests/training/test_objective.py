@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxtrain.config.schema import LossConfig
 from maxtrain.ops.cross_entropy import token_nll
 from maxtrain.training.objective import next_token
+from maxtrain.training.step import gradients
 
 
 def test_total_and_weight_are_sums_over_targets(tiny):
@@ -61,3 +63,54 @@ def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
             )
         assert f"f32[{tiny.rows},{length},{model.vocab_size}]" in str(jaxpr), shape
         assert length == tiny.length or f"f32[{tiny.rows},{tiny.length},{model.vocab_size}]" not in str(jaxpr)
+
+
+def test_every_way_to_normalize_is_its_formula(tiny):
+    """Tokens: the mean over targets; sequences: the mean over documents of each one's mean; constant: over positions."""
+    parts, batch = tiny.parts(), tiny.batch()
+    with jax.set_mesh(parts.mesh):
+        params = parts.new_state().params
+        logits = jax.jit(lambda p, b: nnx.merge(parts.graphdef, p)(b["inputs"], b["segment_ids"], b["positions"]))(
+            params, batch
+        )
+        nll, mask = np.float64(token_nll(logits, jnp.asarray(batch["targets"]))), batch["loss_mask"]
+        documents = []
+        for row in range(tiny.rows):
+            for segment in range(1, batch["segment_ids"][row].max() + 1):
+                inside = (batch["segment_ids"][row] == segment) & (mask[row] > 0)
+                documents += [nll[row][inside].mean()] if inside.any() else []
+        expected = {
+            "tokens": (nll * mask).sum() / mask.sum(),
+            "sequences": np.mean(documents),
+            "constant": (nll * mask).sum() / mask.size,
+        }
+        assert len(documents) > tiny.rows and len({round(x, 3) for x in expected.values()}) == 3
+        for normalize, value in expected.items():
+            objective = next_token(normalize=normalize)
+            for accumulation in (1, 4):
+                whole = jax.jit(lambda p, b, o=objective, a=accumulation: gradients(parts.graphdef, p, b, o, o.scales(b), a)[0])
+                result = whole(params, batch)
+                np.testing.assert_allclose(result.loss, value, rtol=1e-6)
+                np.testing.assert_allclose(result.sums["nll"].mean(), expected["tokens"], rtol=1e-6)  # what is reported
+
+
+def test_the_loss_of_each_source_sums_up_to_the_loss(tiny):
+    parts, source = tiny.parts(), np.array([0, 2, 2, 0, 0, 2, 2, 0], np.int32)
+    batch = tiny.batch() | {"source": source}
+    with jax.set_mesh(parts.mesh):
+        params, objective = parts.new_state().params, next_token(num_sources=4)
+        forward = jax.jit(lambda p, b: objective.forward(nnx.merge(parts.graphdef, p), b, {"nll": 1.0}).sums)
+        sums = forward(params, batch)
+        assert sums["sources"].total.shape == (4,) and not sums["sources"].weight[1::2].any()
+        np.testing.assert_allclose(sums["sources"].total.sum(), sums["nll"].total, rtol=1e-6)
+        for i in (0, 2):
+            mask = batch["loss_mask"] * (source == i)[:, None]
+            alone = forward(params, batch | {"loss_mask": mask})["nll"]
+            np.testing.assert_allclose(np.array([x[i] for x in sums["sources"]]), np.array(alone), rtol=1e-5)
+
+
+def test_a_batch_with_nothing_has_scales_that_are_finite(tiny):
+    batch = {k: jnp.asarray(v) for k, v in tiny.batch().items()} | {"loss_mask": jnp.zeros((tiny.rows, tiny.length))}
+    for normalize in ("tokens", "sequences", "constant"):
+        scales = next_token(LossConfig(z_loss=0.5), normalize).scales(batch)
+        assert scales["z"] == 0.5 and scales["nll"] == (1 / batch["loss_mask"].size if normalize == "constant" else 1)
