@@ -12,6 +12,7 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
 from maxtrain.models.decoder import Decoder
+from maxtrain.observe.launches import describe_launch, read_launches
 from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.report import plot_curves, summary
 
@@ -41,7 +42,12 @@ def finish(
     """
     folder = Path(config.output_dir, config.run_name)
     records, seconds = read_metrics(folder), clock.seconds()
-    files = {"config": folder / "config.yaml", "metrics": folder / "metrics.jsonl", "checkpoints": folder / "checkpoints"}
+    files = {
+        "config": folder / "config.yaml",
+        "metrics": folder / "metrics.jsonl",
+        "launches": folder / "launches.jsonl",
+        "checkpoints": folder / "checkpoints",
+    }
     if config.observe.plot:
         files["curves"] = folder / "curves.png"
         plot_curves(records, files["curves"], config.run_name, data.plan.describe())
@@ -50,11 +56,13 @@ def finish(
         for name, eval_set in sets.items()
         if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES
     )
-    console = Console(highlight=False)
+    console, launches = Console(highlight=False), read_launches(folder)
     if config.observe.prompts and model is not None:
         options = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
         show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
-    console.print(summary(config.run_name, step, records, seconds, comparison=comparison, ending=ending, files=files))
+    made_by = describe_launch(launches[-1]) if launches else ""
+    words = {"comparison": comparison, "ending": ending, "made_by": made_by}
+    console.print(summary(config.run_name, step, records, seconds, **words, files=files))
     for what, command in _next_commands(config, folder).items():
         console.print(Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True)  # to be copied whole
 

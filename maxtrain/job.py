@@ -18,6 +18,7 @@ from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, 
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.models.init import learning_rate_factors
+from maxtrain.ops.digest import digests
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
@@ -26,7 +27,7 @@ from maxtrain.training.objective import Batch, Objective, next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
-from maxtrain.training.step import make_train_step
+from maxtrain.training.step import Metrics, make_train_step
 from maxtrain.weights.hf import load_weights
 
 
@@ -52,6 +53,10 @@ class Parts:
         return create_state(
             self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale, config.init
         )
+
+    def hashes(self, state: TrainState, batch: Batch) -> Metrics:
+        """Digests of parameters and batch, to be put among the metrics of the step that made this state of this batch."""
+        return {"params_hash": digests(state.params), "batch_hash": digests(batch)}
 
     def make_step(self) -> jax.stages.Wrapped:
         """The jitted step (state, batch) -> (state, metrics)."""
@@ -102,7 +107,7 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
     """
     data, sets = open_data(config, saved)
     asked = with_vocabulary(config, data.vocab_size)
-    distributed.start(config.mesh, config.observe.compilation_cache)
+    distributed.start(config.mesh, config.observe.compilation_cache, config.determinism == "full")
     parts = make_parts(fit_to_devices(asked, jax.device_count()), jax.devices(), data.plan.num_steps, len(data.plan.names))
     return Job(**vars(parts), asked=asked, data=data, sets=sets)
 

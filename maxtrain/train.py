@@ -31,9 +31,11 @@ from maxtrain.checkpoint.manager import Checkpoints, latest_record
 from maxtrain.finish import finish
 from maxtrain.job import Job, open_job
 from maxtrain.models.cost import token_flops
+from maxtrain.observe.launches import append_launch, launch_record
 from maxtrain.observe.metrics import MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
+from maxtrain.ops.digest import hash_text, tree_digests
 from maxtrain.parallel.agreement import gather, require_agreement
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.hardware import peak_flops
@@ -73,6 +75,8 @@ def run(config: RunConfig) -> None:
                 loop.logs.append(TensorBoard(folder, loop.step))
             if loop.step < num_steps:  # what was asked for is saved: it fits other machines too
                 write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
+                data = job.data.fingerprint_at(num_steps)
+                append_launch(folder, launch_record(job.asked, job.mesh, data, loop.step))
         try:
             if loop.step < num_steps:
                 state = loop.train(state)
@@ -176,9 +180,11 @@ class Loop:
                 compiled[shape] = self.compile(step, state, batch)
             state, metrics = compiled[shape](state, batch)
             self.step += 1
-            self.window.append((origin, metrics))
             last = self.step == total
             log_due = last or self.step % config.log_interval == 0
+            if log_due and config.determinism != "off":
+                metrics = metrics | self.job.hashes(state, batch)
+            self.window.append((origin, metrics))
             eval_due = [name for name in self.sets if last or self.due(name)]
             save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
             stop = self.stop.agreed(log_due) and not last
@@ -268,6 +274,7 @@ class Loop:
         self.by_source[:] = 0
         record |= {
             "batch": origin.digest,
+            **{name: hash_text(words) for name, words in value.items() if name.endswith("_hash")},
             "tokens_seen": self.tokens_seen,
             "fill": lap[-1][0] / math.prod(lap[-1][1:]),
             "tokens_per_second": sum(targets for targets, _, _ in lap) / seconds,
@@ -317,6 +324,7 @@ class Loop:
             "best": self.best,
             "seed": self.config.seed,
             "config": to_yaml(self.config),
+            "digests": tree_digests(state),
         }
         with self.clock.during("save"):
             if self.checkpoints.save(self.step, state, record):

@@ -44,7 +44,7 @@ ROOMS_WITHOUT_JAX = ("data_pipeline", "maxtrain.config", "configs")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_CORE_LINES = 11_100  # still an afternoon's reading: raise it only with a feature that is worth it
+MAX_CORE_LINES = 11_000  # still an afternoon's reading: raise it only with a feature that is worth it
 
 # Calls that touch a device, the environment, the file system, the terminal or another package's settings.
 EFFECTS = re.compile(
@@ -416,7 +416,7 @@ BROKEN = [
     (effects_at_import, {"maxtrain/train.py": "def f(): ...\nf()"}, "move it into a function"),
     (too_long, {"tests/test_a.py": "\n" * 501}, "Split it"),
     (too_long, {"maxtrain/train.py": LONG}, "f has 81 lines"),
-    (core_too_large, {f"maxtrain/ops/a{i}.py": "\n" * 480 for i in range(24)}, "has 11520 lines"),
+    (core_too_large, {f"maxtrain/ops/a{i}.py": "\n" * 480 for i in range(MAX_CORE_LINES // 480 + 1)}, "Remove what repeats"),
     (unasserted_tests, {"tests/ops/test_a.py": "def test_it():\n    print(1)"}, "test_it asserts nothing"),
     (forbidden_text, {"docs/a.md": "cd /ho" + "me/me/maxtrain"}, "relative to the repository"),
     (forbidden_text, {"a.toml": "<<<<" + "<<< HEAD"}, "resolve it"),

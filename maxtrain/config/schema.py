@@ -185,6 +185,9 @@ class RunConfig:
     eval_steps: int = key(-1, "batches of each evaluation; -1: a set whole, exactly once", low=-1)
     checkpoint_interval: int = key(1000, "steps between checkpoints; 0: only the final one", low=0)
     log_interval: int = key(10, "steps between records of metrics", low=1)
+    determinism: Literal["off", "seeded", "full"] = key(
+        "seeded", "seeded: records have hashes of parameters and batch; full: also only programs that repeat bit for bit"
+    )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
     eval: EvalConfig = key(EvalConfig(), "what is held out")

@@ -98,6 +98,7 @@ def summary(
     *,
     comparison: str = "",
     ending: str = "",
+    made_by: str = "",
     files: Mapping[str, str | Path] | None = None,
 ) -> RenderableType:
     """What to print at the end of a run: rich text that also reads well without a terminal.
@@ -108,6 +109,7 @@ def summary(
         seconds: wall time by cause, as `Stopwatch.seconds` gives it.
         comparison: a line to compare the evaluations with.
         ending: why the run ended; empty if it did all its steps.
+        made_by: a line about the machine and the versions.
         files: what is where.
     """
     train = [r for r in records if r["kind"] == "train"]
@@ -127,6 +129,8 @@ def summary(
         parts += ["", _table(("evaluation", "nats/token", "perplexity", "bits/byte", "tokens"), cells)]
     if comparison:
         parts.append(Text(comparison, "dim"))
+    if made_by:
+        parts.append(Text(made_by, "dim"))
     shares = {cause.replace("_", " "): [human.duration(s), f"{s / wall:.1%}"] for cause, s in seconds.items() if wall}
     for head, rows in ((("wall time", "", "share"), shares), (("files", ""), {k: [str(v)] for k, v in (files or {}).items()})):
         parts += ["", _table(head, rows)] if rows else []

@@ -9,13 +9,14 @@ constants would be cheaper, but would not see that the signs of two elements cha
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 from numpy.typing import ArrayLike
+
+from maxtrain.parallel.sharding import constrain
 
 # Source: Appleby 2011, MurmurHash3's fmix32; Wellons 2018, https://github.com/skeeto/hash-prospector, lowbias32.
 _MURMUR, _LOWBIAS = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x7FEB352D, 15, 0x846CA68B, 16)
@@ -66,7 +67,11 @@ def leaf_names(tree: PyTree) -> list[str]:
 def _compiled(platform: str) -> jax.stages.Wrapped:
     """On CPUs one pass of the compiler would write all mixed numbers to memory before it adds them: six times slower."""
     options = {"xla_disable_hlo_passes": "tree_reduction_rewriter"} if platform == "cpu" else {}
-    return jax.jit(lambda leaves: jnp.stack([digest(leaf) for leaf in leaves]), compiler_options=options)
+
+    def of_all(leaves: list[Array]) -> Array:
+        return constrain(jnp.stack([digest(leaf) for leaf in leaves]), None, None)  # whole on every device
+
+    return jax.jit(of_all, compiler_options=options)
 
 
 def digests(tree: PyTree[Array]) -> UInt32[Array, "leaves 2"]:
@@ -74,16 +79,12 @@ def digests(tree: PyTree[Array]) -> UInt32[Array, "leaves 2"]:
     return _compiled(jax.default_backend())(jax.tree.leaves(tree))
 
 
-def named(names: Sequence[str], words: ArrayLike) -> dict[str, str]:
-    """Digests by the names of leaves, as 16 hex digits, from [leaves, 2] words on the host."""
-    return {name: f"{low:08x}{high:08x}" for name, (low, high) in zip(names, np.asarray(words).tolist(), strict=True)}
+def hash_text(words: ArrayLike) -> str:
+    """One digest, as 16 hex digits, of the digests [leaves, 2] of a tree; on the host."""
+    return hashlib.blake2b(np.asarray(words).astype("<u4").tobytes(), digest_size=8).hexdigest()
 
 
 def tree_digests(tree: PyTree[Array]) -> dict[str, str]:
-    """The digest of every leaf by its name; on the host, when the device is done."""
-    return named(leaf_names(tree), jax.device_get(digests(tree)))
-
-
-def combined(by_name: Mapping[str, str]) -> str:
-    """One digest of the digests of a tree: 16 hex digits."""
-    return hashlib.blake2b(repr(sorted(by_name.items())).encode(), digest_size=8).hexdigest()
+    """The digest of every leaf by its name, as 16 hex digits; waits for the device."""
+    words = jax.device_get(digests(tree)).tolist()
+    return {name: f"{low:08x}{high:08x}" for name, (low, high) in zip(leaf_names(tree), words, strict=True)}

@@ -11,16 +11,19 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 
 _CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+# No atomic additions in any order, no algorithm chosen by a race. https://openxla.org/xla/determinism
+GPU_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # names of glibc's mallopt(3)
 
 
-def start(config: MeshConfig, compilation_cache: str | None) -> None:
+def start(config: MeshConfig, compilation_cache: str | None, deterministic: bool = False) -> None:
     """Selects the platform, connects the processes, and turns on the cache of compiled programs.
 
     Args:
         config: the `mesh` section; what is null there comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
             JAX_PROCESS_ID, and on TPU pods and Slurm from the cluster itself.
         compilation_cache: directory, or None.
+        deterministic: only programs that give the same bits every time, with products in full precision.
 
     Raises:
         ConfigError: the platform asked for is not there, or only part of a multi-process job is described.
@@ -35,6 +38,8 @@ def start(config: MeshConfig, compilation_cache: str | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if deterministic:
+        be_deterministic(config)
     if not accelerator_present() or config.platform == "cpu" or config.simulated_devices:
         keep_host_memory()
     _connect(config)
@@ -47,6 +52,19 @@ def start(config: MeshConfig, compilation_cache: str | None) -> None:
             f"mesh.platform={config.platform}: {found}. Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or "
             "set mesh.platform=auto."
         ) from error
+
+
+def be_deterministic(config: MeshConfig) -> None:
+    """Asks each compiler for programs that repeat bit for bit; those for CPUs and TPUs have no others.
+
+    XLA ends the process if it does not know a flag, so a platform's flags are set only where it is used.
+    """
+    jax.config.update("jax_default_matmul_precision", "highest")
+    if config.platform == "gpu" or (
+        config.platform == "auto" and not config.simulated_devices and accelerator_present("nvidia")
+    ):
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in flags if flag not in GPU_FLAGS), *GPU_FLAGS])
 
 
 def _connect(config: MeshConfig) -> None:
@@ -75,9 +93,10 @@ def _whole_number(name: str, example: int) -> int | None:
     return int(text) if text else None
 
 
-def accelerator_present() -> bool:
-    """Whether the system has device files of a GPU or TPU; known without starting any device."""
-    return any(any(Path("/dev").glob(pattern)) for pattern in ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd"))
+def accelerator_present(kind: str = "") -> bool:
+    """Whether the system has device files of a GPU or TPU, of this `kind` if given; known without starting any device."""
+    patterns = ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd")
+    return any(any(Path("/dev").glob(pattern)) for pattern in patterns if pattern.startswith(kind))
 
 
 def keep_host_memory() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
-from maxtrain.parallel.distributed import start
+from maxtrain.parallel.distributed import GPU_FLAGS, be_deterministic, start
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -154,3 +154,30 @@ def test_a_platform_that_is_not_there_is_named_with_its_mend():
     result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.stdout.startswith("ConfigError 1 problem in the config:\n  * mesh.platform=gpu: JAX found no such device. ")
     assert "Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or set mesh.platform=auto." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("platform", "present", "asked"), [("gpu", True, True), ("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+)
+def test_only_gpus_are_asked_for_programs_that_repeat(bare, platform, present, asked):
+    """The others have none that do not; XLA would end the process at a flag that it does not know."""
+    bare.setattr("maxtrain.parallel.distributed.accelerator_present", lambda kind="": present and kind == "nvidia")
+    bare.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false {GPU_FLAGS[0]}")
+    before = jax.config.jax_default_matmul_precision
+    try:
+        be_deterministic(MeshConfig(platform=platform))
+        assert jax.config.jax_default_matmul_precision == "highest"
+    finally:
+        jax.config.update("jax_default_matmul_precision", before)
+    flags = os.environ["XLA_FLAGS"].split()
+    assert flags == (
+        ["--xla_cpu_enable_fast_math=false", *GPU_FLAGS] if asked else ["--xla_cpu_enable_fast_math=false", GPU_FLAGS[0]]
+    )
+
+
+@pytest.mark.processes
+def test_xla_knows_the_flags_of_gpus():
+    code = "import jax; jax.devices()"
+    environment = os.environ | {"XLA_FLAGS": " ".join(GPU_FLAGS), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")

@@ -1,0 +1,120 @@
+"""What made the numbers of a run: a record for each launch, in RUN/launches.jsonl, and how two of them differ."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import maxtrain
+from maxtrain.config import RunConfig, leaves
+
+FILE_NAME = "launches.jsonl"
+_PACKAGES = ("maxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
+# What in the environment changes what is computed; not which process this is, and where it keeps its cache.
+_FLAGS = re.compile(
+    r"XLA_FLAGS|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|TF_CUDNN_\w+|NCCL_(ALGO|PROTO)"
+    r"|JAX_(?!COORDINATOR|NUM_PROCESSES|PROCESS_ID|COMPILATION_CACHE|PERSISTENT_CACHE)\w+"
+)
+_OF_EVERY_LAUNCH = ("time", "step", "command", "config.run_name", "config.output_dir")  # which say nothing about numbers
+
+
+def launch_record(asked: RunConfig, mesh: jax.sharding.Mesh, data: str, step: int) -> dict[str, Any]:
+    """What is launched, on what, by which versions, as JSON.
+
+    Args:
+        asked: the config.
+        mesh: of all processes' devices, which are started by now.
+        data: identity of the data.
+        step: the number of finished steps that the launch begins with.
+    """
+    devices = jax.devices()
+    kind = devices[0].device_kind if devices[0].platform != "cpu" else _cpu()
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "step": step,
+        "command": shlex.join(sys.argv),
+        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "git": git_revision(Path(maxtrain.__file__).parents[1]),
+        "flags": {name: value for name, value in sorted(os.environ.items()) if _FLAGS.fullmatch(name)},
+        "kernels": {"attention": asked.model.attention},
+        "devices": {"platform": devices[0].platform, "kind": kind, "count": len(devices)},
+        "mesh": dict(mesh.shape),
+        "processes": jax.process_count(),
+        "determinism": asked.determinism,
+        "seed": asked.seed,
+        "data": data,
+        "config": leaves(asked),
+    }
+
+
+def append_launch(run_dir: Path, record: Mapping[str, Any]) -> None:
+    """Adds a line to RUN/launches.jsonl."""
+    with open(run_dir / FILE_NAME, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, allow_nan=False) + "\n")
+
+
+def read_launches(run_dir: Path) -> list[dict[str, Any]]:
+    """The launches of a run in order, without a torn last line; empty if none was recorded."""
+    path = run_dir / FILE_NAME
+    lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    """The launch that did the step with this number (from 1) last; None if none is known."""
+    return next((launch for launch in reversed(launches) if launch["step"] < step), None)
+
+
+def launch_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """What is not the same in two launches: both values by dotted path."""
+    a, b = _flat(ours), _flat(theirs)
+    names = [name for name in a | b if name not in _OF_EVERY_LAUNCH and not name.startswith("config.observe.")]
+    values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+
+
+def describe_launch(launch: Mapping[str, Any]) -> str:
+    """A line for people."""
+    devices, git = launch["devices"], launch["git"]
+    words = [f"{devices['count']} x {devices['kind']}", f"jax {launch['versions']['jax']}", *([f"git {git}"] if git else [])]
+    return ", ".join([*words, f"determinism {launch['determinism']}"])
+
+
+def git_revision(folder: Path) -> str | None:
+    """The revision of a checkout whose root is this folder, with "+changes" if files differ from it; None: it is none."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that does not answer
+            return None
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    root, revision = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
+    if not (root and revision and Path(root).resolve() == folder.resolve()):
+        return None
+    return revision + ("+changes" if git("status", "--porcelain") else "")
+
+
+def _cpu() -> str:
+    """The model of this machine's CPU: what is compiled for one need not give the bits of another."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    return found.group(1) if found else platform.processor() or platform.machine()
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": str(value)}
+    return flat

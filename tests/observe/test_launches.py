@@ -1,0 +1,89 @@
+"""Records of launches: written, read, found by step, and compared."""
+
+import dataclasses
+import json
+import subprocess
+
+import jax
+import pytest
+
+from maxtrain.config.schema import MeshConfig, RunConfig
+from maxtrain.observe.launches import (
+    append_launch,
+    describe_launch,
+    git_revision,
+    launch_differences,
+    launch_of,
+    launch_record,
+    read_launches,
+)
+from maxtrain.parallel.mesh import make_mesh
+
+
+@pytest.fixture
+def record(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
+    monkeypatch.setattr("sys.argv", ["train.py", "config=a b"])
+    mesh = make_mesh(MeshConfig(data=2, fsdp=4))
+    return launch_record(RunConfig(seed=7, determinism="full"), mesh, "abc", 20)
+
+
+def test_a_record_says_what_makes_numbers(record):
+    assert record["versions"]["jax"] == jax.__version__ and record["versions"]["python"].startswith("3.")
+    assert record["command"] == "train.py 'config=a b'" and (record["step"], record["data"]) == (20, "abc")
+    assert record["flags"].get("XLA_FLAGS") == "--xla_cpu_enable_fast_math=false" and "JAX_PROCESS_ID" not in record["flags"]
+    assert record["devices"]["count"] == 8 and record["mesh"]["fsdp"] == 4 and record["processes"] == 1
+    assert (record["determinism"], record["seed"], record["kernels"]) == ("full", 7, {"attention": "xla"})
+    assert record["config"]["model.attention"] == "xla"
+    assert record["devices"]["kind"] in describe_launch(record) and "determinism full" in describe_launch(record)
+
+
+def test_launches_are_appended_and_found_by_the_steps_they_did(record, tmp_path):
+    assert read_launches(tmp_path) == [] and launch_of([], 5) is None
+    for step in (0, 20, 8):  # killed after a checkpoint at 20, and later somebody removed all but that of step 8
+        append_launch(tmp_path, record | {"step": step})
+    with open(tmp_path / "launches.jsonl", "a") as file:
+        file.write('{"torn')
+    launches = read_launches(tmp_path)
+    assert launches[1] == json.loads(json.dumps(record))
+    assert [launches.index(launch_of(launches, step)) for step in (1, 8, 9, 21, 99)] == [0, 0, 2, 2, 2]
+
+
+def test_differences_are_those_that_may_change_numbers(record):
+    assert launch_differences(record, record | {"time": "later", "command": "other", "step": 3}) == {}
+    other = record | {
+        "versions": record["versions"] | {"jax": "0.0.1"},
+        "flags": {**record["flags"], "XLA_FLAGS": ""},
+        "git": "other",
+    }
+    other["config"] = record["config"] | {"optimizer.beta1": "0.5", "observe.plot": "False", "run_name": "b"}
+    found = launch_differences(record, other)
+    assert set(found) == {"versions.jax", "flags.XLA_FLAGS", "git", "config.optimizer.beta1"}
+    assert found["versions.jax"] == (jax.__version__, "0.0.1") and found["flags.XLA_FLAGS"][1] == ""
+    assert launch_differences(record, {})["seed"] == ("7", "nothing")
+
+
+def test_the_revision_is_that_of_a_checkout_of_ours(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        return subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True, text=True)
+
+    assert git_revision(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "a.py").write_text("a = 1")
+    assert git_revision(tmp_path) is None, "nothing is committed yet"
+    git("add", "-A")
+    git("commit", "-qm", "one")
+    revision = git("rev-parse", "HEAD").stdout.strip()
+    assert git_revision(tmp_path) == revision
+    assert git_revision(tmp_path / "package") is None, "installed inside a repository of somebody else"
+    (tmp_path / "package" / "a.py").write_text("a = 2")
+    assert git_revision(tmp_path) == f"{revision}+changes"
+
+
+def test_a_run_without_git_has_no_revision(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_revision(tmp_path) is None
+    assert dataclasses.asdict(RunConfig())["determinism"] == "seeded"
