@@ -3,23 +3,52 @@
 Each unit of work gets a file of the digests of its documents, as they are used: sorted, one of each, and apart from them the
 documents that repeat another of the same unit. So a text is at most once in a unit's table, however often it is in the input,
 and a range of digests is a slice of every table. The ranges are compared one after the other; each leaves a file of the
-documents that repeat one of an earlier unit. All files are written atomically: what is there need not be done again.
+documents that repeat one of an earlier unit. A unit's own table is made the same way, of sorted runs of its documents. All
+files are written atomically: what is there need not be done again.
 """
 
+import bisect
 import hashlib
-from collections.abc import Iterable
+import itertools
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
-from data_pipeline.shards import write_atomic
+from data_pipeline.shards import ATTEMPT, move_into, write_atomic
 from data_pipeline.sources.document import Document
 
 DUPLICATE = "duplicate of an earlier document"
-_COMPARED = 1 << 22  # digests at a time, about: 48 bytes each while they are compared
+_COMPARED = 1 << 20  # digests at a time, about: 70 bytes each while they are sorted or compared
 _PLACE_BITS = 32  # of a place: unit << 32 | number of the document in it
 _U8 = np.dtype("<u8")
+
+
+class _Table(NamedTuple):
+    """Sorted rows in a file, from byte `offset`: uint64 [count, 3], two halves of a digest and the place of its document."""
+
+    path: Path
+    count: int
+    offset: int = 0
+
+    @classmethod
+    def write(cls, path: Path, rows: np.ndarray) -> Self:
+        _sort(rows).tofile(path)
+        return cls(path, len(rows))
+
+    def cuts(self, borders: np.ndarray) -> list[int]:
+        """Where the rows of each range begin, and where the last ends."""
+        if not self.count:
+            return [0] * (len(borders) + 2)
+        halves = np.memmap(self.path, _U8, "r", self.offset, (self.count, 3))[:, 0]
+        return [0, *(bisect.bisect_left(halves, border) for border in borders), self.count]
+
+    def rows(self, first: int, last: int) -> np.ndarray:
+        """Some of the rows: uint64 [n, 3]."""
+        return np.fromfile(self.path, _U8, 3 * (last - first), offset=self.offset + 24 * first).reshape(-1, 3)
 
 
 class Digests(NamedTuple):
@@ -32,39 +61,48 @@ class Digests(NamedTuple):
     def path(self) -> Path:
         return self.folder / f"{self.number:05d}.digests"
 
+    @property
+    def base(self) -> int:
+        """The place of its first document."""
+        return self.number << _PLACE_BITS
+
     def save(self, documents: Iterable[Document]) -> None:
-        """Write the file: how many repeat another, how many do not; the numbers of the first; a table of the others.
+        """Write the file: how many documents and rows; a bit for each document, 1 if it repeats; the table of the rows."""
+        with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=self.folder) as name:  # of this attempt: there may be another
+            own, runs, count = Path(name), [], 0
+            for batch in itertools.batched(map(digest, documents), _COMPARED):
+                rows = np.empty((len(batch), 3), _U8)
+                rows[:, :2] = np.frombuffer(b"".join(batch), _U8).reshape(-1, 2)
+                rows[:, 2] = np.arange(count, count + len(batch)) + self.base
+                runs.append(_Table.write(own / str(len(runs)), rows))
+                count += len(batch)
+            repeated, kept = np.zeros(-(-count // 64) * 64, bool), 0
+            with open(own / self.path.name, "wb") as file:
+                file.seek(16 + len(repeated) // 8)
+                for _, rows in _merged(runs):
+                    again = _repeats(rows)
+                    repeated[(rows[again, 2] - np.uint64(self.base)).astype(np.int64)] = True
+                    file.write(rows[~again].tobytes())
+                    kept += len(rows) - int(again.sum())
+                file.seek(0)
+                file.write(np.array([count, kept], _U8).tobytes() + np.packbits(repeated).tobytes())
+                file.flush()
+                os.fsync(file.fileno())
+            move_into(self.folder, [own / self.path.name])
 
-        The table is uint64 [n, 3], sorted: two halves of a digest, and the number of its first document.
-        """
-        digests = bytearray()
-        for document in documents:
-            digests += digest(document)
-        halves = np.frombuffer(digests, _U8).reshape(-1, 2)
-        order = np.lexsort((halves[:, 1], halves[:, 0]))  # stable: of equal ones the first comes first
-        halves = halves[order]
-        again = _repeats(halves)
-        table = np.column_stack([halves[~again], order[~again].astype(_U8)])
-        header = np.array([again.sum(), len(table)], _U8)
-        write_atomic(self.path, b"".join(a.astype(_U8).tobytes() for a in (header, np.sort(order[again]), table)))
-
-    def table(self, first: int = 0, last: int | None = None) -> np.ndarray:
-        """Rows of the table: uint64 [n, 3]."""
-        repeated, count = np.fromfile(self.path, _U8, 2).tolist()
-        rows = (count if last is None else last) - first
-        return np.fromfile(self.path, _U8, 3 * rows, offset=8 * (2 + repeated + 3 * first)).reshape(-1, 3)
+    def table(self) -> _Table:
+        count, kept = np.fromfile(self.path, _U8, 2).tolist()
+        return _Table(self.path, kept, 16 + -(-count // 64) * 8)
 
     def repeated(self) -> bytes:
         """One byte for each document of the unit: 1 if it repeats an earlier one, of this unit or another."""
-        repeated, count = np.fromfile(self.path, _U8, 2).tolist()
-        flags = np.zeros(repeated + count, np.uint8)
-        flags[np.fromfile(self.path, _U8, repeated, offset=16).astype(np.int64)] = 1
-        base = self.number << _PLACE_BITS
+        (count,) = np.fromfile(self.path, _U8, 1).tolist()
+        flags = np.unpackbits(np.fromfile(self.path, np.uint8, -(-count // 8), offset=16), count=count)
         for path in self.folder.glob("*.repeats"):
             if path.stat().st_size:
                 places = np.memmap(path, _U8, "r")
-                first, last = places.searchsorted(np.array([base, base + (1 << _PLACE_BITS)], _U8))
-                flags[(places[first:last] - np.uint64(base)).astype(np.int64)] = 1
+                first, last = places.searchsorted(np.array([self.base, self.base + (1 << _PLACE_BITS)], _U8))
+                flags[(places[first:last] - np.uint64(self.base)).astype(np.int64)] = 1
         return flags.tobytes()
 
 
@@ -84,28 +122,28 @@ def digest(document: Document) -> bytes:
 
 def compare(folder: Path, num_units: int) -> None:
     """Find the documents that repeat one of an earlier unit, from the digests of all units of the folder."""
-    units = [Digests(folder, number) for number in range(num_units)]
-    num_digests = sum(int(np.fromfile(unit.path, _U8, 2)[1]) for unit in units)
-    num_ranges = max(1, -(-num_digests // _COMPARED))
-    todo = {number: path for number in range(num_ranges) if not (path := folder / f"{number:05d}.repeats").exists()}
-    if not todo:
-        return
+    done = {int(path.stem) for path in folder.glob("*.repeats")}
+    for number, rows in _merged([Digests(folder, number).table() for number in range(num_units)], done):
+        write_atomic(folder / f"{number:05d}.repeats", np.sort(rows[_repeats(rows), 2]).tobytes())
+
+
+def _merged(tables: list[_Table], done: Iterable[int] = ()) -> Iterator[tuple[int, np.ndarray]]:
+    """All rows of some tables, sorted, in ranges of similar size: number of the range, uint64 [n, 3]; without those `done`."""
+    num_ranges = max(1, -(-sum(table.count for table in tables) // _COMPARED))
     borders = np.array([(2**64 * number) // num_ranges for number in range(1, num_ranges)], _U8)
-    firsts = (unit.table()[:, 0] for unit in units)
-    cuts = np.array([[0, *first.searchsorted(borders), len(first)] for first in firsts], int).reshape(-1, num_ranges + 1)
-    for number, path in todo.items():
-        parts = [np.empty((0, 3), _U8)]
-        for unit, (first, last) in zip(units, cuts[:, number : number + 2].tolist()):
-            part = unit.table(first, last)
-            part[:, 2] |= np.uint64(unit.number << _PLACE_BITS)
-            parts.append(part)
-        rows = np.concatenate(parts)
-        rows = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
-        write_atomic(path, np.sort(rows[_repeats(rows[:, :2]), 2]).tobytes())
+    cuts = [table.cuts(borders) for table in tables]
+    for number in sorted({*range(num_ranges)} - {*done}):
+        parts = [table.rows(*places[number : number + 2]) for table, places in zip(tables, cuts)]
+        yield number, _sort(np.concatenate([np.empty((0, 3), _U8), *parts]))
 
 
-def _repeats(halves: np.ndarray) -> np.ndarray:
-    """Which digests, sorted, uint64 [n, 2], are equal to the one before: bool [n]."""
-    again = np.zeros(len(halves), bool)
-    again[1:] = (halves[1:] == halves[:-1]).all(axis=1)
+def _sort(rows: np.ndarray) -> np.ndarray:
+    """Rows by digest and, of equal ones, by place."""
+    return rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))]
+
+
+def _repeats(rows: np.ndarray) -> np.ndarray:
+    """Which rows, sorted, have the digest of the one before: bool [n]."""
+    again = np.zeros(len(rows), bool)
+    again[1:] = (rows[1:, :2] == rows[:-1, :2]).all(axis=1)
     return again

@@ -282,7 +282,7 @@ def _build(out: Path, request: _Request, run: Run) -> int:
 
         digests = None
         if settings.get("dedupe"):
-            digests, everything = work / "digests", [*itertools.chain(*units.values())]
+            digests, everything = work / "duplicates", [*itertools.chain(*units.values())]
             find_duplicates(digests, everything, on_bad, run, task("duplicates", everything))
         tokenizer = request.tokenizer
         if tokenizer is None:

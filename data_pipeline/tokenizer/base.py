@@ -101,10 +101,10 @@ def end_of_documents(vocabulary: dict[str, int], eod: str | None) -> int | None:
     return next((vocabulary[end] for end in ([eod] if eod else _KNOWN_ENDS) if end in vocabulary), None)
 
 
-def cut(text: str, where: re.Pattern[str] = BYTE_LEVEL_CUT) -> Iterator[str]:
-    """Pieces of about 16 Ki characters whose ids, joined, are those of the whole text, if the tokenizer splits at `where`."""
-    start = 0
-    while len(text) - start > _PIECE_CHARACTERS and (found := where.search(text, start + _PIECE_CHARACTERS)):
+def cut(text: str, where: re.Pattern[str] = BYTE_LEVEL_CUT, size: int | None = None) -> Iterator[str]:
+    """Pieces of about `size` characters (None: 16 Ki) whose ids, joined, are those of the text, if it is split at `where`."""
+    start, size = 0, size or _PIECE_CHARACTERS
+    while len(text) - start > size and (found := where.search(text, start + size)):
         yield text[start : found.end()]
         start = found.end()
     yield text[start:]

@@ -2,7 +2,9 @@
 
 import functools
 import itertools
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import tokenizers
@@ -11,6 +13,33 @@ from data_pipeline.errors import UsageError
 from data_pipeline.tokenizer.base import END_OF_DOCUMENT, Located, Tokenizer, cut, end_of_documents, splits_at_cuts
 
 _PIECES_AT_ONCE = 64
+_WORDS, _LONGEST_WORD = 1 << 17, 64  # whose ids are kept, and their characters: some 30 MB
+_CHUNK_CHARACTERS = 512  # of a piece that is not all ASCII
+_LARGE = 1 << 20  # characters of a piece that could not be cut: too many words at a time
+# How byte-level tokenizers divide text: the library's own, Llama 3's and Qwen's
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = (_GPT2, _LLAMA3, _LLAMA3.replace("{1,3}", ""))
+
+
+class _Words(dict[str, bytes]):
+    """Ids, int32, of words that came before: they are the same wherever a word stands, and the library is slow to say so."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, pattern: re.Pattern[str]):
+        super().__init__()
+        self.inner, self.pattern = inner, pattern
+
+    def __missing__(self, word: str) -> bytes:
+        ids = np.array(self.inner.encode(word, add_special_tokens=False).ids, np.int32).tobytes()
+        if len(word) <= _LONGEST_WORD:
+            if len(self) >= _WORDS:
+                self.clear()
+            self[word] = ids
+        return ids
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids, int32 [tokens], of ASCII text."""
+        return np.frombuffer(b"".join(map(self.__getitem__, self.pattern.findall(text))), np.int32)
 
 
 class JsonTokenizer(Tokenizer):
@@ -30,6 +59,8 @@ class JsonTokenizer(Tokenizer):
             and isinstance(changes, tokenizers.normalizers.NFC | None)
             and splits_at_cuts(lambda text: [part for part, _ in before.pre_tokenize_str(text)])
         )
+        pattern = _ascii_pattern(self.inner) if self._divisible else None
+        self._words = _Words(self.inner, pattern) if pattern else None
 
     def _load(self) -> tokenizers.Tokenizer:
         try:
@@ -41,9 +72,19 @@ class JsonTokenizer(Tokenizer):
         return inner
 
     def encode(self, text: str) -> np.ndarray:
-        batches = itertools.batched(cut(text) if self._divisible else [text], _PIECES_AT_ONCE)
-        encodings = (e for batch in batches for e in self.inner.encode_batch_fast(list(batch), add_special_tokens=False))
-        return np.concatenate([np.array(encoding.ids, np.int32) for encoding in encodings])
+        words, ids = self._words, []
+        for batch in itertools.batched(cut(text) if self._divisible else [text], _PIECES_AT_ONCE):
+            parts = [part for piece in batch for part in self._parts(piece)]
+            quick = [words is not None and len(part) < _LARGE and part.isascii() for part in parts]
+            others = [part for part, easy in zip(parts, quick) if not easy]
+            encodings = iter(self.inner.encode_batch_fast(others, add_special_tokens=False))
+            for part, easy in zip(parts, quick):
+                ids.append(words.encode(part) if words is not None and easy else np.array(next(encodings).ids, np.int32))
+        return np.concatenate(ids)
+
+    def _parts(self, piece: str) -> Iterator[str]:
+        """Parts of a piece, so that few are not all ASCII."""
+        return iter([piece]) if self._words is None or piece.isascii() else cut(piece, size=_CHUNK_CHARACTERS)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.inner.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True)
@@ -63,6 +104,21 @@ class JsonTokenizer(Tokenizer):
         encoding = inner.encode(text, add_special_tokens=False)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         return np.array(encoding.ids, np.int32), starts, stops
+
+
+def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
+    """How a tokenizer divides ASCII text into words that are encoded each for itself; None: in a way that is not known here."""
+    if any(not token.special for token in inner.get_added_tokens_decoder().values()):
+        return None  # these are found in text, whatever the words
+    before = json.loads(inner.pre_tokenizer.__getstate__())
+    *splits, level = before["pretokenizers"] if before["type"] == "Sequence" else [before]
+    found = [split["pattern"].get("Regex") for split in splits if split["type"] == "Split" and split["behavior"] == "Isolated"]
+    (given,) = found if len(found) == len(splits) == 1 and not splits[0]["invert"] else [None if splits else _GPT2]
+    byte_level = level["type"] == "ByteLevel" and not level["add_prefix_space"] and level["use_regex"] != bool(splits)
+    if not byte_level or given not in _PATTERNS or getattr(inner.model, "dropout", None):
+        return None
+    ascii = given.replace(r"\p{L}\p{N}]", "A-Za-z0-9]").replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
+    return re.compile(ascii, re.ASCII)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:

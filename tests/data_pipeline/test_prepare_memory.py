@@ -49,3 +49,23 @@ def test_one_document_of_100_megabytes(tmp_path, format):
     assert len(text) > 100e6
     (tmp_path / "a").write_text(text if format == "text" else json.dumps({"text": text}))
     assert peak_megabytes(tmp_path / "out", f"--{format}", tmp_path / "a", "--dedupe", "--tokenizer", "bytes") < 1024
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_12_million_documents_in_one_unit(tmp_path):
+    """Their digests, half of them repeated, alone: what is done with a document else takes its time."""
+    program = """
+import resource, sys
+from pathlib import Path
+from data_pipeline.dedupe import Digests
+from data_pipeline.sources.document import Document
+digests, count = Digests(Path(sys.argv[1]), 3), 12_000_000
+digests.save(Document(str(number % (count // 2)), "") for number in range(count))
+flags = digests.repeated()
+assert not any(flags[: count // 2]) and all(flags[count // 2 :]) and len(flags) == count
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1 << 20 if sys.platform == "darwin" else 1 << 10))
+"""
+    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 400  # 250; 1,019 if they are sorted at once

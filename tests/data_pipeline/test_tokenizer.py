@@ -57,6 +57,55 @@ def test_other_tokenizers_are_cut_only_where_they_split(text):
             assert tokenizer.encode(text).tolist() == inner.encode(text).ids
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text(st.sampled_from("abSTdlrve1239 \n\r\t\v\x1c.'_-é\u3000"), max_size=120),
+    digits=st.sampled_from(["", "{1,3}", None]),
+)
+def test_words_that_came_before_have_the_ids_of_the_library(text, digits):
+    """Patterns of the library, of Llama 3 and of Qwen; words of text that is all ASCII, in parts of text that is not."""
+    before = tokenizers.pre_tokenizers
+    inner = tokenizers.Tokenizer.from_str(BPE.content.decode())
+    if digits is not None:
+        split = before.Split(tokenizers.Regex(LLAMA3.replace("{1,3}", digits)), "isolated")
+        inner.pre_tokenizer = before.Sequence([split, before.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer = JsonTokenizer(inner.to_str().encode(), "other")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_CHUNK_CHARACTERS", 3), ("_WORDS", 5), ("_LONGEST_WORD", 4), ("_LARGE", 60)):
+            patch.setattr(huggingface, name, value)
+        ids = inner.encode(text).ids
+        assert tokenizer.encode(text).tolist() == tokenizer.encode(text).tolist() == ids
+        ascii = text.encode("ascii", "replace").decode()
+        assert tokenizer.encode(ascii).tolist() == inner.encode(ascii).ids
+    assert tokenizer._words is not None and len(tokenizer._words) <= 5
+    assert (
+        len(ascii) >= 60
+        or len(tokenizer._words) > 0
+        or not any(len(word) <= 4 for word in tokenizer._words.pattern.findall(ascii))
+    )
+
+
+def test_ways_to_divide_that_are_not_known_are_left_to_the_library():
+    before = tokenizers.pre_tokenizers
+    level, inner = before.ByteLevel(add_prefix_space=False), tokenizers.Tokenizer.from_str(BPE.content.decode())
+    split = before.Split(tokenizers.Regex(LLAMA3), "isolated")
+    for layout in (
+        before.ByteLevel(add_prefix_space=True),
+        before.Sequence([split, level]),
+        before.Sequence([before.Digits(), level]),
+        before.Sequence([level, level]),
+        before.Sequence([before.Split("a", "isolated"), before.ByteLevel(add_prefix_space=False, use_regex=False)]),
+        before.Split(tokenizers.Regex(LLAMA3), "isolated"),
+    ):
+        inner.pre_tokenizer = layout
+        assert JsonTokenizer(inner.to_str().encode(), "other")._words is None
+    inner.pre_tokenizer = level
+    assert JsonTokenizer(inner.to_str().encode(), "other")._words is not None
+    inner.add_tokens(["main"])  # found in text, not by the pattern
+    tokenizer = JsonTokenizer(inner.to_str().encode(), "other")
+    assert tokenizer._words is None and tokenizer.encode("a main").tolist() == inner.encode("a main").ids
+
+
 def test_training_is_deterministic_and_the_file_is_the_identity(tmp_path):
     again = train_bpe(iter(TEXTS), 300)
     assert again.content == BPE.content and again.sha256 == BPE.sha256 and BPE.vocab_size == 300
