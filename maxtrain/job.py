@@ -22,6 +22,7 @@ from maxtrain.ops.digest import digests
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.adversarial import adversarial
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.objective import Batch, Objective, next_token
 from maxtrain.training.optimizer import make_optimizer
@@ -119,6 +120,8 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
     """
     mesh = make_mesh(config.mesh, devices)
     objective = next_token(config.loss, config.optimizer.normalize, num_sources if config.loss.by_source else 0)
+    if config.loss.adversarial:
+        objective = adversarial(objective, config.loss)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)

@@ -79,6 +79,9 @@ class LossConfig:
 
     label_smoothing: float = key(0.0, "share of a target's probability that all entries of the vocabulary share", low=0, high=1)
     z_loss: float = key(0.0, "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4", low=0)
+    adversarial: float = key(0.0, "factor of the loss at the worst embeddings nearby; see training/adversarial.py", low=0)
+    adversarial_radius: float = key(1.0, "farthest that a row's embeddings are moved, Euclidean", above=0)
+    adversarial_steps: int = key(1, "1: along the gradient at once (FGM); more: step by step, projected (PGD)", low=1)
     by_source: bool = key(False, "record the loss of each training source's rows too")
 
 

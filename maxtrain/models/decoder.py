@@ -72,20 +72,28 @@ class Decoder(nnx.Module):
         logits = matmul(hidden, self.output_matrix(), self.precision.compute)
         return logits.astype(self.precision.output).astype(jnp.float32)
 
-    def hidden(self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None) -> Float[Array, "B T D"]:
+    def hidden(
+        self,
+        tokens: Ids,
+        segment_ids: Ids | None = None,
+        positions: Ids | None = None,
+        offset: Float[Array, "B T D"] | None = None,
+    ) -> Float[Array, "B T D"]:
         """Normalised last hidden states, float32.
 
         Args:
             tokens: [B, T] ids.
             segment_ids: [B, T] document of each token inside its row, 0 for padding; None: one document a row.
             positions: [B, T] position of each token for rope; None: 0, 1, 2, ...
+            offset: [B, T, D] added to the embeddings; None: nothing.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         context = Context(*self._rope(positions), segment_ids, segment_ids, 0)
-        return self.final_norm(self._run(self._embed(tokens), context, None)[0])
+        x = self._embed(tokens)
+        return self.final_norm(self._run(x if offset is None else x + offset, context, None)[0])
 
     def extend(
         self,

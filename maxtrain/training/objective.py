@@ -17,7 +17,8 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
 from maxtrain.parallel.sharding import batch_shards
 
-# inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also keys [B], of what is random
+# inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also
+# keys [B], of what is random; embedding_offset [B, T, D] where an objective wants one
 Batch = dict[str, Array]
 Scales = Mapping[str, Array | float]
 
@@ -86,7 +87,8 @@ def next_token(loss: LossConfig = PLAIN, normalize: str = "tokens", num_sources:
         return {"nll": counts[normalize](), "z": mask.sum()}
 
     def forward(model: Decoder, batch: Batch, scales: Scales) -> Result:
-        hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+        offset = batch.get("embedding_offset")
+        hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"], offset)
         rows, length = batch["targets"].shape
         mask = batch["loss_mask"].astype(jnp.float32)
         weights = mask if normalize != "sequences" else _sequences(batch)
