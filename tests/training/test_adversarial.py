@@ -39,10 +39,9 @@ def loss(attacked, offset):
     """The batch's loss with these offsets, [B, T, D], of its embeddings; and its slope there."""
     parts, params, batch, scales, _ = attacked
     with jax.set_mesh(parts.mesh):
-        value = jax.jit(
-            lambda o: PLAIN.forward(nnx.merge(parts.graphdef, params), batch | {"embedding_offset": o}, scales).loss
-        )
-        return value(offset)
+        model = nnx.merge(parts.graphdef, params)
+        value = jax.value_and_grad(lambda o: PLAIN.forward(model, batch | {"embedding_offset": o}, scales).loss)
+        return jax.jit(value)(offset)
 
 
 def test_fgm_goes_along_the_gradient_of_each_row(attacked):
