@@ -9,9 +9,11 @@ documents, the tokens of the others, the number of rows, their offsets and docum
 """
 
 import bisect
+import contextlib
 import dataclasses
 import hashlib
 import os
+import time
 import uuid
 from pathlib import Path
 from typing import Literal
@@ -198,6 +200,10 @@ def _save(path: Path, identity: str, plan: np.ndarray) -> None:
     body = plan.tobytes()
     write_atomic(own, _digest(identity, body) + body)
     os.replace(own, path)
+    for left in path.parent.glob(f"*{path.stem}.*.plan*"):  # by a process that was killed; others may be at it just now
+        with contextlib.suppress(OSError):  # or somebody else has removed it
+            if left.stat().st_mtime < time.time() - 3600:
+                left.unlink()
 
 
 def _load(path: Path | RemotePath, identity: str) -> np.ndarray:

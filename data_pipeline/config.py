@@ -60,7 +60,7 @@ class DataConfig:
         "raise", "what to do about a batch without a target, with too few of them, too many empty rows, or repeated tokens"
     )
     min_fill: float = key(0.0, "least share of targets among positions, over fill_patience steps", low=0, high=1)
-    fill_patience: int = key(8, "steps that min_fill looks at together", low=1)
+    fill_patience: int = key(8, "steps that min_fill looks at together", low=1, high=1000)
     max_empty_rows: float = key(1.0, "largest share of a batch's rows that may have no target", low=0, high=1)
     verify: Verify = key("lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch")
     cache: str = key(CACHE, "folder of the host for blocks of shards behind URLs; processes share it")
@@ -85,3 +85,4 @@ class EvalConfig:
 
     sets: dict[str, EvalSetConfig] = key({}, "evaluation sets by name: eval.sets.NAME.path=DIR")
     batch_size: int | None = key(None, "rows in one evaluation batch; null: data.batch_size", low=1)
+    seq_length: int | None = key(None, "positions in one of its rows; null: data.seq_length", low=1)

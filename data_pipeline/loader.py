@@ -8,7 +8,6 @@ reads a set exactly once, in order, with rows of zero weight to fill its last ba
 import functools
 import gc
 import hashlib
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +21,16 @@ from data_pipeline.bins import Bins, open_bins
 from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.guard import check_batch
-from data_pipeline.packing import Windows, count_rows, pack, pack_documents, phase
+from data_pipeline.guard import check_batch, checksum
+from data_pipeline.packing import Part, Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
 from data_pipeline.shards import TOKENIZER, Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
 _BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-up
-HostRows = np.ndarray | dict[int, np.ndarray] | None  # of a global batch, alike for all or by batch size; None: all
+
+
+Parts = Part | dict[tuple[int, int], Part] | None  # alike for all batches, or by their shape; None: the whole
 
 
 class Batch(NamedTuple):
@@ -37,8 +38,8 @@ class Batch(NamedTuple):
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows, and
     source (int32 [b]): the number of each row's source among the plan's names; 0 where the batch is of an evaluation set.
-    `digest` identifies the rows of the whole global batch, so it is the same on every host; `content` is a checksum of
-    this host's tokens, `place` identifies where they lie in their sources, whatever the epoch.
+    `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their sources, whatever the
+    epoch, so they are the same on every host; `content` is the `checksum` of this host's targets. `error`: why it is empty.
     """
 
     step: int
@@ -47,6 +48,7 @@ class Batch(NamedTuple):
     digest: str
     content: int
     place: str
+    error: Exception | None = None
 
 
 class _Dataset:
@@ -56,34 +58,28 @@ class _Dataset:
         self.config, self.sources, self.bins, self.vocab_size = config, sources, bins, sources[0].vocab_size
         self._sizes = np.array([source.num_tokens for source in sources])
 
-    def _read(
-        self, step: int, batch: Rows, phases: np.ndarray, rows: np.ndarray | None, names: Sequence[str], length: int
-    ) -> Batch:
-        """The batch of a step: this host's `rows` of the global batch, whose epochs begin at `phases` of their streams."""
-        digest = _digest(*batch)
-        source, epoch, row, first = (part if rows is None else part[rows] for part in (*batch, phases))
-        options = self.config.restart_positions, self.config.attend_across_documents
+    def _read(self, step: int, batch: Rows, phases: np.ndarray, part: Part | None, names: Sequence[str], length: int) -> Batch:
+        """The batch of a step: this host's part of the global batch, whose epochs begin at `phases` of their streams."""
+        starts = phases + batch.row * length
+        place = _digest(batch.source, batch.row if self.bins else starts % self._sizes[batch.source])
+        rows, columns = part or Part(np.arange(len(starts)))
+        first = columns.indices(length)[0]
+        source, epoch, row, starts = (of_all[rows] for of_all in (*batch, starts))
+        options = self.config.restart_positions, self.config.attend_across_documents, columns
         if self.bins:
             arrays = pack_documents(self.sources, self.bins[length], source, row, length, *options)
         else:
-            windows = Windows(source, first + row * length, (self._sizes[source] - row * length).clip(0, length))
+            windows = Windows(source, starts, (self._sizes[source] - row * length).clip(0, length))
             arrays = pack(self.sources, windows, length, *options)
 
         def describe(i: int) -> str:
             place = f"source '{names[source[i]]}' in {self.sources[source[i]].path}"
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
-        check_batch(arrays, self.vocab_size, describe)
+        check_batch(arrays, self.vocab_size, describe, first)
         arrays["source"] = source.astype(np.int32)
-        num_targets, content = int(np.count_nonzero(arrays["loss_mask"] != 0)), zlib.crc32(arrays["targets"].data)
-        return Batch(
-            step,
-            arrays,
-            num_targets,
-            digest,
-            content,
-            _digest(source, row if self.bins else (first + row * length) % self._sizes[source]),
-        )
+        num_targets, content = int(np.count_nonzero(arrays["loss_mask"] != 0)), checksum(arrays["targets"], rows, first)
+        return Batch(step, arrays, num_targets, _digest(*batch), content, place)
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         workers, prefetch = self.config.workers, self.config.prefetch
@@ -139,7 +135,9 @@ class TrainingData(_Dataset):
     def fingerprint_at(self, step: int) -> str:
         """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on to go on from it."""
         config = self.config
-        rows = (config.packing, config.on_long, config.restart_positions, config.attend_across_documents)
+        restart = config.restart_positions or config.attend_across_documents  # then every row has one segment
+        cut = any(rows.skipped or rows.truncated for of_length in self.bins.values() for rows in of_length)
+        rows = (config.packing, cut and config.on_long, restart, config.attend_across_documents)
         content = (self.plan.fingerprint_at(step), *rows)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
@@ -154,8 +152,8 @@ class TrainingData(_Dataset):
         pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
         return np.stack([*rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])])
 
-    def batch(self, step: int, rows: HostRows = None) -> Batch:
-        """These rows of the batch of a step, in this order: a pure function of (config, manifests, seed, step).
+    def batch(self, step: int, part: Parts = None) -> Batch:
+        """This part of the batch of a step, its rows in this order: a pure function of (config, manifests, seed, step).
 
         DataError: a shard is damaged, or a batch breaks an invariant.
         """
@@ -165,13 +163,13 @@ class TrainingData(_Dataset):
         blocks = range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1)
         parts = [self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS] for b in blocks]
         *batch, phases = np.concatenate(parts, axis=1)
-        rows = rows[span.batch_size] if isinstance(rows, dict) else rows
-        return self._read(step, Rows(*batch), phases, rows, self.plan.names, span.seq_length)
+        part = part[span.batch_size, span.seq_length] if isinstance(part, dict) else part
+        return self._read(step, Rows(*batch), phases, part, self.plan.names, span.seq_length)
 
-    def iterate(self, start_step: int, rows: HostRows = None, stop_step: int | None = None) -> Iterator[Batch]:
+    def iterate(self, start_step: int, part: Parts = None, stop_step: int | None = None) -> Iterator[Batch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
         stop = self.plan.num_steps if stop_step is None else stop_step
-        return self._iterate(start_step, stop, functools.partial(self.batch, rows=rows))
+        return self._iterate(start_step, stop, functools.partial(self.batch, part=part))
 
 
 class EvaluationData(_Dataset):
@@ -191,17 +189,37 @@ class EvaluationData(_Dataset):
         self.text_bytes = shards.text_bytes if whole else 0
         self.num_batches = -(-(rows.num_rows if rows else count_rows(shards.num_tokens, config.seq_length)) // batch_size)
 
-    def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
+    def batch(self, step: int, part: Part | None = None) -> Batch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See `TrainingData.batch`."""
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
         row = step * self.batch_size + np.arange(self.batch_size)
         batch = Rows(np.zeros_like(row), np.zeros_like(row), row)
-        return self._read(step, batch, np.full_like(row, -1), rows, ["held out"], self.config.seq_length)
+        return self._read(step, batch, np.full_like(row, -1), part, ["held out"], self.config.seq_length)
 
-    def iterate(self, rows: np.ndarray | None = None, num_batches: int | None = None) -> Iterator[Batch]:
+    def iterate(self, part: Part | None = None, num_batches: int | None = None) -> Iterator[Batch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
         stop = self.num_batches if num_batches is None else min(num_batches, self.num_batches)
-        return self._iterate(0, stop, functools.partial(self.batch, rows=rows))
+        return self._iterate(0, stop, functools.partial(self.batch, part=part))
+
+
+def carry_errors(stream: Iterator[Batch], steps: range, part: Callable[[int], Part]) -> Iterator[Batch]:
+    """The batches of a stream for these steps; where it can't be read, empty ones that carry the error, to the end.
+
+    One of several hosts that raised alone would leave the others waiting for it: it takes part until all can agree to stop.
+    `part` is what this host holds of the batch of a step, its columns with both ends.
+    """
+    read = 0
+    try:
+        for batch in stream:
+            yield batch
+            read += 1
+    except Exception as error:
+        for step in steps[read:]:
+            rows, columns = part(step)
+            zeros = np.zeros((len(rows), columns.stop - columns.start), np.int32)
+            arrays = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), zeros)
+            arrays |= {"loss_mask": zeros.astype(np.float32), "source": np.zeros(len(rows), np.int32)}
+            yield Batch(step, arrays, 0, "", 0, "", error)
 
 
 def _digest(*arrays: np.ndarray) -> str:

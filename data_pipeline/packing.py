@@ -30,6 +30,13 @@ class Windows(NamedTuple):
     count: np.ndarray
 
 
+class Part(NamedTuple):
+    """What a host holds of a global batch: these rows, int64 [b], and of each these columns, without a step."""
+
+    rows: np.ndarray
+    columns: slice = slice(None)
+
+
 def count_rows(num_tokens: int, seq_length: int) -> int:
     """Rows in one epoch; the last may be partly padding."""
     return -(-num_tokens // seq_length)
@@ -43,41 +50,47 @@ def phase(seed: int, uid: str, epoch: int, num_tokens: int) -> int:
 
 
 def pack(
-    shards: Sequence[TokenShards], windows: Windows, length: int, restart_positions: bool, attend_across_documents: bool
-) -> dict[str, np.ndarray]:
-    """Read B windows of T = `length` positions and build the arrays of a batch.
+    shards: Sequence[TokenShards], windows: Windows, length: int, restart_positions: bool, attend_across_documents: bool,
+    columns: slice = slice(None),
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Read B windows of `length` positions, of these the T `columns`, and build the arrays of a batch.
 
     Positions restart at 0 in every segment, or count on in the row; across documents, the whole row is one segment. Returns
-    inputs, targets, segment_ids, positions (int32 [B, T]) and loss_mask (float32 [B, T], 1 where the target counts).
+    inputs, targets, segment_ids, positions (int32 [B, T]) and loss_mask (float32 [B, T], 1 where the target counts). Of the
+    columns before, only where documents begin is read.
     """
-    shape = (len(windows.start), length)
+    first, end, _ = columns.indices(length)
+    shape = (len(windows.start), end - first)
     inputs, target, loss_mask = np.empty(shape, np.int32), np.empty(shape, np.int32), np.ones(shape, np.float32)
-    begins = np.zeros(shape, bool)  # targets that begin a segment
+    begins = np.zeros((len(windows.start), end), bool)  # targets that begin a segment
     for source in np.unique(windows.source).tolist():
         rows = np.flatnonzero(windows.source == source)
-        tokens, borders = shards[source].windows(windows.start[rows], length + 1)
+        tokens, borders = shards[source].windows(windows.start[rows] + first, end - first + 1)
         inputs[rows], target[rows] = tokens[:, :-1], tokens[:, 1:]
-        row, column = rows[borders // (length + 1)], borders % (length + 1) - 1
+        borders = shards[source].borders(windows.start[rows], end + 1) if first else borders
+        row, column = rows[borders // (end + 1)], borders % (end + 1) - 1
         row, column = row[column >= 0], column[column >= 0]
         begins[row, column] = not attend_across_documents
         if shards[source].masked:
-            loss_mask[rows] = shards[source].mask(windows.start[rows] + 1, length)
+            loss_mask[rows] = shards[source].mask(windows.start[rows] + first + 1, end - first)
         if shards[source].manifest.eod == "none":
-            loss_mask[row, column] = 0
+            loss_mask[row[column >= first], column[column >= first] - first] = 0
     return _batch(inputs, target, loss_mask, begins, windows.count, restart_positions)
 
 
 def pack_documents(
     shards: Sequence[TokenShards], bins: Sequence[Bins], source: np.ndarray, row: np.ndarray, length: int,
-    restart_positions: bool, attend_across_documents: bool,
+    restart_positions: bool, attend_across_documents: bool, columns: slice = slice(None),
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """Read B rows of whole documents, of T = `length` positions, and build the arrays of a batch, as `pack` does.
+    """Read B rows of whole documents, of `length` positions the T `columns`, and build the arrays of a batch, as `pack` does.
 
     Row i is row `row[i]` of `bins[source[i]]`, both int64 [B]; one that is not there is padding. The rest of a row is padding.
     """
-    shape = (len(row), length)
+    first_column, end, _ = columns.indices(length)
+    before = max(0, first_column - 1)  # its target is the first input
+    shape = (len(row), end - before)
     inputs, target, loss_mask = np.zeros(shape, np.int32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-    begins, counts, marks = np.zeros(shape, bool), np.zeros(len(row), np.int64), []
+    begins, counts, marks = np.zeros((len(row), end), bool), np.zeros(len(row), np.int64), []
     for number in np.unique(source).tolist():
         reader, mine = shards[number], np.flatnonzero(source == number)
         offsets, documents = bins[number].documents(row[mine])
@@ -85,15 +98,20 @@ def pack_documents(
         sizes = np.minimum(sizes, length)
         ends = np.concatenate([[0], np.cumsum(sizes)])
         counts[mine] = np.diff(ends[offsets])
-        begin = ends[:-1] + np.repeat(mine * length - ends[offsets[:-1]], np.diff(offsets))  # flat, where each document begins
-        filled = (source == number)[:, None] & (np.arange(length) < counts[:, None])
-        target[filled], loss_mask[filled] = reader.spans(first, sizes)
-        begins.ravel()[begin] = not attend_across_documents
+        of_row, column = np.repeat(mine, np.diff(offsets)), ends[:-1] - np.repeat(ends[offsets[:-1]], np.diff(offsets))
+        skip = (before - column).clip(0, sizes)
+        kept = (end - column).clip(0, sizes) - skip
+        filled = (source == number)[:, None] & (np.arange(before, end) < counts[:, None])
+        target[filled], loss_mask[filled] = reader.spans((first + skip)[kept > 0], kept[kept > 0])
+        begins[of_row[column < end], column[column < end]] = not attend_across_documents
+        of_row, column, first = (part[(column >= before) & (column < end)] for part in (of_row, column, first))
         eod = reader.manifest.tokenizer["special_ids"]["eod"]
-        marks.append((begin, reader.spans(first - 1, np.ones_like(first))[0] if reader.manifest.eod == "none" else eod))
+        mark = reader.spans(first - 1, np.ones_like(first))[0] if reader.manifest.eod == "none" else eod
+        marks.append((of_row, column - before, mark))
     inputs[:, 1:] = target[:, :-1]
-    for begin, mark in marks:
-        inputs.ravel()[begin] = mark
+    for of_row, column, mark in marks:
+        inputs[of_row, column] = mark
+    inputs, target, loss_mask = (np.ascontiguousarray(part[:, first_column - before :]) for part in (inputs, target, loss_mask))
     return _batch(inputs, target, loss_mask, begins, counts, restart_positions)
 
 
@@ -101,17 +119,21 @@ def _batch(
     inputs: np.ndarray, targets: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, counts: np.ndarray,
     restart_positions: bool,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """The arrays of a batch, from where segments begin, bool [B, T], and the real targets of each row, int64 [B]."""
-    length = begins.shape[1]
+    """The arrays of a batch, from where segments begin and the real targets of each row, int64 [B].
+
+    `begins` is bool [B, end] where the others are [B, T]: these are the last T of its columns.
+    """
+    end = begins.shape[1]
+    first = end - inputs.shape[1]
     begins[:, 0] = True
-    segment_ids, positions = _segments(begins)
+    segment_ids, positions = (np.ascontiguousarray(part[:, first:]) for part in _segments(begins))
     batch = {"inputs": inputs, "targets": targets, "segment_ids": segment_ids, "positions": positions, "loss_mask": loss_mask}
-    if (counts < length).any():
-        padding = np.arange(length) >= counts[:, None]
+    if (counts < end).any():
+        padding = np.arange(first, end) >= counts[:, None]
         for array in batch.values():
             array[padding] = 0
     if not restart_positions:
-        positions[:] = np.arange(length, dtype=np.int32)
+        positions[:] = np.arange(first, end, dtype=np.int32)
     return batch
 
 

@@ -33,13 +33,17 @@ def finish(
     step: int,
     clock: Stopwatch,
     ending: str,
+    found: int,
     model: Decoder | None,
 ) -> None:
     """Draws curves.png; prints completions of observe.prompts, and the summary.
 
-    `step` is the number of finished steps, `ending` why these are not all, or empty. `model` is None where this process does
-    not hold all of it.
+    `step` is the number of finished steps, `ending` why these are not all, or empty, `found` at how many of them something was
+    wrong with the batch. `model` is None where this process does not hold all of it.
     """
+    notes = [f"Something was wrong with the batches of {found:,} steps (data.zero_weight)."] if found else []
+    if ending:
+        notes.append(f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}")
     folder = Path(config.output_dir, config.run_name)
     records, seconds = read_metrics(folder), clock.seconds()
     files = {
@@ -61,10 +65,12 @@ def finish(
         options = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
         show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
     made_by = describe_launch(launches[-1]) if launches else ""
-    words = {"comparison": comparison, "ending": ending, "made_by": made_by}
+    words = {"comparison": comparison, "ending": "\n".join(notes), "made_by": made_by}
     console.print(summary(config.run_name, step, records, seconds, **words, files=files))
     for what, command in _next_commands(config, folder).items():
         console.print(Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True)  # to be copied whole
+    if ending:
+        console.print(Text(notes[-1], "bold yellow"), soft_wrap=True)
 
 
 def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:

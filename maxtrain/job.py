@@ -14,7 +14,14 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, require_one_tokenizer, resume_training
+from data_pipeline.loader import (
+    EvaluationData,
+    TrainingData,
+    carry_errors,
+    open_evaluation,
+    require_one_tokenizer,
+    resume_training,
+)
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.models.init import learning_rate_factors
@@ -94,8 +101,14 @@ class Job(Parts):
         return self.layouts[self.data.plan.span(step)[3:]]
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[tuple[Batch, HostBatch]]:
-        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where each comes from."""
-        host = self.data.iterate(start, {rows: layout.rows for (rows, _), layout in self.layouts.items()}, stop)
+        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where each comes from.
+
+        An error is raised after the batches before it; in one of several processes, `error` of the empty ones after it has it.
+        """
+        stop = self.data.plan.num_steps if stop is None else stop
+        host = self.data.iterate(start, {shape: layout.part for shape, layout in self.layouts.items()}, stop)
+        if jax.process_count() > 1:
+            host = carry_errors(host, range(start, stop), lambda step: self.layout(step).part)
         placed = ((self.layout(batch.step).to_global(batch.arrays), batch._replace(arrays={})) for batch in host)
         return prefetch(placed, self.config.data.prefetch)
 
@@ -139,7 +152,8 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
     """
     data = resume_training(config.data, config.seed, config.steps, saved)
     rows = config.eval.batch_size or config.data.batch_size
-    sets = {name: open_evaluation(s.path, config.data, s.batch_size or rows) for name, s in config.eval.sets.items()}
+    held_out = dataclasses.replace(config.data, seq_length=config.eval.seq_length or config.data.seq_length)
+    sets = {name: open_evaluation(s.path, held_out, s.batch_size or rows) for name, s in config.eval.sets.items()}
     first = next(iter(config.data.sources))
     manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
     for name, eval_set in sets.items():

@@ -6,8 +6,8 @@ import threading
 from types import FrameType
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
+
+from maxtrain.parallel.agreement import gather
 
 
 class StopRequest:
@@ -31,7 +31,7 @@ class StopRequest:
         """Whether to stop here; the same answer on all hosts, if `every_host` is at this line now, so that they can ask."""
         if jax.process_count() == 1:
             return bool(self.name)
-        return every_host and bool(multihost_utils.process_allgather(np.array(bool(self.name))).any())
+        return every_host and any(said["stop"] for said in gather({"stop": bool(self.name)}, 16))
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name:

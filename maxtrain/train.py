@@ -15,7 +15,7 @@ import dataclasses
 import importlib.metadata
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from flax import nnx
 from data_pipeline.errors import DataError, DivergedError, TryAgainError, run_command
 from data_pipeline.guard import BatchGuard
 from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import carry_errors
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.manager import Checkpoints, latest_record
 from maxtrain.finish import finish
@@ -36,7 +37,7 @@ from maxtrain.observe.metrics import MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
 from maxtrain.ops.digest import hash_text, tree_digests
-from maxtrain.parallel.agreement import gather, require_agreement
+from maxtrain.parallel.agreement import gather, gather_bytes, raise_together, require_agreement
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.signals import StopRequest
@@ -78,22 +79,24 @@ def run(config: RunConfig) -> None:
                 data = job.data.fingerprint_at(num_steps)
                 append_launch(folder, launch_record(job.asked, job.mesh, data, loop.step))
         try:
-            if loop.step < num_steps:
+            if loop.step < num_steps and not loop.ending:
                 state = loop.train(state)
                 checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one
             else:
-                progress.message(f"Nothing to do: {folder} has all {num_steps:,} steps.", style="green")
+                done = f"ended early, and would again. {loop.ending}" if loop.ending else f"has all {num_steps:,} steps."
+                progress.message(f"Nothing to do: {folder} {done}", style="yellow" if loop.ending else "green")
         finally:
             loop.close()
     if chief:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, state.params) if whole else None
-        finish(config, job.data, job.sets, loop.step, clock, loop.ending, model)
+        finish(config, job.data, job.sets, loop.step, clock, loop.ending, loop.guard.found, model)
 
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
-    own = re.compile(r"observe\..*|mesh\.(coordinator|num_processes|process_id)|.*\.path|data\.cache(_bytes)?")
+    mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices)"
+    own = re.compile(rf"observe\..*|{mesh}|.*\.path|data\.cache(_bytes)?")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}
     versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}
@@ -127,6 +130,7 @@ class Loop:
     best: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # step and nll of each set's best evaluation
     ending: str = ""  # why the run ends before its plan does
     peak: float = 0.0  # FLOP/s of one device
+    waited: float = 0.0  # seconds that steps had waited for their batches at the last record
     window: list[tuple[HostBatch, Metrics]] = dataclasses.field(default_factory=list)  # since the last flush, on the device
     lap: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)  # targets, rows and length since the last record
     logs: list[Any] = dataclasses.field(default_factory=list)
@@ -135,8 +139,7 @@ class Loop:
         job = self.job
         self.config, self.data, self.sets = job.config, job.data, job.sets
         self.flops = {length: token_flops(self.config.model, length) for _, length in job.layouts}
-        length = self.config.data.seq_length
-        self.eval_layouts = {name: BatchLayout(job.mesh, s.batch_size, length) for name, s in self.sets.items()}
+        self.eval_layouts = {n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in self.sets.items()}
         self.eval_step = make_eval_step(job.graphdef, job.objective)
         self.by_source = np.zeros((2, len(self.data.plan.names)))  # since the last record: nats, and targets, of each source
         data = self.config.data
@@ -157,6 +160,10 @@ class Loop:
                 planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
                 self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
             self.step, self.tokens_seen, self.best = record["step"], record["tokens_seen"], record.get("best", {})
+            if "guard" in record:
+                self.guard.restore(record["guard"])
+            if self.config.data.zero_weight == "stop" and self.data.start != record["cursor"]:
+                self.ending = record.get("ending", "")
             return state
         weights = self.config.checkpoint.init_from
         self.progress.phase(f"reading weights from {weights}" if weights else "making the initial weights")
@@ -201,6 +208,9 @@ class Loop:
                     f"{self.stop.name or 'a signal to another process'}: stopped and saved at step {self.step:,} of {total:,}. "
                     "Run the same command again to go on."
                 )
+            if self.ending:
+                for log in self.logs:
+                    log.append(self.step, {"ending": self.ending, "planned_steps": total}, kind="end")
         return state
 
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
@@ -219,19 +229,20 @@ class Loop:
         Raises:
             DivergedError: too many non-finite steps in a row.
             DataError: a batch without targets, if data.zero_weight is "raise".
+            UserError: a process could not read its part of a batch.
         """
         origins, metrics = zip(*self.window) if self.window else ((), ())
         window, self.window = list(zip(origins, jax.device_get(metrics), strict=True)), []
         repeated = self.compare(origins)
         limit = self.config.optimizer.max_skipped
-        for origin, value in window:
+        for (origin, value), repeats in zip(window, repeated, strict=True):
             step, shape = origin.step + 1, self.job.layout(origin.step).shape
             self.lap.append((int(value["targets"]), *shape))
             self.tokens_seen += self.lap[-1][0]
             if self.config.loss.by_source:
                 self.by_source += np.stack([value["source_nll"], value["source_targets"]])
-            verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, step == repeated)
-            if verdict is not None:
+            verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, repeats)
+            if verdict is not None and verdict.message:
                 self.progress.message(verdict.message, style="yellow")
                 self.ending = verdict.message if verdict.stop else self.ending
             if value["skipped_in_row"] > limit:
@@ -243,30 +254,33 @@ class Loop:
         if log and window:
             self.record(*window[-1])
 
-    def compare(self, origins: Sequence[HostBatch]) -> int:
-        """A step whose tokens some process has read before, or 0. DataError: the processes do not read the same batches."""
-        repeated = [origin.step + 1 for origin in origins if self.repeats(origin)]
-        last = origins[-1] if origins else None
-        said = gather({"step": last and last.step + 1, "rows": last and last.digest, "repeated": max(repeated, default=0)})
+    def compare(self, origins: Sequence[HostBatch]) -> list[bool]:
+        """Of each batch whether its tokens were read before, elsewhere.
+
+        Raises:
+            DataError: the processes do not read the same batches.
+            UserError: one can't read its part of them.
+        """
+        last, error = origins[-1], next((origin.error for origin in origins if origin.error), None)
+        part = self.job.layout(last.step).identity
+        said = gather({"step": last.step + 1, "rows": last.digest, "part": part, "failed": error is not None})
+        if any(theirs["failed"] for theirs in said):
+            raise_together(error)
         for process, theirs in enumerate(said):
             if (theirs["step"], theirs["rows"]) != (said[0]["step"], said[0]["rows"]):
                 where = [f"rows {x['rows']} at step {x['step']}" for x in (theirs, said[0])]
                 mend = "Give all processes the same config and data, and go on from the last checkpoint"
                 raise DataError(f"process {process} reads {where[0]}, process 0 {where[1]}. {mend}.")
-        return max(theirs["repeated"] for theirs in said)
-
-    def repeats(self, origin: HostBatch) -> bool:
-        """Whether this host's tokens of a step are those of an earlier step, from another place; read again to be sure."""
-        earlier = self.guard.repeats(origin.content, origin.place, origin.step)
-        if earlier is None:
-            return False
-        first, second = (self.data.batch(step, self.job.layout(step).rows).arrays["targets"] for step in (earlier, origin.step))
-        return np.array_equal(first, second)
+        contents = gather_bytes(np.array([origin.content for origin in origins], np.uint64).view(np.uint8)).view(np.uint64)
+        of_parts = dict(zip((theirs["part"] for theirs in said), contents))  # a part may be on several hosts
+        whole = np.sum(list(of_parts.values()), axis=0, dtype=np.uint64).tolist()
+        return [self.guard.repeats(content, origin.place, origin.step) for content, origin in zip(whole, origins)]
 
     def record(self, origin: HostBatch, value: dict[str, Any]) -> None:
         """Writes one record: the numbers of this step, and the speed since the last record."""
         step = origin.step + 1
         seconds, (lap, self.lap) = self.clock.lap(), (self.lap, [])
+        waited, self.waited = self.waited, self.clock.seconds().get("data_wait", 0.0)
         peak_seconds = self.peak * jax.device_count() * seconds
         record = {name: value[name].item() for name in ("loss", "objective", "grad_norm", "learning_rate", "skipped")}
         record |= {name: value[name].item() for name in ("z", "loss_scale") if name in value}
@@ -280,6 +294,7 @@ class Loop:
             "tokens_per_second": sum(targets for targets, _, _ in lap) / seconds,
             "positions_per_second": sum(rows * length for _, rows, length in lap) / seconds,
             "step_seconds": seconds / len(lap),
+            "data_wait_seconds": (self.waited - waited) / len(lap),
             "mfu": sum(rows * length * self.flops[length].full for _, rows, length in lap) / peak_seconds,
             "mfu_causal": sum(rows * length * self.flops[length].causal for _, rows, length in lap) / peak_seconds,
         }
@@ -302,9 +317,21 @@ class Loop:
             return
         self.progress.phase(f"evaluating {name}")
         num_batches, num_tokens = (None, eval_set.num_tokens) if asked < 0 else (asked, None)
-        batches = (layout.to_global(batch.arrays) for batch in eval_set.iterate(layout.rows, num_batches))
+        host = eval_set.iterate(layout.part, num_batches)
+        if jax.process_count() > 1:
+            host = carry_errors(
+                host, range(min(num_batches or eval_set.num_batches, eval_set.num_batches)), lambda _: layout.part
+            )
+        errors: list[Exception] = []
+
+        def placed() -> Iterator[Batch]:
+            for batch in host:
+                errors.extend([batch.error] if batch.error else [])
+                yield layout.to_global(batch.arrays)
+            raise_together(errors[0] if errors else None)
+
         with self.clock.during("eval"):
-            result = evaluate(self.eval_step, state.params, batches, num_tokens, eval_set.text_bytes)
+            result = evaluate(self.eval_step, state.params, placed(), num_tokens, eval_set.text_bytes)
         if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
             self.best[name] = {"step": self.step, "nll": result["nll"]}
         for log in self.logs:
@@ -322,6 +349,8 @@ class Loop:
             "cursor": self.data.cursor_at(self.step),
             "start": self.data.start,
             "best": self.best,
+            "guard": self.guard.state(),
+            "ending": self.ending,
             "seed": self.config.seed,
             "config": to_yaml(self.config),
             "digests": tree_digests(state),

@@ -6,14 +6,16 @@ All jobs have four simulated devices in the same mesh, and train a tiny model on
 import fcntl
 import itertools
 import os
+import platform
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -63,14 +65,19 @@ def config(tmp_path_factory) -> Path:
 
 
 class Job:
-    """A run on `count` processes that can't get far unobserved: what process 0 says goes to a pipe that soon is full."""
+    """A run on `count` processes that can't get far unobserved: what process 0 says goes to a pipe that soon is full.
 
-    def __init__(self, config: Path, run_name: str, count: int, *overrides: str):
+    `devices` are those of each process, `own` the overrides of each.
+    """
+
+    def __init__(
+        self, config: Path, run_name: str, count: int, *overrides: str, devices: Sequence[int] = (), own: Sequence[str] = ()
+    ):
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
             port = listener.getsockname()[1]
         command = [sys.executable, "-m", "maxtrain.train", f"config={config}", f"run_name={run_name}"]
-        command += [f"mesh.simulated_devices={DEVICES // count}", "observe.compilation_cache=null", *overrides]
+        command += ["observe.compilation_cache=null", *overrides]
         cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
         names = [name for name in jax.config.values if name.startswith("jax_persistent_cache_min")]
         cache |= {name.upper(): str(jax.config.values[name]) for name in names}
@@ -80,7 +87,9 @@ class Job:
         self.processes, self.text = [], ""
         for index in range(count):
             job = [f"mesh.coordinator=localhost:{port}", f"mesh.num_processes={count}", f"mesh.process_id={index}"]
-            self.processes.append(subprocess.Popen([*command, *(job if count > 1 else ())], **pipes))
+            job = [*(job if count > 1 else ()), *own[index : index + 1]]
+            job.append(f"mesh.simulated_devices={devices[index] if devices else DEVICES // count}")
+            self.processes.append(subprocess.Popen([*command, *job], **pipes))
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             fcntl.fcntl(self.processes[0].stdout, fcntl.F_SETPIPE_SZ, 4096)
 
@@ -106,8 +115,8 @@ class Job:
             process.kill()
         assert self.processes[0].wait() == -signal.SIGKILL
 
-    def end(self) -> None:
-        """Every process ends by itself, and well: none waits for another in vain. One that hangs says where."""
+    def end(self, code: int = 0) -> list[str]:
+        """Every process ends by itself, with this code: none waits for another in vain. One that hangs says where."""
         deadline, outputs = time.monotonic() + SECONDS, []
         for process in self.processes:
             try:
@@ -117,7 +126,9 @@ class Job:
                 outputs.append(process.communicate()[0])
         self.text += outputs[0].decode()
         codes = [process.returncode for process in self.processes]
-        assert codes == [0] * len(codes), "\n".join([self.text, *(output.decode() for output in outputs[1:])])
+        said = [self.text, *(output.decode() for output in outputs[1:])]
+        assert codes == [code] * len(codes), "\n".join(said)
+        return said
 
 
 def trained(config: Path, run_name: str) -> tuple[list[tuple[int, str]], list[float], tuple[int, str]]:
@@ -168,3 +179,56 @@ def test_killed_and_resumed_on_other_numbers_of_processes(config, alone):
         job.end()
     assert "Goes on from step" in job.text
     assert_same(trained(config, "killed"), alone)
+
+
+def damaged_copy(data: Path, copy: Path) -> Path:
+    """A copy of a data set, with one bit changed in the tokens of its first shard."""
+    shutil.copytree(data, copy)
+    shard = copy / "tokens-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[5] ^= 1
+    shard.write_bytes(content)
+    return shard
+
+
+def test_what_one_process_alone_cannot_read_ends_all_of_them_with_its_name(config):
+    """A block that is damaged on one host only, met at step 4; then one of an evaluation set."""
+    folder, place = config.parent, f"process 1 on {platform.node()}: "
+    shard = damaged_copy(folder / "data-large", folder / "damaged")
+    stages = "data.stages=[{until: 3, weights: {small: 1}}, {weights: {large: 1}}]"
+    own = [f"data.sources.large.path={path}" for path in (folder / "data-large", shard.parent)]
+    with Job(config, "torn", 2, "steps=20", stages, "checkpoint_interval=1", own=own) as job:
+        outputs = job.end(65)
+    for output in outputs:
+        assert re.search(re.escape(f"error: {place}{shard}: bytes 0 to ") + r".*\(block 0\): expected crc32", output), output
+    batches, _, (step, _) = trained(config, "torn")
+    assert [number for number, _ in batches] == [1, 2, 3] and step == 3, "what came before it counts, and nothing after it"
+    (folder / "held.txt").write_text(" ".join(random.Random(1).choices(WORDS, k=300)))
+    assert prepare.main([str(folder / "held"), "--text", str(folder / "held.txt"), "--workers", "1"]) == 0
+    shard = damaged_copy(folder / "held", folder / "held-damaged")
+    sets = [f"eval.sets.held.path={path}" for path in (folder / "held", shard.parent)]
+    with Job(config, "torn-eval", 2, "steps=20", "eval_interval=4", own=sets) as job:
+        outputs = job.end(65)
+    for output in outputs:
+        assert re.search(re.escape(f"error: {place}{shard}: bytes 0 to ") + r".*\(block 0\): expected crc32", output), output
+    assert [r["step"] for r in read_metrics(folder / "runs" / "torn-eval")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("devices, mesh", [((1, 3), "mesh.data=4"), ((2, 2), "mesh.data=1"), ((1, 3), "mesh.data=2")])
+def test_uneven_rows_and_rows_on_several_hosts_give_the_same_run(config, devices, mesh):
+    """One process with a row of the devices, one with three; and a tensor axis across both, which then hold the same rows."""
+    axes = [
+        mesh,
+        "mesh.fsdp=1",
+        "mesh.tensor=-1",
+        "model.num_heads=4",
+        "model.num_kv_heads=4",
+        "model.vocab_size=260",
+        "steps=12",
+    ]
+    name = f"{devices}-{mesh[-1]}"
+    with Job(config, name, 2, *axes, devices=devices) as job:
+        job.end()
+    with Job(config, f"{name}-alone", 1, *axes) as job:
+        job.end()
+    assert_same(trained(config, name), trained(config, f"{name}-alone"))

@@ -8,10 +8,9 @@ import textwrap
 import threading
 
 import jax
-import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
+from maxtrain import signals
 from maxtrain.signals import StopRequest
 
 
@@ -51,7 +50,8 @@ def test_in_another_thread_signals_are_left_alone():
 def test_processes_agree_where_all_of_them_are_and_nowhere_else(monkeypatch, others, expected):
     asked = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: asked.append(bool(x)) or np.array(others))
+    said = [{"stop": other} for other in others]
+    monkeypatch.setattr(signals, "gather", lambda values, size: asked.append(values["stop"]) or said)
     with StopRequest() as stop:
         stop.name = "SIGTERM" if others[0] else ""
         assert not stop.agreed(False) and not asked

@@ -340,13 +340,27 @@ def test_a_batch_without_targets_is_an_error(config, without_targets, capsys):
 
 def test_or_it_ends_the_run_in_good_order(config, without_targets, capsys):
     assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
-    assert capsys.readouterr().out.count("the run stops here") == 2  # when it happens, and in the summary
+    printed = capsys.readouterr().out
+    assert printed.count("the run stops here") == 3  # when it happens, in the summary, and in the last line
+    early = "ENDED EARLY at step 3 of 6: step 3: the batch has 0 target tokens"
+    assert printed.splitlines()[-1].startswith(early) and "data.zero_weight=warn to go on" in printed.splitlines()[-1]
     assert Checkpoints(folder_of(config, "stop") / "checkpoints", CheckpointConfig()).latest() == 3
+    [record] = numbers(folder_of(config, "stop"), "end")
+    assert record["step"] == 3 and record["planned_steps"] == 6 and record["ending"].startswith("step 3: the batch has 0")
+    records = read_metrics(folder_of(config, "stop"))
+    assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
+    again = capsys.readouterr().out
+    assert "stop ended early, and would again. step 3: the batch has 0 target" in " ".join(again.split())
+    assert again.splitlines()[-1] == printed.splitlines()[-1] and read_metrics(folder_of(config, "stop")) == records
+    assert train(config, "stop", *without_targets, "data.zero_weight=warn") == 0
+    assert "ENDED EARLY" not in (on := capsys.readouterr().out) and "batches of 2 steps (data.zero_weight)" in on
+    assert [r["step"] for r in numbers(folder_of(config, "stop"))] == [1, 2, 3, 4, 5, 6]
 
 
 def test_or_it_is_told_and_changes_nothing(config, without_targets, capsys):
     assert train(config, "warn", *without_targets, "data.zero_weight=warn", "checkpoint_interval=1", "checkpoint.keep=9") == 0
-    assert "weights stay as they are (2 such steps)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "weights stay as they are (2 such steps)" in printed and "batches of 2 steps (data.zero_weight)" in printed
     assert [r["skipped"] for r in numbers(folder_of(config, "warn"))] == [0, 0, 1, 2, 2, 2]
 
 

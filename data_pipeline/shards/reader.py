@@ -68,7 +68,8 @@ class TokenShards:
         result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]
         self._files.expect(lambda: list(self._wanted_windows(starts, length)))
         for rows, at, number, first, size in self._parts(starts, length):
-            result[rows, at : at + size], which, offset = self._read(number, first, size)
+            result[rows, at : at + size] = self._read(number, first, size)
+            which, offset = self._begins(number, first, size)
             borders.append(rows[which] * length + at + offset)
         return result, np.concatenate(borders)
 
@@ -78,6 +79,14 @@ class TokenShards:
             yield number, ".bin", (first * self._files.itemsize).tolist(), tokens * self._files.itemsize
             if self.manifest.shards[number].targets is not None:
                 yield number, ".mask", (first // 8).tolist(), (tokens + 14) // 8
+
+    def borders(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Where documents begin in such windows, as `windows` says it; reads no token."""
+        borders = [np.empty(0, np.int64)]
+        for rows, at, number, first, size in self._parts(starts, length):
+            which, offset = self._begins(number, first, size)
+            borders.append(rows[which] * length + at + offset)
+        return np.concatenate(borders)
 
     def mask(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Which tokens of such windows are training targets, bool [n, length]: all, where a shard has no mask."""
@@ -156,16 +165,21 @@ class TokenShards:
         """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""
         return self._files.checked(number, ".idx")
 
-    def _read(self, number: int, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Windows inside one shard [n, length]; for each document that begins in one: which window, and where in it."""
-        index, size = self._index(number), self._files.itemsize
-        tokens = self._files.checked(number, ".bin", (starts * size).tolist(), length * size)
+    def _begins(self, number: int, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each document that begins in a window inside one shard: which window, and where in it."""
+        index = self._index(number)
         low, high = index.searchsorted(starts), index.searchsorted(starts + length)
         which = np.repeat(np.arange(len(starts)), high - low)
         nth = np.arange(which.size) - (np.cumsum(high - low) - (high - low))[which]
+        return which, index[low[which] + nth] - starts[which]
+
+    def _read(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
+        """Windows inside one shard, [n, length]."""
+        size = self._files.itemsize
+        tokens = self._files.checked(number, ".bin", (starts * size).tolist(), length * size)
         # All windows of the shard, overlapping; numpy's sliding_window_view takes longer than reading a row does.
         windows = np.ndarray((tokens.size - length + 1, length), tokens.dtype, tokens, strides=tokens.strides * 2)
-        return windows[starts], which, index[low[which] + nth] - starts[which]
+        return windows[starts]
 
     def _read_mask(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
         """The mask of windows inside one shard that has one, bool [n, length]."""

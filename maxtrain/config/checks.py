@@ -102,6 +102,7 @@ def _model(c: RunConfig) -> Iterator[str]:
         yield f"model.head_dim={m.head_dim} must be even (rotary pairs). {mend}."
     lengths = {"data.seq_length": c.data.seq_length}
     lengths |= {f"data.stages[{i}].seq_length": stage.seq_length for i, stage in enumerate(c.data.stages) if stage.seq_length}
+    lengths |= {"eval.seq_length": c.eval.seq_length} if c.eval.seq_length else {}
     for key, length in lengths.items():
         if length > m.max_length:
             mend = f"Set {key}={m.max_length} or less, or model.max_length={length}"

@@ -96,7 +96,9 @@ def unknown(path: str) -> str:
     if best[0] < 0.99 and leaf in MAXTEXT:
         ours, note = MAXTEXT[leaf]
         return f"{path} is a key of MaxText. Here {f'it is {ours}: ' if ours else ''}{note}."
-    right = [name for name, value in likely.items() if value == best]
+    dots = max(likely, key=likely.__getitem__).count(".")
+    near = [name for name, value in likely.items() if value[0] == best[0] and value[1] > best[1] - 0.1]
+    right = [name for name in near if name.count(".") == dots]  # more than one, if only the section is wrong
     section = f" {parts[0]}" if len(parts) > 1 and find(parts[0]) else ""
     mend = f"Did you mean {choices(right)}?" if best[0] > 0.78 else f"`--help{section}` lists those there are."
     return f"{path} is not a key. {mend}"

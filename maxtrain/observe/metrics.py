@@ -1,10 +1,12 @@
 """What a run measures, on disk and on the clock. No jax: every number comes in as an argument.
 
-RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train" or "eval"), `step` and numbers. Floats that JSON
-lacks are the strings "nan", "inf" and "-inf"; `read_metrics` gives them back as floats. Names that others rely on:
+RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval" or "end"), `step` and numbers. Floats that
+JSON lacks are the strings "nan", "inf" and "-inf"; `read_metrics` gives them back as floats. Names that others rely on:
 
-    train   loss (nats per token), learning_rate, tokens_per_second, mfu (0..1), step_seconds, tokens_seen (since step 0)
+    train   loss (nats per token), learning_rate, tokens_per_second, mfu (0..1), step_seconds, tokens_seen (since step 0),
+            data_wait_seconds (of each of step_seconds, how much it waited for its batch)
     eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated)
+    end     ending (why the run ends early), planned_steps
 """
 
 import contextlib
@@ -40,7 +42,7 @@ class MetricsLog:
         write_atomic(path, "".join(map(_line, kept)).encode())
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
-    def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval"] = "train") -> None:
+    def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train") -> None:
         """Write one record, of names to numbers (of Python, numpy or a jax array of one element), strings or None."""
         self._file.write(_line({"kind": kind, "step": step, **values}))
         self._file.flush()

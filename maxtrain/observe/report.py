@@ -108,7 +108,7 @@ def summary(
         records: of `read_metrics`; shown are the loss over steps, and the last evaluation of each set.
         seconds: wall time by cause, as `Stopwatch.seconds` gives it.
         comparison: a line to compare the evaluations with.
-        ending: why the run ended; empty if it did all its steps.
+        ending: what to say first: why the run ended, if not because it did all its steps; may be empty.
         made_by: a line about the machine and the versions.
         files: what is where.
     """

@@ -17,7 +17,7 @@ class TensorBoard:
         purge_step = resume_step + 1 if resume_step else None
         self._writer = tensorboardX.SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step, flush_secs=10)
 
-    def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval"] = "train") -> None:
+    def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train") -> None:
         """Write the numbers of one record; arguments as for `MetricsLog.append`."""
         prefix = f"{kind}/{values['set']}" if "set" in values else kind
         for name, value in values.items():

@@ -1,6 +1,7 @@
 """Processes of one job must be about to do the same thing: compared, not assumed, and with the names of those that differ."""
 
 import collections
+import functools
 import json
 import platform
 import time
@@ -10,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax._src import distributed  # the coordinator's key-value store has no public name
-from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import DataError, TryAgainError
+from data_pipeline.errors import DataError, StorageError, TryAgainError, UserError
 
 
 def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: float = 300.0) -> None:
@@ -69,13 +70,49 @@ def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
     return lines
 
 
-def gather(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What every process says, in their order: one collective of 256 bytes a process, for every few seconds.
+def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
+    """What every process says, in their order: one collective of `size` bytes a process, for every few seconds.
 
-    `values` are JSON, of at most 250 characters.
+    `values` are JSON, of at most `size` characters; `size` is the same in all processes.
     """
+    text = json.dumps(values).encode().ljust(size)
+    assert len(text) == size, text
+    return [json.loads(row.tobytes()) for row in gather_bytes(np.frombuffer(text, np.uint8))]
+
+
+def gather_bytes(mine: np.ndarray) -> np.ndarray:
+    """uint8 [processes, n] from the [n] of each; however many devices each has."""
     if jax.process_count() == 1:
-        return [dict(values)]
-    text = json.dumps(values).encode().ljust(256)
-    assert len(text) == 256, text
-    return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(np.frombuffer(text, np.uint8))]
+        return mine[None]
+    mesh, apart, replicate = _between_processes()
+    rows = jax.make_array_from_callback((jax.process_count(), *mine.shape), apart, lambda _: mine[None])
+    with jax.set_mesh(mesh):
+        return np.asarray(replicate(rows))
+
+
+@functools.cache
+def _between_processes() -> tuple[Mesh, NamedSharding, jax.stages.Wrapped]:
+    """A mesh of one device of each process, how a row of each lies there, and what gives all rows to all."""
+    firsts = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), "process")
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return mesh, NamedSharding(mesh, PartitionSpec("process")), jax.jit(lambda rows: rows, out_shardings=everywhere)
+
+
+def raise_together(error: Exception | None) -> None:
+    """Return if no process has an error; else all raise the same one, of the first that has, with its place and exit code.
+
+    For what one process alone finds out: if it raised alone, the others would wait for it in their next step.
+    """
+    known = isinstance(error, UserError)
+    code = error.exit_code if known else StorageError.exit_code if isinstance(error, OSError) else UserError.exit_code
+    mend = "" if known else " See its log, then run the same command again."
+    text = f"process {jax.process_index()} on {platform.node()}: {'' if known else type(error).__name__ + ': '}{error}{mend}"
+    said = [x for x in gather({"code": code if error else 0, "text": text[:600] if error else ""}, 4096) if x["code"]]
+    if not said:
+        return
+    if error and not isinstance(error, UserError | OSError):
+        raise error  # a bug of ours: with its traceback
+    together = UserError(said[0]["text"] + (f" ({len(said)} processes have errors.)" if len(said) > 1 else ""))
+    together.exit_code = said[0]["code"]
+    raise together from error

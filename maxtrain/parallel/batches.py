@@ -1,6 +1,7 @@
 """From this host's rows to global arrays on the mesh."""
 
 import collections
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -8,31 +9,41 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from data_pipeline.packing import Part
 from maxtrain.parallel.sharding import named_sharding
 
 
 class BatchLayout:
-    """Which rows of a global batch [batch_size, length] this host reads, and how they become global arrays.
+    """Which part of a global batch [batch_size, length] this host reads, and how it becomes global arrays.
 
-    Rows come from the sharding itself, so that uneven rows per host and a tensor axis across hosts (the same rows on
-    several of them) need no thought elsewhere.
+    The part comes from the sharding itself, so that uneven rows per host, rows that lie on several hosts and a tensor axis
+    across hosts (the same part on several of them) need no thought elsewhere. `identity` is alike for equal parts.
     """
 
     def __init__(self, mesh: Mesh, batch_size: int, length: int):
         self.shape = (batch_size, length)
         self.sharding: NamedSharding = named_sharding(mesh, ("activation_batch", "activation_length"), self.shape, "batch")
         self.by_row: NamedSharding = named_sharding(mesh, ("activation_batch",), self.shape[:1], "batch")
-        indices = self.sharding.addressable_devices_indices_map(self.shape).values()
-        self.rows = np.unique(np.concatenate([np.arange(batch_size)[index[0]] for index in indices if index]))
+        indices = [index for index in self.sharding.addressable_devices_indices_map(self.shape).values() if index]
+        rows = np.unique(np.concatenate([np.arange(batch_size)[index[0]] for index in indices]))
+        columns = [index[1].indices(length) for index in indices]
+        first, end = min(start for start, _, _ in columns), max(stop for _, stop, _ in columns)
+        self.part = Part(rows, slice(first, end))
+        self.identity = f"{zlib.crc32(rows.tobytes()):08x} {first} {end}"
 
     def to_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Global arrays [batch_size, length], or [batch_size], from this host's rows, in the order of `rows`."""
+        """Global arrays [batch_size, length], or [batch_size], from this host's part of them."""
+        rows, columns = self.part
 
         def one(local: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
                 wanted = np.arange(self.shape[0])[index[0]]
-                first = int(np.searchsorted(self.rows, wanted[0]))
-                return local[first : first + len(wanted), *index[1:]]
+                first = int(np.searchsorted(rows, wanted[0]))
+                of_rows = local[first : first + len(wanted)]
+                if local.ndim == 1:
+                    return of_rows
+                start, stop, _ = index[1].indices(self.shape[1])
+                return of_rows[:, start - columns.start : stop - columns.start]
 
             sharding = self.sharding if local.ndim == 2 else self.by_row
             return jax.make_array_from_callback(self.shape[: local.ndim], sharding, part)
@@ -43,8 +54,14 @@ class BatchLayout:
 def prefetch[T](items: Iterable[T], ahead: int) -> Iterator[T]:
     """The same items, taken `ahead` earlier than they are asked for, so that copies to the device overlap with steps."""
     waiting: collections.deque[T] = collections.deque()
-    for item in items:
-        waiting.append(item)
-        if len(waiting) > ahead:
-            yield waiting.popleft()
+    failure = None
+    try:
+        for item in items:
+            waiting.append(item)
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+    except Exception as error:  # comes after the items before it
+        failure = error
     yield from waiting
+    if failure:
+        raise failure

@@ -25,7 +25,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "norm": (),
     "layers": (),
     "activation_batch": ("data", "fsdp"),
-    "activation_length": (),
+    "activation_length": ("context",),
     "activation_embed": (),
 }
 

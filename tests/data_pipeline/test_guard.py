@@ -1,10 +1,15 @@
 """The guard: every invariant broken by hand gives a message with row, source, value and mend; a zero-weight batch is judged."""
 
+import json
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from data_pipeline import guard
 from data_pipeline.errors import DataError
-from data_pipeline.guard import BatchGuard, check_batch
+from data_pipeline.guard import BatchGuard, check_batch, checksum
 
 SHAPE = (3, 6)
 
@@ -89,9 +94,78 @@ def test_the_same_tokens_in_other_rows_are_found_and_the_same_rows_are_not():
     seen = [
         guard.repeats(content, place, step) for step, (content, place) in enumerate([(1, "a"), (2, "b"), (1, "a"), (2, "c")])
     ]
-    assert seen == [None, None, None, 1]
+    assert seen == [False, False, False, True]
     for content in range(10, 3000):  # long ago is forgotten
-        assert guard.repeats(content, str(content), content) is None
-    assert guard.repeats(1, "z", 3000) is None and guard.repeats(2999, "z", 3001) == 2999
+        assert not guard.repeats(content, str(content), content)
+    assert not guard.repeats(1, "z", 3000) and guard.repeats(2999, "z", 3001)
     with pytest.raises(DataError, match=r"step 5: its tokens are those of an earlier batch of other rows"):
         guard.observe(5, 40, 0, ONE, True)
+
+
+def test_warnings_come_with_growing_gaps():
+    guard = BatchGuard("warn")
+    verdicts = [guard.observe(step, 0, 0, ONE, False) for step in range(1, 101)]
+    assert not any(verdict.stop for verdict in verdicts) and guard.found == 100
+    told = [step for step, verdict in enumerate(verdicts, 1) if verdict.message]
+    assert told == [1, 2, 3, 4, 8, 16, 32, 64] and "(64 such steps)" in verdicts[63].message
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=30), st.data())
+def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(steps, data):
+    def judge(guard, numbered):
+        return [
+            guard.observe(step, targets, 0, ONE, guard.repeats(content << 60, f"place {step % 3}", step))
+            for step, (targets, content) in numbered
+        ]
+
+    numbered, options = list(enumerate(steps)), ("warn", 0.5, 1.0, 4)
+    stop = data.draw(st.integers(0, len(steps)))
+    whole, first, second = (BatchGuard(*options) for _ in range(3))
+    expected, before = judge(whole, numbered), judge(first, numbered[:stop])
+    second.restore(json.loads(json.dumps(first.state())))
+    assert before + judge(second, numbered[stop:]) == expected and second.state() == whole.state()
+
+
+def test_the_state_of_a_guard_is_small():
+    guard = BatchGuard("warn", patience=1000)
+    for step in range(5000):
+        guard.repeats(step * 2**50, f"{step * 2**45:016x}", step)
+        guard.observe(step, step % 40 / 3, 0, ONE, False)
+    assert len(json.dumps(guard.state())) < 15_000 + 22 * 1000
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(["inputs", "targets", "segment_ids", "positions", "loss_mask"]), st.data())
+def test_the_quick_look_never_misses_what_the_slow_one_finds(name, data):
+    """Whatever value at whatever place, of whole rows and of columns from `first` on."""
+    first = data.draw(st.sampled_from([0, 3]))
+    batch = {key: np.ascontiguousarray(array[:2, :6]) for key, array in good().items()}
+    batch["segment_ids"][1] = [1, 2, 2, 2, 3, 4] if data.draw(st.booleans()) else [1, 1, 1, 0, 0, 0]
+    batch["loss_mask"][1] = batch["segment_ids"][1] > 0
+    values = [np.nan, np.inf, -1.0, -0.0, 0.5] if name == "loss_mask" else [-1, -(2**31), 0, 1, 2, 3, 4, 5, 9, 10, 2**31 - 1]
+    batch[name][data.draw(st.integers(0, 1)), data.draw(st.integers(0, 5))] = data.draw(st.sampled_from(values))
+    broken = any(wrong.any() for _, _, wrong, _ in guard._invariants(batch, 10, first))
+    assert not (broken and guard._sound(batch, 10, first))
+    if broken:
+        with pytest.raises(DataError, match=r"position \d+: "):
+            check_batch(batch, 10, str, first)
+    else:
+        check_batch(batch, 10, str, first)
+    assert guard._sound({key: array[:1] for key, array in good().items()}, 10, 0), "mostly quick"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 12), st.data())
+def test_checksums_of_parts_sum_to_that_of_the_batch(rows, length, data):
+    targets = np.random.default_rng(0).integers(0, 2**31, (rows, length)).astype(np.int32)
+    whole = checksum(targets, np.arange(rows), 0)
+    of_host, cut = np.array(data.draw(st.lists(st.booleans(), min_size=rows, max_size=rows))), data.draw(st.integers(0, length))
+    parts = [(which, first, end) for which in (of_host, ~of_host) for first, end in ((0, cut), (cut, length))]
+    sums = [checksum(targets[which, first:end], np.flatnonzero(which), first) for which, first, end in parts]
+    assert sum(sums) % 2**64 == whole < 2**64
+    row, column = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, length - 1))
+    targets[row, column] ^= 1 << data.draw(st.integers(0, 30))
+    assert checksum(targets, np.arange(rows), 0) != whole
+    swapped = np.roll(targets, 1, axis=data.draw(st.integers(0, 1)))
+    assert (checksum(swapped, np.arange(rows), 0) == checksum(targets, np.arange(rows), 0)) == np.array_equal(swapped, targets)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.loader import open_evaluation, open_training, require_one_tokenizer
+from data_pipeline.packing import Part
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
 
@@ -70,7 +71,7 @@ def test_hosts_read_their_rows_of_one_batch(config):
     data = open_training(config, seed=3, steps=50)
     whole = data.batch(11)
     for rows in ([0, 1, 2], [5, 3], [4], []):
-        part = data.batch(11, np.array(rows, np.int64))
+        part = data.batch(11, Part(np.array(rows, np.int64)))
         for name, array in part.arrays.items():
             np.testing.assert_array_equal(array, whole.arrays[name][rows])
 
@@ -83,7 +84,7 @@ def test_pickled_data_gives_the_same_batches(config):
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_stream_is_the_same_for_any_number_of_workers(config, workers):
     data = open_training(dataclasses.replace(config, workers=workers), seed=3, steps=50)
-    rows = np.array([4, 0, 3])
+    rows = Part(np.array([4, 0, 3]))
     for start, stop in ((0, 9), (17, 23)) if workers < 2 else ((17, 23),):
         stream = list(data.iterate(start, rows, stop))
         assert [batch.step for batch in stream] == list(range(start, stop))
@@ -154,7 +155,7 @@ def test_evaluation_sees_every_token_exactly_once(corpora, config, name, batch_s
 
 def test_evaluation_streams_by_host(corpora, config):
     data = open_evaluation(corpora["web"], config, batch_size=5)
-    rows = np.array([1, 4])
+    rows = Part(np.array([1, 4]))
     stream = list(data.iterate(rows))
     assert len(stream) == data.num_batches and [batch.step for batch in data.iterate(num_batches=3)] == [0, 1, 2]
     for number, batch in enumerate(stream):
@@ -177,7 +178,7 @@ def test_from_a_cursor_batches_are_those_of_the_new_plan(config, step):
         fresh = {tuple(row) for row in np.stack(rows).T.tolist()}
         assert len(fresh) == 4 and not fresh & seen, "a row came twice"
         seen |= fresh
-        expected = [after.batch(batch.step, np.array([i])).arrays["inputs"][0] for i in range(4)]
+        expected = [after.batch(batch.step, Part(np.array([i]))).arrays["inputs"][0] for i in range(4)]
         np.testing.assert_array_equal(batch.arrays["inputs"], expected)
         names = [after.plan.names[source] for source in rows.source]
         assert batch.arrays["targets"].shape == (4, 32) and set(names) <= {"web", "code"}
@@ -193,7 +194,9 @@ def test_rows_of_whole_documents_are_read_alike_by_hosts_workers_and_evaluation(
     data = open_training(config, seed=3, steps=40)
     assert all(f"{name}: " in data.describe() for name in data.plan.names) and "documents" in data.describe()
     whole = data.batch(5)
-    np.testing.assert_array_equal(data.batch(5, {6: np.array([4, 1])}).arrays["inputs"], whole.arrays["inputs"][[4, 1]])
+    np.testing.assert_array_equal(
+        data.batch(5, {(6, 64): Part(np.array([4, 1]))}).arrays["inputs"], whole.arrays["inputs"][[4, 1]]
+    )
     assert_same(pickle.loads(pickle.dumps(data)).batch(5), whole)
     assert_same(next(iter(data.iterate(5))), whole)
     for name in corpora:

@@ -184,3 +184,26 @@ def test_a_document_has_the_same_inputs_targets_and_positions_as_in_the_stream(t
     stream["inputs"][0, [0, 3, 7]] = END  # where documents of `write` end with tokens of their own
     for name, expected in stream.items():
         assert rows[name].tolist() == expected.tolist(), name
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.tuples(layouts, masked_shards, policies), min_size=1, max_size=2), st.integers(1, 20),
+    st.sampled_from(["stream", "bins", "pad"]), st.booleans(), st.booleans(), st.data(),
+)  # fmt: skip
+def test_some_columns_are_those_of_the_whole_rows(tmp_path_factory, content, length, packing, restart, across, data):
+    shards = [write(tmp_path_factory.mktemp("shards"), layout, eod, masked) for layout, masked, eod in content]
+    source = np.array(data.draw(st.lists(st.integers(0, len(shards) - 1), min_size=1, max_size=4)))
+    row = np.array(data.draw(st.lists(st.integers(-1, 9), min_size=source.size, max_size=source.size)))
+    first = data.draw(st.integers(0, length - 1))
+    columns = slice(first, data.draw(st.integers(first + 1, length)))
+    if packing == "stream":
+        count = np.array(data.draw(st.lists(st.integers(0, length), min_size=source.size, max_size=source.size)))
+        given, read = (Windows(source, row, count),), pack
+    else:
+        bins = [open_bins(reader, length, packing, "truncate") for reader in shards]
+        given, read = (bins, source, row), pack_documents
+    whole, part = (read(shards, *given, length, restart, across, c) for c in (slice(None), columns))
+    for name, array in part.items():
+        assert array.flags.c_contiguous
+        np.testing.assert_array_equal(array, whole[name][:, columns], err_msg=name, strict=True)

@@ -21,7 +21,7 @@ def mesh_of(*shape):
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_global_arrays_are_the_hosts_rows_split_over_data_and_fsdp(shape):
     layout = BatchLayout(mesh_of(*shape), ROWS, LENGTH)
-    np.testing.assert_array_equal(layout.rows, np.arange(ROWS))  # one process holds them all
+    np.testing.assert_array_equal(layout.part.rows, np.arange(ROWS))  # one process holds them all
     host = {
         "inputs": np.arange(ROWS * LENGTH, dtype=np.int32).reshape(ROWS, LENGTH),
         "loss_mask": np.random.default_rng(0).random((ROWS, LENGTH), np.float32),
@@ -68,8 +68,8 @@ def test_each_process_reads_the_rows_of_its_devices_and_puts_them_there(monkeypa
     made = []
     monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: made.append(args) or jax.numpy.zeros(()))
     layout = BatchLayout(mesh_of(*shape), ROWS, LENGTH)
-    np.testing.assert_array_equal(layout.rows, list(rows))
-    layout.to_global({"inputs": whole[layout.rows], "source": layout.rows})
+    np.testing.assert_array_equal(layout.part.rows, list(rows))
+    layout.to_global({"inputs": whole[layout.part.rows], "source": layout.part.rows})
     for (shape, sharding, part), expected in zip(made, (whole, np.arange(ROWS)), strict=True):
         for index in sharding.addressable_devices_indices_map(shape).values():
             np.testing.assert_array_equal(part(index), expected[index])
@@ -104,6 +104,6 @@ def test_prefetch_passes_errors_on_after_what_came_before_them():
         raise OSError("no more")
 
     items = prefetch(source(), 1)
-    assert next(items) == 1
+    assert [next(items), next(items)] == [1, 2]
     with pytest.raises(OSError, match="no more"):
         next(items)

@@ -37,7 +37,7 @@ def result(tiny, held_out, rows, shape, num_batches=None, num_tokens="all"):
     parts = tiny.parts(shape)
     data = open_evaluation(held_out, DataConfig(seq_length=tiny.length, batch_size=rows), rows)
     layout = BatchLayout(parts.mesh, rows, tiny.length)
-    batches = (layout.to_global(batch.arrays) for batch in data.iterate(layout.rows, num_batches))
+    batches = (layout.to_global(batch.arrays) for batch in data.iterate(layout.part, num_batches))
     with jax.set_mesh(parts.mesh):
         step, params = make_eval_step(parts.graphdef, next_token()), parts.new_state().params
         values = evaluate(step, params, batches, data.num_tokens if num_tokens == "all" else num_tokens, data.text_bytes)
