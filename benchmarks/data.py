@@ -6,31 +6,27 @@ Makes shards of random tokens (documents of 600 tokens on average) in a temporar
 of it fits in the page cache. The process is pinned to one core. Every figure is the median of several runs.
 """
 
-import argparse
 import dataclasses
 import itertools
 import multiprocessing
-import os
-import platform
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 
 import grain
 import numpy as np
 from grain.experimental import FirstFitPackIterDataset
 
+from benchmarks import one_core
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.loader import TrainingData, open_training
 from data_pipeline.plan import Plan, PlanSource
 from data_pipeline.shards import TOKENIZER, Manifest, ShardWriter, TokenShards
 from data_pipeline.tokenizer import CharTokenizer
 
-RESULTS = Path(__file__).parent / "results" / "data.md"
 VOCAB_SIZE = 32_000
 ROWS = (  # packing, rows, tokens in a row
     *(("stream", rows, length) for rows, length in ((8, 4096), (64, 4096), (32, 512), (12, 64))),
@@ -177,18 +173,6 @@ def plan_milliseconds() -> float:
     return 1e3 * median_seconds(lambda: plan.rows(10**12, 10**12 + 4096))
 
 
-def machine() -> str:
-    """Processor and versions, one line."""
-    info = Path("/proc/cpuinfo")
-    names = (
-        [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
-    versions = ", ".join(f"{name} {version(name)}" for name in ("numpy", "grain"))
-    return f"{names[0] if names else platform.processor()}, Python {platform.python_version()}, {versions}"
-
-
 def report() -> str:
     """Measure everything; Markdown."""
     lines = [
@@ -220,21 +204,7 @@ def report() -> str:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.data", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.parent.name}/{RESULTS.name}")
-    arguments = parser.parse_args()
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    load = os.getloadavg()[0]
-    table = report()
-    print(table)
-    if arguments.write:
-        RESULTS.parent.mkdir(exist_ok=True)
-        command = "python -m benchmarks.data --write"
-        runs = f"Medians of {REPEATS} runs inside one `{command}`"
-        alone = f"{os.cpu_count()} cores with a load average of {load:.1f} before it began (above 0: not alone)"
-        text = f"# Loading\n\nOne core of {machine()}.\n{runs}; {alone}.\n\n{table}\n"
-        RESULTS.write_text(text)
+    one_core.run("data", "Loading", __doc__ or "", report, ("numpy", "grain"), f"{REPEATS} runs")
 
 
 if __name__ == "__main__":

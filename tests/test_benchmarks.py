@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from benchmarks import balance, data, train_step
+from benchmarks import balance, data, one_core, prepare, train_step
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -31,7 +31,7 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
     for name, value in small.items():
         monkeypatch.setattr(data, name, value)
     monkeypatch.setattr(data, "ROWS", (("stream", 2, 512), ("bins", 2, 512), ("pad", 2, 512)))
-    monkeypatch.setattr(data.os, "sched_setaffinity", lambda *_: None, raising=False)
+    monkeypatch.setattr(one_core.os, "sched_setaffinity", lambda *_: None, raising=False)
     monkeypatch.setattr("sys.argv", ["data"])
     data.main()
     shown = capsys.readouterr().out
@@ -45,6 +45,27 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
         "MiB",
     ):
         assert what in shown
+
+
+def test_prepare_prints_its_ratio_to_the_bare_loop(monkeypatch, capsys, tmp_path):
+    for name, value in {"ENTRIES": 300, "INPUT_BYTES": 20_000, "REPEATS": 1}.items():
+        monkeypatch.setattr(prepare, name, value)
+    monkeypatch.setattr(prepare.tempfile, "gettempdir", lambda: str(tmp_path))
+    library = prepare.python_stdlib("", prepare.Options())[:3]
+    monkeypatch.setattr(prepare, "python_stdlib", lambda *_: library)
+    monkeypatch.setattr(one_core.os, "sched_setaffinity", lambda *_: None, raising=False)
+    monkeypatch.setattr(one_core, "__file__", str(tmp_path / "one_core.py"))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr("sys.argv", ["prepare", "--write"])
+    prepare.main()
+    shown = capsys.readouterr().out
+    assert "| `tokenizers` in a bare loop |" in shown and "| `prepare --dedupe` |" in shown and "BPE of 300 entries" in shown
+    written = (tmp_path / "results" / "prepare.md").read_text()
+    assert (
+        written.startswith("# Preparing\n\nOne core of ")
+        and "python -m benchmarks.prepare --write" in written
+        and shown in written
+    )
 
 
 def test_balance_prints_a_row_for_each_way():
