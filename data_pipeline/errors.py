@@ -33,6 +33,12 @@ class DivergedError(UserError):
     exit_code = 70
 
 
+class DifferentError(UserError):
+    """Numbers that should be the same bit for bit are not."""
+
+    exit_code = 70
+
+
 class StorageError(UserError):
     """Reading or writing files failed, or no usable checkpoint is left."""
 

@@ -12,6 +12,8 @@ VERBS = {
     "prepare": "text to token shards: prepare OUT --text GLOB",
     "plan": "what a run would read, and when: plan config=NAME key=value ...",
     "train": "token shards to a model: train config=NAME key=value ...",
+    "replay": "steps of a run again, bit for bit: replay RUN --steps A:B",
+    "compare": "where two runs part: compare RUN RUN",
     "generate": "a model to text: generate RUN --prompt TEXT",
 }
 
@@ -40,6 +42,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from maxtrain import generate
 
         return generate.main(rest, "maxtrain generate")
+    if verb == "replay":
+        from maxtrain import replay
+
+        return replay.main(rest, "maxtrain replay")
+    if verb == "compare":
+        from maxtrain import compare
+
+        return compare.main(rest, "maxtrain compare")
     if verb in ("help", "--help", "-h", "--version"):
         verbs = "\n".join(f"  {name:<9} {about}" for name, about in VERBS.items())
         usage = f"usage: maxtrain VERB ...\n\n{verbs}\n\n`maxtrain VERB --help` says more."

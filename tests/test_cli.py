@@ -49,7 +49,7 @@ def test_help_needs_no_jax(argv, part):
     ("argv", "code", "message"),
     [
         (["trian", "config=quickstart"], 64, "maxtrain: 'trian' is not a verb. Did you mean train?"),
-        (["brew"], 64, "Use one of prepare, plan, train, generate."),
+        (["brew"], 64, "Use one of prepare, plan, train, "),
         (["prepare"], 64, "--help"),
         (["train"], 64, "Add config=NAME"),
         (["train", "config=quickstart", "stepz=3"], 78, "steps"),

@@ -199,6 +199,12 @@ def latest_record(directory: Path) -> dict[str, Any] | None:
     return _read_record(directory.expanduser() / f"{complete[-1]:08d}") if complete else None
 
 
+def saved_records(directory: Path) -> dict[int, dict[str, Any]]:
+    """The records of all complete checkpoints below a directory by step, ascending; StorageError: one can't be read."""
+    complete = [step for step, defect in _survey(directory.expanduser()).items() if not defect]
+    return {step: _read_record(directory.expanduser() / f"{step:08d}") for step in complete}
+
+
 def _read_record(path: Path) -> dict[str, Any]:
     with _as_storage_error(f"reading {path}", "Check the file's permissions."):
         return json.loads((path / "record.json").read_bytes())

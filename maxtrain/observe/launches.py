@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import yaml
 
 import maxtrain
-from maxtrain.config import RunConfig, leaves
+from maxtrain.config import RunConfig, to_yaml
 
 FILE_NAME = "launches.jsonl"
 _PACKAGES = ("maxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
@@ -25,7 +26,11 @@ _FLAGS = re.compile(
     r"XLA_FLAGS|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|TF_CUDNN_\w+|NCCL_(ALGO|PROTO)"
     r"|JAX_(?!COORDINATOR|NUM_PROCESSES|PROCESS_ID|COMPILATION_CACHE|PERSISTENT_CACHE)\w+"
 )
-_OF_EVERY_LAUNCH = ("time", "step", "command", "config.run_name", "config.output_dir")  # which say nothing about numbers
+# What says nothing about the numbers of training.
+_APART = re.compile(
+    r"time|step|command|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps|(eval|observe)\..*"
+    r"|checkpoint\.(?!init_from).*|mesh\.(coordinator|num_processes|process_id)|data\.(workers|prefetch|accept_changes))"
+)
 
 
 def launch_record(asked: RunConfig, mesh: jax.sharding.Mesh, data: str, step: int) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def launch_record(asked: RunConfig, mesh: jax.sharding.Mesh, data: str, step: in
         "determinism": asked.determinism,
         "seed": asked.seed,
         "data": data,
-        "config": leaves(asked),
+        "config": to_yaml(asked),
     }
 
 
@@ -75,10 +80,10 @@ def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | Non
     return next((launch for launch in reversed(launches) if launch["step"] < step), None)
 
 
-def launch_differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """What is not the same in two launches: both values by dotted path."""
-    a, b = _flat(ours), _flat(theirs)
-    names = [name for name in a | b if name not in _OF_EVERY_LAUNCH and not name.startswith("config.observe.")]
+def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """What is not the same in two launches and may change numbers: both values by dotted path."""
+    a, b = (_flat(launch | {"config": yaml.safe_load(launch["config"])}) if launch else {} for launch in (ours, theirs))
+    names = [name for name in a | b if not _APART.fullmatch(name)]
     values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names}
     return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
 

@@ -71,6 +71,11 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return records
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of records are the same bit for bit; NaNs are alike."""
+    return a.hex() == b.hex() if isinstance(a, float) and isinstance(b, float) else a == b
+
+
 def _line(record: Mapping[str, Any]) -> str:
     return json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
 

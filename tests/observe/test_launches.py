@@ -6,8 +6,10 @@ import subprocess
 
 import jax
 import pytest
+import yaml
 
-from maxtrain.config.schema import MeshConfig, RunConfig
+from maxtrain.config import to_yaml
+from maxtrain.config.schema import MeshConfig, ObserveConfig, OptimizerConfig, RunConfig
 from maxtrain.observe.launches import (
     append_launch,
     describe_launch,
@@ -35,7 +37,7 @@ def test_a_record_says_what_makes_numbers(record):
     assert record["flags"].get("XLA_FLAGS") == "--xla_cpu_enable_fast_math=false" and "JAX_PROCESS_ID" not in record["flags"]
     assert record["devices"]["count"] == 8 and record["mesh"]["fsdp"] == 4 and record["processes"] == 1
     assert (record["determinism"], record["seed"], record["kernels"]) == ("full", 7, {"attention": "xla"})
-    assert record["config"]["model.attention"] == "xla"
+    assert yaml.safe_load(record["config"])["model"]["attention"] == "xla"
     assert record["devices"]["kind"] in describe_launch(record) and "determinism full" in describe_launch(record)
 
 
@@ -57,7 +59,8 @@ def test_differences_are_those_that_may_change_numbers(record):
         "flags": {**record["flags"], "XLA_FLAGS": ""},
         "git": "other",
     }
-    other["config"] = record["config"] | {"optimizer.beta1": "0.5", "observe.plot": "False", "run_name": "b"}
+    config = RunConfig(seed=7, determinism="full", run_name="b", log_interval=3, observe=ObserveConfig(plot=False))
+    other["config"] = to_yaml(dataclasses.replace(config, optimizer=OptimizerConfig(beta1=0.5)))
     found = launch_differences(record, other)
     assert set(found) == {"versions.jax", "flags.XLA_FLAGS", "git", "config.optimizer.beta1"}
     assert found["versions.jax"] == (jax.__version__, "0.0.1") and found["flags.XLA_FLAGS"][1] == ""

@@ -1,0 +1,107 @@
+"""`maxtrain compare RUN RUN`: where the numbers of two runs part, and what was not the same about them. Starts no device."""
+
+import argparse
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from data_pipeline.errors import DataError, DifferentError, run_command
+from maxtrain.checkpoint.manager import saved_records
+from maxtrain.observe.launches import launch_differences, read_launches
+from maxtrain.observe.metrics import read_metrics, same
+
+_OF_THE_CLOCK = re.compile(r".*second.*|mfu\w*|kind|step|set")
+_MOST = 12  # names of arrays that are shown
+
+
+class Field(NamedTuple):
+    """One number of the records: how often both runs have it, and how they differ."""
+
+    name: str  # with the evaluation set in front
+    compared: int
+    different: int
+    first: tuple[int, Any, Any] | None  # step and both values
+    largest: float  # difference of finite numbers
+
+
+def compare_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[Field]:
+    """The numbers that two runs have in common, of the steps that both have recorded."""
+    a, b = ({(r["kind"], r.get("set", ""), r["step"]): r for r in records} for records in (ours, theirs))
+    pairs: dict[str, list[tuple[int, Any, Any]]] = {}
+    for key in sorted(a.keys() & b.keys(), key=lambda key: (key[0] != "train", *key[1:])):
+        for name in a[key]:
+            if name in b[key] and not _OF_THE_CLOCK.fullmatch(name):
+                pairs.setdefault(f"{key[1]} {name}".strip(), []).append((key[2], a[key][name], b[key][name]))
+    return [_field(name, values) for name, values in pairs.items()]
+
+
+def _field(name: str, values: list[tuple[int, Any, Any]]) -> Field:
+    different = [value for value in values if not same(*value[1:])]
+    numbers = [abs(x - y) for _, x, y in different if isinstance(x, int | float) and isinstance(y, int | float)]
+    largest = max(filter(math.isfinite, numbers), default=math.nan)
+    return Field(name, len(values), len(different), different[0] if different else None, largest)
+
+
+def compare_arrays(ours: dict[int, dict], theirs: dict[int, dict]) -> tuple[int, int, list[str]]:
+    """The newest step that both runs have saved with digests (0: none), its number of arrays, and those that differ."""
+    a, b = ({step: record["digests"] for step, record in saved.items() if "digests" in record} for saved in (ours, theirs))
+    step = max(a.keys() & b.keys(), default=0)
+    x, y = a.get(step, {}), b.get(step, {})
+    return step, len(x | y), [name for name in x | y if x.get(name) != y.get(name)]
+
+
+def compare(ours: Path, theirs: Path, console: Console) -> None:
+    """Prints what is the same in two runs and what is not.
+
+    Raises:
+        DifferentError: numbers of the same step differ. DataError: no step has records in both.
+    """
+    fields = compare_records(read_metrics(ours), read_metrics(theirs))
+    if not fields:
+        mend = "Compare two runs that have gone through the same steps, with log_interval in common"
+        raise DataError(f"{ours} and {theirs} have no records of the same step. {mend}.")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("number", "compared", "different", "first at", str(ours), str(theirs), "largest"):
+        table.add_column(head, justify="left" if head == "number" else "right", overflow="fold")
+    for field in sorted(fields, key=lambda field: field.first[0] if field.first else math.inf):
+        step, x, y = (f"step {field.first[0]:,}", *map(str, field.first[1:])) if field.first else ("-", "-", "-")
+        largest = f"{field.largest:.3g}" if math.isfinite(field.largest) else "-"
+        table.add_row(field.name, f"{field.compared:,}", f"{field.different:,}", step, x, y, largest)
+    console.print(table)
+    step, arrays, names = compare_arrays(*(saved_records(run / "checkpoints") for run in (ours, theirs)))
+    if step:
+        listed = ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST:,} more" if len(names) > _MOST else "")
+        words = f"{len(names):,} of {arrays:,} arrays differ: {listed}" if names else f"all {arrays:,} arrays are the same"
+        console.print(Text(f"checkpoints of step {step:,}: {words}"))
+    else:
+        console.print(Text("checkpoints: none of the same step, with digests, in both"))
+    launches = [read_launches(run) for run in (ours, theirs)]
+    if all(launches):
+        differences = launch_differences(launches[0][-1], launches[1][-1])
+        lines = [f"{name}: {x} and {y}" for name, (x, y) in differences.items()]
+        console.print(
+            Text("\n".join(["the last launches differ in", *(f"  {line}" for line in lines)]) if lines else "launched alike")
+        )
+    first = min((field.first[0] for field in fields if field.first), default=step if names else 0)
+    if first:
+        rule = f"the numbers of {ours} and {theirs} are not the same from step {first:,} on"
+        raise DifferentError(f"{rule}. Replay {first - 1:,}:{first:,} of each with `maxtrain replay` to see which one repeats.")
+    console.print(Text(f"The same bit for bit: {sum(field.compared for field in fields):,} numbers.", "green"))
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Runs the command; the exit code: 0 for the same, 70 for different."""
+    parser = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs=2, metavar="RUN", help="folder of a run, such as runs/quickstart")
+
+    def job() -> None:
+        ours, theirs = parser.parse_args(argv).runs
+        compare(ours, theirs, Console(highlight=False))
+
+    return run_command(job, resumes=False)

@@ -1,0 +1,210 @@
+"""`maxtrain replay RUN --steps A:B`: steps of a run again, compared with what it wrote down, bit for bit.
+
+Goes from the newest checkpoint of step A or before (else from the initial state) to step B: every number that the run's
+records have for these steps, hashes of batch and parameters among them, and every array of the checkpoints it comes past. It
+writes nothing into the run's folder.
+"""
+
+import argparse
+import dataclasses
+import math
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from data_pipeline.errors import DataError, DifferentError, UsageError, run_command
+from maxtrain.checkpoint.manager import Checkpoints, saved_records
+from maxtrain.config import RunConfig
+from maxtrain.config.load import load_config
+from maxtrain.job import Job, open_job
+from maxtrain.observe.launches import launch_differences, launch_of, launch_record, read_launches
+from maxtrain.observe.metrics import read_metrics, same
+from maxtrain.ops.digest import digests, hash_text, tree_digests
+from maxtrain.training.state import TrainState
+
+
+@dataclasses.dataclass
+class Findings:
+    """What was compared, and what was not the same; steps as in records, counted from 1."""
+
+    numbers: int = 0  # compared
+    arrays: int = 0  # compared
+    fields: dict[int, dict[str, tuple[Any, Any]]] = dataclasses.field(default_factory=dict)  # recorded and now, by step
+    leaves: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # not as they were when that step was saved
+    damaged: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # not what the checkpoint says it holds
+
+    def compare(self, step: int, recorded: dict[str, Any], now: dict[str, Any]) -> None:
+        """The numbers that a record and a step have in common."""
+        common = [name for name in now if name in recorded]
+        self.numbers += len(common)
+        different = {name: (recorded[name], now[name]) for name in common if not same(recorded[name], now[name])}
+        if different:
+            self.fields[step] = different
+
+    def first(self) -> int:
+        """The first step at which anything differs; 0: none does."""
+        return min((*self.fields, *self.leaves), default=0)
+
+
+def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) -> str:
+    """Replays the steps after `first` up to `end`; a line about what is the same.
+
+    Raises:
+        DifferentError: something differs; says what, where first, and what the likely cause is.
+        DataError: nothing could be compared. UsageError: the run does not have these steps.
+    """
+    records = {record["step"]: record for record in read_metrics(folder) if record["kind"] == "train"}
+    if not 0 <= first < end <= max(records, default=0):
+        known = f"0 to {max(records):,}" if records else "none"
+        raise UsageError(f"--steps={first}:{end}: {folder} has steps {known}. Use A:B with 0 <= A < B, both among these.")
+    saved = {step: record for step, record in saved_records(folder / "checkpoints").items() if step <= end}
+    begin = max((step for step in saved if step <= first), default=0)
+    saved = {step: record for step, record in saved.items() if step >= begin}
+    launches = read_launches(folder)
+    launch = _one_launch(launches, begin, end)
+    config = _config(folder, launch, overrides)
+    # Other data is replayed as well, so that the first batch that differs can be named.
+    accepting = dataclasses.replace(config, data=dataclasses.replace(config.data, accept_changes=True))
+    job = open_job(accepting, saved.get(begin))
+    findings = Findings()
+    with jax.set_mesh(job.mesh):
+        state = _start(job, folder, begin, saved, findings)
+        now = launch_record(config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin)
+        _go(job, state, begin, end, records, saved, findings)
+    if not findings.numbers:
+        mend = "Replay up to a step that has a record: multiples of its log_interval"
+        raise DataError(f"--steps={first}:{end}: {folder} has no record of a step after {begin:,} up to {end:,}. {mend}.")
+    differences = launch_differences(launch, now) if launch else {}
+    if findings.first() or findings.damaged:
+        raise DifferentError(_verdict(folder, begin, findings, differences))
+    others = "".join(f"\n  although {line}" for line in _lines(differences))
+    what = f"{findings.numbers:,} numbers" + (f" and {findings.arrays:,} arrays" if findings.arrays else "")
+    return f"{folder}: steps {begin + 1:,} to {end:,} again: {what} compared, all the same bit for bit.{others}"
+
+
+def _one_launch(launches: list[dict[str, Any]], begin: int, end: int) -> dict[str, Any] | None:
+    """The launch that made all these steps, or one like it; UsageError: launches with different settings made them."""
+    made = [launch_of(launches, step) for step in range(begin + 1, end + 1)]
+    for step, launch in enumerate(made, begin + 1):
+        changed = launch_differences(made[0], launch) if made[0] and launch and launch is not made[0] else {}
+        if settings := [name.removeprefix("config.") for name in changed if name.startswith("config.")]:
+            rule = f"from step {step:,} on the run had another {', '.join(settings)}"
+            raise UsageError(f"--steps up to {end}: {rule}. Replay up to step {step - 1:,}, and then from a checkpoint on.")
+    return made[0]
+
+
+def _config(folder: Path, launch: dict[str, Any] | None, overrides: Sequence[str]) -> RunConfig:
+    """The config of a launch; runs without a record of it have that of the last one."""
+    if launch is None:
+        return load_config([f"config={folder / 'config.yaml'}", *overrides])
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "config.yaml")
+        path.write_text(launch["config"], encoding="utf-8")
+        return load_config([f"config={path}", *overrides])
+
+
+def _start(job: Job, folder: Path, begin: int, saved: dict[int, dict[str, Any]], findings: Findings) -> TrainState:
+    """The state to begin with; on the way to it, every checkpoint of the window is held against its own digests."""
+    checkpoints, state = Checkpoints(folder / "checkpoints", job.config.checkpoint), job.abstract
+    for step, record in sorted(saved.items(), reverse=True):
+        del state  # one at a time in memory
+        state, _ = checkpoints.restore(job.abstract, step)
+        found = tree_digests(state)
+        if wrong := [name for name, digest in record.get("digests", {}).items() if found.get(name) != digest]:
+            findings.damaged[step] = wrong
+    checkpoints.close()
+    return state if begin in saved else job.initial_state()
+
+
+def _go(
+    job: Job,
+    state: TrainState,
+    begin: int,
+    end: int,
+    records: dict[int, dict[str, Any]],
+    saved: dict[int, dict[str, Any]],
+    findings: Findings,
+) -> None:
+    """The steps themselves."""
+    if "params_hash" in records.get(begin, {}):
+        findings.compare(begin, records[begin], {"params_hash": hash_text(digests(state.params))})
+    step = job.make_step()
+    for batch, origin in job.batches(begin, end):
+        state, metrics = step(state, batch)
+        done = origin.step + 1
+        if done in records:
+            values = jax.device_get(metrics | job.hashes(state, batch))
+            now = {name: value.item() for name, value in values.items() if value.ndim == 0} | {"batch": origin.digest}
+            now |= {name: hash_text(words) for name, words in values.items() if name.endswith("_hash")}
+            findings.compare(done, records[done], now)
+        if then := saved.get(done, {}).get("digests"):
+            found = tree_digests(state)
+            findings.arrays += len(then)
+            if wrong := [name for name in then | found if then.get(name) != found.get(name)]:
+                findings.leaves[done] = wrong
+
+
+def _verdict(folder: Path, begin: int, findings: Findings, differences: dict[str, tuple[str, str]]) -> str:
+    """What differs, where first, and why that may be."""
+    lines, first = [], findings.first()
+    for step, names in sorted(findings.damaged.items()):
+        lines.append(f"the checkpoint of step {step:,} does not hold what was saved: {_names(names)}")
+    if first:
+        lines.append(f"step {first:,} is the first that differs, of {len(findings.fields):,}")
+        for name, (then, now) in findings.fields.get(first, {}).items():
+            lines.append(f"  {name}: {_exact(then)} then, {_exact(now)} now")
+    for step, names in sorted(findings.leaves.items())[:1]:
+        lines.append(f"arrays that are not those saved at step {step:,}: {_names(names)}")
+    different = findings.fields.get(first, {})
+    if findings.damaged:
+        bad = min(findings.damaged)
+        cause = "a damaged file or memory"
+        mend = f"Remove {folder / 'checkpoints' / f'{bad:08d}'}, so that nothing goes on from it"
+    elif first == begin and begin:
+        cause, mend = "the checkpoint is not of this run, or its record is", "Replay from another checkpoint"
+    elif "batch" in different or "data" in differences:
+        cause, mend = "other data: another manifest, or other settings of it", "Bring back the data that the run has read"
+    elif "batch_hash" in different:
+        cause, mend = "the same rows hold other tokens", "Run `prepare verify` on the sources"
+    elif differences:
+        cause, mend = "what is listed here is not as it was", "Replay with what the run had"
+    else:
+        cause = "nothing that is on record has changed, so a program that does not repeat, or a device that computes wrongly"
+        mend = "Replay again: another result each time is the former; train with determinism=full"
+    lines += [f"the launch had {line}" for line in _lines(differences)]
+    text = "".join(f"\n  {line}" for line in lines)
+    return f"{folder}, from step {begin:,}: not the same as it was.{text}\n  likely cause: {cause}. {mend}."
+
+
+def _lines(differences: dict[str, tuple[str, str]]) -> list[str]:
+    return [f"{name} {then}, and now it is {now}" for name, (then, now) in differences.items()]
+
+
+def _names(names: Sequence[str], most: int = 8) -> str:
+    names = sorted(names, key=lambda name: (not name.startswith("params."), name))
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def _exact(value: Any) -> str:
+    return f"{value!r} ({value.hex()})" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Runs the command; the exit code: 0 for the same, 70 for different."""
+    parser = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run, such as runs/quickstart")
+    parser.add_argument("--steps", required=True, metavar="A:B", help="from after step A up to step B")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of this machine, such as data.workers=0")
+
+    def job() -> None:
+        arguments = parser.parse_intermixed_args(argv)
+        window = re.fullmatch(r"(\d+):(\d+)", arguments.steps)
+        if not window:
+            raise UsageError(f"--steps={arguments.steps} must be two whole numbers. Use for example --steps 100:200.")
+        print(replay(arguments.run, int(window[1]), int(window[2]), arguments.overrides))
+
+    return run_command(job, resumes=False)

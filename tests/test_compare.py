@@ -1,0 +1,88 @@
+"""Two runs side by side: where their records, arrays and launches part. Runs are made up; no device is started."""
+
+import json
+
+import pytest
+
+from maxtrain import compare
+from maxtrain.config import to_yaml
+from maxtrain.config.schema import OptimizerConfig, RunConfig
+from maxtrain.observe.metrics import MetricsLog
+
+
+def launch(config, jax="1.0"):
+    return {"step": 0, "time": "now", "versions": {"jax": jax}, "seed": 0, "config": to_yaml(config)}
+
+
+def make_run(folder, losses, *, launched=None, digests=None, nlls=(), seconds=1.0):
+    log = MetricsLog(folder)
+    for step, loss in losses.items():
+        log.append(step, {"loss": loss, "batch": f"b{step}", "step_seconds": seconds})
+    for step, nll in enumerate(nlls, 1):
+        log.append(step, {"set": "heldout", "nll": nll}, "eval")
+    log.close()
+    if launched:
+        (folder / "launches.jsonl").write_text(json.dumps(launched) + "\n")
+    for step, leaves in (digests or {}).items():
+        path = folder / "checkpoints" / f"{step:08d}"
+        path.mkdir(parents=True)
+        (path / "record.json").write_text(json.dumps({"step": step, "digests": leaves}))
+        (path / "commit.json").write_text(json.dumps({"format": 1, "step": step, "files": {}}))
+    return folder
+
+
+def compared(a, b, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    code = compare.main([str(a), str(b)])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+@pytest.fixture
+def one(tmp_path):
+    arrays = {4: {"params.a": "00", "params.b": "11"}, 8: {"params.a": "22"}}
+    return make_run(tmp_path / "one", {s: 1 / s for s in range(1, 9)}, launched=launch(RunConfig()), digests=arrays, nlls=[2.0])
+
+
+def test_the_same_run_is_the_same_but_for_the_clock(one, tmp_path, capsys, monkeypatch):
+    losses = {s: 1 / s for s in range(2, 11)}  # more steps, and records of others
+    arrays = {4: {"params.a": "00", "params.b": "11"}}
+    config = RunConfig(run_name="two", log_interval=1)
+    other = make_run(tmp_path / "two", losses, launched=launch(config), digests=arrays, nlls=[2.0], seconds=3.0)
+    code, text = compared(one, other, capsys, monkeypatch)
+    assert code == 0 and "The same bit for bit: 15 numbers." in text and "launched alike" in text
+    assert "checkpoints of step 4: all 2 arrays are the same" in text and "seconds" not in text
+
+
+def test_the_first_step_of_each_number_that_differs(one, tmp_path, capsys, monkeypatch):
+    losses = {s: 1 / s + (s == 7) * 0.5 + (s == 5) * 2**-53 for s in range(1, 9)}
+    arrays = {4: {"params.a": "00", "params.b": "12", "params.c": "33"}}
+    config = RunConfig(optimizer=OptimizerConfig(beta1=0.5))
+    other = make_run(tmp_path / "two", losses, launched=launch(config, "2.0"), digests=arrays, nlls=[2.5])
+    code, text = compared(one, other, capsys, monkeypatch)
+    assert code == 70
+    lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
+    assert lines["loss"] == ["loss", "8", "2", "step", "5", "0.2", "0.20000000000000012", "0.5"]
+    assert lines["heldout nll"][2:] == ["1", "1", "step", "1", "2.0", "2.5", "0.5"]
+    assert lines["batch"] == ["batch", "8", "0", "-", "-", "-", "-"]
+    assert "checkpoints of step 4: 2 of 3 arrays differ: params.b, params.c" in text
+    assert "versions.jax: 1.0 and 2.0" in text and "config.optimizer.beta1: 0.9 and 0.5" in text
+    assert "are not the same from step 1 on. Replay 0:1 of each with `maxtrain replay` to see which one repeats." in text
+
+
+def test_arrays_alone_may_differ(one, tmp_path, capsys, monkeypatch):
+    other = make_run(tmp_path / "two", {8: 1 / 8}, digests={8: {"params.a": "23"}})
+    code, text = compared(one, other, capsys, monkeypatch)
+    assert code == 70 and "1 of 1 arrays differ: params.a" in text and "from step 8 on" in text
+
+
+@pytest.mark.parametrize("losses", [{}, {20: 1.0}])
+def test_runs_without_a_step_in_common_are_refused(one, tmp_path, capsys, monkeypatch, losses):
+    code, text = compared(one, make_run(tmp_path / "two", losses), capsys, monkeypatch)
+    assert code == 65 and "have no records of the same step. Compare two runs that have gone through the same steps" in text
+
+
+def test_not_a_number_is_like_another(one, tmp_path, capsys, monkeypatch):
+    a, b = (make_run(tmp_path / name, {1: float("nan"), 2: float("inf")}) for name in "ab")
+    assert compared(a, b, capsys, monkeypatch)[0] == 0
+    assert compared(a, make_run(tmp_path / "c", {1: float("nan"), 2: 1.0}), capsys, monkeypatch)[0] == 70
