@@ -37,6 +37,15 @@ class StageConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CorruptionConfig:
+    """Input tokens of training rows that are replaced, while the targets stay; see corruption.py."""
+
+    rate: float = key(0.0, "expected share of input tokens that are replaced; 0: none", low=0, high=0.99)
+    span: float = key(1.0, "mean tokens in a replaced span; 1: tokens one by one", low=1, high=1000)
+    token_id: int | None = key(None, "id to replace with; null: random ids", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class DataConfig:
     """What the model reads, in which order, and what is checked on the way."""
 

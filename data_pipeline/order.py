@@ -48,7 +48,7 @@ def round_keys(seed: int, uid: str, epoch: int) -> np.ndarray:
     return np.frombuffer(digest, "<u8")
 
 
-def _splitmix64(x: np.ndarray) -> np.ndarray:
+def splitmix64(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -69,7 +69,7 @@ def permute(position: np.ndarray, length: np.ndarray, keys: np.ndarray) -> np.nd
     while todo.size:
         left, right = x >> half, x & mask
         for key in keys:
-            left, right = right, left ^ (_splitmix64(right ^ key) & mask)
+            left, right = right, left ^ (splitmix64(right ^ key) & mask)
         x = (left << half) | right
         result[todo] = x
         outside = np.flatnonzero(x >= bound)
