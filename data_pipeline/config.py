@@ -65,6 +65,7 @@ class DataConfig:
     )
     attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
+    corruption: CorruptionConfig = key(CorruptionConfig(), "what is done to the inputs, for regularisation")
     zero_weight: Literal["raise", "stop", "warn"] = key(
         "raise", "what to do about a batch without a target, with too few of them, too many empty rows, or repeated tokens"
     )

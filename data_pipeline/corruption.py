@@ -60,14 +60,18 @@ def corrupted(seeds: np.ndarray, rows: np.ndarray, length: int, config: Corrupti
 
 
 def corrupt(
-    inputs: np.ndarray, seeds: np.ndarray, rows: np.ndarray, config: CorruptionConfig, vocab_size: int, keep: np.ndarray
-) -> None:
-    """Replaces input ids int32 [b, T], in place, but for those where `keep`, bool [b, T]: begin marks and padding."""
-    where = corrupted(seeds, rows, inputs.shape[1], config) & ~keep
+    inputs: np.ndarray, seeds: np.ndarray, rows: np.ndarray, length: int, columns: slice, config: CorruptionConfig,
+    vocab_size: int, keep: np.ndarray,
+) -> None:  # fmt: skip
+    """Replaces input ids int32 [b, t], in place, but for those where `keep`, bool [b, t]: begin marks and padding.
+
+    They are `columns` of rows of `length` tokens; seeds and rows as in `corrupted`.
+    """
+    where = corrupted(seeds, rows, length, config)[:, columns] & ~keep
     if config.token_id is not None:
         inputs[where] = config.token_id
     else:
-        inputs[where] = (_uniform(seeds, rows, inputs.shape[1], 2) * vocab_size).astype(np.int32)[where]
+        inputs[where] = (_uniform(seeds, rows, length, 2)[:, columns] * vocab_size).astype(np.int32)[where]
 
 
 def _uniform(seeds: np.ndarray, rows: np.ndarray, length: int, stream: int) -> np.ndarray:

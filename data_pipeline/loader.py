@@ -5,6 +5,7 @@ grain's own iterator state is never needed: `iterate(start_step)` begins anywher
 reads a set exactly once, in order, with rows of zero weight to fill its last batch.
 """
 
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -20,6 +21,7 @@ from grain import experimental
 from data_pipeline.bins import Bins, open_bins
 from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig
+from data_pipeline.corruption import corrupt, row_seed
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch, checksum
 from data_pipeline.packing import Part, Windows, count_rows, pack, pack_documents, phase
@@ -138,7 +140,8 @@ class TrainingData(_Dataset):
         restart = config.restart_positions or config.attend_across_documents  # then every row has one segment
         cut = any(rows.skipped or rows.truncated for of_length in self.bins.values() for rows in of_length)
         rows = (config.packing, cut and config.on_long, restart, config.attend_across_documents)
-        content = (self.plan.fingerprint_at(step), *rows)
+        corruption = dataclasses.astuple(config.corruption) if config.corruption.rate else ()
+        content = (self.plan.fingerprint_at(step), *rows, *corruption)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     def cursor_at(self, step: int) -> dict[str, Any]:
@@ -164,7 +167,19 @@ class TrainingData(_Dataset):
         parts = [self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS] for b in blocks]
         *batch, phases = np.concatenate(parts, axis=1)
         part = part[span.batch_size, span.seq_length] if isinstance(part, dict) else part
-        return self._read(step, Rows(*batch), phases, part, self.plan.names, span.seq_length)
+        result = self._read(step, Rows(*batch), phases, part, self.plan.names, span.seq_length)
+        if self.config.corruption.rate:
+            self._corrupt(result.arrays, Rows(*batch), part or Part(np.arange(span.batch_size)), span.seq_length)
+        return result
+
+    def _corrupt(self, arrays: dict[str, np.ndarray], batch: Rows, part: Part, length: int) -> None:
+        """Replaces inputs of this part of the batch, in place; padding and the marks between documents stay."""
+        source, epoch, row = (of_all[part.rows] for of_all in batch)
+        pairs = zip(source.tolist(), epoch.tolist())
+        seeds = np.array([row_seed(self.plan.seed, self.shards[s].uid, e) for s, e in pairs], np.uint64)
+        eod = self.shards[0].manifest.tokenizer["special_ids"]["eod"]
+        keep = (arrays["segment_ids"] == 0) | (arrays["inputs"] == (-1 if eod is None else eod))
+        corrupt(arrays["inputs"], seeds, row, length, part.columns, self.config.corruption, self.vocab_size, keep)
 
     def iterate(self, start_step: int, part: Parts = None, stop_step: int | None = None) -> Iterator[Batch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
@@ -246,6 +261,10 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
     shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
     if shards:
         require_one_tokenizer({f"data.sources.{name}": s.manifest for name, s in shards.items()})
+        size, token = next(iter(shards.values())).vocab_size, config.corruption.token_id
+        if token is not None and token >= size:
+            rule = f"must be below {size}, the entries of the data's tokenizer"
+            raise ConfigError(f"data.corruption.token_id={token} {rule}. Set it to an id of the tokenizer, or to null.")
     start = Cursor(**cursor) if cursor else None
     lengths = {config.seq_length, *(stage.seq_length or config.seq_length for stage in config.stages)}
     ordered = [shards[name] for name in sorted(shards)]

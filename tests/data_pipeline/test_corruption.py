@@ -64,9 +64,12 @@ def test_only_inputs_that_may_be_are_replaced_by_random_ids_or_the_given_one():
     seeds, rows = np.full(200, row_seed(0, "uid", 0), np.uint64), np.arange(200)
     for token_id in (None, 7):
         config, inputs = CorruptionConfig(rate=0.4, token_id=token_id), before.copy()
-        corrupt(inputs, seeds, rows, config, 50, keep)
+        corrupt(inputs, seeds, rows, 64, slice(None), config, 50, keep)
         where = corrupted(seeds, rows, 64, config)
         assert np.array_equal(inputs[keep | ~where], before[keep | ~where])
+        half = before[:, 20:41].copy()
+        corrupt(half, seeds, rows, 64, slice(20, 41), config, 50, keep[:, 20:41])
+        assert np.array_equal(half, inputs[:, 20:41])  # a host that reads only some columns
         replaced = inputs[where & ~keep]
         if token_id is None:
             assert set(replaced.tolist()) == set(range(50)) and abs(replaced.mean() - 24.5) < 1

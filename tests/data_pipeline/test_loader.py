@@ -11,7 +11,7 @@ from absl import flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.config import DataConfig, SourceConfig
+from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.loader import open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.packing import Part
@@ -258,3 +258,35 @@ def test_an_evaluation_set_without_targets_is_refused(tmp_path, config):
     ones = write(tmp_path / "ones", 1, [1, 1], eod="none")
     with pytest.raises(DataError, match=r"has no target tokens\. Prepare it from longer documents"):
         open_evaluation(ones, config, 2)
+
+
+@pytest.mark.parametrize("packing", ["stream", "bins"])
+def test_corrupted_inputs_are_a_function_of_the_row_alone(corpora, config, packing):
+    """Any part of a batch, worker and other batch size the same; targets as they were; evaluation untouched."""
+    clean = dataclasses.replace(config, packing=packing, on_long="truncate")
+    noisy = dataclasses.replace(clean, corruption=CorruptionConfig(rate=0.3, span=2.0))
+    before, after = (open_training(c, seed=3, steps=30) for c in (clean, noisy))
+    twice = open_training(dataclasses.replace(noisy, batch_size=12), seed=3, steps=15)
+    changed, real = 0, 0
+    for step in range(30):
+        ours, theirs = after.batch(step).arrays, before.batch(step).arrays
+        assert all(np.array_equal(ours[name], theirs[name]) for name in ours if name != "inputs")
+        kept = (theirs["segment_ids"] == 0) | (theirs["inputs"] == TOKENIZER.eod_id)
+        assert np.array_equal(ours["inputs"][kept], theirs["inputs"][kept])
+        changed, real = changed + (ours["inputs"] != theirs["inputs"]).sum(), real + (~kept).sum()
+        part = after.batch(step, Part(np.array([4, 1]), slice(8, 20))).arrays["inputs"]
+        assert np.array_equal(part, ours["inputs"][[4, 1], 8:20])
+        rows = slice(0, 6) if step % 2 == 0 else slice(6, 12)
+        assert np.array_equal(twice.batch(step // 2).arrays["inputs"][rows], ours["inputs"])
+    assert 0.25 < changed / real < 0.32  # a random id may be the one that was there
+    for first, second in zip(after.iterate(3), pickle.loads(pickle.dumps(after)).iterate(3)):
+        assert_same(first, second)
+    assert after.fingerprint_at(0) != before.fingerprint_at(0)
+    held_out = [open_evaluation(corpora["web"], c, 4).batch(0).arrays["inputs"] for c in (clean, noisy)]
+    assert np.array_equal(*held_out)
+
+
+def test_an_id_to_corrupt_with_is_one_of_the_tokenizer(config):
+    wrong = dataclasses.replace(config, corruption=CorruptionConfig(rate=0.1, token_id=9999))
+    with pytest.raises(ConfigError, match=r"data.corruption.token_id=9999 must be below 257.* or to null"):
+        open_training(wrong, seed=0, steps=5)
