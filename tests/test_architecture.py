@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CORE = ("data_pipeline", "maxtrain")
+MAIN_JOB = "maxtrain.train"
 CODE = (*CORE, "configs", "benchmarks")
 
 # A room is a package or module with everything below it; "maxtrain" itself stands for its __init__.py only.
@@ -46,7 +47,7 @@ ROOMS_WITHOUT_JAX = ("data_pipeline", "maxtrain.config", "configs")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_CORE_LINES = 11_900  # still an afternoon's reading: raise it only with a feature that is worth it
+MAX_CORE_LINES = 11_000  # of what a training run imports: an afternoon's reading; raise it only for a feature worth that
 
 # Calls that touch a device, the environment, the file system, the terminal or another package's settings.
 EFFECTS = re.compile(
@@ -301,7 +302,13 @@ def too_long(project: Project) -> list[str]:
 
 
 def core_too_large(project: Project) -> list[str]:
-    sizes = {m.path: len(m.text.splitlines()) for m in project.modules.values() if m.name.startswith(CORE)}
+    """The core is what the main job imports, directly or not. Importers, tools and other jobs are read one by one."""
+    core, todo = set(), [MAIN_JOB]
+    while todo:
+        if (name := todo.pop()) in project.modules and name not in core:
+            core.add(name)
+            todo += [name.rpartition(".")[0], *(target for _, target in project.own_imports(project.modules[name]))]
+    sizes = {project.modules[name].path: len(project.modules[name].text.splitlines()) for name in core}
     if sum(sizes.values()) <= MAX_CORE_LINES:
         return []
     largest = ", ".join(f"{path} {sizes[path]}" for path in sorted(sizes, key=sizes.get, reverse=True)[:5])
@@ -418,7 +425,12 @@ BROKEN = [
     (effects_at_import, {"maxtrain/train.py": "def f(): ...\nf()"}, "move it into a function"),
     (too_long, {"tests/test_a.py": "\n" * 501}, "Split it"),
     (too_long, {"maxtrain/train.py": LONG}, "f has 81 lines"),
-    (core_too_large, {f"maxtrain/ops/a{i}.py": "\n" * 480 for i in range(MAX_CORE_LINES // 480 + 1)}, "Remove what repeats"),
+    (
+        core_too_large,
+        {f"maxtrain/ops/a{i}.py": f"import maxtrain.ops.a{i + 1}\n" + "\n" * 480 for i in range(MAX_CORE_LINES // 480 + 1)}
+        | {"maxtrain/train.py": "from maxtrain.ops import a0"},
+        "Remove what repeats",
+    ),
     (unasserted_tests, {"tests/ops/test_a.py": "def test_it():\n    print(1)"}, "test_it asserts nothing"),
     (forbidden_text, {"docs/a.md": "cd /ho" + "me/me/maxtrain"}, "relative to the repository"),
     (forbidden_text, {"a.toml": "<<<<" + "<<< HEAD"}, "resolve it"),
