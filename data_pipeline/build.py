@@ -9,7 +9,7 @@ import functools
 import itertools
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from data_pipeline.dedupe import DUPLICATE, Digests, compare
 from data_pipeline.errors import DataError
+from data_pipeline.remote import RemotePath, read_ranges
 from data_pipeline.runner import Job, Run, Tasks
 from data_pipeline.shards import ATTEMPT, TOKENIZER, Manifest, ShardEntry, ShardWriter, move_into, token_dtype, write_atomic
 from data_pipeline.sources import FORMATS
@@ -126,15 +127,16 @@ def _digest_unit(digests: Digests, unit: Unit, on_bad: str) -> None:
 
 
 def encode_unit(
-    record: Path, unit: Unit, directory: Path, tokenizer: tuple[str, int | None], eod: str, on_bad: str,
-    digests: Digests | None = None,
+    record: Path | RemotePath, unit: Unit, directory: Path | RemotePath, tokenizer: tuple[str, int | None], eod: str,
+    on_bad: str, digests: Digests | None = None,
 ) -> None:  # fmt: skip
     """Write the shard of a unit, unless it has no text, and after it the unit's record; both are named by its number.
 
     `tokenizer`: sha256 and eod_id of the one in the directory. `digests`: see `usable`.
     """
     worker = _tokenizer(directory / TOKENIZER, *tokenizer)
-    with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=record.parent) as name:  # of this attempt: there may be another
+    beside = record.parent if isinstance(record, Path) else None  # None: where the system keeps temporary files
+    with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=beside) as name:  # of this attempt: there may be another
         own, shards, problems = Path(name), [], {}
         writer = ShardWriter(own, f"tokens-{record.stem}", worker.vocab_size)
         try:
@@ -179,7 +181,7 @@ def _encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.nd
 
 
 @functools.lru_cache(maxsize=1)  # a worker has many units of one build
-def _tokenizer(path: Path, sha256: str, eod_id: int | None) -> Tokenizer:
+def _tokenizer(path: Path | RemotePath, sha256: str, eod_id: int | None) -> Tokenizer:
     tokenizer = load_tokenizer(path)
     assert tokenizer.sha256 == sha256
     tokenizer.eod_id = eod_id
@@ -193,8 +195,8 @@ def _work(run: Run, job: Job, tasks: Tasks, seen: Callable[[int], None]) -> None
 
 
 def build_part(
-    directory: Path, work: Path, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str, run: Run,
-    seen: Callable[[int], None], digests: Digests | None = None, **origin: Any,
+    directory: Path | RemotePath, work: Path | RemotePath, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str,
+    run: Run, seen: Callable[[int], None], digests: Digests | None = None, **origin: Any,
 ) -> int:  # fmt: skip
     """Build one directory of shards, or go on with one: shards and, last, the manifest; `work` has records of finished units.
 
@@ -217,19 +219,25 @@ def build_part(
     seen(sum(map(unit_bytes, units)) - sum(unit_bytes(task[1]) for task in todo))
     _work(run, encode_unit, todo, seen)
     problems: Problems = {}
-    built = [json.loads(record.read_bytes()) for record in names]
+    built = [json.loads(content) for content in _read_all(names)]
     for kind, entry in (item for record in built for item in record["problems"].items()):
         _count(problems, kind, **entry)
     shards = tuple(ShardEntry(**entry) for record in built for entry in record["shards"])
     if not shards:
         mend = "Give other input, or no --dedupe" if DUPLICATE in problems else "Give other input"
         raise DataError(f"{directory}: the input holds no text at all ({describe_problems(problems)}). {mend}.")
-    now = sum(shard["tokens"] for task in todo for shard in json.loads(task[0].read_bytes())["shards"])
+    now = sum(shard["tokens"] for name, record in zip(names, built) if name not in done for shard in record["shards"])
     special_ids, size = {"eod": tokenizer.eod_id}, tokenizer.vocab_size
     identity = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": size, "special_ids": special_ids}
     text_bytes = sum(record["text_bytes"] for record in built)
     Manifest(identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin).save(directory)
     return now
+
+
+def _read_all(files: Sequence[Path | RemotePath]) -> list[bytes]:
+    """The contents of files; those behind URLs at the same time."""
+    here = [file.read_bytes() for file in files if isinstance(file, Path)]
+    return here or read_ranges([(file, 0, None) for file in files if isinstance(file, RemotePath)])
 
 
 def describe_problems(problems: Problems) -> str:

@@ -26,8 +26,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from data_pipeline.build import Unit, build_part, find_duplicates, make_units, train_tokenizer, unit_bytes
+from data_pipeline.cache import Cache
+from data_pipeline.config import CACHE
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
+from data_pipeline.remote import RemotePath, is_url, place
 from data_pipeline.report import describe_row, row_arrays, summary
 from data_pipeline.runner import RUNNERS, Run, open_runner
 from data_pipeline.shards import ATTEMPT, MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
@@ -39,6 +42,7 @@ _PROGRAM = "python -m data_pipeline.prepare"
 _EXAMPLES = "examples:\n" + "".join(f"  {_PROGRAM} OUT {format.example}\n" for format in FORMATS.values())
 _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} OUT --text 'books/**/*.txt' --runner ray --runner-options address=auto
+  {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'       or gs://, or any URL of fsspec
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask, in colour
@@ -78,7 +82,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         description="Turn text into token shards for training.",
     )  # fmt: skip
     add = parser.add_argument
-    add("out", metavar="OUT", type=Path, help="directory to make; with --holdout it gets the folders train and eval")
+    add("out", metavar="OUT", type=place, help="directory or URL to make; with --holdout it gets the folders train and eval")
     for format in FORMATS.values():
         many: dict[str, Any] = {"metavar": format.metavar, "nargs": "+", "action": "extend"}
         once = {"action": "store_const", "const": [""]}
@@ -109,6 +113,7 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     add("--runner", choices=RUNNERS, default="local", help="ray: on all machines of a Ray cluster, or of one begun here")
     many = {"metavar": "KEY=VALUE", "nargs": "+", "action": "extend", "default": []}
     add("--runner-options", help="of --runner ray: arguments of ray.init, such as address=auto or num_cpus=8", **many)
+    add("--cache", metavar="DIR", default=CACHE, help="of URLs: this host's folder for what is fetched (default: %(default)s)")
     add("--overwrite", action="store_true", help="replace an output of other input or settings")
     arguments = parser.parse_args(argv)
     if arguments.holdout is not None and not 0 < arguments.holdout < 1:
@@ -128,7 +133,9 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         raise UsageError(f"--tokenizer {arguments.tokenizer}: bpe takes its number of entries, such as bpe:4096.")
     words = []
     for name, value in vars(arguments).items():
-        if name not in ("out", "workers", "runner", "runner_options", "overwrite") and value != parser.get_default(name):
+        if name not in ("out", "workers", "runner", "runner_options", "cache", "overwrite") and value != parser.get_default(
+            name
+        ):
             values = [] if value is True else value if isinstance(value, list) else [str(value)]
             words += [f"--{name.replace('_', '-')}", *filter(None, values)]
     return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
@@ -157,10 +164,10 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         tokenizer=spec, special=special, chat_template=arguments.chat_template, chat_date=arguments.chat_date
     )
     found = [(name, format.find(value, options)) for name, format in FORMATS.items() for value in _values(arguments, name)]
-    own = os.path.join(os.path.abspath(arguments.out), "")  # a glob may find the output of an earlier run
+    own = f"{_absolute(str(arguments.out))}/"  # a glob may find the output of an earlier run
     sources, pieces = [], {}
     for kind, candidates in found:
-        paths = {os.path.abspath(piece.path): piece for piece in candidates}
+        paths = {_absolute(piece.path): piece for piece in candidates}
         fresh = {path: piece for path, piece in paths.items() if path not in pieces and not path.startswith(own)}
         names = "".join(f"{piece.name}\0{piece.size}\0" for piece in fresh.values()).encode(errors="surrogateescape")
         size, digest = unit_bytes(list(fresh.values())), hashlib.sha256(names).hexdigest()
@@ -174,6 +181,10 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     settings |= {"chat_template": max(templates)} if templates else {}
     parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
     return _Request(parts, {"sources": sources, "settings": settings, "command": command}, tokenizer)
+
+
+def _absolute(path: str) -> str:
+    return path if is_url(path) else os.path.abspath(path)
 
 
 def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list[Piece]]:
@@ -206,24 +217,29 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
     request, out = _request(arguments, command), arguments.out
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
-    out.mkdir(parents=True, exist_ok=True)
-    lock = os.open(out, os.O_RDONLY)
+    wanted = _wanted(out, request)
+    scratch = _scratch(out, wanted, arguments.cache)
+    for folder in (out, scratch):
+        folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(out if isinstance(out, Path) else scratch, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _make_way(out, request, arguments.overwrite)
+        _make_way(out, wanted, request, arguments.overwrite)
         made, started = 0, time.perf_counter()
         already = all((out / part / MANIFEST).exists() for part in request.parts)
         if not already:
             try:
                 with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
-                    made = _build(out, request, run)
+                    made = _build(out, scratch, request, run)
             except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                 _remove(out)
                 raise
         seconds = time.perf_counter() - started
         for part in request.parts:
-            print("\n".join(summary(TokenShards.open(out / part, "size"))))
-        shutil.rmtree(out / _WORK, ignore_errors=True)
+            print("\n".join(summary(TokenShards.open(out / part, "size", Cache(arguments.cache)))))
+        if isinstance(out, RemotePath):
+            (out / _WORK).remove()
+        shutil.rmtree(scratch, ignore_errors=True)
     except BlockingIOError as error:
         raise StorageError(f"{out}: another prepare is at work here. Wait for it, or choose another directory.") from error
     finally:
@@ -236,41 +252,82 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
     print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
 
 
-def _make_way(out: Path, request: _Request, overwrite: bool) -> None:
+def _scratch(out: Path | RemotePath, wanted: dict[str, Any], cache: str) -> Path:
+    """The folder of this machine for what is needed while OUT is made; of a URL only what can be made again elsewhere."""
+    if isinstance(out, Path):
+        return out / _WORK
+    build = f"{out} {json.dumps(wanted, sort_keys=True)}"  # another machine may have begun something else there since
+    return Path(cache).expanduser() / "prepare" / hashlib.sha256(build.encode()).hexdigest()[:16]
+
+
+def _wanted(out: Path | RemotePath, request: _Request) -> dict[str, Any]:
+    """All that must be the same for a build to be gone on with."""
+    wanted = request.origin["settings"] | {"input": request.origin["sources"]}
+    pieces = list(itertools.chain(*request.parts.values()))
+    if isinstance(out, RemotePath) or any(is_url(piece.path) for piece in pieces):  # whose clocks say nothing
+        wanted |= {"stamps": _stamps(pieces)}
+    return wanted
+
+
+def _stamps(pieces: Iterable[Piece]) -> str:
+    """Changes if an input file was written to."""
+    stamps = {piece.path: piece.stamp for piece in pieces if piece.stamp}
+    for path in {path for piece in pieces for path in (piece.path, *piece.beside)} - stamps.keys():
+        stamps[path] = RemotePath(path).found().stamp if is_url(path) else str(os.stat(path).st_ctime_ns)
+    return hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest()
+
+
+def _make_way(out: Path | RemotePath, wanted: dict[str, Any], request: _Request, overwrite: bool) -> None:
     """Keep what is there to go on with, if it is of this request; else refuse it, or remove it if that is asked for."""
     state, mend = out / _STATE, "Choose another OUT, or give --overwrite."
-    wanted = request.origin["settings"] | {"input": request.origin["sources"]}
     if foreign := [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]:
         raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. Choose a new or empty directory.")
     if not overwrite and (state.exists() or any(path.name == MANIFEST for path in _files(out))):
         there = json.loads(state.read_bytes()) if state.exists() else {}
         names = [name for name in there | wanted if there.get(name) != wanted.get(name)]
+        if names == ["stamps"]:
+            raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
         if names:
             table = "".join(f"\n  {name}: there {there.get(name)}, asked for {wanted.get(name)}" for name in names)
             raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
         pieces = itertools.chain(*request.parts.values())
         paths = {path for piece in pieces for path in (piece.path, *piece.beside)}
-        if max(os.stat(path).st_ctime_ns for path in paths) > state.stat().st_mtime_ns:  # nothing can set a ctime back
+        if (
+            isinstance(state, Path)
+            and max(  # nothing can set a ctime back
+                (os.stat(path).st_ctime_ns for path in paths if not is_url(path)), default=0
+            )
+            > state.stat().st_mtime_ns
+        ):
             raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
     else:
         _remove(out)
         write_atomic(state, json.dumps(wanted).encode())
 
 
-def _files(out: Path) -> list[Path]:
+def _files(out: Path | RemotePath) -> list[Path | RemotePath]:
     return [path for folder in (out, *(out / part for part in _PARTS)) if folder.is_dir() for path in folder.iterdir()]
 
 
-def _remove(out: Path) -> None:
+def _remove(out: Path | RemotePath) -> None:
     """Remove an output; manifests and records first, so that what is left is never taken for whole, and the state last."""
-    order = {MANIFEST: 0, _WORK: 1, _STATE: 4}
-    for path in sorted(_files(out), key=lambda path: order.get(path.name, 3 if path.is_dir() else 2)):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    order = {MANIFEST: 0, _WORK: 1, **dict.fromkeys(_PARTS, 3), _STATE: 4}
+    for path in sorted(_files(out), key=lambda path: order.get(path.name, 2)):
+        _remove_one(path)
 
 
-def _build(out: Path, request: _Request, run: Run) -> int:
+def _remove_one(path: Path | RemotePath) -> None:
+    if isinstance(path, RemotePath):
+        path.remove()
+    elif path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run) -> int:
     """Find duplicates, train the tokenizer, if there is none yet, and build all parts; returns the tokens made now."""
-    work, first, settings = out / _WORK, next(iter(request.parts)), request.origin["settings"]
+    first, settings = next(iter(request.parts)), request.origin["settings"]
     eod, on_bad = settings["eod"], settings["on_bad"]
     units = {part: make_units(pieces) for part, pieces in request.parts.items()}
     for left in [*work.rglob(f"{ATTEMPT}*")]:
@@ -296,7 +353,7 @@ def _build(out: Path, request: _Request, run: Run) -> int:
         before = made = 0  # units of the parts before this one
         for part, mine in units.items():
             seen, start = task(part or "tokens", mine), digests and Digests(digests, before)
-            records = work / (part or "all")
+            records = out / _WORK / (part or "all")
             made += build_part(out / part, records, mine, tokenizer, eod, on_bad, run, seen, start, **request.origin)
             before += len(mine)
     return made
@@ -305,7 +362,8 @@ def _build(out: Path, request: _Request, run: Run) -> int:
 def _look(verb: str, argv: list[str]) -> None:
     """The verbs verify and show."""
     parser = _Parser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
-    parser.add_argument("directory", metavar="DIR", type=Path, help="what prepare made")
+    parser.add_argument("directory", metavar="DIR", type=place, help="what prepare made: a directory or a URL")
+    parser.add_argument("--cache", default=CACHE, help="of URLs: this host's folder for what is fetched (default: %(default)s)")
     if verb == "show":
         return _show(parser, argv)
     directory, problems = parser.parse_args(argv).directory, []
@@ -329,7 +387,8 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     parser.add_argument("--packing", choices=["stream", "bins", "pad"], default="stream", help="of --row: data.packing")
     parser.add_argument("--seed", type=int, default=0, help="of --row: the run's seed, which says where a stream is cut")
     arguments = parser.parse_args(argv)
-    shards, tokenizer = TokenShards.open(arguments.directory), load_tokenizer(arguments.directory)
+    shards = TokenShards.open(arguments.directory, cache=Cache(arguments.cache))
+    tokenizer = load_tokenizer(arguments.directory)
     if arguments.row is None:
         first, length = shards.document(arguments.document)
         print(f"document {arguments.document} of {shards.num_documents:,}: {length:,} tokens from {first:,}", file=sys.stderr)

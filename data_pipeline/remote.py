@@ -5,22 +5,26 @@ server) is tried again with growing pauses. FileNotFoundError is left to the cal
 StorageErrors.
 """
 
+import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
+import io
 import posixpath
 import random
 import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
-from data_pipeline.errors import StorageError, UsageError
+from data_pipeline.errors import DataError, StorageError, UsageError
 from data_pipeline.extras import load_package
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_BLOCK_BYTES, _KEPT = 1 << 22, 4  # of a file that is read piece by piece
 _TRIES, _PAUSE = 5, 1.0  # seconds before the second try; then twice as long each time
 _BUGS = (TypeError, AttributeError, NameError, AssertionError, NotImplementedError, ImportError)
 
@@ -110,13 +114,75 @@ class RemotePath:
         """What matches below this folder, sorted."""
         return [found.path for found in find(f"{self.url.rstrip('/')}/{pattern}")]
 
-    def unlink(self) -> None:
-        _persist(self, "deleting", lambda fs, path: fs.rm_file(path))
+    def iterdir(self) -> list["RemotePath"]:
+        """The files and folders of this folder, sorted; none if there is no such folder."""
+        try:
+            listing = _persist(self, "listing", lambda fs, path: fs.ls(path, detail=False))
+        except FileNotFoundError:
+            return []
+        return [self / posixpath.basename(name.rstrip("/")) for name in sorted(listing)]
 
-    def open(self, block_bytes: int = 1 << 22, kept: int = 4) -> Any:
-        """A binary file to read from anywhere in; `kept` blocks of it are in memory."""
-        options = {"block_size": block_bytes, "cache_type": "blockcache", "cache_options": {"maxblocks": kept}}
-        return _persist(self, "opening", lambda fs, path: fs.open(path, "rb", **options))
+    def mkdir(self, **_: bool) -> None:
+        """Nothing: a folder is there when something is in it."""
+
+    def remove(self) -> None:
+        """Delete a file, or a folder with all that is in it; no matter if it is not there."""
+        with contextlib.suppress(FileNotFoundError):
+            _persist(self, "deleting", lambda fs, path: fs.rm(path, recursive=True))
+
+    def open(self, stamp: str = "") -> io.BufferedReader:
+        """The file, to read from anywhere in. DataError: it is not the one that had this `stamp` ("": whichever it is)."""
+        found = self.found()
+        if stamp not in ("", found.stamp):
+            raise DataError(
+                f"{self}: was changed since it was found. Let nobody write to the input, and begin with --overwrite."
+            )
+        return io.BufferedReader(_Reader(found), _BLOCK_BYTES)
+
+
+class _Reader(io.RawIOBase):
+    """A remote file: read by blocks, of which a few are kept. StorageError: it can't be; never a mere OSError, which would be
+    taken for a file that is damaged."""
+
+    def __init__(self, found: Found):
+        self._found, self._at = found, 0
+        self._block = functools.lru_cache(_KEPT)(self._read_block)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._found.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        number, start = divmod(self._at, _BLOCK_BYTES)
+        data = self._block(number)[start : start + len(buffer)] if self._at < self._found.size else b""
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _read_block(self, number: int) -> bytes:
+        start = number * _BLOCK_BYTES
+        stop = min(start + _BLOCK_BYTES, self._found.size)
+        try:
+            (data,) = read_ranges([(self._found.path, start, stop)])
+        except FileNotFoundError as error:
+            raise StorageError(f"{self._found.path}: was deleted while it was read. Restore it, then run it again.") from error
+        if len(data) != stop - start:
+            raise StorageError(f"{self._found.path}: was cut short while it was read. Restore it, then run it again.")
+        return data
+
+
+def open_file(path: str, stamp: str = "") -> BinaryIO:
+    """A file of this machine or behind a URL, for reading bytes; for `stamp` see `RemotePath.open`."""
+    return cast(BinaryIO, RemotePath(path).open(stamp)) if is_url(path) else open(path, "rb")
 
 
 def place(path: "str | Path | RemotePath") -> "Path | RemotePath":
@@ -136,8 +202,8 @@ def find(pattern: str) -> list[Found]:
     return [_found(_at(path, name), info) for name, info in sorted(listing.items()) if info.get("type") == "file"]
 
 
-def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
-    """Bytes from `start` to before `stop` of each of these files, of one file system, read at the same time."""
+def read_ranges(ranges: Sequence[tuple[RemotePath, int, int | None]]) -> list[bytes]:
+    """Bytes from `start` to before `stop` (None: the end) of each of these files, of one file system, read at the same time."""
     results: dict[int, bytes] = {}
 
     def read(fs: Any, _: str) -> None:
@@ -173,7 +239,7 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
         try:
             fs, inner = fsspec.core.url_to_fs(path.url, use_listings_cache=False)
             return call(fs, inner)
-        except FileNotFoundError as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise FileNotFoundError(errno.ENOENT, "there is no such file, folder or bucket", path.url) from error
         except ImportError as error:
             extra = _EXTRAS.get(protocol, "remote")

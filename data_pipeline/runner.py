@@ -23,6 +23,7 @@ from typing import Any
 
 from data_pipeline.errors import StorageError, TryAgainError, UsageError
 from data_pipeline.extras import load_package
+from data_pipeline.remote import is_url
 
 RUNNERS = ("local", "ray")
 _AHEAD = 2  # tasks that Ray knows of, for each CPU: the next one is there when one ends, and a cluster that can grow does
@@ -120,7 +121,7 @@ def _call(directory: str, job: Job, task: Task) -> None:
     try:
         os.chdir(directory)
         for piece in task[1]:
-            os.stat(piece.path)  # else it would count as one bad document
+            _ = is_url(piece.path) or os.stat(piece.path)  # else it would count as one bad document
         job(*task)
     except FileNotFoundError as error:
         mend = "Give every machine the same file systems under the same paths, for input, output and the working directory."

@@ -33,8 +33,12 @@ def write_atomic(path: Path | RemotePath, data: bytes) -> None:
         raise StorageError(f"{path}: can't be written ({error.strerror}). Free space or choose another place.") from error
 
 
-def move_into(directory: Path, files: Iterable[Path]) -> None:
-    """Move files that are durable where they are, durably, in place of any of the same names."""
+def move_into(directory: Path | RemotePath, files: Iterable[Path]) -> None:
+    """Move files that are durable where they are, durably, in place of any of the same names; to a URL they are copied."""
+    if isinstance(directory, RemotePath):
+        for file in files:
+            (directory / file.name).upload(file)
+        return
     for file in files:
         os.replace(file, directory / file.name)
     _sync(directory)

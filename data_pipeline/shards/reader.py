@@ -83,6 +83,7 @@ class TokenShards:
     def borders(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Where documents begin in such windows, as `windows` says it; reads no token."""
         borders = [np.empty(0, np.int64)]
+        self._files.expect(lambda: [(part[2], ".idx", (0,), None) for part in self._parts(starts, length)])
         for rows, at, number, first, size in self._parts(starts, length):
             which, offset = self._begins(number, first, size)
             borders.append(rows[which] * length + at + offset)

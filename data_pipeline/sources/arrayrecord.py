@@ -13,6 +13,7 @@ from data_pipeline.sources.document import (
     find_files,
     load_package,
     record_documents,
+    refuse_url,
 )
 
 _BATCH_BYTES = 1 << 22
@@ -21,6 +22,7 @@ _PADDING_BYTES = 1 << 17  # about: records and what ends a file are padded to 64
 
 def find(pattern: str, options: Options) -> list[Piece]:
     """The files of a glob, in records. DataError: one is no ArrayRecord. UsageError: the package is missing."""
+    refuse_url("arrayrecord", pattern)
     pieces = []
     for piece in find_files(pattern, "arrayrecord", options):
         reader = _open(piece.path)

@@ -1,13 +1,24 @@
 """Arrow files, as Hugging Face's `datasets` saves them: each row is a document, in the column --key. Needs no `datasets`."""
 
+import glob
 import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.columns import arrow, check_column, damaged, values
-from data_pipeline.sources.document import Document, Format, Options, Piece, any_record, find_files, record_documents
+from data_pipeline.remote import is_url, place
+from data_pipeline.sources.columns import arrow, check_column, damaged, native, values
+from data_pipeline.sources.document import (
+    Document,
+    Format,
+    Options,
+    Piece,
+    any_record,
+    find_files,
+    open_piece,
+    record_documents,
+)
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # what save_to_disk leaves in the folder of a Dataset, of a DatasetDict
 _FILE_MAGIC, _STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
@@ -38,42 +49,43 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 def _saved(folder: str, options: Options) -> list[Piece]:
     """The files that a dataset on disk consists of; none if the folder is no dataset."""
-    splits, state = os.path.join(folder, _SPLITS), os.path.join(folder, _STATE)
-    if os.path.exists(splits):
+    if is_url(folder) and glob.has_magic(folder):
+        return []
+    splits, state = (os.path.join(folder, name) for name in (_SPLITS, _STATE))
+    if place(splits).exists():
         names = _load(
             splits, lambda content: " or ".join(f"--arrow {os.path.join(folder, name)}" for name in content["splits"])
         )
         raise DataError(f"--arrow {folder}: is a DatasetDict of several splits. Name one of them: {names}.")
-    if not os.path.exists(state):
+    if not place(state).exists():
         return []
     if _load(state, lambda content: content.get("_indices_files")):
         raise DataError(f"--arrow {folder}: selects rows of its files. Save it with flatten_indices().save_to_disk(DIR).")
     pieces = []
     for name in _load(state, lambda content: [entry["filename"] for entry in content["_data_files"]]):
         path = os.path.join(folder, name)
-        if not os.path.isfile(path):
+        if not place(path).exists():
             raise DataError(f"{path}: is missing, but {state} lists it. Restore it from a copy, or save the dataset again.")
-        pieces.append(Piece("arrow", name, path, 0, os.path.getsize(path), options, beside=(state,)))
+        pieces += [piece._replace(name=name, beside=(state,)) for piece in find_files(glob.escape(path), "arrow", options)]
     return pieces
 
 
 def _load(path: str, get: Callable[[Any], Any]) -> Any:
     """What `get` finds in a JSON file."""
     try:
-        with open(path, "rb") as file:
-            return get(json.load(file))
+        return get(json.loads(place(path).read_bytes()))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged(path, error, "what save_to_disk writes") from error
 
 
 def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
     """The arrays of the column in a file of either of Arrow's layouts, mapped into memory. DataError: no such column."""
-    with open(piece.path, "rb") as file:
+    with open_piece(piece) as file:
         whole_file = file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
-        file.seek(max(os.path.getsize(piece.path) - len(_STREAM_END), 0))
+        file.seek(max(file.seek(0, os.SEEK_END) - len(_STREAM_END), 0))
         if not whole_file and file.read() != _STREAM_END:
             raise EOFError("no end mark: cut short, or of another format")
-    source = pyarrow.memory_map(piece.path)
+    source = native(pyarrow, piece, mapped=True)
     opener = pyarrow.ipc.open_file if whole_file else pyarrow.ipc.open_stream
     schema = opener(source).schema
     check_column(schema, piece)

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import Piece, load_package
+from data_pipeline.remote import is_url
+from data_pipeline.sources.document import Piece, load_package, open_piece
 
 _BATCH_BYTES = 1 << 22
 _TEXT = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
@@ -15,6 +16,13 @@ def arrow(name: str, wanted_by: str) -> tuple[Any, tuple[type[Exception], ...]]:
     load_package(f"pyarrow.{name}", "parquet", wanted_by)
     package = load_package("pyarrow", "parquet", wanted_by)
     return package, (OSError, package.ArrowException)
+
+
+def native(package: Any, piece: Piece, mapped: bool = False) -> Any:
+    """What pyarrow reads a file from: its path, or its `mapped` memory; or a file behind a URL, open."""
+    if is_url(piece.path):
+        return package.PythonFile(open_piece(piece), mode="r")
+    return package.memory_map(piece.path) if mapped else piece.path
 
 
 def damaged(path: str, error: Exception, what: str) -> DataError:

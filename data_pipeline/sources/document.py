@@ -6,13 +6,15 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 
+from data_pipeline import remote
 from data_pipeline.chat import Template
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UsageError
 from data_pipeline.extras import load_package as load_package  # its adapters' way to their packages
+from data_pipeline.remote import is_url, open_file
 
 BOM = b"\xef\xbb\xbf"
 EMPTY, MARKED = "empty, or only whitespace", "byte order mark removed"
@@ -38,7 +40,7 @@ class Piece(NamedTuple):
     `name` is relative to the glob's fixed folder, so that what depends on it does not depend on where the input lies.
     `start` and `stop` count bytes or, where the format's own reader does, records or tokens of about `scale` bytes each.
     `part` and `share`, for formats whose files hold many documents, say which of them belong here.
-    `beside` are other files that it is read with.
+    `beside` are other files that it is read with. `path` may be a URL.
     """
 
     format: str
@@ -51,6 +53,7 @@ class Piece(NamedTuple):
     part: Literal["all", "train", "eval"] = "all"
     share: float = 0.0
     beside: tuple[str, ...] = ()
+    stamp: str = ""  # of a file behind a URL: changes when it does
 
     @property
     def size(self) -> int:
@@ -98,9 +101,21 @@ class Format(NamedTuple):
     many: bool = True
 
 
+def open_piece(piece: Piece) -> BinaryIO:
+    """The file of a piece, wherever it is. DataError: it is behind a URL, and was changed since it was found."""
+    return open_file(piece.path, piece.stamp)
+
+
+def refuse_url(option: str, pattern: str) -> None:
+    """UsageError: a format whose own library reads local files only was given a URL."""
+    if is_url(pattern):
+        mend = "Copy its files to a disk of this machine and name them there"
+        raise UsageError(f"--{option} {pattern}: is read by a library that knows no URLs. {mend}.")
+
+
 def line_start(piece: Piece, at: int) -> int:
     """Where the first line from byte `at` on begins, at most the piece's stop."""
-    with open(piece.path, "rb") as file:
+    with open_piece(piece) as file:
         file.seek(max(at - 1, 0))
         if at:
             file.readline()
@@ -120,6 +135,8 @@ def held_out(name: str | bytes, share: float) -> bool:
 
 def find_files(pattern: str, format: str, options: Options, ending: str = "") -> list[Piece]:
     """Whole files, in bytes, that match a path or a glob, sorted by name; DataError: nothing matches, or a folder was named."""
+    if is_url(pattern):
+        return _find_remote(pattern, format, options, ending)
     if os.path.isdir(pattern):
         files = os.path.join(pattern, "**", f"*{ending}")
         raise DataError(f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'")
@@ -128,6 +145,19 @@ def find_files(pattern: str, format: str, options: Options, ending: str = "") ->
     if not found:
         raise DataError(f"--{format} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders.")
     return [Piece(format, name, found[name], 0, os.path.getsize(found[name]), options) for name in sorted(found)]
+
+
+def _find_remote(pattern: str, format: str, options: Options, ending: str) -> list[Piece]:
+    found = remote.find(pattern)
+    if not found and remote.RemotePath(pattern).is_dir():
+        raise DataError(
+            f"--{format} {pattern}: is a directory. Name its files: --{format} '{pattern.rstrip('/')}/**/*{ending}'"
+        )
+    if not found:
+        raise DataError(f"--{format} {pattern}: matches no file. Check bucket and path; quote globs; ** looks into folders.")
+    fixed = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split("/")[:-1]))
+    named = {file.path.url.removeprefix(f"{fixed}/"): file for file in found}
+    return [Piece(format, name, str(f.path), 0, f.size, options, stamp=f.stamp) for name, f in sorted(named.items())]
 
 
 def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Exception]) -> Iterator[Document]:

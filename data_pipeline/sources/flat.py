@@ -4,15 +4,17 @@ The ids are little-endian uint16, or wider where the tokenizer's vocabulary need
 begins with are 0. The name .npy notwithstanding, OLMo's files have no header; numpy's own, which have one, are read by it.
 """
 
+import io
 import itertools
-import os
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from data_pipeline.errors import DataError, UsageError
-from data_pipeline.sources.document import Document, Format, Options, Piece, find_files
-from data_pipeline.sources.token_ids import document, mapped, need_tokenizer
+from data_pipeline.remote import is_url
+from data_pipeline.sources.document import Document, Format, Options, Piece, find_files, open_piece
+from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers
 
 _NUMPY, _LLM_C = b"\x93NUMPY", np.array([20240520], "<i4").tobytes()
 _HEAD_BYTES = 1 << 16
@@ -45,26 +47,43 @@ def _find(name: str, ending: str, pattern: str, options: Options) -> list[Piece]
     return pieces
 
 
-def _open(piece: Piece) -> np.ndarray:
-    """The ids of a file [T], mapped into memory."""
-    with open(piece.path, "rb") as file:
+def _open(piece: Piece) -> Any:
+    """The ids of a file [T], mapped into memory or read where they are looked at."""
+    with open_piece(piece) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(_LLM_C):
         raise DataError(f"{piece.path}: begins with llm.c's header of 1024 bytes. Take it off: tail -c +1025 FILE > NEW")
     if head.startswith(_NUMPY):
         try:
-            tokens = np.load(piece.path, mmap_mode="r", allow_pickle=False)
+            tokens = _load(piece, head)
         except (ValueError, EOFError) as error:
             raise DataError(
                 f"{piece.path}: has numpy's header, but {error}. Restore it from a copy, or make it again."
             ) from error
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        if getattr(tokens, "ndim", 1) != 1 or tokens.dtype.kind not in "iu":
             raise DataError(f"{piece.path}: holds {tokens.dtype} {tokens.shape}. Save ids as one row of integers: ids.ravel().")
         return tokens
     width, values = 2, np.frombuffer(head[: len(head) // 8 * 8], "<u2")
     while width < 8 and ((piece.options.vocab_size or 0) > 1 << 8 * width or (len(values) >= 32 and not values[1::2].any())):
         width, values = 2 * width, values[::2]
-    return mapped(piece.path, np.dtype(f"<u{width}"))
+    return ids(piece, np.dtype(f"<u{width}"))
+
+
+def _load(piece: Piece, head: bytes) -> Any:
+    """The array of a file with numpy's header, of any shape. ValueError, EOFError: it is damaged."""
+    if not is_url(piece.path):
+        return np.load(piece.path, mmap_mode="r", allow_pickle=False)
+    file = io.BytesIO(head)
+    read = (
+        np.lib.format.read_array_header_1_0 if np.lib.format.read_magic(file)[0] == 1 else np.lib.format.read_array_header_2_0
+    )
+    shape, _, dtype = read(file)
+    count = int(np.prod(shape))
+    if len(shape) != 1 or dtype.kind not in "iu":
+        return np.empty(shape and (0,) * len(shape), dtype)
+    if file.tell() + count * dtype.itemsize > file_size(piece.path):
+        raise EOFError("it is cut short")
+    return numbers(piece, piece.path, dtype, file.tell(), count)
 
 
 def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:
@@ -81,7 +100,7 @@ def cut(piece: Piece, at: int) -> int:
 def documents(piece: Piece) -> Iterator[Document]:
     """Documents of the piece that belong to its part. DataError: an id too large, or a document too long."""
     tokens, first = _open(piece), piece.start
-    header_bytes = os.path.getsize(piece.path) - tokens.nbytes
+    header_bytes = file_size(piece.path) - tokens.nbytes
     for end in itertools.chain(_ends(tokens, piece.start, piece), [piece.stop]):
         if end - first > _LONGEST:
             raise DataError(

@@ -1,5 +1,6 @@
 """JSON lines, plain, .gz or .zst: each line is an object, and one of its keys holds the document."""
 
+import contextlib
 import functools
 import gzip
 import json
@@ -19,6 +20,7 @@ from data_pipeline.sources.document import (
     judge,
     line_start,
     load_package,
+    open_piece,
 )
 
 _PACKED = (".gz", ".zst")
@@ -69,19 +71,19 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
 
 
 def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
-    """What opens a file for reading bytes, and what that raises if the file is damaged."""
+    """What makes of a file the one to read lines from, and what that raises if the file is damaged."""
     if path.endswith(".gz"):
-        return gzip.open, zlib.error
+        return gzip.open, zlib.error  # for reading, as it is for all of them
     if path.endswith(".zst"):
         zstd = load_package("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "zstd", f"--jsonl {path}")
         wide = {zstd.DecompressionParameter.window_log_max: 31}  # some corpora are packed with `zstd --long=31`
         return functools.partial(zstd.open, options=wide), zstd.ZstdError
-    return open, OSError
+    return contextlib.nullcontext, OSError
 
 
 def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
     packed = piece.path.endswith(_PACKED)
-    with reader(piece.path, "rb") as file:
+    with open_piece(piece) as raw_file, reader(raw_file) as file:
         file.seek(piece.start)
         for raw in file:
             yield raw
@@ -92,7 +94,7 @@ def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
 @functools.lru_cache(maxsize=1)
 def _before(piece: Piece) -> int:
     """Lines of the file before the piece: counted only when a message needs it."""
-    with open(piece.path, "rb") as file:
+    with open_piece(piece) as file:
         return sum(file.read(min(1 << 20, piece.start - at)).count(b"\n") for at in range(0, piece.start, 1 << 20))
 
 

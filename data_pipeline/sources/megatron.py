@@ -7,13 +7,14 @@ each sequence [S]; int64 byte offset of each [S]; int64 first sequence of each d
 import os
 import struct
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data_pipeline.errors import DataError
+from data_pipeline.remote import open_file, place
 from data_pipeline.sources.document import Document, Format, Options, Piece, any_record, find_files
-from data_pipeline.sources.token_ids import document, mapped, need_tokenizer
+from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers
 
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\0\0"
@@ -24,10 +25,10 @@ class _Index(NamedTuple):
     """An .idx, mapped into memory, and the ids it belongs to."""
 
     path: str
-    sizes: np.ndarray  # int32 [S]
-    pointers: np.ndarray  # int64 [S]
-    firsts: np.ndarray  # int64 [D]
-    tokens: np.ndarray  # [T]
+    sizes: Any  # int32 [S]
+    pointers: Any  # int64 [S]
+    firsts: Any  # int64 [D]
+    tokens: Any  # [T]
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
@@ -39,19 +40,20 @@ def find(pattern: str, options: Options) -> list[Piece]:
     prefix = pattern.removesuffix(".bin").removesuffix(".idx")
     pieces = []
     for piece in find_files(prefix if os.path.isdir(prefix) else f"{prefix}.bin", "megatron", options, ".bin"):
-        index = _open(piece.path)
+        index = _open(piece)
         count = len(index.firsts) - 1
         pieces.append(piece._replace(stop=count, scale=piece.size / max(count, 1), beside=(index.path,)))
     return pieces
 
 
-def _open(path: str) -> _Index:
+def _open(piece: Piece) -> _Index:
+    path = piece.path
     index = path.removesuffix(".bin") + ".idx"
-    if not os.path.isfile(index):
+    if not place(index).exists():
         raise DataError(
             f"{path}: has no {os.path.basename(index)} beside it. Name a data set of Megatron's preprocess_data.py."
         )
-    with open(index, "rb") as file:
+    with open_file(index) as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise _damaged(index, f"does not begin with {_MAGIC!r} and counts")
@@ -61,34 +63,34 @@ def _open(path: str) -> _Index:
         raise DataError(
             f"{index}: has {what}, but this program reads version 1 and types {sorted(_TYPES)}. Make it with those."
         )
-    at, size = _HEADER.size, os.path.getsize(index)
+    at, size = _HEADER.size, file_size(index)
     expected = at + 12 * sequences + 8 * documents
     if size not in (expected, expected + sequences):
         raise _damaged(index, f"has {size} bytes, but its counts ask for {expected}")
     if not sequences or not documents:
         raise _damaged(index, f"counts {sequences} sequences and {documents} first sequences of documents")
-    sizes = np.memmap(index, "<i4", "r", at, (sequences,))
-    pointers = np.memmap(index, "<i8", "r", at + 4 * sequences, (sequences,))
-    firsts = np.memmap(index, "<i8", "r", at + 12 * sequences, (documents,))
+    sizes = numbers(piece, index, "<i4", at, sequences)
+    pointers = numbers(piece, index, "<i8", at + 4 * sequences, sequences)
+    firsts = numbers(piece, index, "<i8", at + 12 * sequences, documents)
     if firsts[0] != 0 or firsts[-1] != sequences:
         raise _damaged(index, f"lists documents from sequence {firsts[0]} to {firsts[-1]}, but there are 0 to {sequences}")
-    if size > expected and np.memmap(index, "i1", "r", expected).any():
+    if size > expected and numbers(piece, index, "i1", expected, sequences)[:].any():
         raise DataError(f"{index}: some sequences are not text. Make it again without them.")
-    return _Index(index, sizes, pointers, firsts, mapped(path, np.dtype(_TYPES[code])))
+    return _Index(index, sizes, pointers, firsts, ids(piece, np.dtype(_TYPES[code])))
 
 
 def documents(piece: Piece) -> Iterator[Document]:
     """Documents of the piece that belong to its part, without their end marks. DataError: damage, or an id too large."""
-    index, eod = _open(piece.path), piece.options.eod_id
+    index, eod = _open(piece), piece.options.eod_id
     for number in range(piece.start, piece.stop):
         first, last = index.firsts[number : number + 2].tolist()
         if not 0 <= first <= last <= len(index.sizes):
             raise _damaged(index.path, f"document {number} is sequences {first} to {last} of {len(index.sizes)}")
-        ids = [_sequence(index, at) for at in range(first, last)]
-        ids = ids[0] if len(ids) == 1 else np.concatenate([index.tokens[:0], *ids])
-        ids = ids[:-1] if len(ids) and ids[-1] == eod else ids
-        offset = int(index.pointers[first]) if len(ids) else 0
-        yield from document(piece, ids, f"{piece.path}, document {number}", offset)
+        parts = [_sequence(index, at) for at in range(first, last)]
+        tokens = parts[0] if len(parts) == 1 else np.concatenate([index.tokens[:0], *parts])
+        tokens = tokens[:-1] if len(tokens) and tokens[-1] == eod else tokens
+        offset = int(index.pointers[first]) if len(tokens) else 0
+        yield from document(piece, tokens, f"{piece.path}, document {number}", offset)
 
 
 def _sequence(index: _Index, number: int) -> np.ndarray:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.sources.columns import arrow, batch_rows, check_column, damaged, values
+from data_pipeline.sources.columns import arrow, batch_rows, check_column, damaged, native, values
 from data_pipeline.sources.document import Document, Format, Options, Piece, any_record, find_files, record_documents
 
 _BUFFER_BYTES = 1 << 20  # of the compressed file; else a column of a whole row group would be read at once
@@ -16,7 +16,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
     pieces = []
     for piece in find_files(pattern, "parquet", options, ".parquet"):
         try:
-            with pyarrow.parquet.ParquetFile(piece.path) as file:
+            with pyarrow.parquet.ParquetFile(native(pyarrow, piece)) as file:
                 schema, metadata = file.schema_arrow, file.metadata
         except errors as error:
             raise damaged(piece.path, error, "a Parquet file") from error
@@ -37,7 +37,7 @@ def documents(piece: Piece) -> Iterator[Document]:
 def _rows(pyarrow: Any, piece: Piece) -> Iterator[bytes | None]:
     """The column's values in the piece; whole row groups before it are passed over, and nothing is held longer than a batch."""
     settings = {"buffer_size": _BUFFER_BYTES, "pre_buffer": False, "page_checksum_verification": True}
-    with pyarrow.parquet.ParquetFile(piece.path, **settings) as file:
+    with pyarrow.parquet.ParquetFile(native(pyarrow, piece), **settings) as file:
         counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
         starts = list(itertools.accumulate(counts, initial=0))
         groups = [

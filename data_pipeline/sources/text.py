@@ -5,7 +5,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from data_pipeline.sources.document import Document, Format, Options, Piece, decode, find_files, line_start
+from data_pipeline.sources.document import Document, Format, Options, Piece, decode, find_files, line_start, open_piece
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -13,7 +13,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 def documents(piece: Piece) -> Iterator[Document]:
     """The document of a piece of a file."""
     try:
-        with open(piece.path, "rb") as file:
+        with open_piece(piece) as file:
             before = file.read(piece.start).count(b"\n")  # 0 unless the file was divided
             document = decode(file.read(piece.size), piece.path, before + 1)
     except OSError as error:

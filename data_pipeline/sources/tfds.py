@@ -8,7 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from data_pipeline.errors import DataError
-from data_pipeline.sources.document import Document, Format, Options, Piece, any_record, load_package, record_documents
+from data_pipeline.sources.document import (
+    Document,
+    Format,
+    Options,
+    Piece,
+    any_record,
+    load_package,
+    record_documents,
+    refuse_url,
+)
 
 _BATCH_BYTES = 1 << 22
 _DESCRIPTION = ("dataset_info.json", "features.json")
@@ -19,6 +28,7 @@ def find(value: str, options: Options) -> list[Piece]:
 
     DataError: it is not there, has no such split or feature, or is in another file format. UsageError: the package is missing.
     """
+    refuse_url("tfds", value)
     tfds = load_package("tensorflow_datasets", "tfds", f"--tfds {value}")
     name, _, split = (value, "", "") if os.path.isdir(value) else value.partition(":")
     split = split or "train"

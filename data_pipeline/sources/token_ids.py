@@ -1,10 +1,12 @@
 """What formats of ids share, text that was turned into tokens elsewhere: the tokenizer that it needs, and checks of ids."""
 
 import os
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from data_pipeline.errors import DataError, UsageError
+from data_pipeline.remote import RemotePath, is_url, open_file
 from data_pipeline.sources.document import EMPTY, Document, Options, Piece
 
 
@@ -17,15 +19,45 @@ def need_tokenizer(option: str, options: Options) -> None:
         )
 
 
-def mapped(path: str, dtype: np.dtype) -> np.ndarray:
-    """The ids of a file [T], mapped into memory. DataError: it ends within an id."""
-    size = os.path.getsize(path)
+class RemoteArray:
+    """A row of numbers in a file behind a URL, read where it is looked at: what is used here of a mapped array."""
+
+    def __init__(self, file: BinaryIO, dtype: np.dtype, start: int, count: int):
+        self._file, self.dtype, self._start, self._count = file, dtype, start, count
+        self.itemsize, self.nbytes = dtype.itemsize, dtype.itemsize * count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, which: int | slice) -> Any:
+        if not isinstance(which, slice):
+            return self[which % self._count : which % self._count + 1][0]
+        first, last, _ = which.indices(self._count)
+        self._file.seek(self._start + first * self.itemsize)
+        return np.frombuffer(self._file.read(max(last - first, 0) * self.itemsize), self.dtype)
+
+
+def numbers(piece: Piece, path: str, dtype: np.dtype | str, start: int, count: int) -> Any:
+    """`count` numbers from byte `start` of a file of a piece on, mapped into memory or a `RemoteArray`."""
+    if not is_url(path):
+        return np.memmap(path, dtype, "r", start, (count,)) if count else np.empty(0, dtype)
+    return RemoteArray(open_file(path, piece.stamp if path == piece.path else ""), np.dtype(dtype), start, count)
+
+
+def file_size(path: str) -> int:
+    """Bytes of a file, wherever it is. FileNotFoundError: it is not there."""
+    return RemotePath(path).found().size if is_url(path) else os.path.getsize(path)
+
+
+def ids(piece: Piece, dtype: np.dtype) -> Any:
+    """The ids of a file [T], see `numbers`. DataError: it ends within an id."""
+    path, size = piece.path, file_size(piece.path)
     if size % dtype.itemsize:
         raise DataError(
             f"{path}: has {size} bytes, which are no whole number of {dtype.name} ids: cut short, or of another type. "
             "Restore it from a copy, or make it again."
         )
-    return np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
+    return numbers(piece, path, dtype, 0, size // dtype.itemsize)
 
 
 def document(piece: Piece, ids: np.ndarray, where: str, offset: int) -> list[Document]:

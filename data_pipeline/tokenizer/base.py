@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data_pipeline.remote import RemotePath
 from data_pipeline.shards import TOKENIZER, write_atomic
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -89,7 +90,7 @@ class Tokenizer(abc.ABC):
     def locate_text(self, text: str, first: bool) -> Located:
         """As `locate`, for text without special tokens; `first`: nothing comes before it."""
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path | RemotePath) -> None:
         """Write directory/tokenizer.json."""
         write_atomic(directory / TOKENIZER, self.content)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline import build, dedupe, prepare, shards
+from data_pipeline import build, dedupe, prepare, remote, shards
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import text as text_source
 from data_pipeline.sources.document import Options, held_out
@@ -264,7 +264,7 @@ def test_broken_archive_and_unreadable_file(tmp_path, capsys, monkeypatch):
         raise PermissionError(13, "Permission denied", path)
 
     (tmp_path / "secret.txt").write_text("x")
-    monkeypatch.setattr(text_source, "open", refuse, raising=False)
+    monkeypatch.setattr(remote, "open", refuse, raising=False)
     assert prepare.main([str(tmp_path / "other"), "--text", f"{tmp_path}/secret.txt"]) == 65
     assert "secret.txt:1: can't be read (Permission denied). Mend the file, or give --on-bad skip" in capsys.readouterr().err
 

@@ -38,12 +38,12 @@ def test_files_are_written_found_read_and_removed(url, tmp_path):
     assert base.glob("**/*.txt") == [base / "a" / "b" / "two.txt", base / "a" / "one.txt"]
     two = base / "a" / "b" / "two.txt"
     assert read_ranges([(two, 2, 5), (base / "a" / "one.txt", 0, 2), (two, 9, 10)]) == [b"234", b"on", b"9"]
-    with two.open(4, 2) as file:
+    with two.open() as file:
         assert (file.seek(3), file.read(4), file.read()) == (3, b"3456", b"789")
     before = two.found()
     two.write_bytes(b"abcdefghij")
     assert (before.size, two.found().size) == (10, 10) and before.stamp != two.found().stamp
-    two.unlink()
+    two.remove()
     with pytest.raises(FileNotFoundError, match="no such file, folder or bucket"):
         two.read_bytes()
 

@@ -127,7 +127,7 @@ def test_a_bit_flipped_behind_the_url_is_refused(both, tmp_path, verify):
     (place(url) / file.name).write_bytes(file.read_bytes()[:-8])
     with pytest.raises(DataError, match=r"tokens-00001.idx: expected \d+ bytes, found \d+.*--overwrite"):
         TokenShards.open(url)
-    (place(url) / file.name).unlink()
+    (place(url) / file.name).remove()
     with pytest.raises(DataError, match=r"tokens-00001.idx: can't be read.*--overwrite"):
         TokenShards.open(url)
 
