@@ -57,7 +57,7 @@ class Variant:
         with jax.set_mesh(mesh):
             graphdef, params = abstract_model(model, precision, mesh)
             config, shape = OptimizerConfig(), ScheduleConfig()
-            optimizer, schedule = make_optimizer(config, shape, 1000), make_schedule(shape, config.learning_rate, 1000)
+            optimizer, schedule = make_optimizer(config, shape, 1000, params), make_schedule(shape, config.learning_rate, 1000)
             abstract = abstract_state(params, optimizer, mesh)
             self.state = create_state(abstract, model, precision, optimizer, 0)
             ids = np.random.default_rng(0).integers(0, 32_000, (ROWS, LENGTH + 1)).astype(np.int32)

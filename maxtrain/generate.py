@@ -234,10 +234,15 @@ def load_run(directory: str | Path, step: int | None = None) -> tuple[Decoder, T
     graphdef, params = abstract_model(config.model, config.precision, make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]))
     checkpoints = Checkpoints(run / "checkpoints", config.checkpoint)
     try:
-        state, _ = checkpoints.restore({"params": params}, step, partial=True)
+        if config.optimizer.ema_decay is None:
+            params = checkpoints.restore({"params": params}, step, partial=True)[0]["params"]
+        else:
+            average = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, "float32", sharding=p.sharding), params)
+            average = checkpoints.restore({"opt_state": {"average": average}}, step, partial=True)[0]["opt_state"]["average"]
+            params = jax.tree.map(lambda x, p: x.astype(p.dtype), average, params)
     finally:
         checkpoints.close()
-    return nnx.merge(graphdef, state["params"]), tokenizer
+    return nnx.merge(graphdef, params), tokenizer
 
 
 def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:

@@ -79,6 +79,8 @@ class Parts:
             seed=config.seed,
             accumulate=config.precision.accumulate,
             loss_scale=self.loss_scale,
+            stochastic_rounding=config.optimizer.stochastic_rounding,
+            zero=config.optimizer.zero,
         )
 
 
@@ -139,8 +141,8 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
         factors = learning_rate_factors(params, config.init, config.model)
-        optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, factors)
-        abstract = abstract_state(params, optimizer, mesh, loss_scale)
+        optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, params, factors)
+        abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
     return Parts(config, mesh, num_steps, graphdef, objective, optimizer, loss_scale, abstract)
 
 

@@ -43,7 +43,8 @@ from maxtrain.parallel.hardware import peak_flops
 from maxtrain.signals import StopRequest
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch
-from maxtrain.training.state import TrainState
+from maxtrain.training.optimizer import eval_params
+from maxtrain.training.state import TrainState, zero_summary
 from maxtrain.training.step import Metrics
 
 
@@ -89,7 +90,7 @@ def run(config: RunConfig) -> None:
             loop.close()
     if chief:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
-        model = nnx.merge(job.graphdef, state.params) if whole else None
+        model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
         finish(config, job.data, job.sets, loop.step, clock, loop.ending, loop.guard.found, model)
 
 
@@ -114,6 +115,8 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, {config.precision.compute} on "
         f"{config.precision.params} weights; devices: {where}"
     )
+    if config.optimizer.zero:
+        progress.message(zero_summary(job.abstract, config.optimizer.zero))
 
 
 @dataclasses.dataclass
@@ -331,7 +334,7 @@ class Loop:
             raise_together(errors[0] if errors else None)
 
         with self.clock.during("eval"):
-            result = evaluate(self.eval_step, state.params, placed(), num_tokens, eval_set.text_bytes)
+            result = evaluate(self.eval_step, eval_params(state), placed(), num_tokens, eval_set.text_bytes)
         if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
             self.best[name] = {"step": self.step, "nll": result["nll"]}
         for log in self.logs:

@@ -124,9 +124,31 @@ def _init(c: RunConfig) -> Iterator[str]:
 
 
 def _optimizer(c: RunConfig) -> Iterator[str]:
-    for key, value, usual in (("optimizer.beta1", c.optimizer.beta1, 0.9), ("optimizer.beta2", c.optimizer.beta2, 0.95)):
-        if value >= 1:
-            yield f"{key}={value} must be less than 1. Set for example {key}={usual}."
+    o = c.optimizer
+    for name, usual in (("beta1", 0.9), ("beta2", 0.95), ("momentum", 0.95), ("ema_decay", 0.999)):
+        if (value := getattr(o, name)) is not None and value >= 1:
+            yield f"optimizer.{name}={value} must be less than 1. Set for example optimizer.{name}={usual}."
+    betas, roots = "adamw adam lion muon", "adamw adam muon"
+    yield from _only(
+        "optimizer.", o, o.name, {"momentum": "momentum nesterov muon", "beta1": betas, "beta2": betas, "eps": roots}
+    )
+    patterns = [("optimizer.no_decay", pattern) for pattern in o.no_decay]
+    patterns += [(f"optimizer.groups.{name}.pattern", group.pattern) for name, group in o.groups.items()]
+    for key, pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            mend = f"Set {key} to part of a path, such as attention, with special characters after a backslash"
+            yield f"{key}={pattern} must be a regular expression, but: {error}. {mend}."
+    if o.stochastic_rounding and c.precision.params != "bfloat16":
+        mend = "Set precision.params=bfloat16, or optimizer.stochastic_rounding=false"
+        yield f"optimizer.stochastic_rounding=true is for bfloat16 weights, not precision.params={c.precision.params}. {mend}."
+    if c.init.mup_base_width is not None and o.name not in ("adamw", "adam", "lion"):
+        mend = "Set optimizer.name=adamw, adam or lion, or init.mup_base_width=null"
+        yield f"optimizer.name={o.name} is not for init.mup_base_width={c.init.mup_base_width}: muP has Adam's rates. {mend}."
+    if o.zero and c.mesh.data == 1:
+        mend = "Set mesh.data=-1 and mesh.fsdp=1, for example, or optimizer.zero=0"
+        yield f"optimizer.zero={o.zero} splits over mesh.data, which is 1. {mend}."
 
 
 def _schedule(c: RunConfig) -> Iterator[str]:

@@ -45,11 +45,12 @@ class _Loader(yaml.SafeLoader):
 def default_config() -> ConfigDict:
     """The whole schema with its defaults, to be changed and returned by a config file's `get_config()`.
 
-    Locked: a key that does not exist can't be set. Only `data.sources` and `eval.sets` take new names.
+    Locked: a key that does not exist can't be set. Only `data.sources`, `eval.sets` and `optimizer.groups` take new names.
     """
     config: Any = ConfigDict(dataclasses.asdict(RunConfig()), type_safe=False).lock()
     config.data.sources.unlock()
     config.eval.sets.unlock()
+    config.optimizer.groups.unlock()
     return config
 
 

@@ -57,19 +57,41 @@ class InitConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW. How its learning rate goes is said by the section `schedule`."""
+class GroupConfig:
+    """Parameters that are updated in another way, chosen by their paths, such as `layers.attention.q`."""
 
+    pattern: str = key("", "regular expression, searched in the path of a parameter; no parameter may be in two groups")
+    lr_factor: float = key(1.0, "multiplies the learning rate; 0: left as they are", low=0)
+    weight_decay: float | None = key(None, "of these, vectors too; null: as the rest", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """How gradients become updates. The learning rate over the run is the section `schedule`."""
+
+    name: Literal["adamw", "adam", "sgd", "momentum", "nesterov", "adafactor", "lion", "muon"] = key(
+        "adamw", "update rule; muon: of the layers' matrices, AdamW of the rest; see docs/numerics.md"
+    )
     learning_rate: float = key(3e-4, "peak", above=0)
+    momentum: float = key(0.95, "momentum, nesterov, muon: decay of the sum or mean of gradients", low=0)
     beta1: float = key(0.9, "decay of the mean of gradients", low=0)
     beta2: float = key(0.95, "decay of the mean of squared gradients", low=0)
     eps: float = key(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = key(0.1, "decoupled decay of matrices; vectors are never decayed", low=0)
-    clip_norm: float | None = key(1.0, "largest global norm of the gradient; null: no clipping", above=0)
+    weight_decay: float = key(0.1, "of matrices, decoupled, or in the gradient for adam, sgd, momentum and nesterov", low=0)
+    no_decay: tuple[str, ...] = key((), "regular expressions: no decay for parameters in whose path one is found")
+    groups: dict[str, GroupConfig] = key({}, "parameters with rates of their own, by a name of yours")
+    clip_norm: float | None = key(1.0, "largest global norm of the gradient; null: no such clipping", above=0)
+    clip_value: float | None = key(None, "largest size of each number of the gradient, before clip_norm; null: any", above=0)
+    clip_adaptive: float | None = key(
+        None, "largest norm of each output's gradient, relative to its weights' norm, before clip_norm; null: any", above=0
+    )
     accumulation: int = key(1, "micro-batches in one step; must divide data.batch_size", low=1)
     normalize: Literal["tokens", "sequences", "constant"] = key(
         "tokens", "what the loss is a mean of: all targets, documents whatever their length, or positions, targets or not"
     )
+    ema_decay: float | None = key(None, "of an average of the weights, for evaluation and generation; null: none", above=0)
+    stochastic_rounding: bool = key(False, "bfloat16 weights: round updates up or down at random, right on average")
+    zero: int = key(0, "over mesh.data, split: 1 optimizer state, 2 gradients too, 3 parameters too", low=0, high=3)
     max_skipped: int = key(8, "non-finite steps in a row that are skipped before the run stops with exit 70", low=0)
 
 
@@ -196,7 +218,7 @@ class RunConfig:
     eval: EvalConfig = key(EvalConfig(), "what is held out")
     loss: LossConfig = key(LossConfig(), "what is minimised")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
-    optimizer: OptimizerConfig = key(OptimizerConfig(), "AdamW")
+    optimizer: OptimizerConfig = key(OptimizerConfig(), "how gradients become updates")
     schedule: ScheduleConfig = key(ScheduleConfig(), "the learning rate over the run")
     precision: PrecisionConfig = key(PrecisionConfig(), "number formats")
     loss_scale: LossScaleConfig = key(LossScaleConfig(), "scaling of the loss for float16")

@@ -70,6 +70,22 @@ def partition_spec(
     return PartitionSpec(*spec)
 
 
+def spread(sharding: NamedSharding, shape: tuple[int, ...], axis: str = "data") -> NamedSharding:
+    """The sharding with one dim split over one more mesh axis: the largest part that the axis divides, else it is unchanged.
+
+    The first dim of several, stacked over layers, is the last choice: layers are used one by one.
+    """
+    parts, spec = sharding.mesh.shape[axis], [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    local = sharding.shard_shape(shape)
+    fits = [i for i, size in enumerate(local) if size % parts == 0]
+    if parts == 1 or not fits or any(axis in used for used in names):
+        return sharding
+    best = max(fits, key=lambda i: (len(shape) < 3 or i > 0, local[i]))
+    spec[best] = (*names[best], axis) if names[best] else axis
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Fixes how an intermediate array is split, by the logical names of its dims; does nothing outside a mesh."""
     mesh = jax.sharding.get_abstract_mesh()

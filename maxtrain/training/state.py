@@ -3,18 +3,19 @@
 Parameter counts, checkpoints and imported weights all read the same abstract tree.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, PyTree
 
 from maxtrain.config.schema import InitConfig, LossScaleConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model, logical_axes
-from maxtrain.parallel.sharding import named_sharding
+from maxtrain.parallel.sharding import named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
 
 
@@ -53,16 +54,48 @@ def abstract_model(model: ModelConfig, precision: PrecisionConfig, mesh: Mesh) -
     return graphdef, _shard(params, mesh)
 
 
+def spread_tree(tree: PyTree) -> PyTree:
+    """An abstract tree with each leaf split over `data` as well, where one of its dims can be."""
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        assert isinstance(x.sharding, NamedSharding)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=spread(x.sharding, x.shape))
+
+    return jax.tree.map(place, tree)
+
+
+def zero_summary(abstract: TrainState, zero: int) -> str:
+    """What ZeRO splits, in words: bytes on a device, and of these, what can't be divided."""
+
+    def size(tree: PyTree, whole_only: bool = False) -> float:
+        leaves = [x for x in jax.tree.leaves(tree) if not whole_only or "data" not in jax.tree.leaves(tuple(x.sharding.spec))]
+        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / 1e6
+
+    split = {"optimizer state": abstract.opt_state} | ({"parameters": abstract.params} if zero == 3 else {})
+    parts = [f"{name} {size(tree):,.3f} MB a device, {size(tree, True):,.3f} of it not divided" for name, tree in split.items()]
+    return f"zero {zero}: {', '.join(parts)}"
+
+
 def _init(params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None) -> TrainState:
     step, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
     return TrainState(params, optimizer.init(params), step, skipped, in_row, initial(loss_scale))
 
 
 def abstract_state(
-    params: nnx.State, optimizer: optax.GradientTransformation, mesh: Mesh, loss_scale: LossScaleConfig | None = None
+    params: nnx.State,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    loss_scale: LossScaleConfig | None = None,
+    zero: int = 0,
 ) -> TrainState:
-    """The state as shapes with shardings, from abstract parameters; `loss_scale` is a resolved one."""
-    return _shard(jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params), mesh)
+    """The state as shapes with shardings, from abstract parameters; `loss_scale` is a resolved one.
+
+    `zero`: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters, too.
+    """
+    state: TrainState = _shard(jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params), mesh)
+    if zero >= 1:
+        state = state._replace(opt_state=spread_tree(state.opt_state))
+    return state._replace(params=spread_tree(state.params)) if zero == 3 else state
 
 
 def shardings(tree: PyTree) -> PyTree:

@@ -9,16 +9,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import advance, at_its_end
 from maxtrain.training.objective import Batch, Objective, Result, Scales
-from maxtrain.training.state import TrainState, shardings
+from maxtrain.training.optimizer import apply_updates
+from maxtrain.training.state import TrainState, shardings, spread_tree
 
 Metrics = dict[str, Array]
+_UPDATE = 2**32 - 1  # no row has this number
 
 
 def gradients(
@@ -29,11 +31,13 @@ def gradients(
     scales: Scales,
     accumulation: int,
     dtype: str = "float32",
+    places: PyTree | None = None,
 ) -> tuple[Result, nnx.State]:
     """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
 
     `scales` are the objective's, for the whole batch. `accumulation`, the number of micro-batches, divides B; row r goes to
     micro-batch r mod accumulation, so that no row leaves its device. Their gradients are summed up in `dtype`.
+    `places` are shardings of gradients, while they are summed up and after; None: those that XLA finds best.
     """
 
     def loss(params: nnx.State, micro: Batch) -> tuple[Array, Result]:
@@ -42,7 +46,8 @@ def gradients(
 
     def one(micro: Batch) -> tuple[Result, nnx.State]:
         (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
-        return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return result, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
 
     if accumulation == 1:
         return one(batch)
@@ -78,27 +83,29 @@ def make_train_step(
     seed: int = 0,
     accumulate: str = "float32",
     loss_scale: LossScaleConfig | None = None,
+    stochastic_rounding: bool = False,
+    zero: int = 0,
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out exactly as it went in.
 
     Args:
         accumulation, accumulate: number of micro-batches, and the type in which their gradients are summed up.
-        seed: of what is random in a step. Row r of the batch of step s draws from fold_in(fold_in(seed, s), r), so that what
-            it draws is the same on every mesh and for every number of micro-batches.
+        seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s), r), however it is split.
         loss_scale: a resolved one, as the state was made with.
+        stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split over `data` as well.
 
     The metrics are loss (nats per target), objective (what was minimised), the mean of each further term, source_nll and
     source_targets (sums by source) if there are such, targets, empty_rows (without a target), grad_norm (before clipping),
     learning_rate, skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to now
-    without a good one between), bad_leaf (index of the first parameter whose gradient is not finite, or -1), and loss_scale
-    if there is one.
+    without a good one between), bad_leaf (index of the first non-finite gradient, or -1), and loss_scale if there is one.
     """
+    places = shardings(spread_tree(abstract.params)) if zero >= 2 else None
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scaled = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         batch = batch | {"keys": row_keys(seed, state.step, batch["targets"].shape[0])}
         result, grads = gradients(
-            graphdef, state.params, batch, objective, objective.scales(batch, scaled), accumulation, accumulate
+            graphdef, state.params, batch, objective, objective.scales(batch, scaled), accumulation, accumulate, places
         )
         if state.loss_scale is not None:
             grads = jax.tree.map(lambda g: g / scaled, grads)
@@ -107,7 +114,8 @@ def make_train_step(
         finite = jnp.isfinite(norm) & jnp.isfinite(result.loss)
         apply = finite & (nll.weight > 0)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        key = jax.random.fold_in(step_key(seed, state.step), _UPDATE) if stochastic_rounding else None
+        params = apply_updates(state.params, updates, key)
 
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(apply, new.astype(old.dtype), old)  # Adam's moments of bfloat16 parameters come out in float32
@@ -148,5 +156,10 @@ def make_train_step(
 
 def row_keys(seed: int, step: Array, rows: int) -> Array:
     """A key for each row of the batch of a step, [B]."""
-    key = jax.random.fold_in(jax.random.key(seed), step)
+    key = step_key(seed, step)
     return jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(rows, dtype=jnp.uint32))
+
+
+def step_key(seed: int, step: Array) -> Array:
+    """The key that all else random in a step is folded from: rows' numbers, and _UPDATE."""
+    return jax.random.fold_in(jax.random.key(seed), step)

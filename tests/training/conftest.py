@@ -17,7 +17,7 @@ from maxtrain.training.loss_scale import initial
 from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, shardings
+from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, shardings, state_from_params
 from maxtrain.training.step import make_train_step
 
 # Every size is divisible by 8, and no two that could be confused are equal.
@@ -96,24 +96,28 @@ class Tiny:
         accumulation: int = 1,
         objective=NEXT_TOKEN,
         precision=EXACT,
-        optimizer=OPTIMIZER,
+        optimizer: OptimizerConfig = OPTIMIZER,
         step=None,
         **model: Any,
     ) -> Parts:
         """A step with these options, and functions for new states, on a mesh of (data, fsdp, tensor)."""
         config, mesh = dataclasses.replace(MODEL, **model), Tiny.mesh(*shape)
         graphdef, params = abstract_model(config, precision, mesh)
-        schedule, options = make_schedule(SCHEDULE, optimizer.learning_rate, STEPS), step or {}
-        optimizer = make_optimizer(optimizer, SCHEDULE, STEPS)
+        rule, options = make_optimizer(optimizer, SCHEDULE, STEPS, params), step or {}
+        options = {"zero": optimizer.zero, "stochastic_rounding": optimizer.stochastic_rounding} | options
+        schedule = make_schedule(SCHEDULE, optimizer.learning_rate, STEPS)
         loss_scale = options.get("loss_scale")
-        abstract = abstract_state(params, optimizer, mesh, loss_scale)
-        train_step = make_train_step(abstract, graphdef, objective, optimizer, schedule, accumulation, **options)
+        abstract = abstract_state(params, rule, mesh, loss_scale, optimizer.zero)
+        train_step = make_train_step(abstract, graphdef, objective, rule, schedule, accumulation, **options)
 
         def create(seed: int = SEED) -> TrainState:
-            return create_state(abstract, config, precision, optimizer, seed, loss_scale)
+            return create_state(abstract, config, precision, rule, seed, loss_scale)
 
         def new_state() -> TrainState:
-            return jax.device_put(Tiny.first_state(precision)._replace(loss_scale=initial(loss_scale)), shardings(abstract))
+            first = Tiny.first_state(precision)._replace(loss_scale=initial(loss_scale))
+            if optimizer is OPTIMIZER:
+                return jax.device_put(first, shardings(abstract))
+            return state_from_params(abstract, jax.device_put(first.params, shardings(abstract.params)), rule, loss_scale)
 
         return Parts(mesh, graphdef, abstract, create, new_state, BatchLayout(mesh, B, T).to_global, train_step)
 

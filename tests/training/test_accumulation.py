@@ -65,7 +65,7 @@ def compiled(tiny, devices, split):
     mesh = tiny.mesh(devices, 1, 1)
     config = dataclasses.replace(tiny.model, num_layers=1)
     graphdef, params = abstract_model(config, tiny.precision, mesh)
-    optimizer, layout = make_optimizer(tiny.optimizer, tiny.schedule, 10), BatchLayout(mesh, B, T)
+    optimizer, layout = make_optimizer(tiny.optimizer, tiny.schedule, 10, params), BatchLayout(mesh, B, T)
 
     @jax.jit
     def gradient(params, batch, only):

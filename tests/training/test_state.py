@@ -93,7 +93,7 @@ def test_a_mesh_that_does_not_divide_a_dim_is_refused_with_the_numbers(tiny):
 
 def test_given_parameters_are_kept_and_the_optimizer_is_new(tiny, states):
     parts, state = states[1, 2, 4]
-    optimizer = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps)
+    optimizer = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps, parts.abstract.params)
     twice = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), out_shardings=shardings(parts.abstract.params))(state.params)
     expected = bits(twice)
     with jax.set_mesh(parts.mesh):
