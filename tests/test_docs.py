@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
-RUN_WHOLE = {"data.md": "tests/test_docs_data.py"}  # documents whose commands are run in order, every one of them
+RUN_WHOLE = {
+    "data.md": "tests/test_docs_data.py",
+    "numerics.md": "tests/test_docs_numerics.py",
+}  # documents whose commands are run in order, every one of them
 
 FAST = [
     "make",
@@ -41,6 +44,7 @@ TESTED_ELSEWHERE = {
     "python -m maxtrain.train config=quickstart run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2": (
         "tests/test_quickstart.py"
     ),
+    "maxtrain replay runs/quickstart --steps 160:200": "tests/test_docs_numerics.py",
     "make setup": ".ci/run",
     "make test": ".ci/run",
     "make lint": ".ci/run",

@@ -1,11 +1,18 @@
-"""Every block of Python in docs/numerics.md runs as it stands."""
+"""Every block of docs/numerics.md runs as it stands."""
 
+import os
+import random
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-TEXT = (Path(__file__).parents[1] / "docs" / "numerics.md").read_text()
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "numerics.md").read_text()
+WORDS = ["if", "then", "else", "while", "page", "home"]
 BLOCKS = re.findall(r"^## ([^\n]*)\n((?:(?!^## ).)*?)^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
@@ -14,3 +21,29 @@ def test_the_example_works(title, program):
     names: dict = {}
     exec(compile(program, f"docs/numerics.md: {title}", "exec"), names)
     assert len(names) > 1, "it did something"
+
+
+@pytest.mark.processes
+def test_the_commands_work_in_order(tmp_path):
+    rng = random.Random(0)
+    (tmp_path / "web").mkdir()
+    for number in range(100):
+        (tmp_path / "web" / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=100)))
+    (program,) = re.findall(r"^```python\n# small\.py\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL | re.M)
+    (tmp_path / "small.py").write_text(program)
+    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    commands = ["maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes", *"".join(blocks).splitlines()]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    outputs = {}
+    for command in commands:
+        code = int((re.findall(r"# ends with (\d+)", command) or ["0"])[0])
+        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command, comments=True)[1:]]
+        result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == code, f"{command}\n{result.stdout}\n{result.stderr}"
+        outputs[command] = result.stdout + result.stderr
+    same = re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    assert outputs["maxtrain replay runs/one --steps 20:40"] == same[0] and len(outputs) == 7
+    other = next(out for command, out in outputs.items() if "40 mesh" in command)
+    assert "the launch had devices.count 1, and now it is 2" in other and "likely cause" in other
+    (parted,) = (out for command, out in outputs.items() if "compare" in command)
+    assert re.search(r"params_hash +4 +4 +step 10", parted) and "config.mesh.simulated_devices: None and 2" in parted
