@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import os
 import pickle
 import random
 import shutil
@@ -136,6 +137,19 @@ def test_the_plan_is_made_once_and_is_the_same_bytes_again(tmp_path, monkeypatch
     assert [p.name for p in tmp_path.glob("*bins*")] == [path.name]
     open_bins(shards, 9, "pad", "raise")
     assert not (tmp_path / "bins-9.plan").exists()
+
+
+def test_what_a_killed_process_has_left_is_removed_and_what_is_being_written_is_not(tmp_path):
+    shards = write(tmp_path, [[3, 4, 5]])
+    old, new = (tmp_path / f"bins-8.{name}.plan" for name in ("old", "new"))
+    torn, other = tmp_path / ".bins-8.torn.plan.tmp", tmp_path / "bins-18.x.plan"
+    for path in (old, new, torn, other):
+        path.touch()
+    for path in (old, torn, other):
+        os.utime(path, (0, 0))
+    open_bins(shards, 8, "bins", "raise")
+    assert [path.exists() for path in (old, new, torn, other)] == [False, True, False, True]
+    assert (tmp_path / "bins-8.plan").exists()
 
 
 def test_where_nothing_can_be_written_the_plan_is_made_each_time(tmp_path, monkeypatch):

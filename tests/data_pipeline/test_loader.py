@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.loader import open_evaluation, open_training, require_one_tokenizer
+from data_pipeline.loader import carry_errors, open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.packing import Part
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
@@ -76,16 +76,49 @@ def test_hosts_read_their_rows_of_one_batch(config):
             np.testing.assert_array_equal(array, whole.arrays[name][rows])
 
 
+@pytest.mark.parametrize("packing", ["stream", "bins"])
+def test_hosts_read_their_columns_of_one_batch_and_their_checksums_sum_to_that_of_it(config, packing):
+    data = open_training(dataclasses.replace(config, packing=packing, on_long="truncate"), seed=3, steps=20)
+    whole = data.batch(11)
+    parts = [
+        Part(np.array(rows), slice(*columns)) for rows in ([0, 2, 3], [1, 4, 5]) for columns in ((0, 10), (10, 31), (31, 32))
+    ]
+    for part in parts:
+        batch = data.batch(11, {(6, 32): part})
+        assert (batch.digest, batch.place) == (whole.digest, whole.place)
+        for name, array in batch.arrays.items():
+            expected = whole.arrays[name][part.rows]
+            np.testing.assert_array_equal(array, expected[:, part.columns] if array.ndim == 2 else expected)
+    assert sum(data.batch(11, part).content for part in parts) % 2**64 == whole.content
+
+
+def test_a_stream_that_cannot_be_read_goes_on_with_empty_batches_that_carry_the_error(config):
+    data = open_training(config, seed=3, steps=50)
+    part, failure = Part(np.array([1, 4]), slice(8, 16)), OSError("no more")
+
+    def stream():
+        yield from data.iterate(4, part, 6)
+        raise failure
+
+    batches = list(carry_errors(stream(), range(4, 9), lambda step: part))
+    assert [batch.step for batch in batches] == [4, 5, 6, 7, 8]
+    assert [batch.error for batch in batches] == [None, None, failure, failure, failure]
+    assert_same(batches[1], data.batch(5, part))
+    for name, array in batches[0].arrays.items():
+        empty = batches[3].arrays[name]
+        assert (empty.shape, empty.dtype, empty.any()) == (array.shape, array.dtype, False), name
+
+
 def test_pickled_data_gives_the_same_batches(config):
     data = open_training(config, seed=3, steps=50)
     assert_same(pickle.loads(pickle.dumps(data)).batch(20), data.batch(20))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
 def test_stream_is_the_same_for_any_number_of_workers(config, workers):
     data = open_training(dataclasses.replace(config, workers=workers), seed=3, steps=50)
     rows = Part(np.array([4, 0, 3]))
-    for start, stop in ((0, 9), (17, 23)) if workers < 2 else ((17, 23),):
+    for start, stop in ((0, 9), (17, 23)) if workers < 2 else ((17, 29),):
         stream = list(data.iterate(start, rows, stop))
         assert [batch.step for batch in stream] == list(range(start, stop))
         for batch in stream:
@@ -112,6 +145,15 @@ def test_fingerprint_names_what_the_batches_depend_on(config, corpora):
         open_training(config, 4, 50)
     ]
     assert len({data.fingerprint_at(50) for data in [base, *others]}) == 6
+    indifferent = [{"on_long": "truncate"}, {"on_long": "skip"}, {"prefetch": 1}]  # a stream has no long documents
+    assert {open_training(dataclasses.replace(config, **c), 3, 50).fingerprint_at(50) for c in indifferent} == {
+        base.fingerprint_at(50)
+    }
+    rows = [
+        dataclasses.replace(config, packing="bins", seq_length=n, on_long=p) for n in (20, 64) for p in ("skip", "truncate")
+    ]
+    cut, cut_too, fits, fits_too = (open_training(c, 3, 20).fingerprint_at(20) for c in rows)
+    assert cut != cut_too and fits == fits_too
     longer = open_training(config, seed=3, steps=60)
     assert longer.fingerprint_at(60) != base.fingerprint_at(50) == longer.fingerprint_at(50)
 

@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel import batches
 from maxtrain.parallel.batches import BatchLayout, prefetch
-from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.mesh import AXES, make_mesh
 
 ROWS, LENGTH = 16, 6
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2), (4, 1, 2)]
@@ -71,6 +72,32 @@ def test_each_process_reads_the_rows_of_its_devices_and_puts_them_there(monkeypa
     np.testing.assert_array_equal(layout.part.rows, list(rows))
     layout.to_global({"inputs": whole[layout.part.rows], "source": layout.part.rows})
     for (shape, sharding, part), expected in zip(made, (whole, np.arange(ROWS)), strict=True):
+        for index in sharding.addressable_devices_indices_map(shape).values():
+            np.testing.assert_array_equal(part(index), expected[index])
+
+
+@pytest.mark.parametrize(
+    "devices, rows, columns",
+    [([0], [0, 1, 2, 3], (0, 3)), ([3], [0, 1, 2, 3], (9, 12)), ([1, 2], [0, 1, 2, 3], (3, 9)), ([5, 2], range(8), (3, 9))],
+    ids=str,
+)
+def test_a_process_reads_only_the_columns_of_its_devices_where_the_length_is_split(monkeypatch, devices, rows, columns):
+    mesh = jax.make_mesh((2, 1, 1, 4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 6, devices=jax.devices())
+    whole = np.random.default_rng(0).integers(0, 96, (8, 12))
+    layout = BatchLayout(mesh, 8, 12)
+    assert layout.part.rows.tolist() == list(range(8)) and layout.part.columns == slice(0, 12)
+    arrays = layout.to_global({"inputs": whole, "source": whole[:, 0]})
+    assert {shard.data.shape for shard in arrays["inputs"].addressable_shards} == {(4, 3)}
+    for name, expected in (("inputs", whole), ("source", whole[:, 0])):
+        np.testing.assert_array_equal(arrays[name], expected)
+    real, mine, made = batches.named_sharding, [jax.devices()[i] for i in devices], []
+    monkeypatch.setattr(batches, "named_sharding", lambda *args: PartOfAMesh(real(*args), mine))
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: made.append(args) or jax.numpy.zeros(()))
+    layout = BatchLayout(mesh, 8, 12)
+    np.testing.assert_array_equal(layout.part.rows, list(rows))
+    assert layout.part.columns == slice(*columns)
+    layout.to_global({"inputs": whole[layout.part.rows][:, layout.part.columns], "source": whole[layout.part.rows, 0]})
+    for (shape, sharding, part), expected in zip(made, (whole, whole[:, 0]), strict=True):
         for index in sharding.addressable_devices_indices_map(shape).values():
             np.testing.assert_array_equal(part(index), expected[index])
 

@@ -1,0 +1,91 @@
+"""The main job and its data: what the guard remembers, rows of evaluation, and how long a step waits for its batch."""
+
+import random
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from data_pipeline import prepare
+from data_pipeline.errors import ConfigError
+from data_pipeline.shards import Manifest, ShardWriter
+from data_pipeline.tokenizer import ByteTokenizer
+from maxtrain.config import load_config
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.parallel import distributed
+from maxtrain.train import main
+
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for"]
+
+
+@pytest.fixture(autouse=True)
+def this_process(monkeypatch):
+    """What a run does to its process is kept from the tests after it; Optax promotes counts to floats silently."""
+    monkeypatch.setattr(distributed, "keep_host_memory", lambda: "")
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """A config file beside its data: text, and `ones`, of documents of one token, which are no targets."""
+    folder, rng = tmp_path_factory.mktemp("train-data"), random.Random(0)
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
+    assert prepare.main([str(folder / "data"), "--text", f"{folder}/*.txt", "--holdout", "0.1", "--workers", "1"]) == 0
+    (folder / "ones").mkdir()
+    writer, tokenizer = ShardWriter(folder / "ones", "tokens-00000", 257), ByteTokenizer()
+    writer.append(np.full(600, 65), np.ones(600, np.int64))
+    tokenizer.save(folder / "ones")
+    described = Manifest.load(folder / "data" / "train").tokenizer
+    Manifest(described, "uint16", "none", 600, (writer.close(),)).save(folder / "ones")
+    sources = {"text": {"path": str(folder / "data" / "train"), "epochs": None}}
+    values = {
+        "output_dir": str(folder / "runs"),
+        "steps": 12,
+        "log_interval": 1,
+        "eval_interval": 0,
+        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 64},
+        "data": {"sources": sources, "seq_length": 32, "batch_size": 8},
+        "eval": {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
+        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"warmup_steps": 1},
+        "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
+        "observe": {"progress": "plain", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    return folder / "tiny.yaml"
+
+
+def train(config, run_name, *overrides):
+    """Exit code of a run in this process, and its records."""
+    code = main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
+    return code, read_metrics(config.parent / "runs" / run_name)
+
+
+def test_a_run_that_the_guard_has_ended_ends_there_again_with_the_same_words(config, capsys):
+    """Little fill over four steps, found one step after the last checkpoint, by what was before it; and the same tokens."""
+    ones = [f"data.sources.ones.path={config.parent / 'ones'}", "data.sources.ones.epochs=null"]
+    stages = "data.stages=[{until: 4, weights: {text: 1}}, {weights: {ones: 1, text: 1}}]"
+    keys = [*ones, stages, "data.min_fill=0.7", "data.fill_patience=4", "checkpoint_interval=6"]
+    said = []
+    for _ in range(3):
+        code, records = train(config, "filled", *keys)
+        said.append((code, capsys.readouterr().err, [r["step"] for r in records]))
+    assert said[0] == said[1] == said[2] and said[0][0] == 65 and "of 4 batches are targets (data.min_fill=0.7)" in said[0][1]
+    assert said[0][2] == [1, 2, 3, 4, 5, 6], "it stops at step 7, of which steps 5 to 7 have little"
+
+
+def test_evaluation_may_have_rows_of_another_length(config):
+    ours, theirs = (train(config, f"rows-{n}", f"eval.seq_length={n}", "steps=2")[1][-1] for n in ("64", "null"))
+    assert ours["kind"] == "eval" and ours["tokens"] == theirs["tokens"] and ours["nll"] != theirs["nll"]
+    with pytest.raises(ConfigError, match=r"eval\.seq_length=65 must be at most model\.max_length=64\. Set eval\.seq"):
+        load_config([f"config={config}", "eval.seq_length=65"])
+
+
+def test_records_say_how_long_a_step_waited_for_its_batch(config):
+    code, records = train(config, "waits", "eval_interval=4")
+    waits = [(r["data_wait_seconds"], r["step_seconds"]) for r in records if r["kind"] == "train"]
+    assert code == 0 and len(waits) == 12 and all(0 < wait < step for wait, step in waits)
