@@ -25,6 +25,7 @@ from data_pipeline.loader import (
 from maxtrain.config import RunConfig, fit_to_devices
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.models.init import learning_rate_factors
+from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
@@ -133,6 +134,7 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
 
     The config fits the devices and knows its vocabulary. ConfigError: a dim that the mesh does not divide.
     """
+    require_platform(config.model.attention, devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
     objective = next_token(config.loss, config.optimizer.normalize, num_sources if config.loss.by_source else 0)
     if config.loss.adversarial:

@@ -14,6 +14,7 @@ from typing import Any
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.remote import is_url
+from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.keys import choices, show
 from maxtrain.config.schema import MeshConfig, RunConfig, ScheduleConfig
 
@@ -34,6 +35,7 @@ def problems_across(config: RunConfig) -> list[str]:
     rules = (
         _run,
         _model,
+        _kernel,
         _init,
         _optimizer,
         _schedule,
@@ -107,6 +109,23 @@ def _model(c: RunConfig) -> Iterator[str]:
         if length > m.max_length:
             mend = f"Set {key}={m.max_length} or less, or model.max_length={length}"
             yield f"{key}={length} must be at most model.max_length={m.max_length}. {mend}."
+
+
+def _kernel(c: RunConfig) -> Iterator[str]:
+    name, kernel, compute = f"model.attention={c.model.attention}", ATTENTION[c.model.attention], c.precision.compute
+    if c.determinism == "full" and not kernel.repeats:
+        mend = f"Set model.attention to {choices(k for k, v in ATTENTION.items() if v.repeats)}, or determinism=seeded"
+        yield f"{name} may add in another order each time in its backward pass, and determinism=full allows no such. {mend}."
+    if not (kernel.segments or c.data.attend_across_documents or c.data.packing == "pad"):
+        rule = f"does not keep the documents of a row apart, and data.packing={c.data.packing} puts several into one"
+        yield f"{name} {rule}. Set data.packing=pad, data.attend_across_documents=true to let it, or model.attention=xla."
+    if compute not in kernel.dtypes:
+        mend = f"Set precision.compute to {choices(kernel.dtypes)}, or model.attention=xla"
+        yield f"{name} does not multiply precision.compute={compute}. {mend}."
+    size = c.model.head_dim or c.model.embed_dim // c.model.num_heads
+    if kernel.head_dim and (size > kernel.head_dim[0] or size % kernel.head_dim[1]):
+        rule = f"needs heads of at most {kernel.head_dim[0]}, a multiple of {kernel.head_dim[1]}"
+        yield f"{name} {rule}, and model.head_dim is {size}. Set model.head_dim=64, for example, or model.attention=xla."
 
 
 def _init(c: RunConfig) -> Iterator[str]:

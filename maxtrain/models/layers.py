@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.init import Initializer, Role, head_dim
-from maxtrain.ops.attention import attention
+from maxtrain.ops.attention import attention, with_cache
 from maxtrain.ops.einsum import matmul
 from maxtrain.ops.norm import rms_norm
 from maxtrain.ops.rope import apply_rope
@@ -82,8 +82,9 @@ class Attention(nnx.Module):
                 jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
             )
             k, v = cache
+        kernel = self.kernel if cache is None else with_cache(self.kernel)
         out = attention(
-            q, k, v, context.q_segments, context.kv_segments, offset=context.offset, kernel=self.kernel, dtype=self.compute
+            q, k, v, context.q_segments, context.kv_segments, offset=context.offset, kernel=kernel, dtype=self.compute
         )
         N, H, D = self.o.shape
         return matmul(out.reshape(*out.shape[:-2], N * H), self.o[...].reshape(N * H, D), self.compute), cache

@@ -35,6 +35,26 @@ def pieces(text: str) -> list[str]:
 @pytest.mark.parametrize(
     ("overrides", "value", "mend"),
     [
+        (
+            ["model.attention=cudnn", "determinism=full", "data.packing=pad"],
+            "model.attention=cudnn may add in another order each time",
+            "Set model.attention to eager or xla, or determinism=seeded.",
+        ),
+        (
+            ["model.attention=cudnn"],
+            "data.packing=stream puts several into one",
+            "Set data.packing=pad, data.attend_across_documents=true to let it, or model.attention=xla.",
+        ),
+        (
+            ["model.attention=cudnn", "data.packing=pad", "precision.compute=float32"],
+            "does not multiply precision.compute=float32",
+            "Set precision.compute to float16 or bfloat16, or model.attention=xla.",
+        ),
+        (
+            ["model.attention=cudnn", "data.attend_across_documents=true", "model.head_dim=132"],
+            "model.attention=cudnn needs heads of at most 128, a multiple of 8, and model.head_dim is 132",
+            "Set model.head_dim=64, for example",
+        ),
         # limits of single keys
         (["data.batch_size=0"], "data.batch_size=0 must be at least 1", "Set data.batch_size to at least 1"),
         (["steps=0"], "steps=0 must be at least 1", "Set steps to at least 1"),
@@ -239,3 +259,9 @@ def test_the_free_axis_takes_what_is_left(sizes, free):
     config = dataclasses.replace(config, model=model, data=data, mesh=dataclasses.replace(config.mesh, **given_axes))
     mesh = fit_to_devices(config, devices).mesh
     assert {name: getattr(mesh, name) for name in axes} == axes
+
+
+@pytest.mark.parametrize("kernel", ["eager", "xla"])
+def test_kernels_that_repeat_are_allowed_with_full_determinism(kernel):
+    assert load("determinism=full", f"model.attention={kernel}").model.attention == kernel
+    assert load("model.attention=cudnn", "data.packing=pad").determinism == "seeded"

@@ -9,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtrain.ops.attention import KERNELS, attention
+from data_pipeline.errors import ConfigError
+from maxtrain.config.kernels import ATTENTION
+from maxtrain.ops.attention import KERNELS, attention, require_platform, with_cache
 from maxtrain.ops.attention.eager import attention_mask
 
 H = 8
-KERNEL = pytest.mark.parametrize("kernel", sorted(KERNELS))
+EVERYWHERE = sorted(name for name, kernel in ATTENTION.items() if kernel.segments and kernel.platform is None)
+KERNEL = pytest.mark.parametrize("kernel", EVERYWHERE)
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "dtype"))
@@ -101,7 +104,7 @@ def test_xla_equals_eager_where_a_query_sees_nothing(dtype):
     """Not in training, but a cache may hold nothing for a row's segment: finite, and no gradient to what is hidden."""
     *qkv, g = example(1, 4, 2, 2, S=16)
     q_segments, kv_segments = jnp.full((1, 4), 7, jnp.int32), jnp.ones((1, 16), jnp.int32)
-    for kernel in KERNELS:
+    for kernel in EVERYWHERE:
         results = run(*qkv, q_segments, kv_segments, 3, g, kernel=kernel, dtype=dtype)
         assert all(np.isfinite(x).all() for x in results)
 
@@ -181,3 +184,37 @@ def test_the_square_of_scores_is_never_in_memory():
     scores = B * N * T * T * 4
     assert temporary_bytes("eager") > scores
     assert temporary_bytes("xla") < scores / 2
+
+
+def test_every_kernel_is_in_the_table():
+    assert KERNELS.keys() == ATTENTION.keys() and EVERYWHERE == ["eager", "xla"]
+    assert [with_cache(name) for name in ("eager", "xla", "cudnn")] == ["eager", "xla", "xla"]
+
+
+def test_cudnn_is_lowered_for_gpus_forward_and_backward_and_refused_elsewhere(monkeypatch):
+    """Not run: that takes a GPU. Its custom calls are there, causal, with grouped keys."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
+    *qkv, g = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(2, 128, 4, 64), *[(2, 128, 2, 64)] * 2, (2, 128, 4, 64)])
+    segments = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+
+    def both(q, k, v, segments, g):
+        out, vjp = jax.vjp(lambda *x: attention(*x, segments, segments, kernel="cudnn", dtype="bfloat16"), q, k, v)
+        return out, *vjp(g)
+
+    text = jax.jit(both).trace(*qkv, segments, g).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text and "CAUSAL" in text
+    require_platform("cudnn", "gpu")
+    with pytest.raises(
+        ConfigError, match=r"cudnn is for gpus only, and the devices here are of platform cpu\. Set model\.attention=xla"
+    ):
+        require_platform("cudnn", "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+def test_cudnn_equals_eager_on_a_row_of_one_document():
+    rng = np.random.default_rng(0)
+    *qkv, g = (jnp.asarray(rng.standard_normal((2, 256, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4))
+    segments = jnp.ones((2, 256), jnp.int32)
+    for ours, theirs in zip(*(run(*qkv, segments, segments, 0, g, kernel=k, dtype="bfloat16") for k in ("cudnn", "eager"))):
+        np.testing.assert_allclose(ours, theirs, atol=0.05, rtol=0.05)

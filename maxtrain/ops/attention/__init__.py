@@ -4,10 +4,25 @@ from collections.abc import Callable
 
 from jaxtyping import Array, Float, Int
 
+from data_pipeline.errors import ConfigError
+from maxtrain.config.kernels import ATTENTION
+from maxtrain.ops.attention.cudnn import cudnn_attention
 from maxtrain.ops.attention.eager import eager_attention
 from maxtrain.ops.attention.xla import xla_attention
 
-KERNELS: dict[str, Callable[..., Array]] = {"eager": eager_attention, "xla": xla_attention}
+KERNELS: dict[str, Callable[..., Array]] = {"eager": eager_attention, "xla": xla_attention, "cudnn": cudnn_attention}
+
+
+def require_platform(kernel: str, platform: str) -> None:
+    """Raises ConfigError if devices of this platform do not have the kernel."""
+    if ATTENTION[kernel].platform not in (None, platform):
+        rule = f"is for {ATTENTION[kernel].platform}s only, and the devices here are of platform {platform}"
+        raise ConfigError(f"model.attention={kernel} {rule}. Set model.attention=xla.")
+
+
+def with_cache(kernel: str) -> str:
+    """The kernel that reads the caches of generation for a model that was trained with this one."""
+    return kernel if ATTENTION[kernel].segments else "xla"
 
 
 def attention(
@@ -30,7 +45,8 @@ def attention(
         q_segments: [B, T]; a query sees the keys of its own segment only, padding (0) sees padding.
         kv_segments: [B, S]; negative where a cache holds nothing yet.
         offset: column of the first query: 0 in training, the number of cached columns in generation.
-        kernel: "eager" (the oracle: all scores at once) or "xla" (blocks of queries, backward without stored scores).
+        kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without stored scores), or "cudnn"
+            (GPUs; does not look at segments, which config/checks.py asks about).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
 
     Returns:

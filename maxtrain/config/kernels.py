@@ -1,0 +1,20 @@
+"""What each kernel of attention can do: the one table that the checks, the launch and the tests go by."""
+
+from typing import NamedTuple
+
+
+class Kernel(NamedTuple):
+    """One kernel."""
+
+    platform: str | None = None  # the only one that has it; None: all have
+    segments: bool = True  # keeps the documents of a row apart, and reads the caches of generation
+    repeats: bool = True  # its backward pass gives the same bits every time
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")  # of inputs
+    head_dim: tuple[int, int] | None = None  # the largest, and what it must be a multiple of
+
+
+ATTENTION = {
+    "eager": Kernel(),
+    "xla": Kernel(),
+    "cudnn": Kernel("gpu", segments=False, repeats=False, dtypes=("float16", "bfloat16"), head_dim=(128, 8)),
+}
