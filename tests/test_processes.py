@@ -24,12 +24,14 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
+from data_pipeline.shards import Manifest
 from maxtrain.checkpoint.manager import latest_record
 from maxtrain.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]
 DEVICES = 4
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+EVAL_BATCHES = (4, 12)
 SECONDS = 240  # for a job; one that is killed here has hung
 
 pytestmark = pytest.mark.processes
@@ -39,7 +41,7 @@ pytestmark = pytest.mark.processes
 def config(tmp_path_factory) -> Path:
     """A config file beside its data: two sources, three epochs of both, a checkpoint every 5 steps."""
     folder, rng = tmp_path_factory.mktemp("processes"), random.Random(0)
-    for name, count in (("large", 36), ("small", 9)):
+    for name, count in (("large", 36), ("small", 9), ("unseen", 7)):
         (folder / name).mkdir()
         for number in range(count):
             (folder / name / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 80))))
@@ -57,6 +59,7 @@ def config(tmp_path_factory) -> Path:
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"warmup_steps": 5},
         "mesh": {"data": 2, "fsdp": 2},
+        "eval": {"sets": {f"by{n}": {"path": str(folder / "data-unseen"), "batch_size": n} for n in EVAL_BATCHES}},
         "precision": {"compute": "float32"},  # roundings to bfloat16 would hide what is compared
         "observe": {"progress": "plain", "tensorboard": False, "plot": False, "prompts": [], "peak_tflops": 1.0},
     }
@@ -134,7 +137,7 @@ class Job:
 def trained(config: Path, run_name: str) -> tuple[list[tuple[int, str]], list[float], tuple[int, str]]:
     """Of a run: step and digest of every batch, the losses, and where its last checkpoint says that the data stands."""
     folder = config.parent / "runs" / run_name
-    records = read_metrics(folder)
+    records = [record for record in read_metrics(folder) if record["kind"] == "train"]
     last = latest_record(folder / "checkpoints")
     assert last is not None
     return [(r["step"], r["batch"]) for r in records], [r["loss"] for r in records], (last["step"], last["data"])
@@ -164,6 +167,21 @@ def test_processes_read_the_same_batches_and_end_together(config, alone, count):
     with Job(config, f"on-{count}", count, "checkpoint_interval=0") as job:
         job.end()
     assert_same(trained(config, f"on-{count}"), alone)
+
+
+def test_evaluation_is_the_same_for_any_batch_size_and_number_of_processes(config, alone, request):
+    """Each run above has evaluated one set in batches of two sizes, at its end: six results, of every target of the set."""
+    targets = Manifest.load(config.parent / "data-unseen").num_targets
+    results = []
+    for run in ("alone", "on-2", "on-4"):
+        records = [r for r in read_metrics(config.parent / "runs" / run) if r["kind"] == "eval"]
+        assert {r["set"] for r in records} == {f"by{n}" for n in EVAL_BATCHES} and len(records) == len(EVAL_BATCHES), run
+        assert {r["tokens"] for r in records} == {targets}
+        results += [r["nll"] for r in records]
+    # The parameters that they evaluate differ by the rounding of all steps before; within a run they are the same.
+    for first, second in zip(results[::2], results[1::2]):
+        np.testing.assert_allclose(first, second, rtol=1e-6)
+    np.testing.assert_allclose(results, results[0], rtol=1e-5)
 
 
 def test_killed_and_resumed_on_other_numbers_of_processes(config, alone):
@@ -211,7 +229,9 @@ def test_what_one_process_alone_cannot_read_ends_all_of_them_with_its_name(confi
         outputs = job.end(65)
     for output in outputs:
         assert re.search(re.escape(f"error: {place}{shard}: bytes 0 to ") + r".*\(block 0\): expected crc32", output), output
-    assert [r["step"] for r in read_metrics(folder / "runs" / "torn-eval")] == [1, 2, 3, 4]
+    records = read_metrics(folder / "runs" / "torn-eval")
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4]
+    assert "held" not in {r["set"] for r in records if r["kind"] == "eval"}
 
 
 @pytest.mark.parametrize("devices, mesh", [((1, 3), "mesh.data=4"), ((2, 2), "mesh.data=1"), ((1, 3), "mesh.data=2")])
