@@ -136,13 +136,15 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
     """
     require_platform(config.model.attention, devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
-    objective = next_token(config.loss, config.optimizer.normalize, num_sources if config.loss.by_source else 0)
+    num_sources = num_sources if config.loss.by_source else 0
+    objective = next_token(config.loss, config.optimizer.normalize, num_sources, config.regularization)
     if config.loss.adversarial:
         objective = adversarial(objective, config.loss)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
-        factors = learning_rate_factors(params, config.init, config.model)
+        rule = "sgd" if config.optimizer.name in ("sgd", "momentum", "nesterov") else "adam"
+        factors = learning_rate_factors(params, config.init, config.model, rule)
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, params, factors)
         abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
     return Parts(config, mesh, num_steps, graphdef, objective, optimizer, loss_scale, abstract)

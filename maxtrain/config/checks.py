@@ -37,6 +37,7 @@ def problems_across(config: RunConfig) -> list[str]:
         _model,
         _kernel,
         _init,
+        _regularization,
         _optimizer,
         _schedule,
         _loss_scale,
@@ -140,6 +141,20 @@ def _init(c: RunConfig) -> Iterator[str]:
     for key, value in bases.items():
         if value is not None and init.mup_base_width is None:
             yield f"{key}={value} needs init.mup_base_width. Set init.mup_base_width={c.model.embed_dim}, or {key}=null."
+    name = c.optimizer.name
+    if init.mup_base_depth is not None and name in ("sgd", "momentum", "nesterov"):
+        mend = "Set optimizer.name=adamw, adam or lion, or init.mup_base_depth=null"
+        yield f"init.mup_base_depth={init.mup_base_depth} has no rule for optimizer.name={name}. {mend}."
+
+
+def _regularization(c: RunConfig) -> Iterator[str]:
+    r = c.regularization
+    for name in ("attention_dropout", "residual_dropout", "embedding_dropout", "stochastic_depth"):
+        if (rate := getattr(r, name)) >= 1:
+            yield f"regularization.{name}={rate} must be less than 1. Set regularization.{name}=0.1, for example."
+    if r.attention_dropout and c.model.attention != "eager":
+        rule = f"needs an attention kernel that can drop weights, and model.attention={c.model.attention} can't"
+        yield f"regularization.attention_dropout={r.attention_dropout} {rule}. Set model.attention=eager, or the rate to 0."
 
 
 def _optimizer(c: RunConfig) -> Iterator[str]:
@@ -162,9 +177,10 @@ def _optimizer(c: RunConfig) -> Iterator[str]:
     if o.stochastic_rounding and c.precision.params != "bfloat16":
         mend = "Set precision.params=bfloat16, or optimizer.stochastic_rounding=false"
         yield f"optimizer.stochastic_rounding=true is for bfloat16 weights, not precision.params={c.precision.params}. {mend}."
-    if c.init.mup_base_width is not None and o.name not in ("adamw", "adam", "lion"):
-        mend = "Set optimizer.name=adamw, adam or lion, or init.mup_base_width=null"
-        yield f"optimizer.name={o.name} is not for init.mup_base_width={c.init.mup_base_width}: muP has Adam's rates. {mend}."
+    if c.init.mup_base_width is not None and o.name in ("adafactor", "muon"):
+        rule = "muP has the rates of Adam, Lion and SGD"
+        mend = "Set optimizer.name=adamw, adam, lion, sgd, momentum or nesterov, or init.mup_base_width=null"
+        yield f"optimizer.name={o.name} is not for init.mup_base_width={c.init.mup_base_width}: {rule}. {mend}."
     if o.zero and c.mesh.data == 1:
         mend = "Set mesh.data=-1 and mesh.fsdp=1, for example, or optimizer.zero=0"
         yield f"optimizer.zero={o.zero} splits over mesh.data, which is 1. {mend}."

@@ -37,6 +37,7 @@ _ROWS = (
     ("schedule.warmup_steps", "steps, not a fraction", "warmup_steps_fraction"),
     ("schedule.min_learning_rate", "the rate, not a fraction of the peak", "learning_rate_final_fraction"),
     ("schedule.decay_fraction", "of the whole run", "wsd_decay_steps_fraction"),
+    ("regularization.residual_dropout", "attention_dropout and embedding_dropout are keys of their own", "dropout_rate"),
     ("precision.compute", "inputs of matrix products", "dtype"),
     ("precision.params", "master weights and optimizer state", "weight_dtype"),
     ("mesh.platform", "auto, cpu, gpu or tpu", "hardware"),

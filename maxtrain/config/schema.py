@@ -57,6 +57,17 @@ class InitConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RegularizationConfig:
+    """What is random in a training step, drawn from a key of each row; off in evaluation and generation."""
+
+    attention_dropout: float = key(0.0, "probability of dropping each attention weight; needs model.attention=eager", low=0)
+    residual_dropout: float = key(0.0, "probability of dropping each number that a block adds to the residual stream", low=0)
+    embedding_dropout: float = key(0.0, "probability of dropping each number of the embedded tokens", low=0)
+    stochastic_depth: float = key(0.0, "probability of leaving out the last layer's blocks for a row; less before it", low=0)
+    embedding_noise: float = key(0.0, "NEFTune's alpha: uniform noise of alpha / sqrt(T D) on embedded tokens", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
 class GroupConfig:
     """Parameters that are updated in another way, chosen by their paths, such as `layers.attention.q`."""
 
@@ -218,6 +229,7 @@ class RunConfig:
     eval: EvalConfig = key(EvalConfig(), "what is held out")
     loss: LossConfig = key(LossConfig(), "what is minimised")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
+    regularization: RegularizationConfig = key(RegularizationConfig(), "dropout and other noise in training")
     optimizer: OptimizerConfig = key(OptimizerConfig(), "how gradients become updates")
     schedule: ScheduleConfig = key(ScheduleConfig(), "the learning rate over the run")
     precision: PrecisionConfig = key(PrecisionConfig(), "number formats")

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.init import Initializer, head_dim
-from maxtrain.models.layers import Context, DecoderLayer, KVCache, RMSNorm
+from maxtrain.models.layers import Context, DecoderLayer, KVCache, Noise, RMSNorm
 from maxtrain.ops.einsum import matmul
 from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
 from maxtrain.parallel.sharding import constrain
@@ -78,6 +78,7 @@ class Decoder(nnx.Module):
         segment_ids: Ids | None = None,
         positions: Ids | None = None,
         offset: Float[Array, "B T D"] | None = None,
+        noise: Noise | None = None,
     ) -> Float[Array, "B T D"]:
         """Normalised last hidden states, float32.
 
@@ -86,14 +87,17 @@ class Decoder(nnx.Module):
             segment_ids: [B, T] document of each token inside its row, 0 for padding; None: one document a row.
             positions: [B, T] position of each token for rope; None: 0, 1, 2, ...
             offset: [B, T, D] added to the embeddings; None: nothing.
+            noise: what is random in a training step; None: nothing.
         """
         if segment_ids is None:
             segment_ids = jnp.ones_like(tokens)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        context = Context(*self._rope(positions), segment_ids, segment_ids, 0)
         x = self._embed(tokens)
-        return self.final_norm(self._run(x if offset is None else x + offset, context, None)[0])
+        x = x if offset is None else x + offset
+        x = x if noise is None else noise.embedded(x)
+        context = Context(*self._rope(positions), segment_ids, segment_ids, 0, noise)
+        return self.final_norm(self._run(x, context, None)[0])
 
     def extend(
         self,
@@ -141,16 +145,20 @@ class Decoder(nnx.Module):
     def _run(self, x: Array, context: Context, cache: KVCache | None) -> tuple[Array, KVCache | None]:
         graphdef, stacked = nnx.split(self.layers)
 
-        def layer(x: Array, parts: tuple[Any, KVCache | None]) -> tuple[Array, KVCache | None]:
-            params, cache = parts
-            return nnx.merge(graphdef, params)(x, context, cache)
+        L = self.config.num_layers
+
+        def layer(x: Array, parts: tuple[Any, KVCache | None, Any]) -> tuple[Array, KVCache | None]:
+            params, cache, index = parts
+            own = context if context.noise is None else context._replace(noise=context.noise.layer(index, L))
+            return nnx.merge(graphdef, params)(x, own, cache)
 
         if self.config.remat != "none" and cache is None:
             layer = jax.checkpoint(layer, policy=REMAT[self.config.remat])
+        index = None if context.noise is None else jnp.arange(L)
         if self.config.scan_layers:
-            return jax.lax.scan(layer, x, (stacked, cache))
+            return jax.lax.scan(layer, x, (stacked, cache, index))
         caches = []
-        for parts in _unstack((stacked, cache), self.config.num_layers):
+        for parts in _unstack((stacked, cache, index), L):
             x, new = layer(x, parts)
             caches.append(new)
         return x, cache and jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)

@@ -7,16 +7,21 @@ are float32.
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
-from maxtrain.config.schema import ModelConfig
+from maxtrain.config.schema import ModelConfig, RegularizationConfig
 from maxtrain.models.init import Initializer, Role, head_dim
-from maxtrain.ops.attention import attention, with_cache
+from maxtrain.ops.attention import Dropout, attention, with_cache
+from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
 from maxtrain.ops.einsum import matmul
 from maxtrain.ops.norm import rms_norm
 from maxtrain.ops.rope import apply_rope
 from maxtrain.parallel.sharding import constrain
+
+# Places that have their own random numbers; layers count from 0, and their blocks too.
+_EMBEDDING, _NOISE, _WEIGHTS, _DEPTH = 1_000_000, 1_000_001, 1_000_002, 1_000_003
 
 
 class KVCache(NamedTuple):
@@ -24,6 +29,30 @@ class KVCache(NamedTuple):
 
     k: Float[Array, "*L B S K H"]
     v: Float[Array, "*L B S K H"]
+
+
+class Noise(NamedTuple):
+    """What is random in a training step."""
+
+    config: RegularizationConfig
+    keys: Key[Array, " B"]  # of the rows; in a layer: of the rows in this layer
+    depth: Float[Array, ""] | float = 0.0  # of the layer: 1 / L ... 1
+
+    def layer(self, index: Int[Array, ""] | int, num_layers: int) -> "Noise":
+        """That of one layer."""
+        depth = (jnp.asarray(index, jnp.float32) + 1) / num_layers
+        return self._replace(keys=fold(self.keys, index), depth=depth)
+
+    def embedded(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Embedded tokens, with noise and dropout."""
+        x = embedding_noise(x, fold(self.keys, _NOISE), self.config.embedding_noise)
+        return dropout(x, fold(self.keys, _EMBEDDING), self.config.embedding_dropout)
+
+    def added(self, x: Float[Array, "B T D"], place: int) -> Float[Array, "B T D"]:
+        """What block number `place` of a layer adds to the residual stream, with dropout and stochastic depth."""
+        keys, rate = fold(self.keys, place), self.config.stochastic_depth
+        x = dropout(x, keys, self.config.residual_dropout)
+        return drop_rows(x, fold(keys, _DEPTH), rate * self.depth) if rate else x
 
 
 class Context(NamedTuple):
@@ -34,6 +63,7 @@ class Context(NamedTuple):
     q_segments: Int[Array, "B T"]
     kv_segments: Int[Array, "B S"]
     offset: Int[Array, ""] | int  # column of the first query in the cache; 0 without one
+    noise: Noise | None = None  # in training; in a layer its own
 
 
 class RMSNorm(nnx.Module):
@@ -82,9 +112,19 @@ class Attention(nnx.Module):
                 jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
             )
             k, v = cache
-        kernel = self.kernel if cache is None else with_cache(self.kernel)
+        noise, dropout = context.noise, None
+        if noise is not None and noise.config.attention_dropout:
+            dropout = Dropout(fold(noise.keys, _WEIGHTS), noise.config.attention_dropout)
         out = attention(
-            q, k, v, context.q_segments, context.kv_segments, offset=context.offset, kernel=kernel, dtype=self.compute
+            q,
+            k,
+            v,
+            context.q_segments,
+            context.kv_segments,
+            offset=context.offset,
+            kernel=self.kernel if cache is None else with_cache(self.kernel),
+            dtype=self.compute,
+            dropout=dropout,
         )
         N, H, D = self.o.shape
         return matmul(out.reshape(*out.shape[:-2], N * H), self.o[...].reshape(N * H, D), self.compute), cache
@@ -119,6 +159,7 @@ class DecoderLayer(nnx.Module):
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         out, cache = self.attention(self.attention_norm(x), context, cache)
-        x = x + out
-        x = x + self.mlp(self.mlp_norm(x))
+        x = x + (out if context.noise is None else context.noise.added(out, 0))
+        out = self.mlp(self.mlp_norm(x))
+        x = x + (out if context.noise is None else context.noise.added(out, 1))
         return constrain(x, "activation_batch", "activation_length", "activation_embed"), cache

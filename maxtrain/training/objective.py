@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxtrain.config.schema import LossConfig
+from maxtrain.config.schema import LossConfig, RegularizationConfig
 from maxtrain.models.decoder import Decoder
+from maxtrain.models.layers import Noise
 from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
 from maxtrain.parallel.sharding import batch_shards
 
@@ -63,13 +64,19 @@ class Objective(NamedTuple):
 
     def nll(self, model: Decoder, batch: Batch) -> Sum:
         """Negative log-likelihood of the targets, for evaluation: no other term, nothing random."""
+        batch = {name: x for name, x in batch.items() if name != "keys"}
         return self.forward(model, batch, dict.fromkeys(self.factors, 0.0)).sums["nll"]
 
 
-PLAIN = LossConfig()
+PLAIN, NO_NOISE = LossConfig(), RegularizationConfig()
 
 
-def next_token(loss: LossConfig = PLAIN, normalize: str = "tokens", num_sources: int = 0) -> Objective:
+def next_token(
+    loss: LossConfig = PLAIN,
+    normalize: str = "tokens",
+    num_sources: int = 0,
+    regularization: RegularizationConfig = NO_NOISE,
+) -> Objective:
     """Cross-entropy of the next token, with label smoothing and z-loss if the config asks for them.
 
     Args:
@@ -78,6 +85,7 @@ def next_token(loss: LossConfig = PLAIN, normalize: str = "tokens", num_sources:
             all rows do, whatever their length (a document that is cut by a row's end counts in each row); `constant`:
             divided by the number of positions, targets or not.
         num_sources: also record the loss of each of so many sources, in `sources`; 0: don't.
+        regularization: what is random where the batch has keys.
     """
     factors = {"nll": 1.0} | ({"z": loss.z_loss} if loss.z_loss else {})
 
@@ -88,7 +96,8 @@ def next_token(loss: LossConfig = PLAIN, normalize: str = "tokens", num_sources:
 
     def forward(model: Decoder, batch: Batch, scales: Scales) -> Result:
         offset = batch.get("embedding_offset")
-        hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"], offset)
+        noise = Noise(regularization, batch["keys"]) if regularization != NO_NOISE and "keys" in batch else None
+        hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"], offset, noise)
         rows, length = batch["targets"].shape
         mask = batch["loss_mask"].astype(jnp.float32)
         weights = mask if normalize != "sequences" else _sequences(batch)

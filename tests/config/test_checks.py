@@ -88,6 +88,14 @@ def pieces(text: str) -> list[str]:
         (["init.mup_base_depth=2"], "init.mup_base_depth=2 needs init.mup_base_width", "Set init.mup_base_width=256"),
         (["init.mup_base_head_dim=32"], "init.mup_base_head_dim=32", "or init.mup_base_head_dim=null"),
         (["init.scale=0"], "init.scale=0.0 must be more than 0", "Set init.scale"),
+        (
+            ["init.mup_base_width=64", "init.mup_base_depth=2", "optimizer.name=sgd"],
+            "init.mup_base_depth=2 has no rule for optimizer.name=sgd",
+            "or init.mup_base_depth=null",
+        ),
+        # regularization
+        (["regularization.residual_dropout=1"], "regularization.residual_dropout=1.0 must be less than 1", "=0.1"),
+        (["regularization.attention_dropout=0.1"], "regularization.attention_dropout=0.1", "Set model.attention=eager"),
         # optimizer
         (["schedule.warmup_steps=300"], "schedule.warmup_steps=300 must be less than steps=300", "at most 299"),
         (
@@ -107,7 +115,7 @@ def pieces(text: str) -> list[str]:
         (
             ["optimizer.name=muon", "init.mup_base_width=64"],
             "optimizer.name=muon is not for init.mup",
-            "name=adamw, adam or lion",
+            "name=adamw, adam, lion, sgd",
         ),
         (["optimizer.zero=4"], "optimizer.zero=4 must be at most 3", "to at most 3"),
         (["optimizer.stochastic_rounding=true"], "not precision.params=float32", "Set precision.params=bfloat16"),
@@ -218,6 +226,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ],
         ["optimizer.zero=3", "mesh.data=-1", "mesh.fsdp=1"],
         ["schedule.name=inverse_sqrt", "schedule.timescale=10"],
+        ["regularization.attention_dropout=0.1", "model.attention=eager", "regularization.embedding_noise=5"],
         ["init.name=truncated_normal", "init.std=0.02", "init.mup_base_width=64", "init.mup_base_depth=2"],
         ["mesh.coordinator=[::1]:1234", "mesh.num_processes=2", "mesh.process_id=1"],
     ],

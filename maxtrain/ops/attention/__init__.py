@@ -1,8 +1,9 @@
 """Attention behind one door: `attention(..., kernel=...)`. A kernel that can't do what is asked raises; none falls back."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
@@ -25,6 +26,13 @@ def with_cache(kernel: str) -> str:
     return kernel if ATTENTION[kernel].segments else "xla"
 
 
+class Dropout(NamedTuple):
+    """Drops attention weights with probability `rate`, by a key of each row."""
+
+    keys: Key[Array, " B"]
+    rate: float
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
@@ -35,6 +43,7 @@ def attention(
     offset: Int[Array, ""] | int = 0,
     kernel: str,
     dtype: str,
+    dropout: Dropout | None = None,
 ) -> Float[Array, "B T N H"]:
     """Causal softmax attention inside segments, grouped queries.
 
@@ -48,8 +57,14 @@ def attention(
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without stored scores), or "cudnn"
             (GPUs; does not look at segments, which config/checks.py asks about).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
+        dropout: of the weights after the softmax; only the eager kernel can.
 
     Returns:
         [B, T, N, H] float32.
     """
+    if dropout is not None:
+        if kernel != "eager":
+            rule = f"needs an attention kernel that can drop weights, and model.attention={kernel} can't"
+            raise ConfigError(f"regularization.attention_dropout={dropout.rate} {rule}. Set model.attention=eager.")
+        return eager_attention(q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype, dropout=dropout)
     return KERNELS[kernel](q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype)

@@ -1,0 +1,158 @@
+"""Regularisation in the whole model: against what the equations say, the same masks however it runs, off outside training."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RegularizationConfig
+from maxtrain.models.layers import Noise
+from maxtrain.models.registry import build_model
+from maxtrain.ops.attention import Dropout, attention
+from maxtrain.ops.attention.eager import eager_attention
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.parallel.sharding import named_sharding
+from maxtrain.training.evaluate import make_eval_step
+from maxtrain.training.objective import next_token
+from maxtrain.training.step import gradients, row_keys
+
+EXACT = PrecisionConfig(params="float32", compute="float32")
+MODEL = ModelConfig(
+    vocab_size=96,
+    num_layers=3,
+    embed_dim=32,
+    mlp_dim=56,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=6,
+    attention="eager",
+    max_length=64,
+)
+ALL = RegularizationConfig(
+    attention_dropout=0.1, residual_dropout=0.2, embedding_dropout=0.1, stochastic_depth=0.3, embedding_noise=5.0
+)
+EACH = [RegularizationConfig(**{field.name: getattr(ALL, field.name)}) for field in dataclasses.fields(ALL)]
+B, T = 8, 12
+
+
+@functools.cache
+def weights():
+    return nnx.state(build_model(MODEL, EXACT, 0))
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(0, 96, (2, B, T)).astype(np.int32)
+    ones = np.ones((B, T), np.int32)
+    return {
+        "inputs": tokens[0],
+        "targets": tokens[1],
+        "segment_ids": ones,
+        "positions": np.tile(np.arange(T, dtype=np.int32), (B, 1)),
+        "loss_mask": np.float32(ones),
+    }
+
+
+def keys(step=4):
+    return {"keys": row_keys(7, jnp.int32(step), B)}
+
+
+def run(regularization=ALL, accumulation=1, step=4, mesh=(1, 1, 1), **model):
+    """(loss, gradients) of the batch of a step."""
+    graphdef = nnx.split(nnx.eval_shape(lambda: build_model(dataclasses.replace(MODEL, **model), EXACT)))[0]
+    objective = next_token(regularization=regularization)
+
+    @jax.jit
+    def forward(params, arrays):
+        arrays = arrays | keys(step)
+        result, grads = gradients(graphdef, params, arrays, objective, objective.scales(arrays), accumulation)
+        return result.loss, grads
+
+    devices = make_mesh(MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
+    rows = named_sharding(devices, ("activation_batch", "activation_length"))
+    with jax.set_mesh(devices):
+        return jax.tree.map(np.asarray, forward(jax.tree.map(np.asarray, weights()), jax.device_put(batch(), rows)))
+
+
+@functools.cache
+def plain(regularization=ALL):
+    return run(regularization)
+
+
+def assert_same(one, other):
+    """Another mask anywhere would show in the third digit."""
+    np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (one[1], other[1])), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
+
+
+@pytest.mark.parametrize("regularization", EACH, ids=lambda r: next(k for k, v in vars(r).items() if v))
+def test_each_key_does_something_that_follows_the_keys_of_rows(regularization):
+    loss = plain(regularization)[0]
+    assert abs(loss - plain(RegularizationConfig())[0]) > 1e-4
+    assert abs(loss - run(regularization, step=5)[0]) > 1e-4
+
+
+def test_masks_are_the_same_scanned_or_unrolled_and_recomputed():
+    assert_same(run(scan_layers=False), plain())
+    assert_same(run(remat="full"), plain())
+
+
+def test_masks_are_the_same_on_every_mesh_and_for_every_split_into_micro_batches():
+    assert_same(run(accumulation=4), plain())
+    assert_same(run(accumulation=2, mesh=(2, 1, 4)), plain())
+
+
+def test_evaluation_draws_nothing_even_where_there_are_keys():
+    graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
+    step = make_eval_step(graphdef, next_token(regularization=ALL))
+    for given in ({}, keys()):
+        assert float(step(weights(), batch() | given).mean()) == pytest.approx(
+            float(plain(RegularizationConfig())[0]), rel=1e-6
+        )
+
+
+def test_nothing_random_is_compiled_where_all_rates_are_zero():
+    def program(regularization):
+        objective = next_token(regularization=regularization)
+        graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
+        return str(
+            jax.make_jaxpr(lambda p, b: objective.forward(nnx.merge(graphdef, p), b, {"nll": 1.0}).loss)(
+                weights(), batch() | keys()
+            )
+        )
+
+    assert "random_bits" in program(ALL) and "random_" not in program(RegularizationConfig())
+
+
+def test_stochastic_depth_leaves_out_later_blocks_more_often():
+    """Of 2,000 rows in layer i of 4, a share of 0.4 (i + 1) / 4 is left out of each block, and not the same rows in both."""
+    noise, x = (
+        Noise(RegularizationConfig(stochastic_depth=0.4), jax.random.split(jax.random.key(0), 2000)),
+        jnp.ones((2000, 1, 2)),
+    )
+    for index in range(4):
+        layer = noise.layer(jnp.int32(index), 4)
+        out = [np.asarray(layer.added(x, block))[:, 0, 0] == 0 for block in (0, 1)]
+        assert all(abs(dropped.mean() - 0.1 * (index + 1)) < 0.055 for dropped in out) and (out[0] != out[1]).any()
+
+
+def test_dropped_attention_weights_are_zero_and_the_others_larger():
+    """Values that are the identity show the weights."""
+    rng = np.random.default_rng(0)
+    q, k = (jnp.asarray(rng.standard_normal((B, T, n, T)), jnp.float32) for n in (4, 2))
+    v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, 2, T))
+    segments, rows = jnp.ones((B, T), jnp.int32), jax.random.split(jax.random.key(0), B)
+    weights, dropped = (
+        np.asarray(eager_attention(q, k, v, segments, segments, offset=0, dtype="float32", dropout=d))
+        for d in (None, Dropout(rows, 0.25))
+    )
+    kept = dropped > 0
+    np.testing.assert_allclose(dropped[kept], weights[kept] / 0.75, rtol=1e-5)
+    assert abs(kept[weights > 0].mean() - 0.75) < 5 * (0.25 * 0.75 / (weights > 0).sum()) ** 0.5
+    with pytest.raises(ConfigError, match=r"Set model\.attention=eager"):
+        attention(q, k, v, segments, segments, kernel="xla", dtype="float32", dropout=Dropout(rows, 0.25))
