@@ -14,6 +14,7 @@ VERBS = {
     "train": "token shards to a model: train config=NAME key=value ...",
     "replay": "steps of a run again, bit for bit: replay RUN --steps A:B",
     "compare": "where two runs part: compare RUN RUN",
+    "probe": "the largest batch that fits, and a learning rate: probe config=NAME key=value ...",
     "generate": "a model to text: generate RUN --prompt TEXT",
 }
 
@@ -38,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from maxtrain import train
 
         return train.main(config)
+    if verb == "probe":
+        from maxtrain import probe
+
+        return probe.main(rest, "maxtrain probe")
     if verb == "generate":
         from maxtrain import generate
 

@@ -45,6 +45,8 @@ TESTED_ELSEWHERE = {
         "tests/test_quickstart.py"
     ),
     "maxtrain replay runs/quickstart --steps 160:200": "tests/test_docs_numerics.py",
+    "maxtrain probe config=quickstart": "tests/test_probe.py",
+    "maxtrain probe config=llama3_1b --topology v5e:4x4": "tests/test_probe.py",
     "make setup": ".ci/run",
     "make test": ".ci/run",
     "make lint": ".ci/run",

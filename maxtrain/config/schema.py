@@ -122,7 +122,7 @@ class LossConfig:
 class PieceConfig:
     """One piece of a schedule; rates are factors of the peak, optimizer.learning_rate."""
 
-    name: Literal["constant", "linear", "cosine", "inverse_sqrt", "polynomial"] = key("linear", "its shape")
+    name: Literal["constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial"] = key("linear", "its shape")
     until: float | None = key(None, "where it ends, counted from the start of the run; null: the run's end", above=0)
     unit: Literal["steps", "fraction"] = key("steps", "unit of `until`; fraction is of all steps")
     start: float | None = key(None, "factor of its first update; null: of the last one before it", low=0)
@@ -134,7 +134,7 @@ class PieceConfig:
 class ScheduleConfig:
     """The learning rate over the updates of the run. The horizon is the number of steps of the plan."""
 
-    name: Literal["constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd", "pieces"] = key(
+    name: Literal["constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial", "wsd", "pieces"] = key(
         "cosine", "shape after warm-up, see training/schedule.py; wsd: warm-up, stable, decay"
     )
     warmup_steps: int = key(100, "steps of linear warm-up", low=0)

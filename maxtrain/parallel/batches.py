@@ -51,6 +51,15 @@ class BatchLayout:
         return {name: one(array) for name, array in arrays.items()}
 
 
+def abstract_batch(mesh: Mesh, batch_size: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """A global batch as shapes with shardings, for programs that are only compiled; see data_pipeline.loader.Batch."""
+    whole = named_sharding(mesh, ("activation_batch", "activation_length"), (batch_size, length), "batch")
+    by_row = named_sharding(mesh, ("activation_batch",), (batch_size,), "batch")
+    names = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {"loss_mask": np.float32}
+    batch = {name: jax.ShapeDtypeStruct((batch_size, length), dtype, sharding=whole) for name, dtype in names.items()}
+    return batch | {"source": jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=by_row)}
+
+
 def prefetch[T](items: Iterable[T], ahead: int) -> Iterator[T]:
     """The same items, taken `ahead` earlier than they are asked for, so that copies to the device overlap with steps."""
     waiting: collections.deque[T] = collections.deque()

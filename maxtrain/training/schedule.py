@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from data_pipeline.errors import ConfigError
 from maxtrain.config.checks import piece_borders
 from maxtrain.config.schema import ScheduleConfig
 
@@ -34,12 +35,13 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
         linear         low + (peak - low) (1 - s / (n - 1))
         polynomial     low + (peak - low) (1 - s / (n - 1)) ** power
         cosine         low + (peak - low) (1 + cos(pi s / (n - 1))) / 2
+        exponential    peak (low / peak) ** (s / (n - 1))
         inverse_sqrt   max(low, peak sqrt(t / (t + s))) with t = timescale
         wsd            peak, and then linear over the last decay_fraction of the run
         pieces         one of these after another, between factors of the peak
 
     Raises:
-        ConfigError: pieces that do not fit into the run.
+        ConfigError: pieces that do not fit into the run; an exponential one from or to 0.
     """
     warmup, low = min(config.warmup_steps, num_steps), config.min_learning_rate
     left, timescale = num_steps - warmup, config.timescale or max(1, warmup)
@@ -71,6 +73,11 @@ def _curve(piece: _Piece) -> optax.Schedule:
     start, end, span = piece.start, piece.end, max(1, piece.length - 1)
     if piece.name == "constant":
         return optax.constant_schedule(start)
+    if piece.name == "exponential":
+        if min(start, end) <= 0:
+            mend = "Set schedule.min_learning_rate, or `start` and `end` of the piece, to more than 0"
+            raise ConfigError(f"schedule: an exponential curve goes from {start} to {end}, but neither may be 0. {mend}.")
+        return optax.exponential_decay(start, span, end / start)
     if piece.name == "inverse_sqrt":
         return lambda s: jnp.maximum(end, start * jnp.sqrt(piece.timescale / (piece.timescale + jnp.maximum(s, 0))))
     if piece.name == "cosine" and start:

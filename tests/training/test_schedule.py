@@ -13,7 +13,7 @@ from maxtrain.training.schedule import make_schedule
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 PEAK, LOW = 3e-3, 2e-4
-NAMES = ["constant", "linear", "cosine", "inverse_sqrt", "polynomial", "wsd"]
+NAMES = ["constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial", "wsd"]
 
 
 def config(**changes):
@@ -28,6 +28,8 @@ def shape(name, start, end, s, n, power, timescale):
             return start
         case "inverse_sqrt":
             return max(end, start * math.sqrt(timescale / (timescale + s)))
+        case "exponential":
+            return start * (end / start) ** (s / max(1, n - 1))
         case "cosine":
             return end + (start - end) * (1 + math.cos(math.pi * (1 - left))) / 2
         case "linear" | "polynomial":
@@ -115,3 +117,16 @@ def test_pieces_that_do_not_fit_the_plan_are_refused():
     c = config(name="pieces", pieces=(PieceConfig("constant", until=90), PieceConfig("linear")))
     with pytest.raises(ConfigError, match=r"schedule.pieces\[0\].until=90.*in the 80 steps. Set the ends"):
         make_schedule(c, PEAK, 80)
+
+
+def test_an_exponential_curve_never_meets_zero():
+    growing = config(name="pieces", pieces=(PieceConfig("exponential", start=1e-4, end=1.0),))
+    np.testing.assert_allclose(rates(growing, 5), PEAK * 10.0 ** np.array([-4, -3, -2, -1, 0]), rtol=2e-6)
+    for wrong in (
+        config(name="exponential", min_learning_rate=0.0),
+        config(name="pieces", pieces=(PieceConfig("exponential"),)),
+    ):
+        with pytest.raises(
+            ConfigError, match=r"exponential curve goes from .* to 0.*Set schedule\.min_learning_rate, or `start`"
+        ):
+            make_schedule(wrong, PEAK, 5)

@@ -1,0 +1,253 @@
+"""`maxtrain probe config=NAME key=value ...`: the largest batch that fits into memory, and a sensible learning rate.
+
+The batch is found by compiling the real training step from shapes alone: nothing is executed, nothing runs out of memory, and
+the devices may be a TPU topology that is elsewhere (--topology). The rate is found by a short run with the real step on the
+real data. Writes probe.json and probe.png into the run's folder; reads and writes no checkpoint.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
+from data_pipeline.extras import load_package
+from data_pipeline.shards import write_atomic
+from maxtrain.config import RunConfig, fit_to_devices, from_command_line
+from maxtrain.config.schema import PieceConfig, ScheduleConfig
+from maxtrain.job import Job, make_parts, open_data, with_vocabulary
+from maxtrain.observe.probe_report import Try, draw, size, table
+from maxtrain.observe.progress import Progress
+from maxtrain.observe.range_test import RangeTest, diverged, judge
+from maxtrain.parallel import distributed
+from maxtrain.parallel.batches import abstract_batch
+from maxtrain.parallel.memory import compile_for_bytes, largest, memory_limit
+
+_MOST_TOKENS = 1 << 26  # in a step: more than anybody trains with
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class StepMemory:
+    """The bytes that the training step of a config needs on each of some devices, for batches of different shapes."""
+
+    def __init__(self, config: RunConfig, devices: Sequence[Any]):
+        self.config, self.devices = config, devices
+        data = dataclasses.replace(config.data, stages=(), batch_size=len(devices) * config.optimizer.accumulation)
+        bare = dataclasses.replace(config, data=data, eval=dataclasses.replace(config.eval, sets={}, batch_size=None))
+        fitted = fit_to_devices(bare, len(devices))  # any mesh divides that batch
+        self.parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
+        self.step = self.parts.make_step()
+
+    @property
+    def unit(self) -> int:
+        """The rows of a batch are a multiple of this: of the parts that rows are split into, times accumulation."""
+        mesh = self.parts.config.mesh
+        return mesh.data * mesh.fsdp * self.config.optimizer.accumulation
+
+    def bytes(self, rows: int, length: int) -> int | None:
+        """What a step needs, and the batches that wait for it; None: more than the compiler allows."""
+        batch = abstract_batch(self.parts.mesh, rows, length)
+        with jax.set_mesh(self.parts.mesh):
+            needed = compile_for_bytes(self.step.lower(self.parts.abstract, batch))
+        share = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values())
+        return None if needed is None else needed + self.config.data.prefetch * share
+
+
+def probe_batch(memory: StepMemory, limit: int, length: int, show: Callable[[list[Try], int], None]) -> list[Try]:
+    """Tries batch sizes; the largest that fits is the one to use. `show` gets the tries so far, and the rows tried now or 0.
+
+    Raises:
+        ConfigError: the smallest batch does not fit.
+    """
+    tries: list[Try] = []
+
+    def measure(n: int) -> int | None:
+        show(tries, n * memory.unit)
+        start = time.perf_counter()
+        needed = memory.bytes(n * memory.unit, length)
+        fits = needed is not None and needed <= limit
+        tries.append(Try(n * memory.unit, needed, time.perf_counter() - start, fits))
+        return needed
+
+    if not largest(measure, limit, max(1, _MOST_TOKENS // (memory.unit * length))):
+        needed = "more" if tries[0].num_bytes is None else size(tries[0].num_bytes)
+        rule = f"is the smallest batch that mesh and accumulation divide, but a step needs {needed} of {size(limit)} a device"
+        mend = "Set model.remat=full, a higher mesh.fsdp or mesh.tensor, or a lower data.seq_length"
+        raise ConfigError(f"data.batch_size={memory.unit} {rule}. {mend}.")
+    show(tries, 0)
+    return tries
+
+
+def fitting_tokens(memory: StepMemory, limit: int, multiple: int = 128) -> int:
+    """The most tokens in one row of each device that fit: the max_tokens of data_pipeline.balance.pack.
+
+    A multiple of `multiple`, at most model.max_length. ConfigError: not even `multiple` tokens fit.
+    """
+    most = memory.config.model.max_length // multiple
+    if found := largest(lambda n: memory.bytes(memory.unit, n * multiple), limit, most):
+        return found * multiple
+    mend = "Set model.remat=full, or a higher mesh.fsdp or mesh.tensor"
+    raise ConfigError(f"max_tokens=auto: not even {multiple} tokens in a row of each device fit into {size(limit)}. {mend}.")
+
+
+def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) -> RangeTest:
+    """A run from fresh weights over the first batches, whose learning rate grows exponentially from `low` to `high`.
+
+    Raises:
+        UserError: the loss never fell, or was not finite from the start; data and config do not fit together.
+    """
+    data, _ = open_data(config, None)
+    optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
+    growth = ScheduleConfig("pieces", 0, 0.0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),))
+    asked = with_vocabulary(dataclasses.replace(config, optimizer=optimizer, schedule=growth), data.vocab_size)
+    steps, devices = min(steps, data.plan.num_steps), jax.devices()
+    parts = make_parts(fit_to_devices(asked, len(devices)), devices, steps, len(data.plan.names))
+    job = Job(**vars(parts), asked=asked, data=data, sets={})
+    rates, losses, step = [], [], job.make_step()
+    with jax.set_mesh(job.mesh), Progress(config.observe.progress, steps) as progress:
+        progress.phase("compiling the step")
+        state = job.initial_state()
+        for batch, _ in job.batches(0, steps):
+            state, metrics = step(state, batch)
+            rates.append(float(metrics["learning_rate"]))
+            losses.append(float(metrics["loss"]))
+            if diverged(losses):
+                break
+            progress.update(len(losses), {"loss": losses[-1]} if len(losses) % 10 == 0 else None)
+    finite = np.isfinite(losses).nonzero()[0]
+    if len(finite) < 8:
+        mend = "Set --low to a tenth of it, or look at the data"
+        raise DivergedError(f"the loss was finite for {len(finite)} steps only, from learning rate {low:.3g} on. {mend}.")
+    return judge(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])  # a loss is that of the updates before it
+
+
+def described_devices(topology: str) -> Sequence[Any]:
+    """The devices of a TPU topology such as v5e:2x4, to compile for; needs libtpu, but no TPU. UsageError: no such thing."""
+    load_package("libtpu", "tpu", f"--topology {topology}")
+    from jax.experimental import topologies  # noqa: PLC0415 - its import starts nothing, but takes its time
+
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    os.environ.update(quiet | {name: os.environ[name] for name in quiet if name in os.environ})
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    except Exception as error:  # jax passes on whatever the plugin raises
+        mend = "Write KIND:CHIPS, for example v5e:2x4, v5p:2x2x1 or v6e:4x4"
+        raise UsageError(f"--topology {topology}: libtpu knows no such: {str(error).splitlines()[0][:200]}. {mend}.") from error
+
+
+def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]) -> None:
+    """What the command does; `arguments` are those of the config, to be printed with what was found."""
+    console, found, record = Console(highlight=False), {}, {}
+    what = asked.what or ("batch" if asked.topology else "both")
+    tries, test, limit, length = [], None, 0, 0
+    devices = described_devices(asked.topology) if asked.topology else None
+    start = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None) if devices else config.mesh
+    distributed.start(start, config.observe.compilation_cache, config.determinism == "full")
+    if jax.process_count() > 1:
+        raise UsageError("probe runs in one process, on one machine. Start it once, with --topology for devices elsewhere.")
+    if what != "learning_rate":
+        if config.model.vocab_size is None:
+            config = with_vocabulary(config, open_data(config, None)[0].vocab_size)
+        memory = StepMemory(config, devices or jax.devices())
+        limit = asked.memory or memory_limit(memory.devices[0], described=bool(devices))
+        length = max([config.data.seq_length, *(s.seq_length for s in config.data.stages if s.seq_length)])
+        name = f"{len(memory.devices)} x {memory.devices[0].device_kind}"
+        console.print(Text(f"batch: {name}, {size(limit)} each; rows of {length:,} tokens, multiples of {memory.unit:,}"))
+        with Live(console=console, transient=True) if console.is_terminal else contextlib.nullcontext() as live:
+
+            def show(tries: list[Try], pending: int) -> None:
+                if live:
+                    live.update(table(tries, limit, length, pending))
+                elif pending:
+                    console.print(f"compiling {pending:,} rows")
+
+            tries = probe_batch(memory, limit, length, show)
+        console.print(table(tries, limit, length))
+        found["data.batch_size"] = max(t.rows for t in tries if t.fits)
+        record["batch"] = {"devices": name, "limit_bytes": limit, "seq_length": length, "unit": memory.unit}
+        record["batch"] |= {"batch_size": found["data.batch_size"], "tries": [t._asdict() for t in tries]}
+    if what != "batch":
+        rows = f"{config.data.batch_size:,} rows a step, as data.batch_size says"
+        console.print(Text(f"learning rate: {asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps, {rows}"))
+        test = probe_learning_rate(config, asked.low, asked.high, asked.steps)
+        found["optimizer.learning_rate"] = float(f"{test.suggestion:.2g}")
+        record["learning_rate"] = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in test._asdict().items()}
+        record["learning_rate"]["batch_size"] = config.data.batch_size
+    folder = Path(config.output_dir, config.run_name)
+    folder.mkdir(parents=True, exist_ok=True)
+    draw(folder / "probe.png", config.run_name, tries, limit, length, test)
+    write_atomic(folder / "probe.json", json.dumps(record | {"overrides": found}, indent=1).encode())
+    console.print(Text(f"picture: {folder / 'probe.png'}   record: {folder / 'probe.json'}", "dim"), soft_wrap=True)
+    kept = [a for a in arguments if a.partition("=")[0] not in found]
+    command = ["maxtrain", "train", *kept, *(f"{key}={value}" for key, value in found.items())]
+    console.print(
+        Text.assemble(("to train with what was found:\n", "dim"), (f"  {shlex.join(command)}", "cyan")), soft_wrap=True
+    )
+
+
+def _bytes(text: str) -> int:
+    if (
+        not (parts := re.fullmatch(r"([\d.]+(?:e\d+)?) ?([KMG]?)(i?B)?", text, re.IGNORECASE))
+        or not (number := float(parts[1])) > 0
+    ):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. Write for example 16e9, 16000000000 or 15.5GiB")
+    return int(number * _UNITS[parts[2].upper()])
+
+
+def _rate(text: str) -> float:
+    if not 0 < (rate := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} must be more than 0. Write for example 1e-5")
+    return rate
+
+
+def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
+    about = "Find the largest batch that fits into memory, and a sensible learning rate. The config is as for `maxtrain train`."
+    parser = argparse.ArgumentParser(
+        prog=prog, allow_abbrev=False, description=about, usage=f"{prog} [options] config=NAME ..."
+    )
+    add = parser.add_argument
+    choices = ["batch", "learning_rate", "both"]
+    add("--what", choices=choices, help="what to look for (default: both, with --topology batch)")
+    add("--memory", metavar="BYTES", type=_bytes, help="of each device, such as 15.5GiB (default: what the device says)")
+    add("--topology", metavar="NAME", help="compile for TPUs that need not be here, such as v5e:2x4; needs libtpu")
+    add("--low", metavar="RATE", type=_rate, default=1e-5, help="first learning rate (default: %(default)s)")
+    add("--high", metavar="RATE", type=_rate, default=1.0, help="last learning rate (default: %(default)s)")
+    add("--steps", metavar="N", type=int, default=100, help="of the learning-rate test (default: %(default)s)")
+    asked, rest = parser.parse_known_args(argv)
+    if asked.topology and asked.what not in (None, "batch"):
+        parser.error("--topology has devices to compile for, not to run on: use --what batch, or leave --topology out")
+    if asked.low >= asked.high:
+        parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. Set for example --low {asked.high / 1e5:g}")
+    if asked.steps < 16:
+        parser.error(f"--steps {asked.steps} are too few to see a curve. Set --steps to 16 or more, such as 100")
+    return asked, rest
+
+
+def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.probe") -> int:
+    """Run the command `prog` with `argv` (None: the process's); the exit code."""
+
+    try:
+        asked, rest = _parse(sys.argv[1:] if argv is None else argv, prog)
+    except SystemExit as stop:  # argparse has said why
+        return UsageError.exit_code if stop.code else 0
+    config = from_command_line(rest, prog)
+    return run_command(lambda: probe(config, asked, rest), resumes=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Limits of devices, bytes of compiled programs, and the search for the largest one that fits, against looking at all."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_pipeline.errors import ConfigError
+from maxtrain.parallel.memory import available_memory, compile_for_bytes, largest, memory_limit
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 300), st.integers(0, 500), st.sampled_from([0.0, 0.5, 1.0, 37.0]), st.sampled_from([0.0, 0.01, 3.0]),
+    st.integers(0, 20_000), st.integers(1, 400),
+)  # fmt: skip
+def test_the_largest_that_fits_is_that_of_a_linear_scan(most, fixed, linear, square, limit, refused):
+    def needed(n):
+        return None if n >= refused else int(fixed + linear * n + square * n * n)
+
+    def measure(n):
+        assert 1 <= n <= most and n not in tried, "nothing is measured twice"
+        tried.append(n)
+        return needed(n)
+
+    tried: list[int] = []
+    fitting = [n for n in range(1, most + 1) if needed(n) is not None and needed(n) <= limit]
+    assert largest(measure, limit, most) == max(fitting, default=0)
+
+
+def test_a_linear_need_takes_few_tries():
+    tried = []
+    assert largest(lambda n: tried.append(n) or 1000 + 50 * n, 51_037, 1 << 20) == 1000
+    assert len(tried) <= 7, tried
+
+
+def test_bytes_of_a_program_are_what_goes_in_comes_out_and_lies_between():
+    size = 256 * 256 * 4
+    shape = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    kept, given_away = (jax.jit(lambda a: a @ a, donate_argnums=d).lower(shape) for d in ((), 0))
+    assert 2 * size <= compile_for_bytes(kept) < 2.5 * size
+    chain = jax.jit(lambda a: jnp.sin(a @ a) @ a + a, donate_argnums=0).lower(shape)
+    assert size <= compile_for_bytes(given_away) and 2 * size <= compile_for_bytes(chain) < 4 * size
+
+
+class Refusing(jax.stages.Lowered):
+    def __init__(self, message):
+        self.message = message
+
+    def compile(self, *_):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+def test_a_compiler_that_finds_too_little_memory_is_not_a_crash_but_other_errors_are():
+    assert compile_for_bytes(Refusing("RESOURCE_EXHAUSTED: Ran out of memory on HBM")) is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        compile_for_bytes(Refusing("INTERNAL: something else"))
+
+
+class Device:
+    platform = "gpu"
+
+    def __init__(self, kind, stats=None):
+        self.device_kind, self.stats = kind, stats
+
+    def memory_stats(self):
+        return self.stats
+
+
+def test_the_limit_is_what_the_device_says_or_the_table_or_a_share_of_the_host():
+    assert memory_limit(Device("NVIDIA H100", {"bytes_limit": 123})) == 123
+    for kind, gib in (("TPU v5 lite", 16), ("TPU v5", 95), ("TPU v6 lite", 32), ("TPU v4", 32)):
+        assert memory_limit(Device(kind), described=True) == gib << 30
+    with pytest.raises(ConfigError, match=r"no memory is known for 'TPU v99'\. Give it with --memory BYTES"):
+        memory_limit(Device("TPU v99"), described=True)
+    if jax.default_backend() == "cpu":
+        share = memory_limit(jax.devices()[0])
+        assert share == pytest.approx(available_memory() / jax.local_device_count(), rel=0.3)
+
+
+def test_available_memory_minds_control_groups(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    assert available_memory(tmp_path) == 4_096_000
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.current").write_text("1000000\n")
+    for limit, expected in (("max", 4_096_000), ("3000000", 2_000_000), ("900000", 0), ("99000000", 4_096_000)):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert available_memory(tmp_path) == expected
+    assert available_memory(tmp_path / "elsewhere") > 0

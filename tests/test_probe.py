@@ -1,0 +1,178 @@
+"""The probe, end to end: the largest batch against a linear scan, a rate from a real run, and what it writes and refuses."""
+
+import functools
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import matplotlib.image
+import pytest
+import yaml
+
+from data_pipeline import prepare
+from data_pipeline.balance import pack
+from data_pipeline.errors import ConfigError
+from maxtrain import probe
+from maxtrain.cli import main
+from maxtrain.config import load_config
+from maxtrain.job import open_job
+from maxtrain.parallel import distributed
+from maxtrain.parallel.batches import abstract_batch
+from maxtrain.probe import StepMemory, fitting_tokens, probe_batch
+
+ROOT = Path(__file__).parents[1]
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def this_process():
+    """What a run does to its process is kept from the tests after it; Optax promotes counts to floats silently."""
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(distributed, "keep_host_memory", lambda: "")
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    folder, rng = tmp_path_factory.mktemp("probe"), random.Random(0)
+    (folder / "a.txt").write_text(" ".join(rng.choices(WORDS, k=30_000)))
+    assert prepare.main([str(folder / "data"), "--text", str(folder / "a.txt"), "--workers", "1"]) == 0
+    values = {
+        "run_name": "tiny",
+        "output_dir": str(folder / "runs"),
+        "model": {"num_layers": 1, "embed_dim": 32, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_length": 512},
+        "data": {"sources": {"text": {"path": str(folder / "data")}}, "seq_length": 32, "batch_size": 8},
+        "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
+        "schedule": {"warmup_steps": 5},
+        "observe": {"progress": "plain", "compilation_cache": None},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    return folder / "tiny.yaml"
+
+
+def loaded(config, *overrides):
+    return load_config([f"config={config}", "model.vocab_size=260", *overrides])
+
+
+class Remembering(StepMemory):
+    """Compiles each shape once."""
+
+    @functools.cache  # noqa: B019 - a test or two
+    def bytes(self, rows, length):
+        return super().bytes(rows, length)
+
+
+def test_the_batch_is_the_largest_of_a_linear_scan_and_nothing_is_executed(config):
+    memory = Remembering(loaded(config, "optimizer.accumulation=2", "mesh.data=1", "mesh.fsdp=2"), jax.devices()[:2])
+    assert memory.unit == 4
+    needed = {rows: memory.bytes(rows, 32) for rows in range(4, 4 * 7, 4)}
+    assert sorted(needed.values()) == list(needed.values()), "more rows need more"
+    for fitting in (8, 20):
+        limit, shown = needed[fitting], []
+        tries = probe_batch(memory, limit, 32, lambda tries, pending, shown=shown: shown.append((len(tries), pending)))
+        assert max(t.rows for t in tries if t.fits) == max(rows for rows, size in needed.items() if size <= limit) == fitting
+        assert all(t.fits == (t.num_bytes <= limit) for t in tries)
+        assert shown == [*((i, t.rows) for i, t in enumerate(tries)), (len(tries), 0)]
+    with pytest.raises(
+        ConfigError, match=r"data\.batch_size=4 is the smallest .* of 0\.00 MiB a device\. Set model\.remat=full"
+    ):
+        probe_batch(memory, 1, 32, lambda *_: None)
+
+
+def test_batches_as_shapes_are_those_of_the_loader(config):
+    job = open_job(loaded(config), None)
+    batch, _ = next(iter(job.batches(0, 1)))
+    shapes = abstract_batch(job.mesh, 8, 32)
+    assert {name: (x.shape, x.dtype, x.sharding) for name, x in shapes.items()} == {
+        name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()
+    }
+    assert job.make_step().lower(job.abstract, shapes).as_text() == job.make_step().lower(job.abstract, batch).as_text()
+
+
+def test_the_most_tokens_of_a_row_are_the_room_of_a_group(config):
+    memory = Remembering(loaded(config, "mesh.data=1", "mesh.fsdp=1"), jax.devices()[:1])
+    tokens = fitting_tokens(memory, memory.bytes(1, 384))
+    assert tokens == 384 and pack([100, 200, 300], tokens).tokens.max() <= tokens
+    assert fitting_tokens(memory, 1 << 40) == 512, "model.max_length"
+    with pytest.raises(ConfigError, match=r"not even 128 tokens .* fit into 0\.00 MiB\. Set model\.remat=full"):
+        fitting_tokens(memory, 1000)
+
+
+def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config, capsys):
+    folder = config.parent / "runs" / "tiny"
+    (folder / "checkpoints" / "00000001").mkdir(parents=True)
+    (folder / "checkpoints" / "00000001" / "commit.json").write_text("not to be read")
+    asked = ["--memory", "2MiB", "--steps", "60", f"config={config}", "optimizer.learning_rate=0.5"]
+    assert main(["probe", *asked]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    record = json.loads((folder / "probe.json").read_text())
+    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "probe.json", "probe.png"]
+    assert (folder / "checkpoints" / "00000001" / "commit.json").read_text() == "not to be read"
+    assert matplotlib.image.imread(folder / "probe.png").shape[1] > 1500, "two panels"
+    rows, rate = record["overrides"]["data.batch_size"], record["overrides"]["optimizer.learning_rate"]
+    assert f"maxtrain train config={config} data.batch_size={rows} optimizer.learning_rate={rate}" in shown
+    assert rows % 8 == 0 and record["batch"]["limit_bytes"] == 2 << 20
+    assert {t["fits"] for t in record["batch"]["tries"]} == {True, False} and "does not fit" in shown
+    test = record["learning_rate"]
+    assert 1e-4 < rate < test["lowest"] <= 1 and len(test["rates"]) == len(test["losses"]) <= 59
+    assert min(test["losses"]) < test["losses"][0] - 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--what", "batch", "--memory", "1KiB"], 78, r"data.batch_size=8 is the smallest batch"),
+        (["--memory", "much"], 64, "'much' is not a number of bytes. Write for example 16e9"),
+        (["--low", "1", "--high", "0.1"], 64, "--low 1 must be less than --high 0.1. Set for example --low 1e-06"),
+        (["--low", "-1"], 64, "-1 must be more than 0"),
+        (["--steps", "3"], 64, "--steps 3 are too few to see a curve. Set --steps to 16 or more"),
+        (["--topology", "v5e:2x4", "--what", "both"], 64, "use --what batch, or leave --topology out"),
+        (["--what", "batch", "mesh.tensor=3"], 78, "Set mesh.tensor"),
+        (["--what", "learning_rate", "--low", "1e-12", "--high", "1e-11", "--steps", "16"], 65, "Let it begin lower"),
+        (["nothing"], 64, "arguments are key=value"),
+    ],
+)
+def test_what_can_not_be_probed_is_said_with_its_code_and_mend(config, capsys, arguments, code, message):
+    try:
+        found = main(["probe", *arguments, f"config={config}"])
+    except SystemExit as stop:  # of a config that is not right
+        found = stop.code
+    assert found == code and message in capsys.readouterr().err
+
+
+def test_a_topology_needs_libtpu(config, capsys, monkeypatch):
+    monkeypatch.setattr("sys.modules", {**sys.modules, "libtpu": None})
+    assert main(["probe", "--topology", "v5e:2x4", f"config={config}"]) == 64
+    assert "--topology v5e:2x4: needs libtpu" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed: pip install libtpu"
+)
+def test_a_pod_slice_is_probed_from_a_laptop(config):
+    """Without data: the model says its vocabulary. A smaller chip holds fewer rows."""
+    found = {}
+    model = [f"config={config}", "model.vocab_size=32000", "model.embed_dim=512", "model.mlp_dim=2048", "model.num_layers=8"]
+    model += ["mesh.data=1", "mesh.fsdp=-1", "data.seq_length=512", "data.sources.text.path=nowhere"]
+    for kind in ("v5e:2x2", "v6e:2x2"):
+        command = [sys.executable, "-m", "maxtrain.probe", "--topology", kind, *model, f"run_name={kind[:3]}"]
+        result = subprocess.run(command, cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        found[kind] = json.loads((config.parent / "runs" / kind[:3] / "probe.json").read_text())["batch"]
+        assert found[kind]["devices"].startswith("4 x TPU")
+    assert 4 <= found["v5e:2x2"]["batch_size"] < found["v6e:2x2"]["batch_size"]
+    bad = [sys.executable, "-m", "maxtrain.probe", "--topology", "v5e:3x5x7", *model]
+    result = subprocess.run(bad, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 64 and "Write KIND:CHIPS, for example v5e:2x4" in result.stderr
+
+
+def test_the_command_explains_itself(capsys):
+    assert probe.main(["--help"]) == 0
+    assert "--topology NAME" in capsys.readouterr().out
