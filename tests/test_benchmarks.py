@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from benchmarks import balance, data, one_core, prepare, train_step
+from benchmarks import balance, data, one_core, prepare, remote, train_step
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -74,3 +74,13 @@ def test_balance_prints_a_row_for_each_way():
     assert all(line.count("|") == 7 for line in lines)
     for way in (balance.karmarkar_karp, balance.longest_first):
         assert sorted(i for group in way([5, 4, 3, 2, 1], 2) for i in group) == [0, 1, 2, 3, 4]
+
+
+def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, capsys):
+    for name, value in {"_BATCHES": 2, "_REPEATS": 1, "_LENGTH": 64}.items():
+        monkeypatch.setattr(remote, name, value)
+    make = remote.make
+    monkeypatch.setattr(remote, "make", lambda folder: make(folder, shards=1, documents=30))
+    remote.main(f"file://{tmp_path}")
+    shown = capsys.readouterr().out
+    assert all(f"| {name} |" in shown for name in ("local", "cold cache", "warm cache"))

@@ -54,17 +54,18 @@ class CachedFiles(CheckedFiles):
 
     def checked(self, number: int, suffix: str, starts=(0,), length: int | None = None) -> np.ndarray:
         """See `CheckedFiles.checked`."""
-        return self._fetch([(number, suffix, starts, length)])[0]
+        mapping = self._mapping(number, suffix)
+        return self._fetch([(number, suffix, starts, length)])[0] if mapping.pending else mapping.data
 
     def expect(self, wanted: Callable[[], list[Wanted]]) -> None:
         """Fetch what is wanted next together: one after the other would wait for the network each time."""
+        if (generation := self._cache.generation()) != self._generation:
+            self._generation = generation
+            self._mapping.cache_clear()  # the space of removed files is free when nobody maps them
         self._fetch(wanted())
 
     def _fetch(self, wanted: list[Wanted]) -> list[np.ndarray]:
         for _ in range(_TRIES):
-            if (generation := self._cache.generation()) != self._generation:
-                self._generation = generation
-                self._mapping.cache_clear()  # the space of removed files is free when nobody maps them
             mappings = [self._mapping(number, suffix) for number, suffix, *_ in wanted]
             todo: dict[int, tuple[_Mapping, set[int]]] = {}
             for mapping, (_, _, starts, length) in zip(mappings, wanted):
