@@ -215,6 +215,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["mesh.tensor=2", "mesh.data=4", "mesh.fsdp=2", "optimizer.accumulation=2"],
         ["mesh.simulated_devices=8", "mesh.platform=cpu"],
         ["output_dir=data/stdlib"],
+        ["data.sources.stdlib.path=s3://quickstart", "output_dir=s3:"],  # a URL is no folder of this machine
         ["eval.sets.a.path=data/stdlib/train"],
         ["optimizer.beta1=0", "schedule.min_learning_rate=2e-3"],
         pieces("{name: constant, until: 0.5, unit: fraction}, {name: inverse_sqrt, until: 200}, {end: 0.1}"),
