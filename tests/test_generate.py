@@ -237,6 +237,17 @@ def test_a_run_is_loaded_from_its_newest_checkpoint_or_the_one_asked_for(run, st
     assert tokenizer.vocab_size == 257
 
 
+def test_averaged_weights_are_what_is_loaded_if_there_are_such(run, tmp_path):
+    folder, params = run
+    config = load_config([f"config={folder / 'config.yaml'}", "optimizer.ema_decay=0.9", "precision.params=bfloat16"])
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
+    checkpoints.save(1, {"params": params[0], "opt_state": {"average": params[1]}}, {})
+    checkpoints.close()
+    for leaf, expected in zip(jax.tree.leaves(nnx.state(load_run(tmp_path)[0])), jax.tree.leaves(params[1]), strict=True):
+        np.testing.assert_array_equal(leaf, expected.astype("bfloat16"))
+
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Calls main in this process, which stays as it is: (exit code, stdout, stderr)."""
