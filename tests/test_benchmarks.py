@@ -1,10 +1,11 @@
 """The benchmarks run and print their tables; their figures are not judged here."""
 
 import dataclasses
+import re
 
 import jax
 
-from benchmarks import balance, data, one_core, prepare, remote, train_step
+from benchmarks import balance, data, one_core, prepare, remote, train_step, zero
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -84,3 +85,14 @@ def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, 
     remote.main(f"file://{tmp_path}")
     shown = capsys.readouterr().out
     assert all(f"| {name} |" in shown for name in ("local", "cold cache", "warm cache"))
+
+
+def test_zero_prints_a_row_for_each_stage_and_later_ones_hold_less(monkeypatch, capsys):
+    small = dataclasses.replace(zero.MODEL, vocab_size=64, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2)
+    monkeypatch.setattr(zero, "MODEL", small)
+    monkeypatch.setattr(zero, "LENGTH", 16)
+    with jax.numpy_dtype_promotion("standard"):
+        assert zero.main() == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
+    state = [float(row[2]) for row in rows]
+    assert [int(row[1]) for row in rows] == [0, 1, 2, 3] and state[0] > state[1] >= state[2] > state[3]
