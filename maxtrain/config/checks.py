@@ -103,19 +103,24 @@ def _model(c: RunConfig) -> Iterator[str]:
     if m.head_dim is not None and m.head_dim % 2:
         mend = f"Set model.head_dim to {_multiples(m.head_dim, 2)}"
         yield f"model.head_dim={m.head_dim} must be even (rotary pairs). {mend}."
-    lengths = {"data.seq_length": c.data.seq_length}
-    lengths |= {f"data.stages[{i}].seq_length": stage.seq_length for i, stage in enumerate(c.data.stages) if stage.seq_length}
-    lengths |= {"eval.seq_length": c.eval.seq_length} if c.eval.seq_length else {}
-    for key, length in lengths.items():
+    for key, length in _lengths(c).items():
         if length > m.max_length:
             mend = f"Set {key}={m.max_length} or less, or model.max_length={length}"
             yield f"{key}={length} must be at most model.max_length={m.max_length}. {mend}."
 
 
+def _lengths(c: RunConfig) -> dict[str, int]:
+    """Every length of rows, by its key."""
+    lengths = {"data.seq_length": c.data.seq_length}
+    lengths |= {f"data.stages[{i}].seq_length": stage.seq_length for i, stage in enumerate(c.data.stages) if stage.seq_length}
+    return lengths | ({"eval.seq_length": c.eval.seq_length} if c.eval.seq_length else {})
+
+
 def _kernel(c: RunConfig) -> Iterator[str]:
     name, kernel, compute = f"model.attention={c.model.attention}", ATTENTION[c.model.attention], c.precision.compute
     if c.determinism == "full" and not kernel.repeats:
-        mend = f"Set model.attention to {choices(k for k, v in ATTENTION.items() if v.repeats)}, or determinism=seeded"
+        others = choices(other for other, can in ATTENTION.items() if can.repeats and not can.platform)
+        mend = f"Set model.attention to {others}, or determinism=seeded"
         yield f"{name} may add in another order each time in its backward pass, and determinism=full allows no such. {mend}."
     if not (kernel.segments or c.data.attend_across_documents or c.data.packing == "pad"):
         rule = f"does not keep the documents of a row apart, and data.packing={c.data.packing} puts several into one"
@@ -123,6 +128,10 @@ def _kernel(c: RunConfig) -> Iterator[str]:
     if compute not in kernel.dtypes:
         mend = f"Set precision.compute to {choices(kernel.dtypes)}, or model.attention=xla"
         yield f"{name} does not multiply precision.compute={compute}. {mend}."
+    for key, length in _lengths(c).items():
+        if length % kernel.rows:
+            mend = f"Set {key} to {_multiples(length, kernel.rows)}, or model.attention=xla"
+            yield f"{name} needs rows of a multiple of {kernel.rows} tokens, and {key} is {length}. {mend}."
     size = c.model.head_dim or c.model.embed_dim // c.model.num_heads
     if kernel.head_dim and (size > kernel.head_dim[0] or size % kernel.head_dim[1]):
         rule = f"needs heads of at most {kernel.head_dim[0]}, a multiple of {kernel.head_dim[1]}"

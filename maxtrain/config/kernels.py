@@ -7,14 +7,17 @@ class Kernel(NamedTuple):
     """One kernel."""
 
     platform: str | None = None  # the only one that has it; None: all have
-    segments: bool = True  # keeps the documents of a row apart, and reads the caches of generation
+    segments: bool = True  # keeps the documents of a row apart
+    caches: bool = True  # reads the caches of generation
     repeats: bool = True  # its backward pass gives the same bits every time
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")  # of inputs
     head_dim: tuple[int, int] | None = None  # the largest, and what it must be a multiple of
+    rows: int = 1  # what their length must be a multiple of
 
 
 ATTENTION = {
     "eager": Kernel(),
     "xla": Kernel(),
-    "cudnn": Kernel("gpu", segments=False, repeats=False, dtypes=("float16", "bfloat16"), head_dim=(128, 8)),
+    "cudnn": Kernel("gpu", segments=False, caches=False, repeats=False, dtypes=("float16", "bfloat16"), head_dim=(128, 8)),
+    "flash": Kernel("tpu", caches=False, dtypes=("float32", "bfloat16"), rows=128),
 }

@@ -30,7 +30,9 @@ class ModelConfig:
     rope_low_freq_factor: float = key(1.0, "llama3 rope scaling: below this many turns, stretch fully", above=0)
     rope_high_freq_factor: float = key(4.0, "llama3 rope scaling: above this many turns, do not stretch", above=0)
     rope_original_length: int = key(8192, "llama3 rope scaling: context of the unstretched model, tokens", low=1)
-    attention: Literal["eager", "xla", "cudnn"] = key("xla", "kernel: the plain oracle, XLA's blocks, or cuDNN's on GPUs")
+    attention: Literal["eager", "xla", "cudnn", "flash"] = key(
+        "xla", "kernel: the plain oracle, XLA's blocks, cuDNN's on GPUs, or flash attention on TPUs"
+    )
     scan_layers: bool = key(True, "run layers as one scanned loop (fast compile) or unrolled (fast step)")
     remat: Literal["none", "full", "dots", "dots_no_batch"] = key(
         "none", "what the backward pass recomputes; see models/decoder.py"

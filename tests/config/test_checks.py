@@ -55,6 +55,11 @@ def pieces(text: str) -> list[str]:
             "model.attention=cudnn needs heads of at most 128, a multiple of 8, and model.head_dim is 132",
             "Set model.head_dim=64, for example",
         ),
+        (
+            ["model.attention=flash", "data.seq_length=200"],
+            "model.attention=flash needs rows of a multiple of 128 tokens, and data.seq_length is 200",
+            "Set data.seq_length to 128 or 256, or model.attention=xla.",
+        ),
         # limits of single keys
         (["data.batch_size=0"], "data.batch_size=0 must be at least 1", "Set data.batch_size to at least 1"),
         (["steps=0"], "steps=0 must be at least 1", "Set steps to at least 1"),

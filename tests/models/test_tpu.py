@@ -24,11 +24,20 @@ pytestmark = [
 B, T = 8, 512
 
 
+@pytest.mark.parametrize("attention", ["xla", "flash"])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 4, 1), (1, 2, 2)], ids=str)
-def test_loss_and_gradients_compile_for_v5p(shape):
+def test_loss_and_gradients_compile_for_v5p(shape, attention):
     """On four chips of a v5p; parameters are split as the names of their dims say, and so are their gradients."""
     config = ModelConfig(
-        vocab_size=1024, num_layers=2, embed_dim=256, mlp_dim=512, num_heads=4, num_kv_heads=2, head_dim=128, remat="full"
+        vocab_size=1024,
+        num_layers=2,
+        embed_dim=256,
+        mlp_dim=512,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=128,
+        remat="full",
+        attention=attention,
     )
     data, fsdp, tensor = shape
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5p:2x2x1").devices
@@ -54,6 +63,7 @@ def test_loss_and_gradients_compile_for_v5p(shape):
         compiled = step.lower(state, tokens, tokens, tokens, tokens, weights).compile()
     text = compiled.as_text()
     assert "tpu" in devices[0].platform and "all-reduce" in text
+    assert ("tpu_custom_call" in text) == (attention == "flash")
     assert ("all-gather" in text) == (fsdp > 1)
     # One device's share of the parameters comes in, and as much goes out as gradients, in the same places.
     share = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state)) * 4

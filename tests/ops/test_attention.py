@@ -11,8 +11,11 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
+from maxtrain.config.schema import MeshConfig
 from maxtrain.ops.attention import KERNELS, attention, require_platform, with_cache
 from maxtrain.ops.attention.eager import attention_mask
+from maxtrain.ops.attention.flash import flash_attention
+from maxtrain.parallel.mesh import make_mesh
 
 H = 8
 EVERYWHERE = sorted(name for name, kernel in ATTENTION.items() if kernel.segments and kernel.platform is None)
@@ -188,7 +191,7 @@ def test_the_square_of_scores_is_never_in_memory():
 
 def test_every_kernel_is_in_the_table():
     assert KERNELS.keys() == ATTENTION.keys() and EVERYWHERE == ["eager", "xla"]
-    assert [with_cache(name) for name in ("eager", "xla", "cudnn")] == ["eager", "xla", "xla"]
+    assert [with_cache(name) for name in ("eager", "xla", "cudnn", "flash")] == ["eager", "xla", "xla", "xla"]
 
 
 def test_cudnn_is_lowered_for_gpus_forward_and_backward_and_refused_elsewhere(monkeypatch):
@@ -205,7 +208,7 @@ def test_cudnn_is_lowered_for_gpus_forward_and_backward_and_refused_elsewhere(mo
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text and "CAUSAL" in text
     require_platform("cudnn", "gpu")
     with pytest.raises(
-        ConfigError, match=r"cudnn is for gpus only, and the devices here are of platform cpu\. Set model\.attention=xla"
+        ConfigError, match=r"cudnn is for GPUs only, and the devices here are of platform cpu\. Set model\.attention=xla"
     ):
         require_platform("cudnn", "cpu")
 
@@ -218,3 +221,24 @@ def test_cudnn_equals_eager_on_a_row_of_one_document():
     segments = jnp.ones((2, 256), jnp.int32)
     for ours, theirs in zip(*(run(*qkv, segments, segments, 0, g, kernel=k, dtype="bfloat16") for k in ("cudnn", "eager"))):
         np.testing.assert_allclose(ours, theirs, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
+def test_flash_interpreted_equals_eager_forward_and_backward_on_a_mesh_too(dtype, tolerance):
+    """TPUs' kernel without a TPU: ragged documents, padding, grouped queries, rows and heads split over devices."""
+    *qkv, g = (x * 1.0 for x in example(2, 256, 4, 2))
+    segments = ragged(2, 256)
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def both(q, k, v, g, kernel):
+        call = functools.partial(kernel, offset=0, dtype=dtype)
+        out, vjp = jax.vjp(lambda q, k, v: call(q, k, v, segments, segments), q, k, v)
+        return out, *vjp(g)
+
+    interpreted = functools.partial(flash_attention, interpret=True)
+    expected = both(*qkv, g, kernel=KERNELS["eager"])
+    with jax.set_mesh(make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])):
+        split = both(*qkv, g, kernel=interpreted)
+    for alone, there, theirs in zip(both(*qkv, g, kernel=interpreted), split, expected, strict=True):
+        np.testing.assert_allclose(alone, theirs, atol=tolerance, rtol=tolerance)
+        np.testing.assert_allclose(there, theirs, atol=tolerance, rtol=tolerance)

@@ -9,21 +9,27 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.ops.attention.cudnn import cudnn_attention
 from maxtrain.ops.attention.eager import eager_attention
+from maxtrain.ops.attention.flash import flash_attention
 from maxtrain.ops.attention.xla import xla_attention
 
-KERNELS: dict[str, Callable[..., Array]] = {"eager": eager_attention, "xla": xla_attention, "cudnn": cudnn_attention}
+KERNELS: dict[str, Callable[..., Array]] = {
+    "eager": eager_attention,
+    "xla": xla_attention,
+    "cudnn": cudnn_attention,
+    "flash": flash_attention,
+}
 
 
 def require_platform(kernel: str, platform: str) -> None:
     """Raises ConfigError if devices of this platform do not have the kernel."""
     if ATTENTION[kernel].platform not in (None, platform):
-        rule = f"is for {ATTENTION[kernel].platform}s only, and the devices here are of platform {platform}"
+        rule = f"is for {str(ATTENTION[kernel].platform).upper()}s only, and the devices here are of platform {platform}"
         raise ConfigError(f"model.attention={kernel} {rule}. Set model.attention=xla.")
 
 
 def with_cache(kernel: str) -> str:
     """The kernel that reads the caches of generation for a model that was trained with this one."""
-    return kernel if ATTENTION[kernel].segments else "xla"
+    return kernel if ATTENTION[kernel].caches else "xla"
 
 
 class Dropout(NamedTuple):
@@ -55,7 +61,7 @@ def attention(
         kv_segments: [B, S]; negative where a cache holds nothing yet.
         offset: column of the first query: 0 in training, the number of cached columns in generation.
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without stored scores), or "cudnn"
-            (GPUs; does not look at segments, which config/checks.py asks about).
+            (GPUs; does not look at segments, which config/checks.py asks about), or "flash" (TPUs).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
         dropout: of the weights after the softmax; only the eager kernel can.
 
