@@ -332,3 +332,14 @@ def test_an_id_to_corrupt_with_is_one_of_the_tokenizer(config):
     wrong = dataclasses.replace(config, corruption=CorruptionConfig(rate=0.1, token_id=9999))
     with pytest.raises(ConfigError, match=r"data.corruption.token_id=9999 must be below 257.* or to null"):
         open_training(wrong, seed=0, steps=5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_sources_behind_urls_give_the_same_stream_in_workers_too(corpora, config, tmp_path, workers):
+    sources = {name: dataclasses.replace(s, path=f"file://{s.path}") for name, s in config.sources.items()}
+    remote = dataclasses.replace(config, sources=sources, workers=workers, cache=str(tmp_path / "cache"))
+    ours, theirs = (open_training(c, seed=3, steps=12) for c in (remote, config))
+    assert ours.fingerprint_at(12) == theirs.fingerprint_at(12)
+    for step, batch in enumerate(ours.iterate(2), 2):
+        assert_same(batch, theirs.batch(step))
+    assert any((tmp_path / "cache").glob("??/*.bin"))
