@@ -31,6 +31,12 @@ REPOSITORY = Path(__file__).parents[1]
 SAME = r"[1-9]\d+ numbers and [1-9]\d+ arrays compared, all the same bit for bit"
 KINDS = {
     "dense": [],
+    "dropout": [
+        "regularization.residual_dropout=0.2",
+        "regularization.embedding_dropout=0.1",
+        "regularization.attention_dropout=0.1",
+        "model.attention=eager",
+    ],
     "full": ["determinism=full", "optimizer.accumulation=2", "data.batch_size=16", "precision.compute=float32"],
 }
 
