@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import gc
 import hashlib
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,17 +156,35 @@ class TrainingData(_Dataset):
         pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
         return np.stack([*rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])])
 
+    def _rows(self, step: int) -> np.ndarray:
+        """Source, epoch, row and beginning of the epoch of each row of a step, int64 [4, rows]."""
+        assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
+        first, end = (row - self.plan.first_row for row in self.plan.row_range(step))
+        blocks = range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1)
+        parts = [self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS] for b in blocks]
+        return np.concatenate(parts, axis=1)
+
+    def describe_rows(self, step: int, most: int = 8) -> str:
+        """Which rows a step reads, by source and epoch and at most so many of each, and a command that shows one of them."""
+        sources, epochs, rows, _ = self._rows(step)
+        parts = []
+        for source, epoch in np.unique([sources, epochs], axis=1).T.tolist():
+            found = rows[(sources == source) & (epochs == epoch)].tolist()
+            more = f" and {len(found) - most:,} more" if len(found) > most else ""
+            parts.append(f"{self.plan.names[source]}, epoch {epoch}: rows {', '.join(map(str, found[:most]))}{more}")
+        source, epoch, row = int(sources[0]), int(epochs[0]), int(rows[0])
+        options = {"row": row, "epoch": epoch, "seq-length": self.plan.span(step).seq_length, "packing": self.config.packing}
+        words = [f"--{name} {value}" for name, value in (options | {"seed": self.plan.seed}).items()]
+        command = f"python -m data_pipeline.prepare show {shlex.quote(str(self.shards[source].path))} {' '.join(words)}"
+        return f"It reads {'; '.join(parts)}. To look at the first: {command}"
+
     def batch(self, step: int, part: Parts = None) -> Batch:
         """This part of the batch of a step, its rows in this order: a pure function of (config, manifests, seed, step).
 
         DataError: a shard is damaged, or a batch breaks an invariant.
         """
-        assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
         span = self.plan.span(step)
-        first, end = (row - self.plan.first_row for row in self.plan.row_range(step))
-        blocks = range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1)
-        parts = [self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS] for b in blocks]
-        *batch, phases = np.concatenate(parts, axis=1)
+        *batch, phases = self._rows(step)
         part = part[span.batch_size, span.seq_length] if isinstance(part, dict) else part
         result = self._read(step, Rows(*batch), phases, part, self.plan.names, span.seq_length)
         if self.config.corruption.rate:

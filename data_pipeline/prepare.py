@@ -382,7 +382,8 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """A document, as text; or a row, as training reads it."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--document", metavar="N", type=int, default=0, help="which document, from 0 (default: 0)")
-    which.add_argument("--row", metavar="N", type=int, help="instead: this row of epoch 0, with its segments; dim: no target")
+    which.add_argument("--row", metavar="N", type=int, help="instead: this row of an epoch, with its segments; dim: no target")
+    parser.add_argument("--epoch", metavar="E", type=int, default=0, help="of --row: which epoch, from 0 (default: 0)")
     parser.add_argument("--seq-length", metavar="L", type=int, help="of --row: data.seq_length")
     parser.add_argument("--packing", choices=["stream", "bins", "pad"], default="stream", help="of --row: data.packing")
     parser.add_argument("--seed", type=int, default=0, help="of --row: the run's seed, which says where a stream is cut")
@@ -397,7 +398,8 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     length = arguments.seq_length or 0
     if length < 1:
         raise UsageError(f"--seq-length {arguments.seq_length}: a row has at least 1 token. Give the run's data.seq_length.")
-    arrays, console = row_arrays(shards, arguments.row, length, arguments.packing, arguments.seed), Console(highlight=False)
+    arrays = row_arrays(shards, arguments.row, length, arguments.packing, arguments.seed, arguments.epoch)
+    console = Console(highlight=False)
     for text in describe_row(arrays, tokenizer):
         console.print(text, soft_wrap=True)
 

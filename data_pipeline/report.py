@@ -62,9 +62,9 @@ def bars(counts: np.ndarray) -> Iterator[str]:
 
 
 def row_arrays(
-    shards: TokenShards, row: int, length: int, packing: Literal["stream", "bins", "pad"], seed: int
+    shards: TokenShards, row: int, length: int, packing: Literal["stream", "bins", "pad"], seed: int, epoch: int = 0
 ) -> dict[str, np.ndarray]:
-    """The arrays [T] of row `row` of epoch 0, before permutation, of T = `length` positions, as training reads it.
+    """The arrays [T] of row `row` of an epoch, before permutation, of T = `length` positions, as training reads it.
 
     Rows of whole documents are planned, and the plan kept beside the manifest, as training does; long documents are cut.
     DataError: there is no such row.
@@ -76,7 +76,7 @@ def row_arrays(
     if bins:
         batch = pack_documents([shards], [bins], np.array([0]), np.array([row]), length, True, False)
     else:
-        start, count = phase(seed, shards.uid, 0, shards.num_tokens) + row * length, shards.num_tokens - row * length
+        start, count = phase(seed, shards.uid, epoch, shards.num_tokens) + row * length, shards.num_tokens - row * length
         windows = Windows(np.array([0]), np.array([start]), np.array([min(length, count)]))
         batch = pack([shards], windows, length, True, False)
     return {name: array[0] for name, array in batch.items()}

@@ -2,7 +2,9 @@
 
 import gzip
 import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -12,6 +14,7 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
 from maxtrain.models.decoder import Decoder
+from maxtrain.observe.anomaly import counted
 from maxtrain.observe.launches import describe_launch, read_launches
 from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.report import plot_curves, summary
@@ -35,11 +38,13 @@ def finish(
     ending: str,
     found: int,
     model: Decoder | None,
+    rollbacks: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Draws curves.png; prints completions of observe.prompts, and the summary.
 
     `step` is the number of finished steps, `ending` why these are not all, or empty, `found` at how many of them something was
-    wrong with the batch. `model` is None where this process does not hold all of it.
+    wrong with the batch. `model` is None where this process does not hold all of it. `rollbacks` are
+    those of checkpoint/rollback.py.
     """
     notes = [f"Something was wrong with the batches of {found:,} steps (data.zero_weight)."] if found else []
     if ending:
@@ -54,7 +59,8 @@ def finish(
     }
     if config.observe.plot:
         files["curves"] = folder / "curves.png"
-        plot_curves(records, files["curves"], config.run_name, data.plan.describe())
+        left_out = [rollback["left_out"] for rollback in rollbacks]
+        plot_curves(records, files["curves"], config.run_name, data.plan.describe(), left_out)
     comparison = "\n".join(
         f"gzip -9 reaches {gzip_bits_per_byte(eval_set, data.tokenizer):.4f} bits per byte on the text of {name}."
         for name, eval_set in sets.items()
@@ -65,6 +71,8 @@ def finish(
         options = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
         show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
     made_by = describe_launch(launches[-1]) if launches else ""
+    last = next((record for record in reversed(records) if record["kind"] == "train"), {})
+    notes += filter(None, [counted(last, rollbacks)])
     words = {"comparison": comparison, "ending": "\n".join(notes), "made_by": made_by}
     console.print(summary(config.run_name, step, records, seconds, **words, files=files))
     for what, command in _next_commands(config, folder).items():

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 
@@ -82,6 +83,7 @@ class Parts:
             loss_scale=self.loss_scale,
             stochastic_rounding=config.optimizer.stochastic_rounding,
             zero=config.optimizer.zero,
+            anomaly=config.anomaly,
         )
 
 
@@ -103,17 +105,25 @@ class Job(Parts):
         """How the batch of a step lies on the mesh."""
         return self.layouts[self.data.plan.span(step)[3:]]
 
-    def batches(self, start: int, stop: int | None = None) -> Iterator[tuple[Batch, HostBatch]]:
+    def batches(
+        self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()
+    ) -> Iterator[tuple[Batch, HostBatch]]:
         """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where each comes from.
 
-        An error is raised after the batches before it; in one of several processes, `error` of the empty ones after it has it.
+        Those of the steps `left_out` have no target, so that they change nothing. An error is raised after the batches before
+        it; in one of several processes, `error` of the empty ones after it has it.
         """
+
+        def place(batch: HostBatch) -> tuple[Batch, HostBatch]:
+            mask = batch.arrays["loss_mask"]
+            arrays = batch.arrays | ({"loss_mask": np.zeros_like(mask)} if batch.step in left_out else {})
+            return self.layout(batch.step).to_global(arrays), batch._replace(arrays={})
+
         stop = self.data.plan.num_steps if stop is None else stop
         host = self.data.iterate(start, {shape: layout.part for shape, layout in self.layouts.items()}, stop)
         if jax.process_count() > 1:
             host = carry_errors(host, range(start, stop), lambda step: self.layout(step).part)
-        placed = ((self.layout(batch.step).to_global(batch.arrays), batch._replace(arrays={})) for batch in host)
-        return prefetch(placed, self.config.data.prefetch)
+        return prefetch(map(place, host), self.config.data.prefetch)
 
 
 def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:

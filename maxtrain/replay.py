@@ -18,6 +18,7 @@ import jax
 
 from data_pipeline.errors import DataError, DifferentError, UsageError, run_command
 from maxtrain.checkpoint.manager import Checkpoints, saved_records
+from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.config import RunConfig
 from maxtrain.config.load import load_config
 from maxtrain.job import Job, open_job
@@ -39,7 +40,7 @@ class Findings:
 
     def compare(self, step: int, recorded: dict[str, Any], now: dict[str, Any]) -> None:
         """The numbers that a record and a step have in common."""
-        common = [name for name in now if name in recorded]
+        common = [name for name in now if recorded.get(name) is not None]
         self.numbers += len(common)
         different = {name: (recorded[name], now[name]) for name in common if not same(recorded[name], now[name])}
         if different:
@@ -74,7 +75,8 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
         now = launch_record(config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin)
-        _go(job, state, begin, end, records, saved, findings)
+        without = left_out(read_rollbacks(folder) or [])
+        _go(job, state, begin, end, without, records, saved, findings)
     if not findings.numbers:
         mend = "Replay up to a step that has a record: multiples of its log_interval"
         raise DataError(f"--steps={first}:{end}: {folder} has no record of a step after {begin:,} up to {end:,}. {mend}.")
@@ -125,15 +127,16 @@ def _go(
     state: TrainState,
     begin: int,
     end: int,
+    without: frozenset[int],
     records: dict[int, dict[str, Any]],
     saved: dict[int, dict[str, Any]],
     findings: Findings,
 ) -> None:
-    """The steps themselves."""
+    """The steps themselves; those `without` the data that a rollback left out."""
     if "params_hash" in records.get(begin, {}):
         findings.compare(begin, records[begin], {"params_hash": hash_text(digests(state.params))})
     step = job.make_step()
-    for batch, origin in job.batches(begin, end):
+    for batch, origin in job.batches(begin, end, left_out=without):
         state, metrics = step(state, batch)
         done = origin.step + 1
         if done in records:

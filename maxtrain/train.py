@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from data_pipeline.errors import DataError, DivergedError, TryAgainError, run_command
 from data_pipeline.guard import BatchGuard
@@ -29,9 +30,12 @@ from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import carry_errors
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.manager import Checkpoints, latest_record
+from maxtrain.checkpoint.rollback import Rollback, left_out, read_rollbacks, went_with, write_rollbacks
+from maxtrain.config.schema import ANOMALIES
 from maxtrain.finish import finish
 from maxtrain.job import Job, open_job
 from maxtrain.models.cost import token_flops
+from maxtrain.observe.anomaly import Anomalies, Finding
 from maxtrain.observe.launches import append_launch, launch_record
 from maxtrain.observe.metrics import MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
@@ -56,7 +60,9 @@ def run(config: RunConfig) -> None:
     """
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
-    saved = latest_record(folder / "checkpoints")
+    rollbacks = read_rollbacks(folder)
+    saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks))
+    rollbacks = (saved or {}).get("rollbacks", []) if rollbacks is None else rollbacks
     job = open_job(config, saved)
     config, num_steps, chief = job.config, job.data.plan.num_steps, jax.process_index() == 0
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
@@ -67,21 +73,17 @@ def run(config: RunConfig) -> None:
     ):
         progress.message(job.data.describe())
         describe(progress, job)
-        require_agreement("launch", launch_fields(job, saved))
-        loop = Loop(job, checkpoints, progress, clock, stop)
+        require_agreement("launch", launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        loop = Loop(job, checkpoints, progress, clock, stop, rollbacks)
         state = loop.restore(saved)
-        progress.update(loop.step)
-        if chief:
-            loop.logs.append(MetricsLog(folder, loop.step))  # makes the folder
-            if config.observe.tensorboard:
-                loop.logs.append(TensorBoard(folder, loop.step))
-            if loop.step < num_steps:  # what was asked for is saved: it fits other machines too
-                write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
-                data = job.data.fingerprint_at(num_steps)
-                append_launch(folder, launch_record(job.asked, job.mesh, data, loop.step))
+        loop.open_logs()
+        if chief and loop.step < num_steps:  # what was asked for is saved: it fits other machines too
+            write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
+            append_launch(folder, launch_record(job.asked, job.mesh, job.data.fingerprint_at(num_steps), loop.step))
         try:
             if loop.step < num_steps and not loop.ending:
-                state = loop.train(state)
+                while loop.step < num_steps and not loop.ending:
+                    state = loop.train(state)  # once, and once more for every rollback
                 checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one
             else:
                 done = f"ended early, and would again. {loop.ending}" if loop.ending else f"has all {num_steps:,} steps."
@@ -91,7 +93,7 @@ def run(config: RunConfig) -> None:
     if chief:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
-        finish(config, job.data, job.sets, loop.step, clock, loop.ending, loop.guard.found, model)
+        finish(config, job.data, job.sets, loop.step, clock, loop.ending, loop.guard.found, model, loop.rollbacks)
 
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
@@ -128,6 +130,7 @@ class Loop:
     progress: Progress
     clock: Stopwatch
     stop: StopRequest
+    rollbacks: list[Rollback]  # of the run, in their order
     step: int = 0
     tokens_seen: int = 0
     best: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # step and nll of each set's best evaluation
@@ -145,11 +148,32 @@ class Loop:
         self.eval_layouts = {n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in self.sets.items()}
         self.eval_step = make_eval_step(job.graphdef, job.objective)
         self.by_source = np.zeros((2, len(self.data.plan.names)))  # since the last record: nats, and targets, of each source
-        data = self.config.data
-        self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience)
+        names = [keystr(path, simple=True, separator=".") for path, _ in tree_leaves_with_path(job.abstract.params)]
+        self.leaves = [name.removesuffix(".value") for name in names]
+        self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}  # the step, by shape of batch
+
+    def open_logs(self) -> None:
+        """Logs that go on from the present step; what they said of later ones is dropped."""
+        for log in self.logs:
+            log.close()
+        folder, self.logs = Path(self.config.output_dir, self.config.run_name), []
+        if jax.process_index() == 0:
+            self.logs.append(MetricsLog(folder, self.step))  # makes the folder
+            if self.config.observe.tensorboard:
+                self.logs.append(TensorBoard(folder, self.step))
+        self.progress.update(self.step)
 
     def restore(self, record: dict[str, Any] | None) -> TrainState:
-        """The checkpoint of this record if there is one, else imported weights, else random ones."""
+        """The checkpoint of this record if there is one, else imported weights, else random ones; with what goes with it."""
+        data = self.config.data
+        self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience)
+        self.anomalies = Anomalies(self.config.anomaly, self.leaves, self.data.describe_rows)
+        self.left_out = left_out(self.rollbacks)
+        self.step, self.tokens_seen, self.best, self.ending = 0, 0, {}, ""
+        self.window, self.lap = [], []
+        self.by_source[:] = 0
+        if self.rollbacks:
+            self.checkpoints.discard_after(record["step"] if record else -1)
         if record is not None:
             step = record["step"]
             with self.clock.during("restore"):
@@ -174,14 +198,14 @@ class Loop:
             return self.job.initial_state()
 
     def train(self, state: TrainState) -> TrainState:
-        """Steps until the plan's end, or until somebody asks to stop.
+        """Steps until the plan's end, until somebody asks to stop, or until an anomaly takes the run back.
 
         Raises:
             TryAgainError: asked to stop; everything is saved.
-            DivergedError, DataError: see `flush`.
+            DivergedError, DataError: see `flush` and `halt`.
         """
-        config, total, compiled = self.config, self.data.plan.num_steps, {}
-        step, batches = self.job.make_step(), self.job.batches(self.step)
+        config, total, compiled = self.config, self.data.plan.num_steps, self.compiled
+        step, batches = self.job.make_step(), self.job.batches(self.step, left_out=self.left_out)
         while self.step < total and not self.ending:
             with self.clock.during("data_wait"):
                 batch, origin = next(batches)
@@ -199,8 +223,9 @@ class Loop:
             save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
             stop = self.stop.agreed(log_due) and not last
             self.progress.update(self.step)
-            if log_due or eval_due or save_due or stop:
-                self.flush(log_due)
+            if (log_due or eval_due or save_due or stop) and (found := self.flush(log_due)):
+                del batches  # ends reading ahead
+                return self.halt(found, state)
             for name in eval_due:
                 self.evaluate(name, state)
             if save_due or stop or self.ending:
@@ -226,8 +251,10 @@ class Loop:
         self.progress.phase("")
         return compiled
 
-    def flush(self, log: bool) -> None:
+    def flush(self, log: bool) -> Finding | None:
         """Fetches the metrics of the steps since the last flush, judges each, and writes down the last one if it is due.
+
+        Returns an anomaly after which the device has made no step: the step that shows it, and those after it, are not made.
 
         Raises:
             DivergedError: too many non-finite steps in a row.
@@ -237,25 +264,80 @@ class Loop:
         origins, metrics = zip(*self.window) if self.window else ((), ())
         window, self.window = list(zip(origins, jax.device_get(metrics), strict=True)), []
         repeated = self.compare(origins)
-        limit = self.config.optimizer.max_skipped
+        limit = self.config.anomaly.max_skipped
         for (origin, value), repeats in zip(window, repeated, strict=True):
             step, shape = origin.step + 1, self.job.layout(origin.step).shape
+            findings = self.anomalies.observe(step, value)
+            if value["halted"]:
+                return next(found for found in findings if found.policy in ("rollback", "stop"))
+            for found in findings:
+                self.progress.message(f"{found.message} {found.mend}.", style="yellow")
             self.lap.append((int(value["targets"]), *shape))
             self.tokens_seen += self.lap[-1][0]
             if self.config.loss.by_source:
                 self.by_source += np.stack([value["source_nll"], value["source_targets"]])
+            if origin.step in self.left_out:
+                continue
             verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, repeats)
             if verdict is not None and verdict.message:
                 self.progress.message(verdict.message, style="yellow")
                 self.ending = verdict.message if verdict.stop else self.ending
             if value["skipped_in_row"] > limit:
+                found = self.anomalies.describe(step, "non_finite", value)
                 raise DivergedError(
-                    f"step {step:,}: loss {value['loss']:.4g}, gradient norm {value['grad_norm']:.4g}: "
-                    f"{value['skipped_in_row']} steps in a row were not finite and changed nothing; "
-                    f"optimizer.max_skipped={limit} allows no more. Lower optimizer.learning_rate, or look at the data there."
+                    f"{found.message}\n  {value['skipped_in_row']} steps in a row were not finite and changed nothing; "
+                    f"anomaly.max_skipped={limit} allows no more. {found.mend}."
                 )
         if log and window:
             self.record(*window[-1])
+        return None
+
+    def halt(self, found: Finding, state: TrainState) -> TrainState:
+        """What an anomaly asks for that the device was told to halt at: goes back, or ends the run as before that step.
+
+        Raises:
+            DivergedError: the run ends. What it was before the step is saved.
+        """
+        config, count = self.config.anomaly, len(self.rollbacks)
+        if found.policy == "rollback" and count < config.max_rollbacks:
+            return self.roll_back(found, state)
+        self.step = found.step - 1
+        if self.step:
+            halted = state.watch.halted
+            watch = state.watch._replace(halted=jax.device_put(np.zeros((), bool), halted.sharding))
+            self.save(state._replace(watch=watch))
+            self.checkpoints.wait()
+        used = f" after {count} rollbacks; anomaly.max_rollbacks allows no more" if found.policy == "rollback" else ""
+        saved = f"saved as it was before, at step {self.step:,}" if self.step else "nothing was saved"
+        raise DivergedError(f"{found.message}\n  The run stops{used}, {saved}. {found.mend}.")
+
+    def roll_back(self, found: Finding, state: TrainState) -> TrainState:
+        """The newest checkpoint before the steps that are left out from now on, up to the one that was found.
+
+        Raises:
+            DivergedError: it is of before a change of data that was accepted.
+        """
+        first = max(1, found.step + 1 - self.config.anomaly.leave_out)
+        rollbacks = [*self.rollbacks, {"step": found.step, "kind": found.kind, "left_out": [first, found.step]}]
+        self.checkpoints.wait()
+        record = latest_record(self.checkpoints.directory, lambda record: went_with(record, rollbacks))
+        back = record["step"] if record else 0
+        if back < self.data.plan.spans[0].step:
+            mend = f"Set anomaly.{found.kind}=skip, or lower anomaly.leave_out"
+            rule = f"can't go back to step {back:,}, where the data was another (data.accept_changes)"
+            raise DivergedError(f"{found.message}\n  The run {rule}. {mend}.")
+        assert len({said["back"] for said in gather({"back": back})}) == 1, "processes see different checkpoints"
+        if jax.process_index() == 0:
+            write_rollbacks(self.checkpoints.directory.parent, rollbacks)
+        self.rollbacks = rollbacks
+        done = f"back to step {back:,}; steps {first:,} to {found.step:,} are left out"
+        count = f"rollback {len(rollbacks)} of at most {self.config.anomaly.max_rollbacks}"
+        self.progress.message(f"{found.message}\n  The run goes {done} ({count}).", style="yellow")
+        jax.tree.map(lambda x: x.delete(), state)  # there may be no room for two
+        state = self.restore(record)
+        self.clock.lap()
+        self.open_logs()
+        return state
 
     def compare(self, origins: Sequence[HostBatch]) -> list[bool]:
         """Of each batch whether its tokens were read before, elsewhere.
@@ -286,7 +368,11 @@ class Loop:
         waited, self.waited = self.waited, self.clock.seconds().get("data_wait", 0.0)
         peak_seconds = self.peak * jax.device_count() * seconds
         record = {name: value[name].item() for name in ("loss", "objective", "grad_norm", "learning_rate", "skipped")}
-        record |= {name: value[name].item() for name in ("z", "loss_scale") if name in value}
+        record |= {} if value["targets"] else dict.fromkeys(("loss", "objective", "grad_norm"))  # of nothing: not 0
+        record |= {name: value[name].item() for name in ("z", "loss_scale", "weight_norm") if name in value}
+        record |= {f"anomalies/{kind}": count.item() for kind, count in zip(ANOMALIES, value["anomalies"]) if count}
+        count = sum(step >= rollback["left_out"][0] for rollback in self.rollbacks)
+        record |= {"rollbacks": count} if count else {}
         record |= {f"loss/{name}": nll / count for name, nll, count in zip(self.data.plan.names, *self.by_source) if count}
         self.by_source[:] = 0
         record |= {
@@ -354,6 +440,7 @@ class Loop:
             "best": self.best,
             "guard": self.guard.state(),
             "ending": self.ending,
+            "rollbacks": self.rollbacks,
             "seed": self.config.seed,
             "config": to_yaml(self.config),
             "digests": tree_digests(state),

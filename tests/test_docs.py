@@ -26,6 +26,7 @@ FAST = [
     "make help",
     "python -m maxtrain.train --help",
     "python -m maxtrain.train --help optimizer",
+    "python -m maxtrain.train --help anomaly",
     "python -m maxtrain.train config=quickstart --print-config",
 ]
 TESTED_ELSEWHERE = {
@@ -47,6 +48,7 @@ TESTED_ELSEWHERE = {
     "maxtrain replay runs/quickstart --steps 160:200": "tests/test_docs_numerics.py",
     "maxtrain probe config=quickstart": "tests/test_probe.py",
     "maxtrain probe config=llama3_1b --topology v5e:4x4": "tests/test_probe.py",
+    "python -m maxtrain.train config=quickstart anomaly.loss_spike=rollback anomaly.grad_spike=skip": "tests/test_anomalies.py",
     "make setup": ".ci/run",
     "make test": ".ci/run",
     "make lint": ".ci/run",

@@ -311,7 +311,7 @@ def test_stages_may_change_the_shape_of_a_batch(config, capsys):
 
 
 def test_numbers_that_are_not_finite_end_the_run_after_max_skipped(config, capsys):
-    assert train(config, "diverged", *SHORT[1:], "optimizer.learning_rate=1e15", "optimizer.max_skipped=3") == 70
+    assert train(config, "diverged", *SHORT[1:], "optimizer.learning_rate=1e15", "anomaly.max_skipped=3") == 70
     error = capsys.readouterr().err
     assert "4 steps in a row were not finite" in error and "Lower optimizer.learning_rate" in error
     records = read_metrics(folder_of(config, "diverged"))

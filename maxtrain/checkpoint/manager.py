@@ -111,6 +111,15 @@ class Checkpoints:
             arrays = self._orbax.restore(path / "arrays", args=how)
         return jax.tree.unflatten(treedef, [arrays[name] for name in names]), record
 
+    def discard_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps: the run goes on from this one on another way."""
+        self.wait()
+        if jax.process_index() == 0:
+            for later in [later for later in self.steps() if later > step]:
+                self._remove(later)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices(f"checkpoints after {step} are removed")
+
     def wait(self) -> None:
         """Return when the last save is complete on the disk, for all processes.
 
@@ -161,6 +170,10 @@ class Checkpoints:
             raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
         return path, commit, _read_record(path)
 
+    def _remove(self, step: int) -> None:
+        (self._path(step) / "commit.json").unlink()  # first, so that half a step is never taken for one
+        shutil.rmtree(self._path(step))
+
     def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
         return _as_storage_error(f"saving step {step} to {self.directory}", advice, self._staging(step))
@@ -186,17 +199,17 @@ class Checkpoints:
             every = self._config.keep_every
             for old in self.steps()[: -self._config.keep]:
                 if every is None or old % every:
-                    (self._path(old) / "commit.json").unlink()  # first, so that half a step is never taken for one
-                    shutil.rmtree(self._path(old))
+                    self._remove(old)
 
 
-def latest_record(directory: Path) -> dict[str, Any] | None:
-    """The record of the newest complete checkpoint below a directory, read without starting a device; None: there is none.
+def latest_record(directory: Path, accept: Callable[[dict[str, Any]], bool] = lambda record: True) -> dict[str, Any] | None:
+    """The record of the newest complete checkpoint below a directory that `accept` takes, read without starting a device.
 
-    StorageError: it can't be read.
+    None: there is none. StorageError: one can't be read.
     """
     complete = [step for step, defect in _survey(directory.expanduser()).items() if not defect]
-    return _read_record(directory.expanduser() / f"{complete[-1]:08d}") if complete else None
+    records = (_read_record(directory.expanduser() / f"{step:08d}") for step in reversed(complete))
+    return next(filter(accept, records), None)
 
 
 def saved_records(directory: Path) -> dict[int, dict[str, Any]]:

@@ -39,6 +39,7 @@ def problems_across(config: RunConfig) -> list[str]:
         _init,
         _regularization,
         _optimizer,
+        _anomaly,
         _schedule,
         _loss_scale,
         _mesh,
@@ -270,6 +271,13 @@ def _loss_scale(c: RunConfig) -> Iterator[str]:
         yield f"loss_scale.initial={s.initial:g} {rule}. Set it in between, or loss_scale.mode=static."
     if s.backoff >= 1:
         yield f"loss_scale.backoff={s.backoff:g} must be less than 1. Set for example loss_scale.backoff=0.5."
+
+
+def _anomaly(c: RunConfig) -> Iterator[str]:
+    a = c.anomaly
+    if a.min_steps > a.window:
+        mend = f"Set anomaly.min_steps to at most {a.window}, or anomaly.window to at least {a.min_steps}"
+        yield f"anomaly.min_steps={a.min_steps} must be at most anomaly.window={a.window}, which it fills. {mend}."
 
 
 def _mesh(c: RunConfig) -> Iterator[str]:

@@ -105,7 +105,6 @@ class OptimizerConfig:
     ema_decay: float | None = key(None, "of an average of the weights, for evaluation and generation; null: none", above=0)
     stochastic_rounding: bool = key(False, "bfloat16 weights: round updates up or down at random, right on average")
     zero: int = key(0, "over mesh.data, split: 1 optimizer state, 2 gradients too, 3 parameters too", low=0, high=3)
-    max_skipped: int = key(8, "non-finite steps in a row that are skipped before the run stops with exit 70", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +172,40 @@ class LossScaleConfig:
     max: float = key(2.0**32, "dynamic: never higher", above=0)
 
 
+ANOMALIES = ("non_finite", "loss_spike", "grad_spike", "weight_drift", "dead", "diverging")  # as training/watch.py orders them
+SpikePolicy = Literal["off", "warn", "skip", "rollback", "stop"]
+RunPolicy = Literal["off", "warn", "rollback", "stop"]  # what earlier updates did is not undone by skipping one
+
+
+@dataclasses.dataclass(frozen=True)
+class AnomalyConfig:
+    """What to do about a step or a run that is not well: a key for each kind, then limits. Judged by training/watch.py.
+
+    off: not looked at. warn: told. skip: the step changes nothing. rollback: from an earlier checkpoint on, without the data
+    there. stop: saved as before that step, exit 70.
+    """
+
+    non_finite: Literal["skip", "rollback", "stop"] = key("skip", "loss or gradient is not finite; no such update is ever made")
+    loss_spike: SpikePolicy = key("warn", "loss above the median of the window by loss_limit deviations")
+    grad_spike: SpikePolicy = key("warn", "gradient norm above the median of the window by grad_limit deviations")
+    weight_drift: RunPolicy = key(
+        "off", "norm of all weights away from its median by a share of drift_limit; reads all weights"
+    )
+    dead: RunPolicy = key("warn", "for dead_steps no gradient, or always the very same loss")
+    diverging: RunPolicy = key("warn", "median of the loss above the lowest one there was, times diverging_limit")
+    window: int = key(128, "accepted steps that medians and deviations are of", low=4, high=256)
+    min_steps: int = key(32, "accepted steps before anything is compared with them", low=4, high=256)
+    loss_limit: float = key(10.0, "deviations, of 1.4826 times the median absolute one, that a loss may be above", above=0)
+    grad_limit: float = key(20.0, "deviations that a gradient norm may be above", above=0)
+    drift_limit: float = key(0.1, "share of their median by which the norm of all weights may change", above=0)
+    diverging_limit: float = key(1.5, "what the median of the loss may be, as a multiple of the lowest one", above=1)
+    dead_steps: int = key(16, "steps in a row that are as dead before that is one", low=1)
+    patience: int = key(8, "spikes in a row before their level is taken for the new one, and the window begins afresh", low=1)
+    max_skipped: int = key(8, "non-finite steps in a row that are skipped before the run stops with exit 70", low=0)
+    leave_out: int = key(8, "rollback: steps that are left out, up to and with the one that was found", low=1)
+    max_rollbacks: int = key(4, "rollbacks of a run before the next anomaly stops it", low=0)
+
+
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
     """How devices are arranged. At most one axis may be -1: whatever is left."""
@@ -236,6 +269,7 @@ class RunConfig:
     schedule: ScheduleConfig = key(ScheduleConfig(), "the learning rate over the run")
     precision: PrecisionConfig = key(PrecisionConfig(), "number formats")
     loss_scale: LossScaleConfig = key(LossScaleConfig(), "scaling of the loss for float16")
+    anomaly: AnomalyConfig = key(AnomalyConfig(), "what is not well, and what is done about it")
     mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
     observe: ObserveConfig = key(ObserveConfig(), "what a person sees")

@@ -18,10 +18,17 @@ from maxtrain.observe import human
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
-def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: str, subtitle: str = "") -> None:
+def plot_curves(
+    records: Sequence[Mapping[str, Any]],
+    path: str | Path,
+    title: str,
+    subtitle: str = "",
+    left_out: Sequence[Sequence[int]] = (),
+) -> None:
     """Draw loss, evaluations, speed and learning rate over steps as a PNG, which appears at its path in one piece.
 
-    `subtitle` is one line in small print; empty for none.
+    `subtitle` is one line in small print; empty for none. `left_out`: first and last of steps that a rollback left out, to be
+    shaded; steps with anomalies are marked.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, which only the end of a run has
 
@@ -38,6 +45,11 @@ def plot_curves(records: Sequence[Mapping[str, Any]], path: str | Path, title: s
         steps, values = _columns([record for record in evals if record["set"] == name], "nll")
         last = f", at the end {values[-1]:.4f}" if len(values) else ""
         top.plot(steps, values, ":o", markersize=5, label=f"eval {name}{last}")
+    for i, (first, last) in enumerate(left_out):
+        top.axvspan(first - 0.5, last + 0.5, color="C3", alpha=0.15, linewidth=0, label=None if i else "left out")
+    counts = [sum(v for k, v in r.items() if k.startswith("anomalies/")) for r in train]
+    if found := [r["step"] for r, before, count in zip(train, [0, *counts], counts) if count > before]:
+        top.plot(found, [0.02] * len(found), "^", color="C3", transform=top.get_xaxis_transform(), label="anomalies")
     top.legend(loc="upper right", frameon=False)
     speed.plot(*_columns(train, "tokens_per_second"), color="C2")
     rate.plot(*_columns(train, "learning_rate"), color="C4")
@@ -117,7 +129,8 @@ def summary(
     wall = sum(seconds.values())
     head = [f"{steps:,} steps"]
     if train:
-        head += [f"{human.count(train[-1]['tokens_seen'])} tokens", f"training loss {train[-1]['loss']:.4f}"]
+        loss = next((f", training loss {r['loss']:.4f}" for r in reversed(train) if r["loss"] is not None), "")
+        head += [f"{human.count(train[-1]['tokens_seen'])} tokens{loss}"]
     parts: list[RenderableType] = [", ".join([*head, f"{human.duration(wall)} of wall time"])]
     if ending:
         parts.append(Text(ending, "yellow"))

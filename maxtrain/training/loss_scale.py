@@ -49,3 +49,12 @@ def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) 
 def at_its_end(state: LossScale, config: LossScaleConfig) -> Bool[Array, ""]:
     """Whether no lower scale is left to try."""
     return jnp.asarray(config.mode == "static") | (state.scale <= config.min)
+
+
+def after_step(
+    state: LossScale | None, finite: Bool[Array, ""], loss_finite: Bool[Array, ""], config: LossScaleConfig | None
+) -> tuple[LossScale | None, Bool[Array, ""]]:
+    """The scale after a step, and whether the step is lost: not finite, and a lower scale would not mend that."""
+    if state is None or config is None:
+        return None, ~finite
+    return advance(state, finite, config), ~finite & (at_its_end(state, config) | ~loss_finite)

@@ -17,6 +17,7 @@ from maxtrain.config.schema import InitConfig, LossScaleConfig, ModelConfig, Pre
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.parallel.sharding import named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
+from maxtrain.training.watch import Watch, new_watch
 
 
 class TrainState(NamedTuple):
@@ -25,8 +26,9 @@ class TrainState(NamedTuple):
     params: nnx.State
     opt_state: PyTree
     step: Int[Array, ""]  # finished steps, whether they changed anything or not
-    skipped: Int[Array, ""]  # steps of these that changed nothing: non-finite, or without a target
+    skipped: Int[Array, ""]  # steps of these that changed nothing: without a target, or rejected
     skipped_in_row: Int[Array, ""]  # non-finite steps in a row, up to now, that no lower loss scale would have mended
+    watch: Watch
     loss_scale: LossScale | None = None
 
 
@@ -78,7 +80,7 @@ def zero_summary(abstract: TrainState, zero: int) -> str:
 
 def _init(params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None) -> TrainState:
     step, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return TrainState(params, optimizer.init(params), step, skipped, in_row, initial(loss_scale))
+    return TrainState(params, optimizer.init(params), step, skipped, in_row, new_watch(), initial(loss_scale))
 
 
 def abstract_state(

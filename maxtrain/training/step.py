@@ -2,7 +2,8 @@
 
 What each term of the loss is divided by is counted over all micro-batches before the first gradient, so that each token
 weighs the same however the batch is split. Whether the update is applied is decided on the device: a step with a non-finite
-loss or gradient, or without any target, leaves parameters, optimizer state and schedule bit for bit as they were.
+loss or gradient, without any target, or with an anomaly that says so (see `watch.py`), leaves parameters, optimizer state and
+schedule bit for bit as they were.
 """
 
 import jax
@@ -11,15 +12,17 @@ import optax
 from flax import nnx
 from jaxtyping import Array, PyTree
 
-from maxtrain.config.schema import LossScaleConfig
+from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
-from maxtrain.training.loss_scale import advance, at_its_end
+from maxtrain.training.loss_scale import after_step
 from maxtrain.training.objective import Batch, Objective, Result, Scales
 from maxtrain.training.optimizer import apply_updates
 from maxtrain.training.state import TrainState, shardings, spread_tree
+from maxtrain.training.watch import judge
 
 Metrics = dict[str, Array]
+WARNING = AnomalyConfig()
 _UPDATE = 2**32 - 1  # no row has this number
 
 
@@ -85,6 +88,7 @@ def make_train_step(
     loss_scale: LossScaleConfig | None = None,
     stochastic_rounding: bool = False,
     zero: int = 0,
+    anomaly: AnomalyConfig = WARNING,
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out exactly as it went in.
 
@@ -93,11 +97,13 @@ def make_train_step(
         seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s), r), however it is split.
         loss_scale: a resolved one, as the state was made with.
         stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split over `data` as well.
+        anomaly: what is not well, and what is done about it.
 
     The metrics are loss (nats per target), objective (what was minimised), the mean of each further term, source_nll and
     source_targets (sums by source) if there are such, targets, empty_rows (without a target), grad_norm (before clipping),
     learning_rate, skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to now
-    without a good one between), bad_leaf (index of the first non-finite gradient, or -1), and loss_scale if there is one.
+    without a good one between), bad_leaf (index of the first non-finite gradient, or -1), loss_scale if there is one,
+    weight_norm (before the update) if something depends on it, and what `watch.judge` says.
     """
     places = shardings(spread_tree(abstract.params)) if zero >= 2 else None
 
@@ -109,10 +115,14 @@ def make_train_step(
         )
         if state.loss_scale is not None:
             grads = jax.tree.map(lambda g: g / scaled, grads)
-        squares = jnp.stack([(g * g).sum() for g in jax.tree.leaves(grads)])
-        norm, nll = jnp.sqrt(squares.sum()), result.sums["nll"]
-        finite = jnp.isfinite(norm) & jnp.isfinite(result.loss)
-        apply = finite & (nll.weight > 0)
+        squares, nll, sources = _squares(grads), result.sums["nll"], result.sums.pop("sources", None)
+        measured = {"loss": nll.mean(), "grad_norm": jnp.sqrt(squares.sum())}
+        if anomaly.weight_drift != "off":
+            measured["weight_norm"] = jnp.sqrt(_squares(state.params).sum())
+        finite, counts = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all(), nll.weight > 0
+        next_scale, lost = after_step(state.loss_scale, finite, jnp.isfinite(nll.total), loss_scale)
+        verdict = judge(state.watch, anomaly, measured, finite & counts, lost & counts)
+        apply = finite & counts & ~verdict.reject & ~verdict.halt
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         key = jax.random.fold_in(step_key(seed, state.step), _UPDATE) if stochastic_rounding else None
         params = apply_updates(state.params, updates, key)
@@ -120,38 +130,36 @@ def make_train_step(
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(apply, new.astype(old.dtype), old)  # Adam's moments of bfloat16 parameters come out in float32
 
-        skipped, in_row, next_scale = state.skipped + ~apply, ~finite, None
-        if state.loss_scale is not None and loss_scale is not None:
-            next_scale = advance(state.loss_scale, finite, loss_scale)
-            in_row = ~finite & (at_its_end(state.loss_scale, loss_scale) | ~jnp.isfinite(nll.total))
+        in_row = jnp.where(apply, 0, state.skipped_in_row + (lost & counts))
+        counters = (state.step + 1, state.skipped + ~apply, in_row, verdict.watch, next_scale)
         next_state = TrainState(
             jax.tree.map(keep, params, state.params),
             jax.tree.map(keep, opt_state, state.opt_state),
-            state.step + 1,
-            skipped,
-            jnp.where(apply, 0, state.skipped_in_row + in_row),
-            next_scale,
+            *jax.tree.map(lambda new, old: jnp.where(verdict.halt, old, new), counters, state[2:]),
         )
-        sources = result.sums.pop("sources", None)
+        next_state = next_state._replace(watch=next_state.watch._replace(halted=verdict.halt))
         metrics = {name: value.mean() for name, value in result.sums.items() if name != "nll"} | {
-            "loss": nll.mean(),
             "objective": result.loss / scaled,
             "targets": nll.weight,
             "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
-            "grad_norm": norm,
             "bad_leaf": jnp.where(jnp.isfinite(squares).all(), -1, jnp.argmin(jnp.isfinite(squares))),
             "learning_rate": schedule(state.step - state.skipped),
-            "skipped": skipped,
+            "skipped": next_state.skipped,
             "skipped_in_row": next_state.skipped_in_row,
         }
+        metrics |= measured | verdict.metrics
+        metrics |= {} if sources is None else {"source_nll": sources.total, "source_targets": sources.weight}
         metrics |= {} if state.loss_scale is None else {"loss_scale": scaled}
-        return next_state, metrics | (
-            {} if sources is None else {"source_nll": sources.total, "source_targets": sources.weight}
-        )
+        return next_state, metrics
 
     (device, *_) = jax.tree.leaves(shardings(abstract))[0].device_set  # perhaps only described, and not of this machine
     options = compiler_options(device.platform)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)
+
+
+def _squares(tree: nnx.State) -> Array:
+    """The sum of squares of each leaf."""
+    return jnp.stack([(x.astype(jnp.float32) ** 2).sum() for x in jax.tree.leaves(tree)])
 
 
 def row_keys(seed: int, step: Array, rows: int) -> Array:

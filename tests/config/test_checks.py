@@ -78,6 +78,13 @@ def pieces(text: str) -> list[str]:
         (["run_name=.."], "run_name='..'", "Set run_name=NAME"),
         (["eval.sets={}"], "eval_interval=100 needs an evaluation set", "Add eval.sets.NAME.path=DIR, or set eval_interval=0"),
         (["eval_steps=0"], "eval_steps=0 would evaluate nothing, every eval_interval=100", "Set eval_steps=-1"),
+        (
+            ["anomaly.min_steps=200"],
+            "anomaly.min_steps=200 must be at most anomaly.window=128",
+            "Set anomaly.min_steps to at most 128",
+        ),
+        (["anomaly.window=300"], "anomaly.window=300 must be at most 256", "Set anomaly.window to at most 256"),
+        (["anomaly.diverging_limit=1"], "anomaly.diverging_limit=1.0 must be more than 1", "to more than 1"),
         # directories
         (["output_dir=data/stdlib/eval/../train/"], "data.sources.stdlib.path=data/stdlib/train", "Set output_dir to another"),
         (["output_dir=data/stdlib", "run_name=eval"], "eval.sets.heldout.path=data/stdlib/eval", "Set output_dir to another"),

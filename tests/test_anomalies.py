@@ -1,0 +1,286 @@
+"""Anomalies in whole runs: what is said, what is left out, and that a run taken back is one run, wherever it is killed.
+
+One step of a small run on words reads a stretch of noise instead: its loss and gradient are far above those before it.
+"""
+
+import json
+import logging
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_pipeline import prepare
+from data_pipeline.errors import StorageError
+from maxtrain import train as job
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.rollback import left_out, read_rollbacks, went_with, write_rollbacks
+from maxtrain.config import load_config
+from maxtrain.config.schema import CheckpointConfig
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.parallel import distributed
+
+STEPS, BAD = 24, 18
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def this_process() -> Iterator[None]:
+    """As in test_train.py."""
+    level = logging.getLogger("absl").level
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(distributed, "keep_host_memory", lambda: "")
+        yield
+    logging.getLogger("absl").setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """A config file beside its data; step BAD reads noise."""
+    folder, rng = tmp_path_factory.mktemp("anomalies"), random.Random(0)
+    for name, words in (("text", WORDS), ("noise", [chr(code) for code in range(0x100, 0x800)])):
+        (folder / name).mkdir()
+        for number in range(40):
+            (folder / name / f"{number}.txt").write_text(" ".join(rng.choices(words, k=rng.randrange(20, 120))))
+        assert prepare.main([str(folder / f"data-{name}"), "--text", f"{folder / name}/*.txt", "--workers", "1"]) == 0
+    values = {
+        "output_dir": str(folder / "runs"),
+        "steps": STEPS,
+        "log_interval": 3,
+        "checkpoint_interval": 4,
+        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
+        "data": {
+            "sources": {name: {"path": str(folder / f"data-{name}"), "epochs": None} for name in ("text", "noise")},
+            "stages": [
+                {"until": BAD - 1, "weights": {"text": 1}},
+                {"until": BAD, "weights": {"noise": 1}},
+                {"weights": {"text": 1}},
+            ],
+            "seq_length": 32,
+            "batch_size": 8,
+        },
+        "optimizer": {"learning_rate": 1e-2},
+        "schedule": {"warmup_steps": 2},
+        "anomaly": {"window": 8, "min_steps": 6, "loss_limit": 8.0, "leave_out": 3},
+        "mesh": {"fsdp": 8, "simulated_devices": 8},
+        "observe": {"progress": "plain", "tensorboard": False, "peak_tflops": 1.0, "compilation_cache": None},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    return folder / "tiny.yaml"
+
+
+def train(config, run_name, *overrides):
+    """Exit code of a run in this process."""
+    return job.main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
+
+
+def folder_of(config, run_name):
+    return config.parent / "runs" / run_name
+
+
+def numbers(folder):
+    """The records of training that do not depend on the clock, floats as hex."""
+    return [
+        {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if not re.search("second|mfu", k)}
+        for record in read_metrics(folder)
+    ]
+
+
+def state_at(folder, step=None):
+    """Bits of every array of a checkpoint (None: the newest), and its record but for the config."""
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    step = checkpoints.latest() if step is None else step
+    saved = json.loads((folder / "checkpoints" / f"{step:08d}" / "commit.json").read_text())["arrays"]
+    tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
+    state, record = checkpoints.restore(tree, step)
+    checkpoints.close()
+    return {name: np.asarray(x).tobytes() for name, x in state.items()}, {k: v for k, v in record.items() if k != "config"}
+
+
+ROLLBACK = "anomaly.loss_spike=rollback"
+
+
+@pytest.fixture(scope="module")
+def taken_back(config):
+    """The folder of a run that met the noise, went back, and ended."""
+    assert train(config, "back", ROLLBACK) == 0
+    return folder_of(config, "back")
+
+
+def test_a_spike_is_told_with_its_numbers_its_data_and_the_command_to_look_at_it(config, capsys):
+    assert train(config, "warned") == 0
+    out = capsys.readouterr().out
+    told = rf"step {BAD}: loss_spike: loss [\d.]+, gradient norm [\d.]+: more than [\d.]+ = [\d.]+ \+ 8 x [\d.]+ \(median, dev"
+    assert re.search(told, out) and "the run goes on (anomaly.loss_spike=warn)" in out
+    assert re.search(r"anomalies: \d x loss_spike", out), "and in the summary"
+    reads, command = re.search(
+        r"It reads (noise, epoch 0: rows .*)\. To look at the first: (.*) Look at the data", out
+    ).groups()
+    assert len(re.findall(r"\d+", reads)) == 1 + 8
+    words = command.rstrip(".").split()
+    shown = subprocess.run([sys.executable, *words[1:]], cwd=REPOSITORY, capture_output=True, text=True)
+    assert shown.returncode == 0 and re.search("[\u0100-\u0800] ", shown.stdout), shown.stderr
+    records = read_metrics(folder_of(config, "warned"))
+    assert [r.get("anomalies/loss_spike", 0) >= 1 for r in records] == [r["step"] >= BAD for r in records]
+
+
+def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(config, taken_back, capsys):
+    """Bit for bit, counters and all: a run that finds the list of steps when it begins."""
+    assert read_rollbacks(taken_back) == [{"step": BAD, "kind": "loss_spike", "left_out": [BAD - 2, BAD]}]
+    folder = folder_of(config, "known")
+    folder.mkdir()
+    write_rollbacks(folder, read_rollbacks(taken_back))
+    assert train(config, "known", ROLLBACK) == 0
+    assert f"back from step {BAD} (loss_spike), left out {BAD - 2} to {BAD}" in capsys.readouterr().out
+    assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
+    records = {r["step"]: r for r in read_metrics(folder)}
+    assert list(records) == list(range(3, STEPS + 1, 3)) and records[BAD]["loss"] is None and records[STEPS]["skipped"] == 3
+    assert [r.get("rollbacks") for r in records.values()] == [None] * 5 + [1] * 3
+    assert not any("anomalies/loss_spike" in r for r in records.values()), "it never happened"
+
+
+class Killed(BaseException):
+    """As good as a kill: nobody catches it."""
+
+
+def dying(original, call, before):
+    """The function, but its call with this number, from 1, is the last, and is made or not."""
+    calls = []
+
+    def instead(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call and before:
+            raise Killed
+        result = original(*arguments, **options)
+        if len(calls) == call:
+            raise Killed
+        return result
+
+    return instead
+
+
+@pytest.mark.parametrize(
+    "owner, name, call, before",
+    [
+        (job, "write_rollbacks", 1, True),
+        (job, "write_rollbacks", 1, False),
+        (Checkpoints, "discard_after", 1, False),
+        (Checkpoints, "restore", 1, False),
+        (job, "MetricsLog", 2, True),
+    ],
+    ids=["found", "written", "discarded", "restored", "logs"],
+)
+def test_killed_anywhere_in_a_rollback_the_same_command_goes_on_to_the_same_run(
+    config, taken_back, monkeypatch, owner, name, call, before
+):
+    run_name = f"killed-{name}-{before}"
+    folder = folder_of(config, run_name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying(getattr(owner, name), call, before))
+        with pytest.raises(Killed):
+            train(config, run_name, ROLLBACK)
+    assert (read_rollbacks(folder) is None) == (name == "write_rollbacks" and before)
+    assert train(config, run_name, ROLLBACK) == 0
+    assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
+
+
+@pytest.mark.processes
+def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
+    """SIGKILL when the list is written and checkpoints of the way that was left are still there."""
+    program = """
+        import os, signal, sys
+        from maxtrain import train
+        from maxtrain.config import load_config
+        from maxtrain.checkpoint.manager import Checkpoints
+        from maxtrain.parallel import distributed
+        Checkpoints.discard_after = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        distributed.keep_host_memory = lambda: ""
+        train.main(load_config(sys.argv[1:]))
+    """
+    overrides = [f"config={config}", "run_name=sigkill", ROLLBACK]
+    command = [sys.executable, "-c", textwrap.dedent(program), *overrides]
+    keep = {n.upper(): str(jax.config.values[n]) for n in jax.config.values if n.startswith("jax_persistent_cache_min")}
+    environment = os.environ | keep | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    folder = folder_of(config, "sigkill")
+    assert result.returncode == -signal.SIGKILL and read_rollbacks(folder) == read_rollbacks(taken_back), result.stderr
+    assert (folder / "checkpoints" / f"{BAD - 2:08d}").exists(), "it went through steps that are left out now"
+    assert train(config, "sigkill", ROLLBACK) == 0
+    assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
+
+
+def test_without_a_checkpoint_the_run_goes_back_to_its_start(config, taken_back, capsys):
+    assert train(config, "start", ROLLBACK, "checkpoint_interval=0") == 0
+    assert "The run goes back to step 0; steps 16 to 18 are left out (rollback 1 of at most 4)" in capsys.readouterr().out
+    assert numbers(folder_of(config, "start")) == numbers(taken_back)
+    assert state_at(folder_of(config, "start")) == state_at(taken_back)
+
+
+def test_stop_saves_the_run_as_before_the_step_and_another_policy_goes_on(config, capsys):
+    each = ["checkpoint_interval=1", "checkpoint.keep=99"]
+    assert train(config, "each", *each) == 0
+    assert train(config, "stop", "anomaly.loss_spike=stop") == 70
+    error = capsys.readouterr().err
+    assert f"The run stops, saved as it was before, at step {BAD - 1}. Look at the data there" in error
+    (state, record), (expected, other) = state_at(folder_of(config, "stop")), state_at(folder_of(config, "each"), BAD - 1)
+    assert state == expected
+    seen = ("guard",)  # it has read on
+    assert {k: v for k, v in record.items() if k not in seen} == {k: v for k, v in other.items() if k not in seen}
+    assert train(config, "stop", "anomaly.loss_spike=stop") == 70, "it is still there"
+    assert train(config, "stop", "anomaly.loss_spike=skip") == 0
+    assert numbers(folder_of(config, "stop"))[-1]["skipped"] == 1
+
+
+def test_more_rollbacks_than_allowed_end_the_run_with_everything_named(config, capsys):
+    assert train(config, "limit", ROLLBACK, "anomaly.max_rollbacks=0") == 70
+    error = capsys.readouterr().err
+    assert f"step {BAD}: loss_spike: loss" in error and "prepare show" in error
+    assert "after 0 rollbacks; anomaly.max_rollbacks allows no more, saved as it was before, at step 17." in error
+    assert train(config, "limit", ROLLBACK) == 0 and read_rollbacks(folder_of(config, "limit"))
+
+
+def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):
+    """Weights that a Hugging Face directory, say, brought along: nothing can be trained, and nothing is."""
+    original = job.Job.initial_state
+
+    def initial_state(self):
+        state = original(self)
+        return state._replace(params=jax.tree.map_with_path(spoil, state.params))
+
+    def spoil(path, x):
+        return x * np.float32(np.inf) if "final_norm" in jax.tree_util.keystr(path) else x
+
+    monkeypatch.setattr(job.Job, "initial_state", initial_state)
+    assert train(config, "inf", "anomaly.non_finite=stop") == 70
+    assert re.search(r"step 1: non_finite: loss (nan|inf), gradient norm nan, first in \w+", capsys.readouterr().err)
+    assert train(config, "inf", "anomaly.non_finite=rollback", "anomaly.max_rollbacks=2") == 70
+    error = capsys.readouterr().err
+    assert "step 3: non_finite" in error and "after 2 rollbacks" in error and "Lower optimizer.learning_rate" in error
+
+
+@given(st.sets(st.integers(1, 30)), st.integers(0, 30), st.booleans())
+def test_a_checkpoint_is_of_the_run_if_it_left_out_the_same_steps_before_it(steps, at, known):
+    later = [{"step": s, "kind": "dead", "left_out": [s, s]} for s in steps]
+    record = {"step": at, "rollbacks": later if known else []}
+    assert left_out(later) == {s - 1 for s in steps}
+    assert went_with(record, later) == (known or not any(s <= at for s in steps)) and went_with(record, None)
+
+
+def test_a_list_that_is_no_list_is_refused_with_a_mend(config, tmp_path):
+    assert read_rollbacks(tmp_path) is None
+    (tmp_path / "rollbacks.json").write_text('[{"step": 3}]')
+    with pytest.raises(StorageError, match=r"rollbacks\.json is not a list of rollbacks.*Restore it, or remove it"):
+        read_rollbacks(tmp_path)
