@@ -104,7 +104,7 @@ def test_a_new_source_is_made_by_naming_it():
         ("steps=Auto", "must be: whole number | auto", "Did you mean steps=auto?"),
         ("model.tie_embeddings=1", "must be: true | false", "model.tie_embeddings=false"),
         ("model.tie_embeddings=yes", "must be: true | false", "model.tie_embeddings=false"),
-        ("schedule.name=Cosin", "must be: constant | linear | cosine | inverse_sqrt", "Did you mean schedule.name=cosine?"),
+        ("schedule.name=Cosin", "must be: constant | linear | cosine | exponential", "Did you mean schedule.name=cosine?"),
         ("schedule.pieces=[{name: wsd}]", "pieces[0].name=wsd must be: constant | linear", "pieces[0].name=linear"),
         ("mesh.platform=cuda", "must be: auto | cpu | gpu | tpu", "mesh.platform=auto"),
         ("precision.compute=bf16", "must be: float32 | bfloat16", "precision.compute=b"),
