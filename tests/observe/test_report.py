@@ -136,3 +136,14 @@ def test_the_summary_of_nothing():
     text = printed(nothing)
     assert "0 steps, 0:00 of wall time" in text and "loss" not in text
     assert "\x1b[" in printed(nothing, force_terminal=True)
+
+
+def test_anomalies_are_marked_and_what_was_left_out_is_shaded(tmp_path):
+    """Neither is drawn where all is well; a record of nothing has no loss."""
+    records = [r | ({"anomalies/dead": 2} if r["step"] >= 200 else {}) for r in RUN if r["kind"] == "train"]
+    records[3] |= {"loss": None}
+    red, shade = (214, 39, 40), (249, 222, 223)
+    for left_out, marked in (((), records[:15]), ([[50, 90]], records)):
+        plot_curves(marked, tmp_path / "curves.png", "a run", left_out=left_out)
+        image = matplotlib.image.imread(tmp_path / "curves.png")
+        assert has_color(image, *red) == has_color(image, *shade) == bool(left_out)
