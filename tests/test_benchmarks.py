@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from benchmarks import balance, data, one_core, prepare, remote, train_step, zero
+from benchmarks import balance, checks, data, one_core, prepare, remote, train_step, zero
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -19,6 +19,18 @@ def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
     for compute, remat in train_step.VARIANTS:
         assert f"| {compute} | {remat} |" in shown
     assert "times as fast as float32" in shown
+
+
+def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
+    small = dataclasses.replace(train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2)
+    monkeypatch.setattr(train_step, "MODEL", small)
+    monkeypatch.setattr(train_step, "LENGTH", 64)
+    monkeypatch.setattr(checks, "keep_host_memory", lambda: None)
+    with jax.numpy_dtype_promotion("standard"):
+        assert checks.main(["--steps", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\| bare step \| [\d.]+ \| \+0.00% \|", shown)
+    assert re.search(r"watch on anomalies \| [\d.,]+ \| [+-]", shown) and "once in 10 steps" in shown
 
 
 def test_kind_tells_attention_from_head_and_weights():

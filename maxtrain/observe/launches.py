@@ -17,6 +17,7 @@ import jax
 import yaml
 
 import maxtrain
+from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
 
 FILE_NAME = "launches.jsonl"
@@ -64,8 +65,10 @@ def launch_record(asked: RunConfig, mesh: jax.sharding.Mesh, data: str, step: in
 
 def append_launch(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Adds a line to RUN/launches.jsonl."""
-    with open(run_dir / FILE_NAME, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record, allow_nan=False) + "\n")
+    path = run_dir / FILE_NAME
+    text = path.read_text("utf-8") if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]  # what follows was torn by a kill: that launch did not get to a step
+    write_atomic(path, (whole + json.dumps(record, allow_nan=False) + "\n").encode())
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
@@ -90,8 +93,12 @@ def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str
 
 def describe_launch(launch: Mapping[str, Any]) -> str:
     """A line for people."""
-    devices, git = launch["devices"], launch["git"]
-    words = [f"{devices['count']} x {devices['kind']}", f"jax {launch['versions']['jax']}", *([f"git {git}"] if git else [])]
+    devices, git = launch["devices"], launch["git"] or ""
+    words = [
+        f"{devices['count']} x {devices['kind']}",
+        f"jax {launch['versions']['jax']}",
+        *([f"git {git[:12]}{git[40:]}"] if git else []),
+    ]
     return ", ".join([*words, f"determinism {launch['determinism']}"])
 
 

@@ -1,0 +1,107 @@
+"""What the checks that are on by default cost in a training step: side by side, in one run, taking turns step by step.
+
+    python -m benchmarks.checks [--write] [--steps 12]
+
+The step is that of benchmarks.train_step in bfloat16. The bare one has the watch on anomalies replaced by constants; digests
+of parameters and batch are taken once per record, of which there is one in LOG_INTERVAL steps; the invariants of a batch are
+checked on the host while the device is at work, so that they cost a step nothing unless the host is the slower one.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.train_step import LENGTH, MODEL, ROWS, Variant, processor
+from data_pipeline.guard import check_batch
+from maxtrain.config.schema import ANOMALIES, RunConfig
+from maxtrain.ops.digest import digests
+from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
+from maxtrain.training.watch import Verdict
+
+RESULTS = Path(__file__).parent / "results" / "checks.md"
+LOG_INTERVAL = RunConfig().log_interval
+
+
+def _no_judge(watch: Any, *_: Any) -> Verdict:
+    """A verdict that nothing has to be computed for."""
+    no, zeros = jnp.zeros((), bool), jnp.zeros(3)
+    found = jnp.zeros(len(ANOMALIES), bool)
+    metrics = {"found": found, "anomalies": watch.found, "halted": no, "median": zeros, "deviation": zeros}
+    return Verdict(no, no, watch, metrics)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start
+
+
+def measure(steps: int) -> list[tuple[str, float, float]]:
+    """What, its seconds, and the share of a bare step that it adds to one on average."""
+    with mock.patch("maxtrain.training.step.judge", _no_judge):
+        bare = Variant("bfloat16", "none")
+    watched = Variant("bfloat16", "none")
+    host = {name: np.asarray(x) for name, x in watched.batch.items()}
+    calls: dict[str, Callable[[], Any]] = {
+        "bare": bare.run,
+        "watched": watched.run,
+        "digests": lambda: (digests(watched.state.params), digests(watched.batch)),
+        "guard": lambda: check_batch(host, MODEL.vocab_size or 0, str),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for step in range(steps + 2):
+        for name, call in calls.items():
+            seconds[name].append(call() if name in ("bare", "watched") else _seconds(call))
+        print(f"step {step + 1} of {steps + 2}", file=sys.stderr)
+    step, watch = (np.array(seconds[name][2:]) for name in ("bare", "watched"))
+    digest, guard = (statistics.median(seconds[name][2:]) for name in ("digests", "guard"))
+    base = float(np.median(step))
+    return [
+        ("bare step", base, 0.0),
+        ("step with the watch on anomalies", float(np.median(watch)), float(np.median(watch / step)) - 1),
+        (f"digests of parameters and batch, once in {LOG_INTERVAL} steps", digest, digest / base / LOG_INTERVAL),
+        ("invariants of a batch, on the host meanwhile", guard, guard / base),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checks", description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} in benchmarks/results")
+    parser.add_argument("--steps", type=int, default=12, help="counted steps of each kind, after two that are not")
+    options = parser.parse_args(argv)
+    if not accelerator_present():
+        keep_host_memory()
+    rows = [f"| {what} | {1e3 * seconds:,.1f} | {share:+.2%} |" for what, seconds, share in measure(options.steps)]
+    text = "\n".join(
+        [
+            "# What the checks cost",
+            "",
+            f"`python -m benchmarks.checks --steps {options.steps} --write` on {processor()}; "
+            f"Python {platform.python_version()}, jax {jax.__version__}. "
+            "Medians; steps took turns. The step of [train_step](train_step.md) in bfloat16, "
+            f"{ROWS} x {LENGTH} tokens.",
+            "",
+            "| what | ms | of a bare step, on average |",
+            "|---|--:|--:|",
+            *rows,
+            "",
+        ]
+    )
+    print(text)
+    if options.write:
+        RESULTS.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
