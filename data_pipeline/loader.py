@@ -23,12 +23,13 @@ from data_pipeline.bins import Bins, open_bins
 from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig
 from data_pipeline.corruption import corrupt, row_seed
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, TryAgainError
 from data_pipeline.guard import check_batch, checksum
 from data_pipeline.packing import Part, Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
 from data_pipeline.shards import TOKENIZER, Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from data_pipeline.workers import watched
 
 _BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-up
 
@@ -96,9 +97,13 @@ class _Dataset:
             stream = experimental.WithOptionsIterDataset(stream, options=experimental.DatasetOptions(min_shm_size=1 << 62))
         iterator = iter(stream)
         try:
-            yield from iterator
+            yield from watched(iterator, workers) if workers else iterator
+        except TryAgainError:  # to close it would be to wait for a worker that is no more
+            iterator = None
+            raise
         finally:
-            iterator.close()
+            if iterator is not None:
+                iterator.close()
             if workers:  # the queues sit in reference cycles; freed while the next ones are made, Python 3.12 warns of leaks
                 del iterator, stream
                 gc.collect()
@@ -196,8 +201,9 @@ class TrainingData(_Dataset):
         source, epoch, row = (of_all[part.rows] for of_all in batch)
         pairs = zip(source.tolist(), epoch.tolist())
         seeds = np.array([row_seed(self.plan.seed, self.shards[s].uid, e) for s, e in pairs], np.uint64)
-        eod = self.shards[0].manifest.tokenizer["special_ids"]["eod"]
-        keep = (arrays["segment_ids"] == 0) | (arrays["inputs"] == (-1 if eod is None else eod))
+        marks = [s.manifest.tokenizer["special_ids"]["eod"] for s in self.shards]  # named when a source was prepared
+        eod = np.array([-1 if mark is None else mark for mark in marks])[source, None]
+        keep = (arrays["segment_ids"] == 0) | (arrays["inputs"] == eod)
         corrupt(arrays["inputs"], seeds, row, length, part.columns, self.config.corruption, self.vocab_size, keep)
 
     def iterate(self, start_step: int, part: Parts = None, stop_step: int | None = None) -> Iterator[Batch]:

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import multiprocessing
+import os
 import pickle
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +14,9 @@ from absl import flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline import workers as watch
 from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig
-from data_pipeline.errors import ConfigError, DataError
+from data_pipeline.errors import ConfigError, DataError, TryAgainError
 from data_pipeline.loader import carry_errors, open_evaluation, open_training, require_one_tokenizer
 from data_pipeline.packing import Part
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
@@ -172,6 +176,21 @@ def test_a_damaged_shard_stops_the_stream_with_its_place(corpora, tmp_path, conf
         open_training(dataclasses.replace(damaged, verify="full"), seed=0, steps=40)
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("batch_size", [6, 128])
+def test_a_killed_worker_ends_the_stream_and_says_what_to_do(config, monkeypatch, batch_size):
+    """Also one that is killed while it writes a batch that is larger than a pipe holds."""
+    monkeypatch.setattr(watch, "_PATIENCE", 0.2)
+    many = dataclasses.replace(config, workers=1, prefetch=2, batch_size=batch_size)
+    stream = open_training(many, seed=0, steps=5000).iterate(0)
+    for _ in range(4):
+        next(stream)
+    (worker,) = multiprocessing.active_children()
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    with pytest.raises(TryAgainError, match=r"data\.workers=1: a worker process was killed\. Run the same command again, with"):
+        list(stream)
+
+
 def test_an_id_outside_the_vocabulary_names_step_source_and_row(config):
     data = open_training(config, seed=3, steps=50)
     data.vocab_size = 100
@@ -326,6 +345,22 @@ def test_corrupted_inputs_are_a_function_of_the_row_alone(corpora, config, packi
     assert after.fingerprint_at(0) != before.fingerprint_at(0)
     held_out = [open_evaluation(corpora["web"], c, 4).batch(0).arrays["inputs"] for c in (clean, noisy)]
     assert np.array_equal(*held_out)
+
+
+def test_corruption_keeps_the_mark_that_each_source_has(tmp_path):
+    paths = [write(tmp_path / "a", 1, [20] * 40), write(tmp_path / "b", 2, [20] * 40)]
+    manifest = Manifest.load(paths[1])
+    dataclasses.replace(manifest, tokenizer=manifest.tokenizer | {"special_ids": {"eod": 65}}).save(paths[1])
+    sources = {path.name: SourceConfig(str(path), 1.0, None) for path in paths}
+    clean = DataConfig(sources=sources, seq_length=64, batch_size=8)
+    noisy = dataclasses.replace(clean, corruption=CorruptionConfig(rate=0.9, token_id=7))
+    marks = 0
+    for step in range(10):
+        before, after = (open_training(c, seed=3, steps=10).batch(step).arrays for c in (clean, noisy))
+        mark = before["inputs"] == np.array([TOKENIZER.eod_id, 65])[before["source"], None]
+        marks += mark.any(axis=1)[before["source"] == 1].sum()
+        assert np.array_equal(after["inputs"][mark], before["inputs"][mark])
+    assert marks
 
 
 def test_an_id_to_corrupt_with_is_one_of_the_tokenizer(config):
