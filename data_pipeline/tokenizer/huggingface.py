@@ -67,6 +67,8 @@ class JsonTokenizer(Tokenizer):
             inner = tokenizers.Tokenizer.from_str(self.content.decode())
         except Exception as error:  # the library raises bare Exception
             raise ValueError(str(error)) from error
+        if dropout := getattr(inner.model, "dropout", None):
+            raise ValueError(f"its dropout={dropout:g} draws the ids of a text anew each time; set it to null in the file")
         inner.no_padding()
         inner.no_truncation()
         return inner
@@ -115,7 +117,7 @@ def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     found = [split["pattern"].get("Regex") for split in splits if split["type"] == "Split" and split["behavior"] == "Isolated"]
     (given,) = found if len(found) == len(splits) == 1 and not splits[0]["invert"] else [None if splits else _GPT2]
     byte_level = level["type"] == "ByteLevel" and not level["add_prefix_space"] and level["use_regex"] != bool(splits)
-    if not byte_level or given not in _PATTERNS or getattr(inner.model, "dropout", None):
+    if not byte_level or given not in _PATTERNS:
         return None
     ascii = given.replace(r"\p{L}\p{N}]", "A-Za-z0-9]").replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
     return re.compile(ascii, re.ASCII)

@@ -152,6 +152,12 @@ def test_bad_tokenizers_say_what_to_do(tmp_path):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(DataError, match=r"is not usable.*Name a tokenizer.json"):
             load_tokenizer(tmp_path)
+    content = json.loads(BPE.content) | {"model": json.loads(BPE.content)["model"] | {"dropout": 0.1}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(
+        DataError, match=r"is not usable \(its dropout=0\.1 draws .* anew each time; set it to null in the file\)"
+    ):
+        load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match=r"bpe:100 must have at least 257"):
         train_bpe([], 100)
 
