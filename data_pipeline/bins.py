@@ -117,8 +117,10 @@ def _kept(shards: TokenShards, length: int, identity: str) -> np.ndarray:
     if isinstance(path, RemotePath):
         assert shards.cache is not None, "shards behind a URL have one"
         path = shards.cache.path(f"{shards.uid}-{name}")
-        if path.exists() and _digest(identity, (content := path.read_bytes())[32:]) == content[:32]:
-            return np.frombuffer(content, "<i8", offset=32)
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it at any time
+            content = path.read_bytes()
+            if _digest(identity, content[32:]) == content[:32]:
+                return np.frombuffer(content, "<i8", offset=32)
         path.parent.mkdir(parents=True, exist_ok=True)
     plan = _plan(shards, length, "bins")
     if os.access(path.parent, os.W_OK):

@@ -228,12 +228,12 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
         made, started = 0, time.perf_counter()
         already = all((out / part / MANIFEST).exists() for part in request.parts)
         if not already:
-            try:
-                with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
+            with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
+                try:
                     made = _build(out, scratch, request, run)
-            except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
-                _remove(out)
-                raise
+                except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
+                    _remove(out)
+                    raise
         seconds = time.perf_counter() - started
         for part in request.parts:
             print("\n".join(summary(TokenShards.open(out / part, "size", Cache(arguments.cache)))))
@@ -367,8 +367,8 @@ def _look(verb: str, argv: list[str]) -> None:
     if verb == "show":
         return _show(parser, argv)
     directory, problems = parser.parse_args(argv).directory, []
-    parts = [folder for part in ("", *_PARTS) if ((folder := directory / part) / MANIFEST).exists()]
-    for folder in parts or [directory]:
+    parts = [directory / part for part in _PARTS]  # both or neither
+    for folder in parts if any((folder / MANIFEST).exists() for folder in parts) else [directory]:
         shards = TokenShards(folder, Manifest.load(folder), "full")
         found = list(shards.problems())
         problems += found

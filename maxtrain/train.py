@@ -228,6 +228,8 @@ class Loop:
                 return self.halt(found, state)
             for name in eval_due:
                 self.evaluate(name, state)
+            for log in self.logs if self.ending else ():  # before the checkpoint, after which nothing is written any more
+                log.append(self.step, {"ending": self.ending, "planned_steps": total}, kind="end")
             if save_due or stop or self.ending:
                 self.save(state)
             if stop:
@@ -236,9 +238,6 @@ class Loop:
                     f"{self.stop.name or 'a signal to another process'}: stopped and saved at step {self.step:,} of {total:,}. "
                     "Run the same command again to go on."
                 )
-            if self.ending:
-                for log in self.logs:
-                    log.append(self.step, {"ending": self.ending, "planned_steps": total}, kind="end")
         return state
 
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:

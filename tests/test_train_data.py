@@ -15,7 +15,7 @@ from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.parallel import distributed
-from maxtrain.train import main
+from maxtrain.train import Loop, main
 
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for"]
 
@@ -89,3 +89,20 @@ def test_records_say_how_long_a_step_waited_for_its_batch(config):
     code, records = train(config, "waits", "eval_interval=4")
     waits = [(r["data_wait_seconds"], r["step_seconds"]) for r in records if r["kind"] == "train"]
     assert code == 0 and len(waits) == 12 and all(0 < wait < step for wait, step in waits)
+
+
+def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config, monkeypatch):
+    ones = [f"data.sources.ones.path={config.parent / 'ones'}", "data.sources.ones.epochs=null", "data.zero_weight=stop"]
+    stages, save = "data.stages=[{until: 3, weights: {text: 1}}, {weights: {ones: 1}}]", Loop.save
+
+    def interrupted(loop, state):
+        save(loop, state)
+        if loop.ending:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "save", interrupted)
+        assert train(config, "late", *ones, stages)[0] == 75
+    code, records = train(config, "late", *ones, stages)
+    assert code == 0 and [(record["kind"], record["step"]) for record in records][-1] == ("end", 4)
+    assert [record["kind"] for record in records].count("end") == 1

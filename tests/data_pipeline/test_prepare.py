@@ -198,6 +198,18 @@ def test_finished_output_is_left_alone(corpus, reference, tmp_path, capsys):
     assert prepare.main(["verify", str(out)]) == 65
 
 
+def test_half_of_an_output_is_not_whole(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(100)))
+    out, given = tmp_path / "out", ["--text", f"{tmp_path}/a.txt", "--holdout", "0.2", "--holdout-by", "tail", "--workers", "1"]
+    assert prepare.main([str(out), *given]) == prepare.main(["verify", str(out)]) == 0
+    for part in ("eval", "train"):
+        (out / part / "manifest.json").rename(tmp_path / "kept")
+        capsys.readouterr()
+        assert prepare.main(["verify", str(out)]) == 65
+        assert re.search(rf"{out}/{part}: .*Make one with", capsys.readouterr().err)
+        (tmp_path / "kept").rename(out / part / "manifest.json")
+
+
 BAD = [
     ("latin1.txt", b"ok\ncaf\xe9\n", "not UTF-8", 2, "ok\ncaf\ufffd\n"),
     ("nul.txt", b"a\n\nb\0c", "NUL character", 3, "a\n\nb\ufffdc"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from data_pipeline import build, prepare
+from data_pipeline import build, prepare, runner
 from data_pipeline.errors import StorageError, TryAgainError
 from data_pipeline.runner import open_runner
 from data_pipeline.sources import FORMATS
@@ -121,6 +121,26 @@ def test_options_that_can_not_be_used(tmp_path, capsys, options, message):
     (tmp_path / "a.txt").write_text("text")
     assert prepare.main([str(tmp_path / "out"), "--text", f"{tmp_path}/a.txt", *options]) == 64
     assert re.search(message, capsys.readouterr().err, re.DOTALL)
+
+
+def test_a_runner_that_does_not_start_leaves_finished_work_as_it_is(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("ray")
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("text" * 20_000)
+    out, given = tmp_path / "out", ["--text", f"{tmp_path}/?.txt"]
+
+    def interrupted(job, tasks):
+        job(*tasks[0])
+        raise KeyboardInterrupt
+        yield
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "run_local", lambda _, job, tasks: interrupted(job, tasks))
+        assert prepare.main([str(out), *given, "--workers", "1"]) == 75
+    before = contents(out)
+    assert "tokens-00000.bin" in before and "manifest.json" not in before
+    assert prepare.main([str(out), *given, "--runner", "ray", "--runner-options", "adress=x"]) == 64
+    assert "Ray does not start" in capsys.readouterr().err and contents(out) == before
 
 
 def test_two_attempts_at_one_unit_do_not_disturb_each_other(tmp_path, monkeypatch):
