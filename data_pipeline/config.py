@@ -67,7 +67,11 @@ class DataConfig:
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
     corruption: CorruptionConfig = key(CorruptionConfig(), "what is done to the inputs, for regularisation")
     zero_weight: Literal["raise", "stop", "warn"] = key(
-        "raise", "what to do about a batch without a target, with too few of them, too many empty rows, or repeated tokens"
+        "raise", "what to do about a batch without a target, with too few of them, or too many empty rows"
+    )
+    repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = key(
+        "raise",
+        "about tokens that other rows had; skip, rollback: goes back, leaves out that step, or anomaly.leave_out of them",
     )
     min_fill: float = key(0.0, "least share of targets among positions, over fill_patience steps", low=0, high=1)
     fill_patience: int = key(8, "steps that min_fill looks at together", low=1, high=1000)

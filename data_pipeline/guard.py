@@ -80,14 +80,18 @@ def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
 
 
 class Verdict(NamedTuple):
-    """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if it is not empty."""
+    """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if it is not empty.
+
+    `back`: "skip" or "rollback" if the run is to go back, and to leave out that step, or more; else empty.
+    """
 
     stop: bool
     message: str
+    back: str = ""
 
 
 class BatchGuard:
-    """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn".
+    """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or go back, if tokens repeat.
 
     Found are: a batch without a target (which changes nothing); less than `min_fill` of the positions targets over `patience`
     steps; more than `max_empty_rows` of the rows without a target; and two batches of other rows with the same tokens.
@@ -97,9 +101,14 @@ class BatchGuard:
     _REMEMBERED = 256  # batches
 
     def __init__(
-        self, policy: Literal["raise", "stop", "warn"], min_fill: float = 0.0, max_empty_rows: float = 1.0, patience: int = 8
+        self,
+        policy: Literal["raise", "stop", "warn"],
+        min_fill: float = 0.0,
+        max_empty_rows: float = 1.0,
+        patience: int = 8,
+        repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = "raise",
     ):
-        self.policy, self.min_fill, self.max_empty_rows = policy, min_fill, max_empty_rows
+        self.policy, self.min_fill, self.max_empty_rows, self.repeated = policy, min_fill, max_empty_rows, repeated
         self.found = 0  # steps at which something was
         self._fills: collections.deque[float] = collections.deque(maxlen=patience)
         self._seen: collections.OrderedDict[int, tuple[str, int]] = collections.OrderedDict()  # place and step by content
@@ -128,6 +137,7 @@ class BatchGuard:
         DataError: it is not, and the policy is "raise".
         """
         self._fills.append(targets / (shape[0] * shape[1]))
+        policy, decides = self.policy, "data.zero_weight"
         fill = sum(self._fills) / len(self._fills)
         if targets <= 0:
             what, key = f"the batch has {targets:g} target tokens, so there is nothing to learn from it", "data.zero_weight"
@@ -136,16 +146,19 @@ class BatchGuard:
         elif empty_rows > self.max_empty_rows * shape[0]:
             what, key = f"{empty_rows:g} of {shape[0]} rows have no target", f"data.max_empty_rows={self.max_empty_rows:g}"
         elif repeated:
-            what, key = "its tokens are those of an earlier batch of other rows", "data.zero_weight"
+            policy, decides = self.repeated, "data.repeated"
+            what, key = "its tokens are those of an earlier batch of other rows", decides
         else:
             return None
         self.found += 1
         what = f"step {step:,}: {what} ({key})"
         mend = "Check the loss masks, and the documents of the sources for empty and repeated ones"
-        if self.policy == "raise":
-            raise DataError(f"{what}. {mend}, or set data.zero_weight to stop or warn.")
-        if self.policy == "stop":
-            return Verdict(True, f"{what}; the run stops here. {mend}, or set data.zero_weight=warn to go on.")
+        if policy == "raise":
+            raise DataError(f"{what}. {mend}, or set {decides} to stop or warn.")
+        if policy == "stop":
+            return Verdict(True, f"{what}; the run stops here. {mend}, or set {decides}=warn to go on.")
+        if policy != "warn":
+            return Verdict(False, f"{what}.", policy)
         if self.found > 3 and self.found & (self.found - 1):  # then only the 4th, 8th, 16th, ...
             return Verdict(False, "")
         unchanged = "weights stay as they are" if targets <= 0 else "the run goes on"

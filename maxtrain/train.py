@@ -166,7 +166,7 @@ class Loop:
     def restore(self, record: dict[str, Any] | None) -> TrainState:
         """The checkpoint of this record if there is one, else imported weights, else random ones; with what goes with it."""
         data = self.config.data
-        self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience)
+        self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience, data.repeated)
         self.anomalies = Anomalies(self.config.anomaly, self.leaves, self.data.describe_rows)
         self.left_out = left_out(self.rollbacks)
         self.step, self.tokens_seen, self.best, self.ending = 0, 0, {}, ""
@@ -189,8 +189,9 @@ class Loop:
             self.step, self.tokens_seen, self.best = record["step"], record["tokens_seen"], record.get("best", {})
             if "guard" in record:
                 self.guard.restore(record["guard"])
-            if self.config.data.zero_weight == "stop" and self.data.start != record["cursor"]:
-                self.ending = record.get("ending", "")
+            ending = record.get("ending", "")
+            policy = data.repeated if "(data.repeated)" in ending else data.zero_weight  # it names what ended the run
+            self.ending = ending if policy == "stop" and self.data.start != record["cursor"] else ""
             return state
         weights = self.config.checkpoint.init_from
         self.progress.phase(f"reading weights from {weights}" if weights else "making the initial weights")
@@ -278,6 +279,9 @@ class Loop:
             if origin.step in self.left_out:
                 continue
             verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, repeats)
+            if verdict is not None and verdict.back:
+                mend = "Look for the same text in several sources (prepare --dedupe), or set data.repeated=warn"
+                return Finding(step, "repeated", verdict.back, f"{verdict.message} {self.data.describe_rows(step - 1)}", mend)
             if verdict is not None and verdict.message:
                 self.progress.message(verdict.message, style="yellow")
                 self.ending = verdict.message if verdict.stop else self.ending
@@ -292,14 +296,18 @@ class Loop:
         return None
 
     def halt(self, found: Finding, state: TrainState) -> TrainState:
-        """What an anomaly asks for that the device was told to halt at: goes back, or ends the run as before that step.
+        """What an anomaly asks for: goes back, or ends the run as before that step, which the device has halted at.
 
         Raises:
-            DivergedError: the run ends. What it was before the step is saved.
+            DivergedError: the run ends. What it was before the step is saved, unless that is found too late for it.
         """
         config, count = self.config.anomaly, len(self.rollbacks)
-        if found.policy == "rollback" and count < config.max_rollbacks:
-            return self.roll_back(found, state)
+        if found.policy in ("skip", "rollback"):
+            if count < config.max_rollbacks:
+                return self.roll_back(found, state)
+            if found.kind == "repeated":  # the device knows nothing of it and has gone on
+                used = f"{count} rollbacks, and anomaly.max_rollbacks allows no more"
+                raise DivergedError(f"{found.message}\n  The run stops after {used}; nothing was saved. {found.mend}.")
         self.step = found.step - 1
         if self.step:
             halted = state.watch.halted
@@ -316,7 +324,7 @@ class Loop:
         Raises:
             DivergedError: it is of before a change of data that was accepted.
         """
-        first = max(1, found.step + 1 - self.config.anomaly.leave_out)
+        first = max(1, found.step + 1 - (1 if found.policy == "skip" else self.config.anomaly.leave_out))
         rollbacks = [*self.rollbacks, {"step": found.step, "kind": found.kind, "left_out": [first, found.step]}]
         self.checkpoints.wait()
         record = latest_record(self.checkpoints.directory, lambda record: went_with(record, rollbacks))

@@ -222,6 +222,32 @@ def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
 
 
+@pytest.mark.parametrize("policy, first", [("skip", 10), ("rollback", 8)])
+def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(config, capsys, policy, first):
+    """Steps 9 and 10 read rows of one letter: of other places, and the same."""
+    folder = config.parent
+    if not (folder / "data-letter").exists():
+        (folder / "letter.txt").write_text("a" * 30_000)
+        assert prepare.main([str(folder / "data-letter"), "--text", f"{folder}/letter.txt", "--workers", "1"]) == 0
+    stages = "data.stages=[{until: 8, weights: {text: 1}}, {until: 10, weights: {letter: 1}}, {weights: {text: 1}}]"
+    overrides = [stages, f"data.sources.letter.path={folder / 'data-letter'}"]
+    run = f"repeated-{policy}"
+    assert train(config, run, *overrides) == 65
+    error = capsys.readouterr().err
+    assert "step 10: its tokens are those of an earlier batch of other rows (data.repeated)" in error
+    assert train(config, run, *overrides, f"data.repeated={policy}") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"It reads letter, epoch 0: rows .*\n +The run goes back to step", out), out
+    left = [first, 10]
+    assert read_rollbacks(folder_of(config, run)) == [{"step": 10, "kind": "repeated", "left_out": left}]
+    known = folder_of(config, f"{run}-known")
+    known.mkdir()
+    write_rollbacks(known, read_rollbacks(folder_of(config, run)))
+    assert train(config, known.name, *overrides) == 0, "what is left out is not judged"
+    assert state_at(known)[0] == state_at(folder_of(config, run))[0]
+    assert numbers(known)[-1]["skipped"] == 11 - first
+
+
 def test_without_a_checkpoint_the_run_goes_back_to_its_start(config, taken_back, capsys):
     assert train(config, "start", ROLLBACK, "checkpoint_interval=0") == 0
     assert "The run goes back to step 0; steps 16 to 18 are left out (rollback 1 of at most 4)" in capsys.readouterr().out

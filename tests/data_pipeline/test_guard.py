@@ -100,6 +100,12 @@ def test_the_same_tokens_in_other_rows_are_found_and_the_same_rows_are_not():
     assert not guard.repeats(1, "z", 3000) and guard.repeats(2999, "z", 3001)
     with pytest.raises(DataError, match=r"step 5: its tokens are those of an earlier batch of other rows"):
         guard.observe(5, 40, 0, ONE, True)
+    for policy in ("skip", "rollback", "stop", "warn"):
+        verdict = BatchGuard("raise", repeated=policy).observe(5, 40, 0, ONE, True)
+        assert (verdict.stop, verdict.back) == (policy == "stop", policy if policy in ("skip", "rollback") else "")
+        assert "(data.repeated)" in verdict.message
+    with pytest.raises(DataError, match=r"or set data\.zero_weight to stop or warn"):
+        BatchGuard("raise", repeated="warn").observe(5, 0, 4, ONE, True)
 
 
 def test_warnings_come_with_growing_gaps():
