@@ -125,7 +125,7 @@ def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(st
             for step, (targets, content) in numbered
         ]
 
-    numbered, options = list(enumerate(steps)), ("warn", 0.5, 1.0, 4)
+    numbered, options = list(enumerate(steps)), ("warn", 0.5, 1.0, 4, "warn")
     stop = data.draw(st.integers(0, len(steps)))
     whole, first, second = (BatchGuard(*options) for _ in range(3))
     expected, before = judge(whole, numbered), judge(first, numbered[:stop])
