@@ -34,6 +34,7 @@ class Findings:
 
     numbers: int = 0  # compared
     arrays: int = 0  # compared
+    last: int = 0  # the last step of which anything was compared; 0: only the state to begin with was
     fields: dict[int, dict[str, tuple[Any, Any]]] = dataclasses.field(default_factory=dict)  # recorded and now, by step
     leaves: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # not as they were when that step was saved
     damaged: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # not what the checkpoint says it holds
@@ -77,15 +78,17 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
         now = launch_record(config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin)
         without = left_out(read_rollbacks(folder) or [])
         _go(job, state, begin, end, without, records, saved, findings)
-    if not findings.numbers:
-        mend = "Replay up to a step that has a record: multiples of its log_interval"
-        raise DataError(f"--steps={first}:{end}: {folder} has no record of a step after {begin:,} up to {end:,}. {mend}.")
     differences = launch_differences(launch, now) if launch else {}
     if findings.first() or findings.damaged:
         raise DifferentError(_verdict(folder, begin, findings, differences))
+    if not findings.last:
+        mend = "Replay up to a step that has a record: multiples of its log_interval"
+        raise DataError(f"--steps={first}:{end}: {folder} has no record of a step after {begin:,} up to {end:,}. {mend}.")
     others = "".join(f"\n  although {line}" for line in _lines(differences))
+    if findings.last < end:
+        others = f"\n  nothing was recorded after step {findings.last:,} up to {end:,}" + others
     what = f"{findings.numbers:,} numbers" + (f" and {findings.arrays:,} arrays" if findings.arrays else "")
-    return f"{folder}: steps {begin + 1:,} to {end:,} again: {what} compared, all the same bit for bit.{others}"
+    return f"{folder}: steps {begin + 1:,} to {findings.last:,} again: {what} compared, all the same bit for bit.{others}"
 
 
 def _one_launch(launches: list[dict[str, Any]], begin: int, end: int) -> dict[str, Any] | None:
@@ -144,9 +147,11 @@ def _go(
             now = {name: value.item() for name, value in values.items() if value.ndim == 0} | {"batch": origin.digest}
             now |= {name: hash_text(words) for name, words in values.items() if name.endswith("_hash")}
             findings.compare(done, records[done], now)
+            findings.last = done
         if then := saved.get(done, {}).get("digests"):
             found = tree_digests(state)
             findings.arrays += len(then)
+            findings.last = done
             if wrong := [name for name in then | found if then.get(name) != found.get(name)]:
                 findings.leaves[done] = wrong
 

@@ -376,7 +376,7 @@ class Loop:
         peak_seconds = self.peak * jax.device_count() * seconds
         record = {name: value[name].item() for name in ("loss", "objective", "grad_norm", "learning_rate", "skipped")}
         record |= {} if value["targets"] else dict.fromkeys(("loss", "objective", "grad_norm"))  # of nothing: not 0
-        record |= {name: value[name].item() for name in ("z", "loss_scale", "weight_norm") if name in value}
+        record |= {name: value[name].item() for name in ("z", "adversarial", "loss_scale", "weight_norm") if name in value}
         record |= {f"anomalies/{kind}": count.item() for kind, count in zip(ANOMALIES, value["anomalies"]) if count}
         count = sum(step >= rollback["left_out"][0] for rollback in self.rollbacks)
         record |= {"rollbacks": count} if count else {}

@@ -36,6 +36,8 @@ KINDS = {
         "regularization.embedding_dropout=0.1",
         "regularization.attention_dropout=0.1",
         "model.attention=eager",
+        "loss.z_loss=0.25",
+        "loss.adversarial=0.5",
     ],
     "full": ["determinism=full", "optimizer.accumulation=2", "data.batch_size=16", "precision.compute=float32"],
 }
@@ -118,6 +120,8 @@ def test_other_kinds_are_the_same_on_eight_devices_too(config, kind, capsys):
     capsys.readouterr()
     code, text = replayed(config.parent / "runs" / kind, "2:22", capsys)
     assert code == 0 and re.search(SAME, text), text
+    for record in read_metrics(config.parent / "runs" / kind) if kind == "dropout" else ():
+        assert record["objective"] > record["loss"] + 0.25 * record["z"] + 0.5 * record["adversarial"], "and z of the attacked"
 
 
 def test_without_hashes_the_other_numbers_are_compared(config, capsys):
@@ -264,8 +268,9 @@ def test_records_between_which_nothing_is_compared_are_refused(dense, capsys):
     (dense / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] in (8, 16, 24)))
     code, text = replayed(dense, "9:16", capsys)
     assert code == 0 and "compared, all the same" in text, "log_interval=8"
-    (dense / "metrics.jsonl").write_text(lines[-1])
-    code, text = replayed(dense, "9:15", capsys)
+    code, text = replayed(dense, "9:20", capsys)
+    assert code == 0 and "steps 9 to 16 again" in text and "nothing was recorded after step 16 up to 20" in text
+    code, text = replayed(dense, "9:15", capsys)  # the record of step 8 is of what it begins with
     assert code == 65 and "has no record of a step after 8 up to 15. Replay up to a step that has a record" in text
 
 

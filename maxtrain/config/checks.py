@@ -37,6 +37,7 @@ def problems_across(config: RunConfig) -> list[str]:
         _model,
         _kernel,
         _init,
+        _loss,
         _regularization,
         _optimizer,
         _anomaly,
@@ -147,6 +148,10 @@ def _init(c: RunConfig) -> Iterator[str]:
     if not fixed and init.std is not None:
         mend = "Set init.name=truncated_normal or normal, or init.std=null"
         yield f"init.std={init.std} is not used by init.name={init.name}, which counts fans. {mend}."
+    if c.checkpoint.init_from is not None:
+        for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale"):
+            mend = "Set checkpoint.init_from=null, or leave it out"
+            yield f"init.{name}={show(value)} is not used with checkpoint.init_from={c.checkpoint.init_from}. {mend}."
     bases = {"init.mup_base_head_dim": init.mup_base_head_dim, "init.mup_base_depth": init.mup_base_depth}
     for key, value in bases.items():
         if value is not None and init.mup_base_width is None:
@@ -155,6 +160,16 @@ def _init(c: RunConfig) -> Iterator[str]:
     if init.mup_base_depth is not None and name in ("sgd", "momentum", "nesterov"):
         mend = "Set optimizer.name=adamw, adam or lion, or init.mup_base_depth=null"
         yield f"init.mup_base_depth={init.mup_base_depth} has no rule for optimizer.name={name}. {mend}."
+
+
+def _loss(c: RunConfig) -> Iterator[str]:
+    loss = c.loss
+    for name, value in () if loss.adversarial else _changed(loss, "adversarial_radius", "adversarial_steps"):
+        yield f"loss.{name}={show(value)} is not used without loss.adversarial. Set loss.adversarial=1, or leave it out."
+    if c.optimizer.normalize == "sequences" and c.data.attend_across_documents and c.data.packing != "pad":
+        rule = "is a mean over documents, and data.attend_across_documents=true makes one of all documents in a row"
+        mend = "Set data.attend_across_documents=false, or optimizer.normalize=tokens"
+        yield f"optimizer.normalize=sequences {rule}. {mend}."
 
 
 def _regularization(c: RunConfig) -> Iterator[str]:
@@ -184,6 +199,13 @@ def _optimizer(c: RunConfig) -> Iterator[str]:
         except re.error as error:
             mend = f"Set {key} to part of a path, such as attention, with special characters after a backslash"
             yield f"{key}={pattern} must be a regular expression, but: {error}. {mend}."
+    for name, group in o.groups.items():
+        if not group.pattern:
+            mend = f"Set optimizer.groups.{name}.pattern=attention, for example, or =. for all parameters"
+            yield f"optimizer.groups.{name}.pattern is empty, and would choose all parameters. {mend}."
+    if c.precision.params == "bfloat16" and o.name in betas.split() and 1 - o.beta2 < 2**-8:
+        rule = "changes a moment by less than half a step of precision.params=bfloat16, so it would stay as it is"
+        yield f"optimizer.beta2={o.beta2} {rule}. Set optimizer.beta2=0.95, or precision.params=float32."
     if o.stochastic_rounding and c.precision.params != "bfloat16":
         mend = "Set precision.params=bfloat16, or optimizer.stochastic_rounding=false"
         yield f"optimizer.stochastic_rounding=true is for bfloat16 weights, not precision.params={c.precision.params}. {mend}."
@@ -255,21 +277,31 @@ def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
     return borders
 
 
+def _changed(section: Any, *names: str) -> list[tuple[str, Any]]:
+    """Those of these keys that are not at their defaults, with their values."""
+    default = type(section)()
+    return [(name, value) for name in names if (value := getattr(section, name)) != getattr(default, name)]
+
+
 def _only(prefix: str, section: Any, name: str, owners: Mapping[str, str]) -> Iterator[str]:
     """Keys that were set although only the choices named in `owners` (separated by blanks) read them."""
-    defaults = type(section)()
-    for key, owner in owners.items():
-        if name not in owner.split() and (value := getattr(section, key)) != getattr(defaults, key):
+    for key, value in _changed(section, *owners):
+        if name not in (owner := owners[key]).split():
             mend = f"Set {prefix}name={choices(owner.split())}, or leave it out"
             yield f"{prefix}{key}={show(value)} is for {choices(owner.split())}, not for {prefix}name={name}. {mend}."
 
 
 def _loss_scale(c: RunConfig) -> Iterator[str]:
-    s = c.loss_scale
-    if not s.min <= s.initial <= s.max and s.mode in ("auto", "dynamic"):
+    s, auto = c.loss_scale, "dynamic" if c.precision.compute == "float16" else "none"
+    mode = auto if s.mode == "auto" else s.mode
+    for name, value in _changed(s, "initial", "window", "factor", "backoff", "hysteresis", "min", "max"):
+        if mode == "none" or (mode == "static" and name != "initial"):
+            rule = f"is not used by loss_scale.mode={s.mode} with precision.compute={c.precision.compute}"
+            yield f"loss_scale.{name}={value:g} {rule}. Set loss_scale.mode=dynamic, or leave it out."
+    if mode == "dynamic" and not s.min <= s.initial <= s.max:
         rule = f"must be between loss_scale.min={s.min:g} and loss_scale.max={s.max:g}"
         yield f"loss_scale.initial={s.initial:g} {rule}. Set it in between, or loss_scale.mode=static."
-    if s.backoff >= 1:
+    if mode == "dynamic" and s.backoff >= 1:
         yield f"loss_scale.backoff={s.backoff:g} must be less than 1. Set for example loss_scale.backoff=0.5."
 
 

@@ -105,6 +105,18 @@ def pieces(text: str) -> list[str]:
             "init.mup_base_depth=2 has no rule for optimizer.name=sgd",
             "or init.mup_base_depth=null",
         ),
+        (
+            ["init.scale=2", "checkpoint.init_from=hf"],
+            "init.scale=2.0 is not used with checkpoint.init_from=hf",
+            "init_from=null",
+        ),
+        # loss
+        (["loss.adversarial_steps=3"], "loss.adversarial_steps=3 is not used without", "Set loss.adversarial=1"),
+        (
+            ["optimizer.normalize=sequences", "data.attend_across_documents=true"],
+            "optimizer.normalize=sequences is a mean over documents, and data.attend_across_documents=true",
+            "Set data.attend_across_documents=false",
+        ),
         # regularization
         (["regularization.residual_dropout=1"], "regularization.residual_dropout=1.0 must be less than 1", "=0.1"),
         (["regularization.attention_dropout=0.1"], "regularization.attention_dropout=0.1", "Set model.attention=eager"),
@@ -116,12 +128,28 @@ def pieces(text: str) -> list[str]:
             "=0.0002",
         ),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0 must be less than 1", "optimizer.beta1=0.9"),
-        (["loss_scale.backoff=1"], "loss_scale.backoff=1 must be less than 1", "loss_scale.backoff=0.5"),
         (
-            ["loss_scale.initial=0.5"],
+            ["loss_scale.backoff=1", "loss_scale.mode=dynamic"],
+            "loss_scale.backoff=1 must be less than 1",
+            "loss_scale.backoff=0.5",
+        ),
+        (
+            ["loss_scale.initial=0.5", "precision.compute=float16"],
             "must be between loss_scale.min=1 and loss_scale.max=4.29497e+09",
             "loss_scale.mode=static",
         ),
+        (
+            ["loss_scale.window=9"],
+            "loss_scale.window=9 is not used by loss_scale.mode=auto with",
+            "Set loss_scale.mode=dynamic",
+        ),
+        (["loss_scale.mode=static", "loss_scale.min=2"], "loss_scale.min=2 is not used by loss_scale.mode=static", "=dynamic"),
+        (
+            ["precision.params=bfloat16", "optimizer.beta2=0.999"],
+            "optimizer.beta2=0.999 changes a moment by less",
+            "beta2=0.95",
+        ),
+        (["optimizer.groups.a.lr_factor=2"], "optimizer.groups.a.pattern is empty", "optimizer.groups.a.pattern=attention"),
         (["optimizer.ema_decay=1"], "optimizer.ema_decay=1.0 must be less than 1", "optimizer.ema_decay=0.999"),
         (["optimizer.zero=1"], "optimizer.zero=1 splits over mesh.data, which is 1", "Set mesh.data=-1 and mesh.fsdp=1"),
         (
@@ -238,6 +266,9 @@ def test_a_value_already_refused_is_not_judged_against_others():
             "optimizer.groups.slow.lr_factor=0.1",
         ],
         ["optimizer.zero=3", "mesh.data=-1", "mesh.fsdp=1"],
+        ["loss_scale.mode=static", "loss_scale.initial=1024", "loss.adversarial=1", "loss.adversarial_radius=2"],
+        ["precision.params=bfloat16", "optimizer.beta2=0.99", "checkpoint.init_from=hf", "init.mup_base_width=64"],
+        ["optimizer.normalize=sequences", "data.attend_across_documents=true", "data.packing=pad"],
         ["schedule.name=inverse_sqrt", "schedule.timescale=10"],
         ["regularization.attention_dropout=0.1", "model.attention=eager", "regularization.embedding_noise=5"],
         ["init.name=truncated_normal", "init.std=0.02", "init.mup_base_width=64", "init.mup_base_depth=2"],

@@ -301,3 +301,13 @@ def test_small_updates_add_up_only_if_rounded_at_random():
     assert params["w"].dtype == jnp.bfloat16 and float(params["w"][...].astype(jnp.float32).mean()) == pytest.approx(
         1.512, abs=0.01
     )
+
+
+def test_adafactors_moments_are_those_of_float32_also_for_bfloat16_weights():
+    """Its decay is 1 - t^-0.8: rounded to bfloat16, averages would stay as they are after a thousand updates."""
+    states = [run(config(name="adafactor"), dtype)[1].opt_state for dtype in (jnp.float32, jnp.bfloat16)]
+    leaves = [[x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)] for state in states]
+    assert len(leaves[0]) > len(LAYOUT)
+    for exact, x in zip(*leaves, strict=True):
+        assert x.dtype == jnp.float32
+        np.testing.assert_array_equal(x, exact)
