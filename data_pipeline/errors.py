@@ -7,6 +7,7 @@ Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try 
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -43,6 +44,15 @@ class StorageError(UserError):
     """Reading or writing files failed, or no usable checkpoint is left."""
 
     exit_code = 74
+
+
+class DamagedError(StorageError):
+    """A checkpoint is not what was saved: its directory, and what is wrong with it."""
+
+    def __init__(self, path: Path, what: str):
+        look = f"Look at all of them with `maxtrain checkpoint verify {path.parent}`"
+        super().__init__(f"{path} is damaged: {what}. {look}. Remove or rename {path} to go on from the checkpoint before it.")
+        self.path, self.what = path, what
 
 
 class TryAgainError(UserError):

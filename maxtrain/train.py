@@ -13,6 +13,7 @@ if __name__ == "__main__":  # before jax is imported, so that --help and config 
 
 import dataclasses
 import importlib.metadata
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -24,12 +25,12 @@ import numpy as np
 from flax import nnx
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from data_pipeline.errors import DataError, DivergedError, TryAgainError, run_command
+from data_pipeline.errors import DamagedError, DataError, DivergedError, TryAgainError, run_command
 from data_pipeline.guard import BatchGuard
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import carry_errors
 from data_pipeline.shards import write_atomic
-from maxtrain.checkpoint.manager import Checkpoints, latest_record
+from maxtrain.checkpoint.manager import Checkpoints, latest_record, put_aside
 from maxtrain.checkpoint.rollback import Rollback, left_out, read_rollbacks, went_with, write_rollbacks
 from maxtrain.config.schema import ANOMALIES
 from maxtrain.finish import finish
@@ -53,11 +54,20 @@ from maxtrain.training.step import Metrics
 
 
 def run(config: RunConfig) -> None:
-    """A whole run, from its config to its last checkpoint and summary.
+    """A whole run, from its config to its last checkpoint and summary; damaged checkpoints are put aside.
 
     Raises:
         UserError: what went wrong, with the exit code that says whether the same command may be tried again.
     """
+    for attempt in itertools.count():  # each has a checkpoint less
+        try:
+            return run_from_newest(config, f"launch {attempt}")
+        except DamagedError as damage:
+            put_aside(damage)
+
+
+def run_from_newest(config: RunConfig, launch: str) -> None:
+    """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is not what was saved."""
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
     rollbacks = read_rollbacks(folder)
@@ -73,14 +83,16 @@ def run(config: RunConfig) -> None:
     ):
         progress.message(job.data.describe())
         describe(progress, job)
-        require_agreement("launch", launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        for line in checkpoints.put_aside_incomplete():
+            progress.message(line, style="bold red")
         loop = Loop(job, checkpoints, progress, clock, stop, rollbacks)
-        state = loop.restore(saved)
-        loop.open_logs()
-        if chief and loop.step < num_steps:  # what was asked for is saved: it fits other machines too
-            write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
-            append_launch(folder, launch_record(job.asked, job.mesh, job.data.fingerprint_at(num_steps), loop.step))
         try:
+            state = loop.restore(saved)
+            loop.open_logs()
+            if chief and loop.step < num_steps:  # what was asked for is saved: it fits other machines too
+                write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
+                append_launch(folder, launch_record(job.asked, job.mesh, job.data.fingerprint_at(num_steps), loop.step))
             if loop.step < num_steps and not loop.ending:
                 while loop.step < num_steps and not loop.ending:
                     state = loop.train(state)  # once, and once more for every rollback

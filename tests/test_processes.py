@@ -5,6 +5,7 @@ All jobs have four simulated devices in the same mesh, and train a tiny model on
 
 import fcntl
 import itertools
+import json
 import os
 import platform
 import random
@@ -25,7 +26,7 @@ import yaml
 
 from data_pipeline import prepare
 from data_pipeline.shards import Manifest
-from maxtrain.checkpoint.manager import latest_record
+from maxtrain.checkpoint.manager import latest_record, saved_records
 from maxtrain.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -197,6 +198,28 @@ def test_killed_and_resumed_on_other_numbers_of_processes(config, alone):
         job.end()
     assert "Goes on from step" in job.text
     assert_same(trained(config, "killed"), alone)
+
+
+def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_one(config):
+    checkpoints, short = (
+        config.parent / "runs" / "flipped" / "checkpoints",
+        ("steps=6", "checkpoint_interval=3", "eval_steps=0"),
+    )
+    with Job(config, "flipped", 2, *short) as job:
+        job.end()
+    newest, digests = checkpoints / "00000006", saved_records(checkpoints)[6]["digests"]
+    listed = json.loads((newest / "commit.json").read_text())["files"]
+    writers = {name.split("/")[1] for name in listed if "/d/" in name}
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= writers and all(entry["crc32"] for entry in listed.values())
+    file = max(newest.glob("arrays/ocdbt.process_1/d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with Job(config, "flipped", 2, *short) as job:
+        outputs = job.end()
+    assert f"WARNING: {newest} is damaged" in job.text and file.name in job.text and "WARNING" not in outputs[1]
+    assert "Goes on from step 3 " in job.text and len(list(checkpoints.glob("00000006.damaged-*"))) == 1
+    assert saved_records(checkpoints)[6]["digests"] == digests
 
 
 def damaged_copy(data: Path, copy: Path) -> Path:

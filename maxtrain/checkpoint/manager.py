@@ -2,19 +2,23 @@
 
     DIRECTORY/00001000/arrays/       every leaf of the state as a global array (Orbax), readable onto any mesh
     DIRECTORY/00001000/record.json   what the caller saves beside it: data cursor, fingerprints, config
-    DIRECTORY/00001000/commit.json   format, versions, shape and dtype of every array, size of every file: written last
+    DIRECTORY/00001000/commit.json   format, versions, shape, dtype and digest of every array, size and hashes of every file:
+                                     written last
 
 A step is prepared in `.00001000.partial`, gets its commit record when everything else is on the disk, and then its name
 by one rename: a process killed at any instant leaves a whole step or none. A directory that came to its name some other
-way (empty, half copied, half removed) lacks the commit record or a file listed there, and is passed over: Orbax itself
-checks none of this on a local disk. All processes of a job call every method, in the same order.
+way (empty, half copied, half removed) lacks the commit record or a file listed there, and is passed over. Restoring checks
+the hashes of all files before Orbax reads them, and then, on the device and on any mesh, the digests of the arrays: Orbax
+itself checks none of this. All processes of a job call every method, in the same order.
 """
 
 import concurrent.futures
 import contextlib
+import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -28,15 +32,28 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 import maxtrain
-from data_pipeline.errors import ConfigError, StorageError, UserError
+from data_pipeline.errors import ConfigError, DamagedError, StorageError, UserError
+from maxtrain.checkpoint.integrity import (
+    FORMAT,
+    damaged,
+    encode_commit,
+    find_damage,
+    hash_files,
+    read_commit,
+    survey,
+)
+from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.config.schema import CheckpointConfig
+from maxtrain.ops.digest import tree_digests
+from maxtrain.parallel.agreement import gather, raise_together, report
 
-FORMAT = 1
 _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__}
 
 
 class Checkpoints:
     """The checkpoints below one directory, which the first one makes: saving, finding, restoring, and removing old ones."""
+
+    _numbers = itertools.count()  # of the saves of this process, below any directory
 
     def __init__(self, directory: str | Path, config: CheckpointConfig):
         self.directory = Path(directory).expanduser().absolute()
@@ -50,7 +67,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
-        return [step for step, defect in _survey(self.directory).items() if not defect]
+        return [step for step, defect in survey(self.directory).items() if not defect]
 
     def latest(self) -> int | None:
         """The newest complete step, read from the disk; None if there is none."""
@@ -59,7 +76,8 @@ class Checkpoints:
     def save(self, step: int, state: PyTree[jax.Array], record: dict[str, Any]) -> bool:
         """Save one step, after any save under way; if `asynchronous`, return as soon as the state may be changed or donated.
 
-        The record is strict JSON. Returns False if that step is complete on the disk already; it is left alone.
+        The record is strict JSON; if it has `digests` of all arrays, they are not computed again. Returns False if that step is
+        complete on the disk already; it is left alone.
 
         Raises:
             StorageError: this save, or the one before it, failed. Earlier checkpoints are untouched.
@@ -69,7 +87,11 @@ class Checkpoints:
             return False
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
-        arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
+        digests = record.get("digests") or tree_digests(state)
+        arrays = {
+            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "digest": digests[name]}
+            for name, leaf in zip(names, leaves)
+        }
         commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
         with self._saving(step):
             if jax.process_index() == 0:
@@ -79,12 +101,14 @@ class Checkpoints:
             # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
             # good: jax does not reuse the buffer of a donated array that somebody still reads.
             self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
-        self._pending = self._thread.submit(self._commit, step, text, commit)
+        self._pending = self._thread.submit(self._commit, step, text, commit, next(self._numbers))
         if not self._config.asynchronous:
             self.wait()
         return True
 
-    def restore(self, abstract_state: PyTree, step: int | None = None, partial: bool = False) -> tuple[PyTree, dict[str, Any]]:
+    def restore(
+        self, abstract_state: PyTree, step: int | None = None, partial: bool = False, check: bool = True
+    ) -> tuple[PyTree, dict[str, Any]]:
         """The arrays of a step, bit for bit as they were saved, laid out as asked for; and its record.
 
         Args:
@@ -92,9 +116,11 @@ class Checkpoints:
                 of any mesh. A leaf without a sharding is put on this process's first device.
             step: None for the newest complete one.
             partial: the checkpoint may hold more leaves than asked for (say, the optimizer's); they are not read.
+            check: hold the arrays against their digests; False is for a caller who does so.
 
         Raises:
             ConfigError: the state differs from the saved one; the message has a table. Nothing is padded, truncated or cast.
+            DamagedError: files or arrays are not what was saved; in all processes.
             StorageError: there is no such checkpoint, it is not whole, unreadable, or written by a newer version.
         """
         path, commit, record = self._open(step)
@@ -106,10 +132,24 @@ class Checkpoints:
         shardings = [getattr(leaf, "sharding", None) or home for leaf in leaves]
         targets = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for n, x, s in zip(names, leaves, shardings)}
         how = ocp.args.PyTreeRestore(targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=partial)
+        self._check_files(path, commit)
         advice = f"Remove or rename {path} to go on from the checkpoint before it."
         with _as_storage_error(f"reading the checkpoint {path}", advice):
             arrays = self._orbax.restore(path / "arrays", args=how)
-        return jax.tree.unflatten(treedef, [arrays[name] for name in names]), record
+        restored = jax.tree.unflatten(treedef, [arrays[name] for name in names])
+        if check:
+            self._check_arrays(path, commit, restored)
+        return restored, record
+
+    def put_aside_incomplete(self) -> list[str]:
+        """On process 0, renames the steps that `steps` passes over, so that everybody sees it; a line about each."""
+        lines = []
+        for step, why in survey(self.directory).items() if jax.process_index() == 0 else ():
+            if why:
+                with contextlib.suppress(StorageError):  # it does not count either way
+                    rename_aside(self._path(step))
+                lines.append(f"{self._path(step)} is no checkpoint: {why}. It is put aside; nothing goes on from it.")
+        return lines
 
     def discard_after(self, step: int) -> None:
         """Remove the checkpoints of later steps: the run goes on from this one on another way."""
@@ -154,46 +194,75 @@ class Checkpoints:
     def _open(self, step: int | None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         """Path, commit record and caller's record of a complete step (None: the newest) of a format that we know."""
         self.wait()
-        survey = _survey(self.directory)
-        complete = [number for number, defect in survey.items() if not defect]
+        found = survey(self.directory)
+        complete = [number for number, defect in found.items() if not defect]
         if not complete:
-            found = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in survey.items())
-            raise StorageError(f"{self.directory} has no complete checkpoint.{found} Check the path, or train from the start.")
+            lines = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in found.items())
+            raise StorageError(f"{self.directory} has no complete checkpoint.{lines} Check the path, or train from the start.")
         step = complete[-1] if step is None else step
         path = self._path(step)
         if step not in complete:
-            defect, known = survey.get(step, "there is no such step"), ", ".join(map(str, complete))
+            defect, known = found.get(step, "there is no such step"), ", ".join(map(str, complete))
             raise StorageError(f"{path} is not a complete checkpoint: {defect}. Complete steps: {known}. Ask for one of these.")
-        commit = json.loads((path / "commit.json").read_bytes())
+        commit = read_commit(path)
         if commit["format"] > FORMAT:
             rule = f"has format {commit['format']}, written by {commit.get('versions')}; this version reads up to {FORMAT}"
             raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
         return path, commit, _read_record(path)
 
     def _remove(self, step: int) -> None:
-        (self._path(step) / "commit.json").unlink()  # first, so that half a step is never taken for one
-        shutil.rmtree(self._path(step))
+        os.rename(self._path(step), self._staging(step))  # first, so that half a step is never taken for one
+        shutil.rmtree(self._staging(step))
+
+    def _check_files(self, path: Path, commit: dict[str, Any]) -> None:
+        """Every process reads its share of the files; DamagedError in all of them if one finds damage."""
+        what, error = "", None
+        try:
+            what = find_damage(path, commit["files"], jax.process_index(), jax.process_count())
+        except OSError as problem:
+            error = StorageError(f"reading {path} failed: {problem}. Mend access, then run the same command again.")
+        if jax.process_count() > 1:
+            raise_together(error)
+            what = next((theirs["what"] for theirs in gather({"what": what[:900]}, 1024) if theirs["what"]), "")
+        elif error:
+            raise error
+        if what:
+            raise DamagedError(path, what)
+
+    def _check_arrays(self, path: Path, commit: dict[str, Any], restored: PyTree[jax.Array]) -> None:
+        """Holds the arrays on the device against the digests of what was saved; steps of format 1 have none."""
+        for name, found in tree_digests(restored).items():
+            expected = commit["arrays"][name].get("digest", found)
+            if found != expected:
+                raise DamagedError(path, f"array {name}: digest {expected} was saved, {found} was read")
 
     def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
         return _as_storage_error(f"saving step {step} to {self.directory}", advice, self._staging(step))
 
-    def _commit(self, step: int, record: str, commit: dict[str, Any]) -> None:
-        """In the background: when the arrays are written, write the rest, make it a checkpoint, and retire old ones."""
+    def _commit(self, step: int, record: str, commit: dict[str, Any], number: int) -> None:
+        """In the background: when the arrays are written, write the rest, make it a checkpoint, and retire old ones.
+
+        Every process hashes the files that it wrote; `number` counts the saves.
+        """
         with self._saving(step):
             self._orbax.wait_until_finished()
+            staging, path = self._staging(step), self._path(step)
+            if jax.process_index() == 0:
+                (staging / "record.json").write_text(record, encoding="utf-8")
+            entries = sorted(staging.rglob("*"))
+            names = [entry.relative_to(staging).as_posix() for entry in entries if entry.is_file()]
+            mine = hash_files(staging, [name for name in names if _writer(name) == jax.process_index()])
+            said = report(f"checkpoint/{number}", json.dumps(mine))
             if jax.process_index() != 0:
                 return
-            staging, path = self._staging(step), self._path(step)
-            (staging / "record.json").write_text(record, encoding="utf-8")
-            entries = sorted(staging.rglob("*"))
-            files = (entry for entry in entries if entry.is_file())
-            commit["files"] = {file.relative_to(staging).as_posix(): {"bytes": file.stat().st_size} for file in files}
+            files = {name: entry for theirs in said for name, entry in json.loads(theirs).items()}
+            commit["files"] = {name: files[name] for name in names}
             _sync(*entries)
-            (staging / "commit.json").write_text(json.dumps(commit, indent=1), encoding="utf-8")
+            (staging / "commit.json").write_bytes(encode_commit(commit))
             _sync(staging / "commit.json", staging)
             if path.exists():  # but is no complete checkpoint: `save` looked
-                shutil.rmtree(path)
+                rename_aside(path)
             os.rename(staging, path)
             _sync(self.directory)
             every = self._config.keep_every
@@ -202,31 +271,52 @@ class Checkpoints:
                     self._remove(old)
 
 
+def put_aside(damage: DamagedError) -> None:
+    """Renames a step that `restore` found damaged, and returns when all processes may look for the one before it.
+
+    For all processes together. StorageError: it can't be renamed.
+    """
+    error, path = None, damage.path
+    if jax.process_index() == 0:
+        try:
+            aside = rename_aside(path).name
+            text = (
+                f"{path} is damaged: {damage.what}.\nIt is put aside as {aside}; the run goes on from the checkpoint before it."
+            )
+            print(f"WARNING: {text}", file=sys.stderr, flush=True)
+        except StorageError as problem:
+            error = problem
+    if jax.process_count() > 1:
+        raise_together(error)
+    elif error:
+        raise error
+
+
 def latest_record(directory: Path, accept: Callable[[dict[str, Any]], bool] = lambda record: True) -> dict[str, Any] | None:
     """The record of the newest complete checkpoint below a directory that `accept` takes, read without starting a device.
 
-    None: there is none. StorageError: one can't be read.
+    None: there is none. StorageError: one can't be read, or there are only damaged ones: starting afresh would hide that.
     """
-    complete = [step for step, defect in _survey(directory.expanduser()).items() if not defect]
-    records = (_read_record(directory.expanduser() / f"{step:08d}") for step in reversed(complete))
-    return next(filter(accept, records), None)
+    directory = directory.expanduser()
+    complete = [step for step, why in survey(directory).items() if not why]
+    records = (_read_record(directory / f"{step:08d}") for step in reversed(complete))
+    found = next(filter(accept, records), None)
+    if found is None and (bad := damaged(directory)):
+        lines = "".join(f"\n  {path}" for path in bad[:20])
+        mend = "Copy a good one there, or start afresh with another run_name"
+        raise StorageError(f"{directory} has no checkpoint to go on from, only damaged ones:{lines}\n{mend}.")
+    return found
 
 
 def saved_records(directory: Path) -> dict[int, dict[str, Any]]:
     """The records of all complete checkpoints below a directory by step, ascending; StorageError: one can't be read."""
-    complete = [step for step, defect in _survey(directory.expanduser()).items() if not defect]
+    complete = [step for step, defect in survey(directory.expanduser()).items() if not defect]
     return {step: _read_record(directory.expanduser() / f"{step:08d}") for step in complete}
 
 
 def _read_record(path: Path) -> dict[str, Any]:
     with _as_storage_error(f"reading {path}", "Check the file's permissions."):
         return json.loads((path / "record.json").read_bytes())
-
-
-def _survey(directory: Path) -> dict[int, str]:
-    """Steps that have a directory, in ascending order, and why they don't count; empty for those that do."""
-    steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
-    return {step: _defect(directory / f"{step:08d}") for step in steps}
 
 
 def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
@@ -249,23 +339,10 @@ def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) 
     return "\n".join(lines + [f"    ... and {len(names) - 40} more"] * (len(names) > 40)) if names else ""
 
 
-def _defect(path: Path) -> str:
-    """Why a step directory is not a complete checkpoint; empty if it is one."""
-    try:
-        commit = json.loads((path / "commit.json").read_bytes())
-        # Only a newer version knows how to check its own format; the step still exists, and restoring it is refused.
-        step, files = commit["step"], commit["files"] if commit["format"] <= FORMAT else {}
-    except FileNotFoundError:
-        return "commit.json is missing, so it was never finished or not copied whole"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"commit.json is not readable ({error})"
-    if step != int(path.name):
-        return f"it is a copy of step {step}"
-    for name, entry in files.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
-        if size != entry["bytes"]:
-            return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-    return ""
+def _writer(name: str) -> int:
+    """The process that wrote a file of a step directory, by the names that Orbax gives; what it merges is by process 0."""
+    found = re.match(r"arrays/ocdbt\.process_(\d+)/", name)
+    return int(found[1]) if found else 0
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:

@@ -99,6 +99,32 @@ def _between_processes() -> tuple[Mesh, NamedSharding, jax.stages.Wrapped]:
     return mesh, NamedSharding(mesh, PartitionSpec("process")), jax.jit(lambda rows: rows, out_shardings=everywhere)
 
 
+def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
+    """On process 0 what every process says, in their order; elsewhere nothing. `what` is a name used once.
+
+    Goes through the coordinator's key-value store, without a device: for threads in the background.
+
+    Raises:
+        TryAgainError: on process 0, names the first process that did not say anything.
+    """
+    count, client = jax.process_count(), distributed.global_state.client
+    if count == 1:
+        return [text]
+    assert client is not None
+    key, deadline = f"maxtrain/{what}/", time.monotonic() + timeout_seconds
+    client.key_value_set(f"{key}{jax.process_index()}", text)
+    said = []
+    for process in range(count) if jax.process_index() == 0 else ():
+        try:
+            said.append(client.blocking_key_value_get(f"{key}{process}", max(1, int(1000 * (deadline - time.monotonic())))))
+        except jax.errors.JaxRuntimeError as error:
+            rule = f"process {process} did not answer within {timeout_seconds:.0f} s"
+            raise TryAgainError(f"{what}: {rule}. See its log, then run the same command again.") from error
+    if said:
+        client.key_value_delete(key)  # and all below it
+    return said
+
+
 def raise_together(error: Exception | None) -> None:
     """Return if no process has an error; else all raise the same one, of the first that has, with its place and exit code.
 

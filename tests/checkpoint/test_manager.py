@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import types
+import zlib
 from pathlib import Path
 
 import jax
@@ -22,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from data_pipeline.errors import ConfigError, StorageError
 from maxtrain.checkpoint.manager import FORMAT, Checkpoints, latest_record
 from maxtrain.config.schema import CheckpointConfig
+from maxtrain.ops.digest import tree_digests
 
 SYNC = CheckpointConfig(asynchronous=False, keep=100)
 REPOSITORY = Path(__file__).parents[2]
@@ -228,18 +230,18 @@ def test_a_newer_format_is_refused(checkpoints):
     commit = json.loads(path.read_text())
     path.write_text(json.dumps({"format": FORMAT + 1, "step": 7, "versions": {"maxtrain": "9.0"}, "tables": commit["files"]}))
     assert checkpoints.latest() == 7, "a run must not quietly start over below a newer version's checkpoint"
-    with pytest.raises(StorageError, match=r"format 2, .*9.0.*Upgrade maxtrain"):
+    with pytest.raises(StorageError, match=r"format 3, .*9.0.*Upgrade maxtrain"):
         checkpoints.restore(small())
 
 
-def test_the_commit_record_leaves_room_for_digests(checkpoints):
-    checkpoints.save(7, small(), {})
+def test_the_commit_record_has_a_digest_of_every_array_and_hashes_of_every_file(checkpoints):
+    checkpoints.save(7, small(3.0), {})
     path = checkpoints.directory / "00000007"
     commit = json.loads((path / "commit.json").read_text())
-    assert commit["arrays"]["w"] == {"shape": [64], "dtype": "float32"}
-    on_disk = {p.relative_to(path).as_posix(): {"bytes": p.stat().st_size} for p in path.rglob("*") if p.is_file()}
-    del on_disk["commit.json"]
-    assert commit["files"] == on_disk
+    assert commit["arrays"]["w"] == {"shape": [64], "dtype": "float32", "digest": tree_digests(small(3.0))["w"]}
+    files = {p.relative_to(path).as_posix(): p.read_bytes() for p in path.rglob("*") if p.is_file()}
+    del files["commit.json"]
+    assert commit["files"] == {n: {"bytes": len(x), "crc32": [f"{zlib.crc32(x):08x}"]} for n, x in files.items()}
     assert commit["format"] == FORMAT and {"maxtrain", "jax", "orbax"} <= commit["versions"].keys()
 
 
@@ -275,7 +277,6 @@ def test_a_place_that_cannot_be_made_is_a_storage_error(tmp_path):
     checkpoints.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tensorstore calls back a closed event loop
 def test_unreadable_arrays_are_a_storage_error(checkpoints):
     checkpoints.save(1, small(), {})
     for path in (checkpoints.directory / "00000001" / "arrays").rglob("manifest.ocdbt"):
@@ -311,11 +312,11 @@ VICTIM = """
     def arm():
         if instant == "arrays": kill_at(checkpoints._orbax, "save", lambda *a: True, after=True)
         if instant == "record": kill_at(checkpoints._orbax, "wait_until_finished", lambda *a: True, after=True)
-        if instant == "commit": kill_at(Path, "write_text", lambda path, *a: path.name == "commit.json")
+        if instant == "commit": kill_at(Path, "write_bytes", lambda path, *a: path.name == "commit.json")
         published = lambda source, target: Path(target).name == "00000004"
         if instant == "rename": kill_at(os, "rename", published)
         if instant == "renamed": kill_at(os, "rename", published, after=True)
-        if instant == "retire": kill_at(shutil, "rmtree", lambda path, *a: path.name == "00000002")
+        if instant == "retire": kill_at(shutil, "rmtree", lambda path, *a: path.name == ".00000002.partial")
         if instant.isdecimal(): threading.Timer(int(instant) / 1000, die).start()
 
     for step in range(1, 1000):

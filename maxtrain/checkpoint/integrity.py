@@ -1,0 +1,123 @@
+"""Whether a step directory is what was saved, known without a device: sizes and crc32 of every file, and who is put aside.
+
+`commit.json` lists every other file with its size and the crc32 of each of its blocks, and has a crc32 of itself. The small
+files (commit and record) are checked whenever steps are listed; the arrays' files before they are read, since the array store
+would read flipped bits without a word. What the arrays themselves must hold is in `maxtrain.ops.digest`.
+"""
+
+import concurrent.futures
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import StorageError
+
+FORMAT = 2  # 1 had only the sizes of files
+BLOCK_BYTES = 64 << 20  # hashed at once; files of gigabytes are hashed by several threads
+_CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
+SMALL_FILES = ("record.json",)
+
+Files = dict[str, dict[str, Any]]  # by path below the step directory: `bytes`, and `crc32` of each block as 8 hex digits
+
+
+def encode_commit(commit: dict[str, Any]) -> bytes:
+    """The text of a commit record, with the crc32 of the rest in front."""
+    rest = {name: value for name, value in commit.items() if name != "crc32"}
+    return json.dumps({"crc32": f"{zlib.crc32(json.dumps(rest).encode()):08x}", **rest}, indent=1).encode()
+
+
+def read_commit(path: Path) -> dict[str, Any]:
+    """The commit record of a step directory; ValueError: it is not what was written. OSError: it can't be read."""
+    text = (path / "commit.json").read_bytes()
+    commit = json.loads(text)
+    if not isinstance(commit, dict) or not isinstance(commit.get("format"), int):
+        raise ValueError("it is not a commit record")
+    intact = encode_commit(commit) == text if "crc32" in commit else commit["format"] != FORMAT
+    if not intact:
+        raise ValueError("it is not what was written: its crc32 is another")
+    return commit
+
+
+def survey(directory: Path) -> dict[int, str]:
+    """Steps that have a directory, in ascending order, and why they don't count; empty for those that do."""
+    steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
+    return {step: defect(directory / f"{step:08d}") for step in steps}
+
+
+def damaged(directory: Path) -> list[Path]:
+    """What was put aside, or is in the place of a step and is none."""
+    aside = sorted(directory.glob("*.damaged-*"))
+    return aside + [directory / f"{step:08d}" for step, why in survey(directory).items() if why]
+
+
+def defect(path: Path) -> str:
+    """Why a step directory is not a complete checkpoint; empty if it is one. Reads its small files only."""
+    try:
+        commit = read_commit(path)
+        # Only a newer version knows how to check its own format; the step still exists, and restoring it is refused.
+        step, files = commit["step"], commit["files"] if commit["format"] <= FORMAT else {}
+    except FileNotFoundError:
+        return "commit.json is missing, so it was never finished or not copied whole"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"commit.json is not readable ({error})"
+    if path.name.isdecimal() and step != int(path.name):
+        return f"it is a copy of step {step}"
+    for name, entry in files.items():
+        size = (path / name).stat().st_size if (path / name).is_file() else None
+        if size != entry["bytes"]:
+            return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
+    try:
+        return find_damage(path, {name: files[name] for name in SMALL_FILES if name in files})
+    except OSError as error:
+        return f"a file is not readable ({error})"
+
+
+def hash_files(path: Path, names: Iterable[str]) -> Files:
+    """Size and block hashes of files below a directory, by several threads. OSError: one can't be read."""
+    files = {name: {"bytes": (path / name).stat().st_size, "crc32": []} for name in names}
+    blocks = [(name, start) for name, entry in files.items() for start in range(0, entry["bytes"], BLOCK_BYTES)]
+    for (name, _), crc in zip(blocks, _hash_blocks(path, blocks), strict=True):
+        files[name]["crc32"].append(crc)
+    return files
+
+
+def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
+    """The first block that is not what was written, of every `parts`-th block from `part` on; empty if there is none.
+
+    Files of format 1 have no hashes and pass. OSError: one can't be read.
+    """
+    expected = [(name, i, crc) for name, entry in files.items() for i, crc in enumerate(entry.get("crc32", []))][part::parts]
+    found = _hash_blocks(path, [(name, i * BLOCK_BYTES) for name, i, _ in expected])
+    for (name, i, crc), now in zip(expected, found, strict=True):
+        if crc != now:
+            start, end = i * BLOCK_BYTES, min((i + 1) * BLOCK_BYTES, files[name]["bytes"])
+            return f"{name}, bytes {start:,} to {end:,}: crc32 {crc} was written, {now} is there"
+    return ""
+
+
+def _hash_blocks(path: Path, blocks: list[tuple[str, int]]) -> list[str]:
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(lambda block: _hash_block(path / block[0], block[1]), blocks))
+
+
+def _hash_block(path: Path, start: int) -> str:
+    crc, left, buffer = 0, BLOCK_BYTES, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while left and (count := file.readinto(buffer[: min(left, _CHUNK_BYTES)])):
+            crc, left = zlib.crc32(buffer[:count], crc), left - count
+    return f"{crc:08x}"
+
+
+def put_aside(path: Path) -> Path:
+    """Gives a step directory a name that nothing goes on from; nothing is deleted. StorageError: it can't be renamed."""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    try:
+        return path.rename(aside)
+    except OSError as error:
+        mend = "Permit writing there, or rename it by hand to go on from the checkpoint before it"
+        raise StorageError(f"{path} is damaged and can't be put aside as {aside.name}: {error.strerror}. {mend}.") from error

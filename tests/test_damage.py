@@ -1,0 +1,119 @@
+"""Runs whose checkpoints were damaged: the same command goes on from the last good one, to the same weights bit for bit."""
+
+import logging
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+from data_pipeline import prepare
+from maxtrain.checkpoint.manager import saved_records
+from maxtrain.config import load_config
+from maxtrain.parallel import distributed
+from maxtrain.train import main
+
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def this_process() -> Iterator[None]:
+    """As in test_train.py."""
+    level = logging.getLogger("absl").level
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(distributed, "keep_host_memory", lambda: "")
+        yield
+    logging.getLogger("absl").setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """Config beside its data, and a run of 12 steps with checkpoints at 4, 8 and 12."""
+    folder, rng = tmp_path_factory.mktemp("damage"), random.Random(0)
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
+    assert prepare.main([str(folder / "data"), "--text", f"{folder}/*.txt", "--workers", "1"]) == 0
+    values = {
+        "output_dir": str(folder / "runs"),
+        "steps": 12,
+        "log_interval": 4,
+        "checkpoint_interval": 4,
+        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
+        "data": {"sources": {"text": {"path": str(folder / "data"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
+        "schedule": {"warmup_steps": 5},
+        "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
+        "observe": {"progress": "plain", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    assert train(folder, "whole") == 0
+    return folder
+
+
+def train(folder, run_name):
+    return main(load_config([f"config={folder / 'tiny.yaml'}", f"run_name={run_name}"]))
+
+
+def copied(trained, run_name):
+    """The checkpoints of a copy of the run."""
+    shutil.copytree(trained / "runs" / "whole", trained / "runs" / run_name)
+    return trained / "runs" / run_name / "checkpoints"
+
+
+def digests(checkpoints):
+    return saved_records(checkpoints)[12]["digests"]
+
+
+def flip(step, pattern="arrays/**/*"):
+    """One bit of the largest file of a step."""
+    file = max((file for file in step.glob(pattern) if file.is_file()), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+    return file
+
+
+def test_damaged_steps_are_put_aside_and_the_run_ends_at_the_same_weights(trained, capfd):
+    checkpoints = copied(trained, "flipped")
+    names = [flip(checkpoints / step).name for step in ("00000008", "00000012")]
+    assert train(trained, "flipped") == 0
+    out, err = capfd.readouterr()
+    assert all(name in err and "crc32" in err for name in names) and err.count("WARNING: ") == 2
+    assert "the run goes on from the checkpoint before it" in err and "Goes on from step 4" in out
+    assert digests(checkpoints) == digests(trained / "runs" / "whole" / "checkpoints")
+    assert [path.name[:17] for path in sorted(checkpoints.glob("*.damaged-*"))] == ["00000008.damaged-", "00000012.damaged-"]
+    assert train(trained, "flipped") == 0
+    out, err = capfd.readouterr()
+    assert "Nothing to do" in out and "WARNING" not in err
+
+
+def empty(step):
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [empty, lambda step: flip(step, "record.json"), lambda step: os.truncate(step / "commit.json", 9)],
+)
+def test_incomplete_steps_are_put_aside_with_a_message(trained, capfd, spoil):
+    checkpoints = copied(trained, name := f"incomplete{len(list((trained / 'runs').iterdir()))}")
+    spoil(checkpoints / "00000012")
+    assert train(trained, name) == 0
+    assert "00000012 is no checkpoint: " in (out := capfd.readouterr().out) and "Goes on from step 8" in out
+    assert digests(checkpoints) == digests(trained / "runs" / "whole" / "checkpoints")
+    assert len(list(checkpoints.glob("00000012.damaged-*"))) == 1
+
+
+def test_a_run_without_a_good_checkpoint_ends_and_never_starts_over(trained, capfd):
+    checkpoints = copied(trained, "lost")
+    for step in checkpoints.iterdir():
+        flip(step)
+    for _ in range(2):
+        assert train(trained, "lost") == 74
+        err = capfd.readouterr().err
+        assert "only damaged ones" in err and "Copy a good one there, or start afresh with another run_name" in err
+    assert len(list(checkpoints.glob("*.damaged-*"))) == 3 == len(list(checkpoints.iterdir()))
