@@ -29,7 +29,7 @@ from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_com
 from data_pipeline.extras import load_package
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
-from maxtrain.config.schema import PieceConfig, ScheduleConfig
+from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
 from maxtrain.job import Job, make_parts, open_data, with_vocabulary
 from maxtrain.observe.probe_report import Try, draw, size, table
 from maxtrain.observe.progress import Progress
@@ -114,7 +114,10 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
     growth = ScheduleConfig("pieces", 0, 0.0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),))
-    asked = with_vocabulary(dataclasses.replace(config, optimizer=optimizer, schedule=growth), data.vocab_size)
+    # Nothing may keep weights or rate as they are: that the loss goes up is what is looked for.
+    blind = AnomalyConfig(loss_spike="off", grad_spike="off", dead="off", diverging="off")
+    asked = dataclasses.replace(config, optimizer=optimizer, schedule=growth, anomaly=blind)
+    asked = with_vocabulary(asked, data.vocab_size)
     steps, devices = min(steps, data.plan.num_steps), jax.devices()
     parts = make_parts(fit_to_devices(asked, len(devices)), devices, steps, len(data.plan.names))
     job = Job(**vars(parts), asked=asked, data=data, sets={})

@@ -108,6 +108,7 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     (folder / "checkpoints" / "00000001").mkdir(parents=True)
     (folder / "checkpoints" / "00000001" / "commit.json").write_text("not to be read")
     asked = ["--memory", "2MiB", "--steps", "60", f"config={config}", "optimizer.learning_rate=0.5"]
+    asked += ["anomaly.loss_spike=stop", "anomaly.loss_limit=0.01", "anomaly.min_steps=4"]  # of training, not of this
     assert main(["probe", *asked]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     record = json.loads((folder / "probe.json").read_text())
@@ -115,12 +116,13 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     assert (folder / "checkpoints" / "00000001" / "commit.json").read_text() == "not to be read"
     assert matplotlib.image.imread(folder / "probe.png").shape[1] > 1500, "two panels"
     rows, rate = record["overrides"]["data.batch_size"], record["overrides"]["optimizer.learning_rate"]
-    assert f"maxtrain train config={config} data.batch_size={rows} optimizer.learning_rate={rate}" in shown
+    assert f"maxtrain train config={config} anomaly.loss_spike=stop" in shown
+    assert f"data.batch_size={rows} optimizer.learning_rate={rate}" in shown
     assert rows % 8 == 0 and record["batch"]["limit_bytes"] == 2 << 20
     assert {t["fits"] for t in record["batch"]["tries"]} == {True, False} and "does not fit" in shown
     test = record["learning_rate"]
     assert 1e-4 < rate < test["lowest"] <= 1 and len(test["rates"]) == len(test["losses"]) <= 59
-    assert min(test["losses"]) < test["losses"][0] - 1
+    assert min(test["losses"]) < test["losses"][0] - 1 and sorted({*test["rates"]}) == test["rates"]
 
 
 @pytest.mark.parametrize(

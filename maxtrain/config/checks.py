@@ -307,6 +307,11 @@ def _loss_scale(c: RunConfig) -> Iterator[str]:
 
 def _anomaly(c: RunConfig) -> Iterator[str]:
     a = c.anomaly
+    limits = {"loss_limit": "loss_spike", "grad_limit": "grad_spike", "drift_limit": "weight_drift", "dead_steps": "dead"}
+    limits |= {"diverging_limit": "diverging"}
+    for name, value in _changed(a, *limits):
+        if getattr(a, kind := limits[name]) == "off":
+            yield f"anomaly.{name}={value} is not used by anomaly.{kind}=off. Set anomaly.{kind}=warn, or leave it out."
     if a.min_steps > a.window:
         mend = f"Set anomaly.min_steps to at most {a.window}, or anomaly.window to at least {a.min_steps}"
         yield f"anomaly.min_steps={a.min_steps} must be at most anomaly.window={a.window}, which it fills. {mend}."

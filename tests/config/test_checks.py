@@ -150,6 +150,7 @@ def pieces(text: str) -> list[str]:
             "beta2=0.95",
         ),
         (["optimizer.groups.a.lr_factor=2"], "optimizer.groups.a.pattern is empty", "optimizer.groups.a.pattern=attention"),
+        (["anomaly.drift_limit=0.2"], "anomaly.drift_limit=0.2 is not used by anomaly.weight_drift=off", "weight_drift=warn"),
         (["optimizer.ema_decay=1"], "optimizer.ema_decay=1.0 must be less than 1", "optimizer.ema_decay=0.999"),
         (["optimizer.zero=1"], "optimizer.zero=1 splits over mesh.data, which is 1", "Set mesh.data=-1 and mesh.fsdp=1"),
         (
@@ -266,6 +267,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
             "optimizer.groups.slow.lr_factor=0.1",
         ],
         ["optimizer.zero=3", "mesh.data=-1", "mesh.fsdp=1"],
+        ["anomaly.weight_drift=warn", "anomaly.drift_limit=0.2", "anomaly.grad_spike=off"],
         ["loss_scale.mode=static", "loss_scale.initial=1024", "loss.adversarial=1", "loss.adversarial_radius=2"],
         ["precision.params=bfloat16", "optimizer.beta2=0.99", "checkpoint.init_from=hf", "init.mup_base_width=64"],
         ["optimizer.normalize=sequences", "data.attend_across_documents=true", "data.packing=pad"],
