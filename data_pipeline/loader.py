@@ -23,7 +23,7 @@ from data_pipeline.bins import Bins, open_bins
 from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig
 from data_pipeline.corruption import corrupt, row_seed
-from data_pipeline.errors import ConfigError, DataError, TryAgainError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch, checksum
 from data_pipeline.packing import Part, Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
@@ -98,12 +98,8 @@ class _Dataset:
         iterator = iter(stream)
         try:
             yield from watched(iterator, workers) if workers else iterator
-        except TryAgainError:  # to close it would be to wait for a worker that is no more
-            iterator = None
-            raise
         finally:
-            if iterator is not None:
-                iterator.close()
+            iterator.close()
             if workers:  # the queues sit in reference cycles; freed while the next ones are made, Python 3.12 warns of leaks
                 del iterator, stream
                 gc.collect()
