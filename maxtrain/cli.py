@@ -15,6 +15,7 @@ VERBS = {
     "replay": "steps of a run again, bit for bit: replay RUN --steps A:B",
     "compare": "where two runs part: compare RUN RUN",
     "probe": "the largest batch that fits, and a learning rate: probe config=NAME key=value ...",
+    "checkpoint": "checkpoints listed, shown, verified, copied, pruned: checkpoint list RUN",
     "generate": "a model to text: generate RUN --prompt TEXT",
 }
 
@@ -47,6 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from maxtrain import generate
 
         return generate.main(rest, "maxtrain generate")
+    if verb == "checkpoint":
+        from maxtrain import checkpoints
+
+        return checkpoints.main(rest, "maxtrain checkpoint")
     if verb == "replay":
         from maxtrain import replay
 
@@ -56,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return compare.main(rest, "maxtrain compare")
     if verb in ("help", "--help", "-h", "--version"):
-        verbs = "\n".join(f"  {name:<9} {about}" for name, about in VERBS.items())
+        verbs = "\n".join(f"  {name:<10} {about}" for name, about in VERBS.items())
         usage = f"usage: maxtrain VERB ...\n\n{verbs}\n\n`maxtrain VERB --help` says more."
         print(__version__ if verb == "--version" else usage)
         return 0

@@ -36,7 +36,7 @@ FLOORS = {
     **dict.fromkeys(
         ["maxtrain.train", "maxtrain.job", "maxtrain.signals", "maxtrain.finish", "maxtrain.generate", "maxtrain.weights"], 6
     ),
-    **dict.fromkeys(["maxtrain.show_plan", "maxtrain.probe", "maxtrain.replay", "maxtrain.compare"], 6),
+    **dict.fromkeys(["maxtrain.show_plan", "maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
     **dict.fromkeys(["maxtrain.cli", "maxtrain.__main__", "maxtrain.launch", "maxtrain.sweep", "maxtrain.supervise"], 7),
     "benchmarks": 8,

@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from benchmarks import balance, checks, data, one_core, prepare, remote, train_step, zero
+from benchmarks import balance, checkpoint, checks, data, one_core, prepare, remote, train_step, zero
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -108,3 +108,12 @@ def test_zero_prints_a_row_for_each_stage_and_later_ones_hold_less(monkeypatch, 
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
     state = [float(row[2]) for row in rows]
     assert [int(row[1]) for row in rows] == [0, 1, 2, 3] and state[0] > state[1] >= state[2] > state[3]
+
+
+def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(monkeypatch, capsys, tmp_path):
+    words = ["checkpoint", "--mib", "16", "--rounds", "1", "--flips", "10", "--directory", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", words)
+    assert checkpoint.main() == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"\| restore \| [\d.]+ \| [\d.]+ \| [+-][\d.]+% \|", shown)
+    assert "| flipped bit | 10 | 10 | 0 |" in shown and "| removed | 2 | 2 | 0 |" in shown

@@ -19,6 +19,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("do
 RUN_WHOLE = {
     "data.md": "tests/test_docs_data.py",
     "numerics.md": "tests/test_docs_numerics.py",
+    "reliability.md": "tests/test_docs_reliability.py",
 }  # documents whose commands are run in order, every one of them
 
 FAST = [

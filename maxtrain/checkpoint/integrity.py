@@ -121,3 +121,13 @@ def put_aside(path: Path) -> Path:
     except OSError as error:
         mend = "Permit writing there, or rename it by hand to go on from the checkpoint before it"
         raise StorageError(f"{path} is damaged and can't be put aside as {aside.name}: {error.strerror}. {mend}.") from error
+
+
+def sync(*paths: Path) -> None:
+    """Have the kernel put files, and the entries of directories, on the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

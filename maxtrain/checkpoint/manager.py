@@ -41,6 +41,7 @@ from maxtrain.checkpoint.integrity import (
     hash_files,
     read_commit,
     survey,
+    sync,
 )
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.config.schema import CheckpointConfig
@@ -258,13 +259,13 @@ class Checkpoints:
                 return
             files = {name: entry for theirs in said for name, entry in json.loads(theirs).items()}
             commit["files"] = {name: files[name] for name in names}
-            _sync(*entries)
+            sync(*entries)
             (staging / "commit.json").write_bytes(encode_commit(commit))
-            _sync(staging / "commit.json", staging)
+            sync(staging / "commit.json", staging)
             if path.exists():  # but is no complete checkpoint: `save` looked
                 rename_aside(path)
             os.rename(staging, path)
-            _sync(self.directory)
+            sync(self.directory)
             every = self._config.keep_every
             for old in self.steps()[: -self._config.keep]:
                 if every is None or old % every:
@@ -362,16 +363,6 @@ def _without_late_writes(before: Callable[[Any], object]) -> Callable[[Any], obj
 
     hook.__name__ = _without_late_writes.__name__
     return hook
-
-
-def _sync(*paths: Path) -> None:
-    """Have the kernel put files, and the entries of directories, on the disk."""
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,227 @@
+"""`maxtrain checkpoint list|show|verify|copy|prune DIR`: the checkpoints of a run, looked at and kept. Starts no device.
+
+DIR is a run, such as runs/quickstart, or its folder `checkpoints`; for `show` and `verify` also one step in it.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
+from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey, sync
+
+
+def open_directory(directory: Path) -> tuple[Path, list[Path]]:
+    """The folder of checkpoints and the steps meant, ascending: those of a run or folder, whole or not, or one alone.
+
+    UsageError: there is none.
+    """
+    directory = directory.expanduser().absolute()
+    if directory.name.isdecimal() and directory.is_dir():
+        return directory.parent, [directory]
+    folder = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
+    steps = [folder / f"{step:08d}" for step in survey(folder)]
+    if not steps:
+        raise UsageError(f"DIR={directory} has no checkpoints. Name a run, such as runs/quickstart, or its folder checkpoints.")
+    return folder, steps
+
+
+def size(path: Path) -> int:
+    """Bytes of all files of a step."""
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def make_table(*heads: str) -> Table:
+    """With numbers to the right."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in heads:
+        table.add_column(head, justify="right" if head in ("step", "MB") else "left", overflow="fold")
+    return table
+
+
+def show_list(directory: Path, console: Console) -> None:
+    """A line for each step: when it was made, how large it is, whether it counts, of which evaluations it is the best."""
+    folder, steps = open_directory(directory)
+    table = make_table("step", "date", "MB", "state", "best of")
+    whole = {path: not defect(path) for path in steps}
+    records = {path: read_record(path) for path in steps if whole[path]}
+    best = max(records.items(), default=(None, {}))[1].get("best", {})  # the newest knows of all before it
+    for path in [*steps, *sorted(folder.glob("*.damaged-*"))]:
+        step = int(path.name.partition(".")[0])
+        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+        why = "put aside" if path not in whole else defect(path)
+        state = Text(why or "whole", "red" if why else "green")
+        of = ", ".join(name for name, mark in best.items() if whole.get(path) and mark["step"] == step)
+        table.add_row(f"{step:,}", made, f"{size(path) / 1e6:,.1f}", state, of)
+    console.print(table)
+    console.print(
+        f"{sum(whole.values())} whole of {len(steps)}; their sizes are checked here, their bytes by verify.", style="dim"
+    )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    return json.loads((path / "record.json").read_bytes())
+
+
+def newest(steps: Sequence[Path], step: int | None) -> Path:
+    """The step asked for, or the newest whole one; DamagedError: it is not whole. UsageError: there is no such step."""
+    named = [path for path in steps if step is None or int(path.name) == step]
+    if not named:
+        known = ", ".join(str(int(path.name)) for path in steps)
+        raise UsageError(f"--step={step}: there is no such checkpoint. Use one of {known}.")
+    whole = [path for path in named if not defect(path)]
+    if not whole:
+        raise DamagedError(named[-1], defect(named[-1]))
+    return whole[-1]
+
+
+def show_step(directory: Path, step: int | None, console: Console) -> None:
+    """What one step holds: its record, and every array with shape, type, bytes and digest."""
+    path = newest(open_directory(directory)[1], step)
+    commit, record = read_commit(path), read_record(path)
+    made = ", ".join(f"{name} {version}" for name, version in commit["versions"].items())
+    console.print(f"{path}\nformat {commit['format']}, by {made}", soft_wrap=True)
+    for name, value in record.items():
+        if name not in ("config", "digests"):
+            text = json.dumps(value)
+            console.print(f"{name}: {text if len(text) < 200 else text[:200] + ' ...'}", soft_wrap=True)
+    table = make_table("array", "type", "shape", "MB", "digest")
+    total = 0
+    for name, array in commit["arrays"].items():
+        count = math.prod(array["shape"]) * item_bytes(array["dtype"])
+        total += count
+        shape = " x ".join(f"{n:,}" for n in array["shape"])
+        table.add_row(Text(name), array["dtype"], shape, f"{count / 1e6:,.3f}", array.get("digest", ""))
+    console.print(table)
+    console.print(f"{len(commit['arrays']):,} arrays, {total / 1e6:,.1f} MB; {size(path) / 1e6:,.1f} MB on the disk")
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of a number; a random key's are not known by its type's name."""
+    bits = re.search(r"(\d+)", dtype)
+    return 1 if dtype == "bool" or dtype.startswith("float8") else int(bits[1]) // 8 if bits and "key" not in dtype else 0
+
+
+def check(path: Path) -> str:
+    """What is wrong with a step, every byte read; empty if nothing is."""
+    why = defect(path)
+    if why:
+        return why
+    commit = read_commit(path)
+    if commit["format"] > FORMAT:
+        raise StorageError(f"{path} has format {commit['format']}; this version reads up to {FORMAT}. Upgrade maxtrain.")
+    return find_damage(path, commit["files"])
+
+
+def verify(directory: Path, console: Console) -> None:
+    """Reads all steps; DamagedError: one is not what was saved."""
+    bad = []
+    for path in open_directory(directory)[1]:
+        begin, why = time.monotonic(), check(path)
+        if why:
+            bad.append((path, why))
+        hashed = not why and read_commit(path)["format"] > 1
+        told = why or ("all hashes are those of what was saved" if hashed else "sizes only: an older version saved no hashes")
+        rate = size(path) / max(1e-9, time.monotonic() - begin) / 1e9
+        console.print(Text(f"{path.name}: {told} ({rate:.1f} GB/s)", "red" if why else "green"), soft_wrap=True)
+    if bad:
+        raise DamagedError(*bad[0])
+
+
+def copy(directory: Path, target: Path, step: int | None, console: Console) -> None:
+    """Copies one step, whole or not at all; checked before and after."""
+    path, target = newest(open_directory(directory)[1], step), target.expanduser().absolute()
+    final, partial = target / path.name, target / f".{path.name}.partial"
+    if final.exists():
+        raise UsageError(f"TO={final} exists. Name another directory, or remove it.")
+    if why := check(path):
+        raise DamagedError(path, why)
+    if partial.exists():  # of a copy that was killed
+        shutil.rmtree(partial)
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(path, partial)
+    if why := check_copy(path, partial):
+        shutil.rmtree(partial)
+        raise StorageError(f"{final}: the copy is not like {path}: {why}. Check that disk, then copy again.")
+    sync(*sorted(partial.rglob("*")), partial)
+    os.rename(partial, final)
+    sync(target)
+    console.print(f"{path} is copied to {final} and checked.", soft_wrap=True)
+
+
+def check_copy(path: Path, copied: Path) -> str:
+    """What is wrong with a copy of a whole step."""
+    commit = (path / "commit.json").read_bytes()
+    same = (copied / "commit.json").read_bytes() == commit
+    return find_damage(copied, json.loads(commit)["files"]) if same else "commit.json differs"
+
+
+def prune(directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console) -> None:
+    """Removes whole steps but for the newest, every so manieth and the best of each evaluation; says so first."""
+    steps = [path for path in open_directory(directory)[1] if not defect(path)]
+    best = {mark["step"] for mark in (read_record(steps[-1]).get("best", {}) if steps else {}).values()}
+    kept = {path for path in steps if int(path.name) in best or (keep_every and int(path.name) % keep_every == 0)}
+    going = [path for path in steps[:-keep] if path not in kept]
+    if apply and going and (why := check(steps[-1])):
+        raise DamagedError(steps[-1], f"{why}, so nothing is removed")
+    for path in going:
+        console.print(f"{'removes' if apply else 'would remove'} {path.name}, {size(path) / 1e6:,.1f} MB", soft_wrap=True)
+        if apply:
+            partial = path.with_name(f".{path.name}.partial")
+            os.rename(path, partial)  # first, so that half a step is never taken for one
+            shutil.rmtree(partial)
+    rest = "" if apply or not going else " Nothing is removed without --apply."
+    console.print(f"{len(going)} of {len(steps)} whole steps {'are removed' if apply else 'would go'}.{rest}")
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Runs the command; the exit code: 74 for damage."""
+    parser = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    about = {
+        "list": "a table of all steps",
+        "show": "record and arrays of one step",
+        "verify": "read every byte of every step; ends with 74 if one is damaged",
+        "copy": "copy one step to another directory, checked on both sides",
+        "prune": "remove old steps, never the newest, nor the best of an evaluation; only says so without --apply",
+    }
+    for verb, text in about.items():
+        sub = verbs.add_parser(verb, help=text, description=text)
+        sub.add_argument("directory", metavar="DIR", type=Path, help="a run, or its folder checkpoints")
+        if verb == "copy":
+            sub.add_argument("to", metavar="TO", type=Path, help="folder that gets the step")
+        if verb in ("show", "copy"):
+            sub.add_argument("--step", type=int, metavar="N", help="default: the newest whole one")
+        if verb == "prune":
+            sub.add_argument("--keep", type=int, default=3, metavar="K", help="newest steps kept (default: %(default)s)")
+            sub.add_argument("--keep-every", type=int, metavar="N", help="also keep steps that are a multiple of this")
+            sub.add_argument("--apply", action="store_true", help="remove them")
+
+    def job() -> None:
+        asked, console = parser.parse_args(argv), Console(highlight=False, markup=False)
+        if asked.verb == "list":
+            show_list(asked.directory, console)
+        elif asked.verb == "show":
+            show_step(asked.directory, asked.step, console)
+        elif asked.verb == "verify":
+            verify(asked.directory, console)
+        elif asked.verb == "copy":
+            copy(asked.directory, asked.to, asked.step, console)
+        else:
+            for name, value in (("keep", asked.keep), ("keep-every", asked.keep_every)):
+                if value is not None and value < 1:
+                    raise UsageError(f"--{name}={value} must be at least 1. Use --{name} 1 or more.")
+            prune(asked.directory, asked.keep, asked.keep_every, asked.apply, console)
+
+    return run_command(job, resumes=False)

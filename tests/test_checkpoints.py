@@ -1,0 +1,127 @@
+"""`maxtrain checkpoint`: what it says of whole and damaged steps, with which exit code, and what it copies and removes."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxtrain import checkpoints
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoints import item_bytes, main
+from maxtrain.config.schema import CheckpointConfig
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run with steps 1 to 6, of which 2 is the best of an evaluation."""
+    writer = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig(asynchronous=False, keep=9))
+    for step in range(1, 7):
+        state = {"w": jnp.full((4, 8), step, jnp.float32), "half": jnp.ones(3, jnp.bfloat16), "step": jnp.int32(step)}
+        writer.save(step, state, {"step": step, "best": {"held": {"step": 2, "nll": 1.5}}, "config": "a: 1"})
+    writer.close()
+    return tmp_path / "run"
+
+
+def flip(step):
+    file = max(step.glob("arrays/**/d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def said(capsys, *argv, code=0):
+    assert main([str(word) for word in argv]) == code
+    out, err = capsys.readouterr()
+    assert bool(err) == (code != 0)
+    return out + err
+
+
+def steps(folder):
+    return [int(path.name) for path in sorted(folder.iterdir()) if path.name.isdecimal()]
+
+
+def test_list_has_every_step_and_says_which_count(run, capsys):
+    folder = run / "checkpoints"
+    (folder / "00000003" / "commit.json").unlink()
+    (folder / "00000004").rename(folder / "00000004.damaged-20260101-000000-1")
+    out = said(capsys, "list", run)
+    assert re.search(r"^ +2  \d{4}-\d\d-\d\d .* whole +held *$", out, re.MULTILINE), out
+    assert "commit.json is" in out and "put aside" in out and "4 whole of 5" in out
+    assert said(capsys, "list", folder) == out
+
+
+def test_show_has_the_record_and_every_array(run, capsys):
+    out = said(capsys, "show", run)
+    assert 'best: {"held": {"nll": 1.5, "step": 2}}' in out and "format 2, by maxtrain" in out
+    assert re.search(r"w +float32 +4 x 8 +0.000 +\w{16}", out) and re.search(r"half +bfloat16 +3 ", out)
+    assert "3 arrays" in out and "00000006" in out
+    assert "00000002" in said(capsys, "show", run, "--step", 2)
+    assert "Use one of 1, 2, 3, 4, 5, 6" in said(capsys, "show", run, "--step", 7, code=64)
+
+
+def test_verify_reads_every_byte_and_names_what_is_damaged(run, capsys):
+    out = said(capsys, "verify", run)
+    assert out.count("all hashes are those of what was saved") == 6
+    file = flip(run / "checkpoints" / "00000004")
+    os.truncate(run / "checkpoints" / "00000005" / "record.json", 3)
+    out = said(capsys, "verify", run, code=74)
+    assert out.count("all hashes") == 4 and file.name in out and "record.json has 3 bytes instead of" in out
+    assert "Remove or rename" in out
+    assert "all hashes" in said(capsys, "verify", run / "checkpoints" / "00000006")
+
+
+def test_copy_is_checked_on_both_sides_and_whole(run, capsys, tmp_path, monkeypatch):
+    original = shutil.copytree
+    said(capsys, "copy", run, tmp_path / "kept")
+    said(capsys, "copy", run, tmp_path / "kept", "--step", 2)
+    assert steps(tmp_path / "kept") == [2, 6] and not list((tmp_path / "kept").glob(".*"))
+    target = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
+    reader = Checkpoints(tmp_path / "kept", CheckpointConfig())
+    np.testing.assert_array_equal(reader.restore(target, 2, partial=True)[0]["w"], np.full((4, 8), 2))
+    reader.close()
+    assert "Name another directory" in said(capsys, "copy", run, tmp_path / "kept", code=64)
+    flip(run / "checkpoints" / "00000005")
+    assert "crc32" in said(capsys, "copy", run, tmp_path / "other", "--step", 5, code=74)
+    assert not (tmp_path / "other").exists()
+    monkeypatch.setattr(
+        checkpoints, "shutil", types.SimpleNamespace(copytree=lambda a, b: flip(original(a, b)), rmtree=shutil.rmtree)
+    )
+    assert "Check that disk, then copy again" in said(capsys, "copy", run, tmp_path / "other", "--step", 4, code=74)
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_prune_says_first_and_keeps_the_newest_and_the_best(run, capsys):
+    out = said(capsys, "prune", run, "--keep", 2, "--keep-every", 3)
+    assert "would remove 00000001" in out and "2 of 6 whole steps would go. Nothing is removed without --apply." in out
+    assert steps(run / "checkpoints") == [1, 2, 3, 4, 5, 6]
+    said(capsys, "prune", run, "--keep", 2, "--keep-every", 3, "--apply")
+    assert steps(run / "checkpoints") == [2, 3, 5, 6] and not list((run / "checkpoints").glob(".*"))
+    flip(run / "checkpoints" / "00000006")
+    assert "so nothing is removed" in said(capsys, "prune", run, "--keep", 1, "--apply", code=74)
+    assert steps(run / "checkpoints") == [2, 3, 5, 6]
+    assert "Use --keep 1 or more" in said(capsys, "prune", run, "--keep", 0, code=64)
+
+
+def test_a_directory_without_checkpoints_is_refused(tmp_path, capsys):
+    assert "Name a run, such as runs/quickstart" in said(capsys, "verify", tmp_path, code=64)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("bool", 1), ("float8_e4m3fn", 1), ("int64", 8), ("key<fry>", 0)]
+)
+def test_bytes_of_a_number(dtype, size):
+    assert item_bytes(dtype) == size
+
+
+def test_no_jax_is_imported(run):
+    program = "import sys; from maxtrain.cli import main; code = main(); assert 'jax' not in sys.modules; sys.exit(code)"
+    result = subprocess.run([sys.executable, "-c", program, "checkpoint", "verify", run], capture_output=True, text=True)
+    assert result.returncode == 0 and "all hashes" in result.stdout, result.stderr
