@@ -94,6 +94,8 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
                 write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
                 append_launch(folder, launch_record(job.asked, job.mesh, job.data.fingerprint_at(num_steps), loop.step))
             if loop.step < num_steps and not loop.ending:
+                if warning := checkpoints.require_space(job.abstract):
+                    progress.message(warning, style="yellow")
                 while loop.step < num_steps and not loop.ending:
                     state = loop.train(state)  # once, and once more for every rollback
                 checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one

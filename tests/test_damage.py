@@ -117,3 +117,11 @@ def test_a_run_without_a_good_checkpoint_ends_and_never_starts_over(trained, cap
         err = capfd.readouterr().err
         assert "only damaged ones" in err and "Copy a good one there, or start afresh with another run_name" in err
     assert len(list(checkpoints.glob("*.damaged-*"))) == 3 == len(list(checkpoints.iterdir()))
+
+
+def test_a_full_disk_ends_the_run_before_its_first_step(trained, capfd, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**6, 10**6, 5))
+    assert train(trained, "full") == 74
+    out, err = capfd.readouterr()
+    assert "set output_dir to another disk" in err and "step" not in out.partition("devices: ")[2]
+    assert train(trained, "whole") == 0, "a finished run needs no space"

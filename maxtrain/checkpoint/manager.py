@@ -142,6 +142,23 @@ class Checkpoints:
             self._check_arrays(path, commit, restored)
         return restored, record
 
+    def require_space(self, abstract_state: PyTree) -> str:
+        """A warning if the disk has no space for all checkpoints that are kept at once; empty if it has.
+
+        StorageError, in all processes: it has none for one.
+        """
+        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
+        place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
+        free, more = shutil.disk_usage(place).free, max(1, self._config.keep + 1 - len(self.steps()))
+        what = f"{place} has {free / 1e9:,.2f} GB free; a checkpoint takes up to {size / 1e9:,.2f} GB"
+        error = StorageError(f"{what}. Free space, or set output_dir to another disk.") if free < size else None
+        if jax.process_count() > 1:
+            raise_together(error)
+        elif error:
+            raise error
+        rule = f"{what}, and checkpoint.keep={self._config.keep} needs {more} more at once"
+        return f"{rule}. Free space, or keep fewer." if free < size * more else ""
+
     def put_aside_incomplete(self) -> list[str]:
         """On process 0, renames the steps that `steps` passes over, so that everybody sees it; a line about each."""
         lines = []
@@ -266,9 +283,10 @@ class Checkpoints:
                 rename_aside(path)
             os.rename(staging, path)
             sync(self.directory)
-            every = self._config.keep_every
+            every, best = self._config.keep_every, json.loads(record).get("best", {}) if self._config.keep_best else {}
+            kept = {mark["step"] for mark in best.values()}
             for old in self.steps()[: -self._config.keep]:
-                if every is None or old % every:
+                if old not in kept and (every is None or old % every):
                     self._remove(old)
 
 

@@ -226,6 +226,7 @@ class CheckpointConfig:
 
     keep: int = key(3, "newest checkpoints kept", low=1)
     keep_every: int | None = key(None, "also keep every checkpoint whose step is a multiple of this; null: none", low=1)
+    keep_best: bool = key(False, "also keep the saved steps at which an evaluation set's loss is the best so far")
     asynchronous: bool = key(True, "write in the background while training goes on")
     init_from: str | None = key(None, "start from the weights of this Hugging Face directory; null: random")
 

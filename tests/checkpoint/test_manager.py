@@ -122,6 +122,29 @@ def test_retention_keeps_the_last_and_every_nth(tmp_path):
     checkpoints.close()
 
 
+def test_retention_keeps_the_best_of_each_evaluation_until_there_is_a_better_one(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=True, asynchronous=False))
+    left = []
+    for step, (a, b) in enumerate([(1, 1), (1, 2), (1, 2), (4, 2), (4, 2)], 1):
+        checkpoints.save(step, small(step), {"best": {"a": {"step": a, "nll": 1.0}, "b": {"step": b, "nll": 2.0}}})
+        left.append(checkpoints.steps())
+    assert left == [[1], [1, 2], [1, 2, 3], [2, 4], [2, 4, 5]]
+    checkpoints.close()
+
+
+def test_space_is_looked_at_before_it_is_needed(checkpoints, monkeypatch):
+    size = 65 * 4  # bytes of `small`
+    for free, steps in ((size - 1, None), (size, "needs 101 more"), (101 * size, "")):
+        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: types.SimpleNamespace(free=free))
+        if steps is None:
+            with pytest.raises(StorageError, match=r"GB free; a checkpoint takes.*set output_dir to another disk") as caught:
+                checkpoints.require_space(small())
+            assert caught.value.exit_code == 74
+        else:
+            warning = checkpoints.require_space(small())
+            assert steps in warning and bool(warning) == bool(steps)
+
+
 def test_steps_are_ordered_as_numbers(checkpoints):
     for step in (99_999_999, 100_000_000, 0):
         checkpoints.save(step, small(), {})
