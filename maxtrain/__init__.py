@@ -1,3 +1,4 @@
 """maxtrain: a JAX/Flax training stack for language models on CPUs, GPUs and TPU pods."""
 
 __version__ = "0.1.0"
+ATTEMPT = "MAXTRAIN_ATTEMPT"  # in the environment of a run that is supervised: which attempt this is, from 1

@@ -12,6 +12,8 @@ VERBS = {
     "prepare": "text to token shards: prepare OUT --text GLOB",
     "plan": "what a run would read, and when: plan config=NAME key=value ...",
     "train": "token shards to a model: train config=NAME key=value ...",
+    "supervise": "a training that is started again when it dies: supervise -- python -m maxtrain.train ...",
+    "status": "how far a run has come, and where its time went: status RUN",
     "replay": "steps of a run again, bit for bit: replay RUN --steps A:B",
     "compare": "where two runs part: compare RUN RUN",
     "probe": "the largest batch that fits, and a learning rate: probe config=NAME key=value ...",
@@ -52,6 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         from maxtrain import checkpoints
 
         return checkpoints.main(rest, "maxtrain checkpoint")
+    if verb == "supervise":
+        from maxtrain import supervise
+
+        return supervise.main(rest, "maxtrain supervise")
+    if verb == "status":
+        from maxtrain import status
+
+        return status.main(rest, "maxtrain status")
     if verb == "replay":
         from maxtrain import replay
 

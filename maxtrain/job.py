@@ -5,6 +5,8 @@ Whatever goes through steps of a run, to train, to try something or to look agai
 
 import dataclasses
 import functools
+import importlib.metadata
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from data_pipeline.loader import (
     require_one_tokenizer,
     resume_training,
 )
-from maxtrain.config import RunConfig, fit_to_devices
+from maxtrain.config import RunConfig, fit_to_devices, leaves
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.ops.attention import require_platform
@@ -192,3 +194,14 @@ def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
             f"Set model.vocab_size to {vocab_size} or more, or to null."
         )
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size))
+
+
+def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
+    """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
+    mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices)"
+    own = re.compile(rf"observe\..*|{mesh}|.*\.path|data\.cache(_bytes)?")
+    fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
+    fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}
+    versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}
+    step = f"step {saved['step']}" if saved else "none"
+    return fields | versions | {"data": job.data.fingerprint_at(job.data.plan.num_steps), "checkpoint": step}

@@ -6,16 +6,15 @@ save] -> finish. The same command goes on where a stopped run was, to the same n
 
 import sys
 
-from maxtrain.config import RunConfig, from_command_line, leaves, to_yaml
+from maxtrain.config import RunConfig, from_command_line, to_yaml
 
 if __name__ == "__main__":  # before jax is imported, so that --help and config errors come at once
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
 
+import contextlib
 import dataclasses
-import importlib.metadata
 import itertools
 import math
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,22 @@ from data_pipeline.guard import BatchGuard
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import carry_errors
 from data_pipeline.shards import write_atomic
+from maxtrain import failpoints
 from maxtrain.checkpoint.manager import Checkpoints, latest_record, put_aside
 from maxtrain.checkpoint.rollback import Rollback, left_out, read_rollbacks, went_with, write_rollbacks
 from maxtrain.config.schema import ANOMALIES
 from maxtrain.finish import finish
-from maxtrain.job import Job, open_job
+from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.models.cost import token_flops
 from maxtrain.observe.anomaly import Anomalies, Finding
 from maxtrain.observe.launches import append_launch, launch_record
+from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
+from maxtrain.observe.watchdog import Watchdog
 from maxtrain.ops.digest import hash_text, tree_digests
-from maxtrain.parallel.agreement import gather, gather_bytes, raise_together, require_agreement
+from maxtrain.parallel.agreement import Board, gather, gather_bytes, losing_others, raise_together, require_agreement
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.signals import StopRequest
@@ -59,6 +61,7 @@ def run(config: RunConfig) -> None:
     Raises:
         UserError: what went wrong, with the exit code that says whether the same command may be tried again.
     """
+    failpoints.arm()
     for attempt in itertools.count():  # each has a checkpoint less
         try:
             return run_from_newest(config, f"launch {attempt}")
@@ -73,22 +76,30 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
     rollbacks = read_rollbacks(folder)
     saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks))
     rollbacks = (saved or {}).get("rollbacks", []) if rollbacks is None else rollbacks
-    job = open_job(config, saved)
+    with clock.during("start"):
+        job = open_job(config, saved)
     config, num_steps, chief = job.config, job.data.plan.num_steps, jax.process_index() == 0
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    rows, board = job.data.describe_rows, Board("watchdog") if jax.process_count() > 1 else None
     with (
         jax.set_mesh(job.mesh),
+        losing_others(),
+        contextlib.ExitStack() as held,
+        Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
         StopRequest() as stop,
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
         progress.message(job.data.describe())
         describe(progress, job)
         require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        if chief:  # not before it is known that all go on: this makes the folder
+            held.enter_context(RunLock(folder))
         for line in checkpoints.put_aside_incomplete():
             progress.message(line, style="bold red")
         loop = Loop(job, checkpoints, progress, clock, stop, rollbacks)
         try:
             state = loop.restore(saved)
+            watchdog.begin(lambda: loop.step)
             loop.open_logs()
             if chief and loop.step < num_steps:  # what was asked for is saved: it fits other machines too
                 write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
@@ -98,7 +109,8 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
                     progress.message(warning, style="yellow")
                 while loop.step < num_steps and not loop.ending:
                     state = loop.train(state)  # once, and once more for every rollback
-                checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one
+                with clock.during("save"):
+                    checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one
             else:
                 done = f"ended early, and would again. {loop.ending}" if loop.ending else f"has all {num_steps:,} steps."
                 progress.message(f"Nothing to do: {folder} {done}", style="yellow" if loop.ending else "green")
@@ -108,17 +120,6 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
         finish(config, job.data, job.sets, loop.step, clock, loop.ending, loop.guard.found, model, loop.rollbacks)
-
-
-def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
-    """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
-    mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices)"
-    own = re.compile(rf"observe\..*|{mesh}|.*\.path|data\.cache(_bytes)?")
-    fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
-    fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}
-    versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}
-    step = f"step {saved['step']}" if saved else "none"
-    return fields | versions | {"data": job.data.fingerprint_at(job.data.plan.num_steps), "checkpoint": step}
 
 
 def describe(progress: Progress, job: Job) -> None:
@@ -192,6 +193,7 @@ class Loop:
             step = record["step"]
             with self.clock.during("restore"):
                 self.progress.phase(f"restoring step {step:,}")
+                failpoints.hit("restore", step)
                 state, _ = self.checkpoints.restore(self.job.abstract, step)
             self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.directory}.")
             if self.data.start == record["cursor"]:
@@ -224,11 +226,14 @@ class Loop:
         while self.step < total and not self.ending:
             with self.clock.during("data_wait"):
                 batch, origin = next(batches)
+                batch = failpoints.hit("data", self.step + 1, batch)
             shape = self.job.layout(self.step).shape
             if shape not in compiled:
                 compiled[shape] = self.compile(step, state, batch)
+            state = failpoints.hit("before_step", self.step + 1, state)
             state, metrics = compiled[shape](state, batch)
             self.step += 1
+            state = failpoints.hit("after_step", self.step, state)
             last = self.step == total
             log_due = last or self.step % config.log_interval == 0
             if log_due and config.determinism != "off":
@@ -248,7 +253,8 @@ class Loop:
             if save_due or stop or self.ending:
                 self.save(state)
             if stop:
-                self.checkpoints.wait()
+                with self.clock.during("save"):
+                    self.checkpoints.wait()
                 raise TryAgainError(
                     f"{self.stop.name or 'a signal to another process'}: stopped and saved at step {self.step:,} of {total:,}. "
                     "Run the same command again to go on."
@@ -441,6 +447,7 @@ class Loop:
             raise_together(errors[0] if errors else None)
 
         with self.clock.during("eval"):
+            failpoints.hit("eval", self.step)
             result = evaluate(self.eval_step, eval_params(state), placed(), num_tokens, eval_set.text_bytes)
         if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
             self.best[name] = {"step": self.step, "nll": result["nll"]}

@@ -29,14 +29,15 @@ FLOORS = {
     "maxtrain": 0,
     "maxtrain.config": 1,
     "configs": 2,
-    "maxtrain.parallel": 2,
+    **dict.fromkeys(["maxtrain.parallel", "maxtrain.failpoints"], 2),
     "maxtrain.ops": 3,
     "maxtrain.models": 4,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         ["maxtrain.train", "maxtrain.job", "maxtrain.signals", "maxtrain.finish", "maxtrain.generate", "maxtrain.weights"], 6
     ),
-    **dict.fromkeys(["maxtrain.show_plan", "maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6),
+    **dict.fromkeys(["maxtrain.status", "maxtrain.show_plan"], 6),
+    **dict.fromkeys(["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
     **dict.fromkeys(["maxtrain.cli", "maxtrain.__main__", "maxtrain.launch", "maxtrain.sweep", "maxtrain.supervise"], 7),
     "benchmarks": 8,

@@ -33,6 +33,7 @@ from jaxtyping import PyTree
 
 import maxtrain
 from data_pipeline.errors import ConfigError, DamagedError, StorageError, UserError
+from maxtrain import failpoints
 from maxtrain.checkpoint.integrity import (
     FORMAT,
     damaged,
@@ -230,6 +231,7 @@ class Checkpoints:
 
     def _remove(self, step: int) -> None:
         os.rename(self._path(step), self._staging(step))  # first, so that half a step is never taken for one
+        failpoints.hit("during_removal", step)
         shutil.rmtree(self._staging(step))
 
     def _check_files(self, path: Path, commit: dict[str, Any]) -> None:
@@ -265,6 +267,7 @@ class Checkpoints:
         """
         with self._saving(step):
             self._orbax.wait_until_finished()
+            failpoints.hit("during_save", step)
             staging, path = self._staging(step), self._path(step)
             if jax.process_index() == 0:
                 (staging / "record.json").write_text(record, encoding="utf-8")
@@ -277,12 +280,14 @@ class Checkpoints:
             files = {name: entry for theirs in said for name, entry in json.loads(theirs).items()}
             commit["files"] = {name: files[name] for name in names}
             sync(*entries)
+            failpoints.hit("before_commit", step)
             (staging / "commit.json").write_bytes(encode_commit(commit))
             sync(staging / "commit.json", staging)
             if path.exists():  # but is no complete checkpoint: `save` looked
                 rename_aside(path)
             os.rename(staging, path)
             sync(self.directory)
+            failpoints.hit("after_commit", step, path)
             every, best = self._config.keep_every, json.loads(record).get("best", {}) if self._config.keep_best else {}
             kept = {mark["step"] for mark in best.values()}
             for old in self.steps()[: -self._config.keep]:

@@ -218,6 +218,7 @@ class MeshConfig:
     coordinator: str | None = key(None, "host:port of process 0; null: JAX_COORDINATOR_ADDRESS, or the cluster's own")
     num_processes: int | None = key(None, "processes in the job; null: JAX_NUM_PROCESSES, or the cluster's own", low=1)
     process_id: int | None = key(None, "index of this process; null: JAX_PROCESS_ID, or the cluster's own", low=0)
+    heartbeat_seconds: int = key(100, "a process that is silent for so long ends the job", low=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,6 +230,17 @@ class CheckpointConfig:
     keep_best: bool = key(False, "also keep the saved steps at which an evaluation set's loss is the best so far")
     asynchronous: bool = key(True, "write in the background while training goes on")
     init_from: str | None = key(None, "start from the weights of this Hugging Face directory; null: random")
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchdogConfig:
+    """How long a run may stand still before it says where and ends with exit 75; see observe/watchdog.py."""
+
+    factor: float = key(10.0, "limit of a step, as so many times the usual time between two records; 0: none", low=0)
+    step_seconds: float = key(300.0, "limit of a step, at least", low=0)
+    compile_seconds: float = key(3600.0, "limit of compiling, and of a step before the third record; 0: none", low=0)
+    eval_seconds: float = key(3600.0, "limit of one evaluation set; 0: none", low=0)
+    save_seconds: float = key(1800.0, "limit of waiting for a save, and of a restore; 0: none", low=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,4 +285,5 @@ class RunConfig:
     anomaly: AnomalyConfig = key(AnomalyConfig(), "what is not well, and what is done about it")
     mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
+    watchdog: WatchdogConfig = key(WatchdogConfig(), "how long a run may stand still")
     observe: ObserveConfig = key(ObserveConfig(), "what a person sees")

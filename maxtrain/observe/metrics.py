@@ -13,7 +13,7 @@ import contextlib
 import json
 import math
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -94,9 +94,10 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock, self._cause, self._since = clock, "step", clock()
+        self._clock, self._now = clock, ("step", clock())
         self._seconds = defaultdict[str, float](float, step=0.0)
         self._lap_start = 0.0
+        self.laps = deque[float](maxlen=16)  # the last ones, in seconds
 
     @contextlib.contextmanager
     def during(self, cause: str) -> Iterator[None]:
@@ -112,15 +113,21 @@ class Stopwatch:
         seconds = self.seconds()
         total = seconds["step"] + seconds.get("data_wait", 0.0)
         lap, self._lap_start = total - self._lap_start, total
+        self.laps.append(lap)
         return lap
+
+    def doing(self) -> tuple[str, float]:
+        """The cause that time belongs to now, and since when on this clock; for other threads, too."""
+        return self._now
 
     def seconds(self) -> dict[str, float]:
         """Wall seconds by cause until now, largest first; they sum to the time since the stopwatch was made."""
-        self._switch(self._cause)
-        return dict(sorted(self._seconds.items(), key=lambda item: -item[1]))
+        seconds, (cause, since) = dict(self._seconds), self._now
+        seconds[cause] = seconds.get(cause, 0.0) + self._clock() - since
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
     def _switch(self, cause: str) -> str:
-        now = self._clock()
-        self._seconds[self._cause] += now - self._since
-        outer, self._cause, self._since = self._cause, cause, now
+        now, (outer, since) = self._clock(), self._now
+        self._seconds[outer] += now - since
+        self._now = cause, now
         return outer

@@ -1,11 +1,13 @@
 """Processes of one job must be about to do the same thing: compared, not assumed, and with the names of those that differ."""
 
 import collections
+import contextlib
 import functools
 import json
 import platform
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +16,43 @@ from jax._src import distributed  # the coordinator's key-value store has no pub
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import DataError, StorageError, TryAgainError, UserError
+
+# What the runtime says when it can't reach another process, whichever way they talk.
+_LOST = re.compile(
+    r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)|heartbeat|coordination", re.I
+)
+
+
+class Board:
+    """What each process said last of itself, by way of the coordinator; no process waits for another one."""
+
+    def __init__(self, what: str):
+        self._folder = f"maxtrain/{what}"
+
+    def say(self, text: str) -> None:
+        """What this process has to say from now on."""
+        client = distributed.global_state.client
+        assert client is not None
+        client.key_value_set(f"{self._folder}/{jax.process_index()}", text, allow_overwrite=True)
+
+    def heard(self) -> dict[int, str]:
+        """What each process that ever spoke said last, by its number."""
+        client = distributed.global_state.client
+        assert client is not None
+        return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(self._folder)}
+
+
+@contextlib.contextmanager
+def losing_others() -> Iterator[None]:
+    """Turns the runtime's error that another process of this job is out of reach into one that says to try again."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1 or not _LOST.search(str(error)):
+            raise
+        what = str(error).strip().splitlines()[0][:300]
+        rule = f"process {jax.process_index()} on {platform.node()} can't reach another process of this job"
+        raise TryAgainError(f"{rule} ({what}). See the others' logs, then run the same command again.") from error
 
 
 def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: float = 300.0) -> None:

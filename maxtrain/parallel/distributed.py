@@ -77,14 +77,14 @@ def _connect(config: MeshConfig) -> None:
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == 3:
         if any(map(os.environ.get, _CLUSTERS)) and config.platform != "cpu":
-            jax.distributed.initialize()  # the cluster says the rest
+            jax.distributed.initialize(heartbeat_timeout_seconds=config.heartbeat_seconds)  # the cluster says the rest
         return
     if missing:
         raise ConfigError(
             f"{', '.join(f'{k}={v}' for k, v in given.items() if v is not None)} describe only part of a job; "
             f"{' and '.join(missing)} must be known too. Set {' and '.join(missing)}, or none of the three."
         )
-    jax.distributed.initialize(coordinator, count, index)
+    jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=config.heartbeat_seconds)
 
 
 def _whole_number(name: str, example: int) -> int | None:

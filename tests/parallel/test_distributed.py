@@ -23,7 +23,7 @@ def bare(monkeypatch):
     """No job in the environment, none that is started by mistake, and malloc as it was."""
     for name in (*JOB, *CLUSTERS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args: pytest.fail(f"initialize{args}"))
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **_: pytest.fail(f"initialize{args}"))
     monkeypatch.setattr("maxtrain.parallel.distributed.keep_host_memory", lambda: True)
     return monkeypatch
 
@@ -68,11 +68,11 @@ def test_part_of_a_job_is_refused_with_what_is_missing(bare, config, environment
 def test_a_cluster_says_the_rest_unless_a_cpu_is_asked_for(bare, name):
     bare.setenv(name, "2")
     calls = []
-    bare.setattr(jax.distributed, "initialize", lambda *args: calls.append(args))
+    bare.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
     start(MeshConfig(platform="cpu"), None)
     assert calls == []
-    start(MeshConfig(), None)
-    assert calls == [()]
+    start(MeshConfig(heartbeat_seconds=30), None)
+    assert calls == [((), {"heartbeat_timeout_seconds": 30})]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,68 @@
+"""`maxtrain status RUN`: how far a run has come, where its time went, and what its attempts ended with. Starts no device."""
+
+import argparse
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from data_pipeline.errors import DataError, run_command
+from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
+from maxtrain.observe.goodput import goodput, read_clock
+
+_ABOUT = {
+    "step": "steps that count",
+    "data_wait": "their waits for data",
+    "lost": "steps that were made again after a restart",
+    "down": "between launches",
+    "start": "opening data, starting devices",
+    "compile": "compiling, initial weights",
+    "eval": "evaluation",
+    "save": "waiting for checkpoints",
+    "restore": "reading checkpoints",
+}
+_MOST = 20  # attempts that are shown
+
+
+def status(folder: Path, console: Console) -> None:
+    """Prints it.
+
+    Raises:
+        DataError: there is no run in this folder.
+    """
+    launches, attempts = read_clock(folder), read_attempts(folder)
+    if not launches and not attempts:
+        raise DataError(f"{folder} has neither clock.jsonl nor attempts.jsonl. Name the folder of a run, as runs/NAME.")
+    console.print(f"{folder}: step {reached_step(folder):,} on record, step {saved_step(folder)[0]:,} saved")
+    seconds = goodput(launches)
+    if total := sum(seconds.values()):
+        table = Table(box=None)
+        for name in ("seconds", "share"):
+            table.add_column(name, justify="right")
+        table.add_column("of")
+        for cause, spent in seconds.items():
+            table.add_row(f"{spent:,.1f}", f"{spent / total:.1%}", f"{cause}: {_ABOUT.get(cause, cause)}")
+        console.print(table)
+        console.print(f"goodput: {seconds.get('step', 0.0) / total:.1%} of {total:,.1f} s in {len(launches)} launches")
+    if attempts:
+        table = Table(box=None)
+        for name in ("attempt", "began", "from step", "to step", "saved", "lost s", "ended with"):
+            table.add_column(name, justify="left" if name in ("began", "ended with") else "right")
+        for a in attempts[-_MOST:]:
+            began = datetime.datetime.fromtimestamp(a["start"]).isoformat(" ", "seconds")
+            steps = [f"{a[name]:,}" for name in ("from_step", "reached_step", "saved_step")]
+            table.add_row(str(a["attempt"]), began, *steps, f"{a['lost_seconds']:,.0f}", a["reason"])
+        console.print(table)
+
+
+def main(argv: Sequence[str], prog: str) -> int:
+    """Prints the status of a run; the exit code."""
+
+    def job() -> None:
+        parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition(": ")[2])
+        parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+        status(parser.parse_args(argv).run, Console(highlight=False))
+
+    return run_command(job, resumes=False)

@@ -1,0 +1,43 @@
+"""A run folder has one writer; a killed one leaves it free."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_pipeline.errors import StorageError
+from maxtrain.observe.lock import RunLock, holder
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from maxtrain.observe.lock import RunLock
+with RunLock(Path(sys.argv[1])):
+    print("has it", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.processes
+def test_a_second_writer_is_told_who_has_it_until_that_is_killed(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout and process.stdout.readline() == b"has it\n"
+            with pytest.raises(StorageError, match="set run_name to another name") as caught, RunLock(tmp_path):
+                pass
+            assert f"{tmp_path} is being written by process {process.pid} on " in str(caught.value)
+        finally:
+            process.kill()
+    assert holder(tmp_path), "it could not tidy up"
+    with RunLock(tmp_path):
+        assert str(process.pid) not in holder(tmp_path)
+    assert holder(tmp_path) == ""
+
+
+def test_a_run_that_ended_leaves_its_folder_free(tmp_path):
+    for _ in range(2):
+        with RunLock(tmp_path / "new"):
+            assert holder(tmp_path / "new").startswith("process ")
+    assert holder(tmp_path) == ""

@@ -1,0 +1,128 @@
+"""A run that stands still ends, says where it stood, and names who did not answer; one that is only slow goes on."""
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxtrain.config.schema import WatchdogConfig
+from maxtrain.observe import watchdog
+from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.watchdog import Watchdog
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+import sys, time
+from pathlib import Path
+import jax
+from maxtrain.config.schema import WatchdogConfig
+from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.watchdog import Watchdog
+from maxtrain.parallel.agreement import Board, require_agreement
+
+folder, index, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+jax.config.update("jax_platforms", "cpu")
+if count > 1:
+    jax.distributed.initialize(sys.argv[4], count, index)
+clock = Stopwatch()
+board = Board("watchdog") if count > 1 else None
+with Watchdog(WatchdogConfig(save_seconds=float(sys.argv[5])), folder, clock, "rows {}".format, index, board) as dog:
+    dog.begin(lambda: 7)
+    require_agreement("launch", {})
+    if board:
+        while len(board.heard()) < count:
+            time.sleep(0.01)
+    print("ready", flush=True)
+    with clock.during("save"):
+        time.sleep(600)
+"""
+
+
+def start(folder, index=0, count=1, address="", seconds=1.0):
+    words = [sys.executable, "-c", PROGRAM, str(folder), str(index), str(count), address, str(seconds)]
+    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_each_cause_has_its_limit_and_steps_the_one_of_their_usual_time(tmp_path):
+    clock = Stopwatch(iter((0, 8, 9, 10, 12, 112)).__next__)
+    dog = Watchdog(WatchdogConfig(10, 15, 600, 50, 40), tmp_path, clock, str)
+    limits = {"compile": 600, "eval": 50, "save": 40, "restore": 40}
+    assert {cause: dog.limit(cause) for cause in limits} == limits
+    clock.lap()
+    assert dog.limit("step") == dog.limit("data_wait") == 600, "the first steps compile what is small"
+    clock.lap()
+    clock.lap()
+    assert dog.limit("step") == 15, "ten times one second is less than the least"
+    clock.lap()
+    clock.lap()
+    assert dog.limit("step") == 10 * 2, "one slow step among 8, 1, 1, 2 and 100 seconds changes nothing"
+
+
+def test_zero_is_no_limit(tmp_path):
+    clock = Stopwatch()
+    dog = Watchdog(WatchdogConfig(0, 15, 0, 0, 0), tmp_path, clock, str)
+    for _ in range(3):
+        clock.lap()
+    assert {dog.limit(cause) for cause in ("compile", "eval", "save", "restore", "step")} == {math.inf}
+
+
+def test_progress_and_sleep_are_no_stall(tmp_path, monkeypatch):
+    """Between two looks there is a batch each time; then the whole process is stopped for an hour; then it really hangs."""
+    times, ended = [0.0], []
+    dog = Watchdog(WatchdogConfig(save_seconds=20), tmp_path, Stopwatch(), str)
+    ticks = [*range(1, 101), *range(3701, 3716)]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(dog._clock, "doing", lambda: ("save", min(times[-1], 100)))
+    monkeypatch.setattr(dog._ended, "wait", lambda seconds: not ticks or times.append(ticks.pop(0)))
+    monkeypatch.setattr(dog, "_end", lambda cause, stood: ended.append((cause, stood)))
+    dog._watch()
+    assert not ended
+    ticks += range(3716, 3724)
+    dog._watch()
+    assert not ended, "each look begins anew"
+    times[:], ticks[:] = [100.0], list(range(101, 124))
+    dog._watch()
+    assert ended[0] == ("save", 21)
+
+
+@pytest.mark.processes
+def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_path):
+    with start(tmp_path / "run") as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (75, "ready\n"), err
+    left = (tmp_path / "run" / "stalled-0.txt").read_text()
+    for said in (left, err):
+        assert "process 0 has stood still for 1 s after 7 steps, in: save (limit: 1 s, section watchdog)" in said
+        assert "Run the same command again" in said and 'File "<string>", line 24 in <module>' in said
+        assert "Step 7: rows 6\nStep 8: rows 7\n" in said
+
+
+@pytest.mark.processes
+def test_a_stopped_process_is_named_by_the_others(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    processes = [start(tmp_path, index, 3, address, seconds=4) for index in range(3)]
+    try:
+        for process in processes:
+            assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        said = [process.communicate(timeout=120) for process in processes[:2]]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert [process.returncode for process in processes[:2]] == [75, 75], said
+    for index in range(2):
+        left = (tmp_path / f"stalled-{index}.txt").read_text()
+        assert "process 2 IS SILENT: stopped, gone or cut off; it was after" in left
+        assert "process 0 is alive; it was after 7 steps, in: save" in left and "process 1 is alive" in left
+    assert not (tmp_path / "stalled-2.txt").exists()

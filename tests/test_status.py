@@ -1,0 +1,31 @@
+"""What `maxtrain status` shows."""
+
+import json
+
+from maxtrain import status
+from maxtrain.observe.attempts import append_attempt
+
+ATTEMPT = {"start": 0.0, "from_step": 0, "reached_step": 10, "saved_step": 4, "lost_seconds": 24.0, "attempt": 1}
+
+
+def test_where_the_time_went_and_what_the_attempts_ended_with(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    launches = [
+        {"start": 100.0, "first": 0, "step": 10, "seconds": {"step": 40.0, "compile": 10.0}},
+        {"start": 160.0, "first": 4, "step": 10, "seconds": {"step": 40.0}},
+    ]
+    (tmp_path / "clock.jsonl").write_text("".join(json.dumps(launch) + "\n" for launch in launches))
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 10}\n')
+    append_attempt(tmp_path, ATTEMPT | {"reason": "SIGKILL"})
+    append_attempt(tmp_path, ATTEMPT | {"reason": "exit 0", "attempt": 2, "lost_seconds": 0.0})
+    assert status.main([str(tmp_path)], "status") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 10 on record, step 0 saved" in said
+    assert "56.0 56.0% step: steps that count" in said and "24.0 24.0% lost: steps that were made again" in said
+    assert "10.0 10.0% down: between launches" in said and "goodput: 56.0% of 100.0 s in 2 launches" in said
+    assert "0 10 4 24 SIGKILL" in said and "0 10 4 0 exit 0" in said
+
+
+def test_a_folder_that_is_no_run(tmp_path, capsys):
+    assert status.main([str(tmp_path)], "status") == 65
+    assert "Name the folder of a run, as runs/NAME" in capsys.readouterr().err
