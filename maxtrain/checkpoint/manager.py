@@ -28,7 +28,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 import maxtrain
@@ -60,7 +59,12 @@ class Checkpoints:
     def __init__(self, directory: str | Path, config: CheckpointConfig):
         self.directory = Path(directory).expanduser().absolute()
         self._config = config
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        # All processes, by name: they then wait for each other at the coordinator. Left to itself, Orbax has all devices take
+        # part, and fails where processes have different numbers of them.
+        together = set(range(jax.process_count())) if jax.process_count() > 1 else None
+        options = ocp.options.MultiprocessingOptions(active_processes=together)
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+        self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
         logging.getLogger("absl").addFilter(_not_of_orbax)
@@ -177,7 +181,7 @@ class Checkpoints:
             for later in [later for later in self.steps() if later > step]:
                 self._remove(later)
         if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"checkpoints after {step} are removed")
+            gather({"removed after": step})
 
     def wait(self) -> None:
         """Return when the last save is complete on the disk, for all processes.
@@ -188,8 +192,8 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         failure = pending.exception() if pending else None
         if pending and jax.process_count() > 1:
-            failed = np.flatnonzero(multihost_utils.process_allgather(np.array(failure is not None)))
-            if failed.size and failure is None:
+            failed = [process for process, said in enumerate(gather({"failed": failure is not None})) if said["failed"]]
+            if failed and failure is None:
                 failure = StorageError(f"saving to {self.directory} failed in process {failed[0]}. See its message there.")
         if failure:
             raise failure
