@@ -241,6 +241,8 @@ class Loop:
             self.window.append((origin, metrics))
             eval_due = [name for name in self.sets if last or self.due(name)]
             save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
+            if log_due:
+                jax.block_until_ready(metrics)  # two programs at a time could read each other's messages
             stop = self.stop.agreed(log_due) and not last
             self.progress.update(self.step)
             if (log_due or eval_due or save_due or stop) and (found := self.flush(log_due)):
@@ -282,7 +284,7 @@ class Loop:
             UserError: a process could not read its part of a batch.
         """
         origins, metrics = zip(*self.window) if self.window else ((), ())
-        window, self.window = list(zip(origins, jax.device_get(metrics), strict=True)), []
+        window, self.window = list(zip(origins, jax.device_get(jax.block_until_ready(metrics)), strict=True)), []
         repeated = self.compare(origins)
         limit = self.config.anomaly.max_skipped
         for (origin, value), repeats in zip(window, repeated, strict=True):
@@ -439,16 +441,19 @@ class Loop:
                 host, range(min(num_batches or eval_set.num_batches, eval_set.num_batches)), lambda _: layout.part
             )
         errors: list[Exception] = []
+        sums: list[Any] = []
 
         def placed() -> Iterator[Batch]:
             for batch in host:
                 errors.extend([batch.error] if batch.error else [])
                 yield layout.to_global(batch.arrays)
+            jax.block_until_ready(sums)  # as in `train`
             raise_together(errors[0] if errors else None)
 
         with self.clock.during("eval"):
             failpoints.hit("eval", self.step)
-            result = evaluate(self.eval_step, eval_params(state), placed(), num_tokens, eval_set.text_bytes)
+            step = lambda *given: sums.append(self.eval_step(*given)) or sums[-1]  # noqa: E731
+            result = evaluate(step, eval_params(state), placed(), num_tokens, eval_set.text_bytes)
         if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
             self.best[name] = {"step": self.step, "nll": result["nll"]}
         for log in self.logs:
