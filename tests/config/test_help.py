@@ -9,7 +9,8 @@ from maxtrain.config import keys
 from maxtrain.config.help import help_text
 
 
-def test_overview_has_usage_configs_root_keys_and_sections():
+def test_overview_has_usage_configs_root_keys_and_sections(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # narrower ones break lines elsewhere
     text = help_text("python -m maxtrain.train", None, ["quickstart", "llama3_8b"])
     assert "python -m maxtrain.train config=NAME" in text and "quickstart  llama3_8b" in text
     for word in ("steps=auto", "whole number | auto", "checkpoint_interval=1000", "optimizer", "how gradients become updates"):
