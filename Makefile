@@ -22,8 +22,8 @@ quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, writ
 	$(PY) -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05
 	$(PY) -m maxtrain.train config=quickstart $(ARGS)
 
-test: $(READY_DEV)  ## run the tests; more options by ARGS="-n 2 -k packing"
-	$(PY) -m pytest $(ARGS)
+test: $(READY_DEV)  ## run the tests; two at a time; more options by ARGS="-k packing"
+	$(PY) -m pytest -n 2 $(ARGS)
 
 lint: $(READY_DEV)  ## check style, format and types
 	$(PY) -m ruff check .
