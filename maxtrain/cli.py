@@ -2,6 +2,7 @@
 # ruff: noqa: PLC0415
 
 import difflib
+import importlib
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,9 @@ VERBS = {
     "checkpoint": "checkpoints listed, shown, verified, copied, pruned: checkpoint list RUN",
     "generate": "a model to text: generate RUN --prompt TEXT",
 }
+# Verbs whose `main` takes the arguments, and what to call the program.
+JOBS = {verb: f"maxtrain.{verb}" for verb in ("supervise", "status", "replay", "compare", "probe", "generate")}
+JOBS["checkpoint"] = "maxtrain.checkpoints"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,34 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from maxtrain import train
 
         return train.main(config)
-    if verb == "probe":
-        from maxtrain import probe
-
-        return probe.main(rest, "maxtrain probe")
-    if verb == "generate":
-        from maxtrain import generate
-
-        return generate.main(rest, "maxtrain generate")
-    if verb == "checkpoint":
-        from maxtrain import checkpoints
-
-        return checkpoints.main(rest, "maxtrain checkpoint")
-    if verb == "supervise":
-        from maxtrain import supervise
-
-        return supervise.main(rest, "maxtrain supervise")
-    if verb == "status":
-        from maxtrain import status
-
-        return status.main(rest, "maxtrain status")
-    if verb == "replay":
-        from maxtrain import replay
-
-        return replay.main(rest, "maxtrain replay")
-    if verb == "compare":
-        from maxtrain import compare
-
-        return compare.main(rest, "maxtrain compare")
+    if verb in JOBS:
+        return importlib.import_module(JOBS[verb]).main(rest, f"maxtrain {verb}")
     if verb in ("help", "--help", "-h", "--version"):
         verbs = "\n".join(f"  {name:<10} {about}" for name, about in VERBS.items())
         usage = f"usage: maxtrain VERB ...\n\n{verbs}\n\n`maxtrain VERB --help` says more."

@@ -170,8 +170,8 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
     """
     data = resume_training(config.data, config.seed, config.steps, saved)
     rows = config.eval.batch_size or config.data.batch_size
-    held_out = dataclasses.replace(config.data, seq_length=config.eval.seq_length or config.data.seq_length)
-    sets = {name: open_evaluation(s.path, held_out, s.batch_size or rows) for name, s in config.eval.sets.items()}
+    like = dataclasses.replace(config.data, seq_length=config.eval.seq_length or config.data.seq_length)
+    sets = {name: open_evaluation(s.path, like, s.batch_size or rows) for name, s in config.eval.sets.items()}
     first = next(iter(config.data.sources))
     manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
     for name, eval_set in sets.items():

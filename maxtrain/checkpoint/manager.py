@@ -157,10 +157,7 @@ class Checkpoints:
         free, more = shutil.disk_usage(place).free, max(1, self._config.keep + 1 - len(self.steps()))
         what = f"{place} has {free / 1e9:,.2f} GB free; a checkpoint takes up to {size / 1e9:,.2f} GB"
         error = StorageError(f"{what}. Free space, or set output_dir to another disk.") if free < size else None
-        if jax.process_count() > 1:
-            raise_together(error)
-        elif error:
-            raise error
+        raise_together(error)
         rule = f"{what}, and checkpoint.keep={self._config.keep} needs {more} more at once"
         return f"{rule}. Free space, or keep fewer." if free < size * more else ""
 
@@ -245,11 +242,9 @@ class Checkpoints:
             what = find_damage(path, commit["files"], jax.process_index(), jax.process_count())
         except OSError as problem:
             error = StorageError(f"reading {path} failed: {problem}. Mend access, then run the same command again.")
+        raise_together(error)
         if jax.process_count() > 1:
-            raise_together(error)
             what = next((theirs["what"] for theirs in gather({"what": what[:900]}, 1024) if theirs["what"]), "")
-        elif error:
-            raise error
         if what:
             raise DamagedError(path, what)
 
@@ -314,10 +309,7 @@ def put_aside(damage: DamagedError) -> None:
             print(f"WARNING: {text}", file=sys.stderr, flush=True)
         except StorageError as problem:
             error = problem
-    if jax.process_count() > 1:
-        raise_together(error)
-    elif error:
-        raise error
+    raise_together(error)
 
 
 def latest_record(directory: Path, accept: Callable[[dict[str, Any]], bool] = lambda record: True) -> dict[str, Any] | None:

@@ -167,8 +167,13 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
 def raise_together(error: Exception | None) -> None:
     """Return if no process has an error; else all raise the same one, of the first that has, with its place and exit code.
 
-    For what one process alone finds out: if it raised alone, the others would wait for it in their next step.
+    For what one process alone finds out: if it raised alone, the others would wait for it in their next step. Where there is
+    but one, its error is raised as it is.
     """
+    if jax.process_count() == 1:
+        if error:
+            raise error
+        return
     known = isinstance(error, UserError)
     code = error.exit_code if known else StorageError.exit_code if isinstance(error, OSError) else UserError.exit_code
     mend = "" if known else " See its log, then run the same command again."
