@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from data_pipeline import prepare
 from data_pipeline.errors import StorageError
+from maxtrain import records
 from maxtrain import train as job
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks, went_with, write_rollbacks
@@ -179,7 +180,7 @@ def dying(original, call, before):
         (job, "write_rollbacks", 1, False),
         (Checkpoints, "discard_after", 1, False),
         (Checkpoints, "restore", 1, False),
-        (job, "MetricsLog", 2, True),
+        (records, "MetricsLog", 2, True),
     ],
     ids=["found", "written", "discarded", "restored", "logs"],
 )

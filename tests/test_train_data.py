@@ -97,7 +97,7 @@ def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config
 
     def interrupted(loop, state):
         save(loop, state)
-        if loop.ending:
+        if loop.records.ending:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

@@ -120,9 +120,15 @@ def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
 
 
 def gather_bytes(mine: np.ndarray) -> np.ndarray:
-    """uint8 [processes, n] from the [n] of each; however many devices each has."""
+    """uint8 [processes, n] from the [n] of each; however many devices each has.
+
+    On CPUs a program does not wait for the one before it, and two of them at a time, each with collectives, could read each
+    other's messages: so this waits for all that is under way. Accelerators keep the order by themselves.
+    """
     if jax.process_count() == 1:
         return mine[None]
+    if jax.default_backend() == "cpu":
+        jax.block_until_ready(jax.live_arrays())
     mesh, apart, replicate = _between_processes()
     rows = jax.make_array_from_callback((jax.process_count(), *mine.shape), apart, lambda _: mine[None])
     with jax.set_mesh(mesh):

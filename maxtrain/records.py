@@ -1,0 +1,190 @@
+"""The steps of a run as they become known: fetched from the device, judged, written down."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from data_pipeline.errors import DataError, DivergedError
+from data_pipeline.guard import BatchGuard
+from data_pipeline.loader import Batch as HostBatch
+from maxtrain.checkpoint.rollback import Rollback, left_out
+from maxtrain.config.schema import ANOMALIES
+from maxtrain.job import Job
+from maxtrain.models.cost import token_flops
+from maxtrain.observe.anomaly import Anomalies, Finding
+from maxtrain.observe.metrics import MetricsLog, Stopwatch
+from maxtrain.observe.progress import Progress
+from maxtrain.observe.trackers import TensorBoard
+from maxtrain.ops.digest import hash_text
+from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
+from maxtrain.training.step import Metrics
+
+
+class Records:
+    """What is known of a run's steps, and the logs that say so.
+
+    Steps are fetched together, whenever something is due, so that the device need not wait for the host after each.
+    """
+
+    def __init__(self, job: Job, clock: Stopwatch, progress: Progress):
+        self._job, self._config, self._data = job, job.config, job.data
+        self._clock, self._progress = clock, progress
+        self._flops = {length: token_flops(self._config.model, length) for _, length in job.layouts}
+        names = [keystr(path, simple=True, separator=".") for path, _ in tree_leaves_with_path(job.abstract.params)]
+        self._leaves = [name.removesuffix(".value") for name in names]
+        self.peak = math.nan  # FLOP/s of one device, which the speed is compared with
+        self._waited = 0.0  # seconds that steps had waited for their batches at the last record
+        self._logs: list[MetricsLog | TensorBoard] = []
+        self.restore(None, [])
+
+    def restore(self, record: dict[str, Any] | None, rollbacks: Sequence[Rollback]) -> None:
+        """As they were at a checkpoint with this record; None: as before the first step."""
+        data, saved = self._config.data, record or {}
+        self.guard = BatchGuard(data.zero_weight, data.min_fill, data.max_empty_rows, data.fill_patience, data.repeated)
+        if "guard" in saved:
+            self.guard.restore(saved["guard"])
+        self._anomalies = Anomalies(self._config.anomaly, self._leaves, self._data.describe_rows)
+        self._rollbacks, self.left_out = rollbacks, left_out(rollbacks)
+        self._window: list[tuple[HostBatch, Metrics]] = []  # since the last look, on the device
+        self._lap: list[tuple[int, int, int]] = []  # targets, rows and length of each step since the last record
+        self._by_source = np.zeros((2, len(self._data.plan.names)))  # nats and targets of each source since the last record
+        self._tokens_seen = saved.get("tokens_seen", 0)
+        ending = saved.get("ending", "")
+        policy = data.repeated if "(data.repeated)" in ending else data.zero_weight  # it names what ended the run
+        changed = self._data.start == saved.get("cursor")
+        self.ending = ending if policy == "stop" and not changed else ""  # why the run ends before its plan does
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's record has to hold of them."""
+        return {"tokens_seen": self._tokens_seen, "guard": self.guard.state(), "ending": self.ending}
+
+    def open_logs(self, step: int) -> None:
+        """Logs that go on from this step; what they said of later ones is dropped."""
+        self.close_logs()
+        folder = Path(self._config.output_dir, self._config.run_name)
+        if jax.process_index() == 0:
+            self._logs.append(MetricsLog(folder, step))  # makes the folder
+            if self._config.observe.tensorboard:
+                self._logs.append(TensorBoard(folder, step))
+        self._progress.update(step)
+
+    def close_logs(self) -> None:
+        """Closes the logs, whose records are on the disk already."""
+        logs, self._logs = self._logs, []
+        for log in logs:
+            log.close()
+
+    def write(self, step: int, values: dict[str, Any], kind: Literal["train", "eval", "end"]) -> None:
+        """One record in every log; kinds are those of `MetricsLog`."""
+        for log in self._logs:
+            log.append(step, values, kind=kind)
+
+    def add(self, origin: HostBatch, metrics: Metrics) -> None:
+        """A step that is on its way: where its batch comes from, and its metrics, on the device."""
+        self._window.append((origin, metrics))
+
+    def look(self, write: bool) -> Finding | None:
+        """Fetches the metrics of the steps since the last look, judges each, and writes down the last one if asked to.
+
+        Returns an anomaly after which the device has made no step: the step that shows it, and those after it, are not made.
+
+        Raises:
+            DivergedError: too many non-finite steps in a row.
+            DataError: a batch without targets, if data.zero_weight is "raise".
+            UserError: a process could not read its part of a batch.
+        """
+        origins, metrics = zip(*self._window) if self._window else ((), ())
+        window, self._window = list(zip(origins, jax.device_get(metrics), strict=True)), []
+        for (origin, value), repeats in zip(window, self._compare(origins), strict=True):
+            if found := self._judge(origin, value, repeats):
+                return found
+        if write and window:
+            self._record(*window[-1])
+        return None
+
+    def _judge(self, origin: HostBatch, value: dict[str, Any], repeats: bool) -> Finding | None:
+        step, shape = origin.step + 1, self._job.layout(origin.step).shape
+        findings, limit = self._anomalies.observe(step, value), self._config.anomaly.max_skipped
+        if value["halted"]:
+            return next(found for found in findings if found.policy in ("rollback", "stop"))
+        for found in findings:
+            self._progress.message(f"{found.message} {found.mend}.", style="yellow")
+        self._lap.append((int(value["targets"]), *shape))
+        self._tokens_seen += self._lap[-1][0]
+        if self._config.loss.by_source:
+            self._by_source += np.stack([value["source_nll"], value["source_targets"]])
+        if origin.step in self.left_out:
+            return None
+        verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, repeats)
+        if verdict is not None and verdict.back:
+            mend = "Look for the same text in several sources (prepare --dedupe), or set data.repeated=warn"
+            return Finding(step, "repeated", verdict.back, f"{verdict.message} {self._data.describe_rows(step - 1)}", mend)
+        if verdict is not None and verdict.message:
+            self._progress.message(verdict.message, style="yellow")
+            self.ending = verdict.message if verdict.stop else self.ending
+        if value["skipped_in_row"] > limit:
+            found = self._anomalies.describe(step, "non_finite", value)
+            raise DivergedError(
+                f"{found.message}\n  {value['skipped_in_row']} steps in a row were not finite and changed nothing; "
+                f"anomaly.max_skipped={limit} allows no more. {found.mend}."
+            )
+        return None
+
+    def _compare(self, origins: Sequence[HostBatch]) -> list[bool]:
+        """Of each batch whether its tokens were read before, elsewhere.
+
+        Raises:
+            DataError: the processes do not read the same batches.
+            UserError: one can't read its part of them.
+        """
+        if not origins:
+            return []
+        last, error = origins[-1], next((origin.error for origin in origins if origin.error), None)
+        part = self._job.layout(last.step).identity
+        said = gather({"step": last.step + 1, "rows": last.digest, "part": part, "failed": error is not None})
+        if any(theirs["failed"] for theirs in said):
+            raise_together(error)
+        for process, theirs in enumerate(said):
+            if (theirs["step"], theirs["rows"]) != (said[0]["step"], said[0]["rows"]):
+                where = [f"rows {x['rows']} at step {x['step']}" for x in (theirs, said[0])]
+                mend = "Give all processes the same config and data, and go on from the last checkpoint"
+                raise DataError(f"process {process} reads {where[0]}, process 0 {where[1]}. {mend}.")
+        contents = gather_bytes(np.array([origin.content for origin in origins], np.uint64).view(np.uint8)).view(np.uint64)
+        of_parts = dict(zip((theirs["part"] for theirs in said), contents))  # a part may be on several hosts
+        whole = np.sum(list(of_parts.values()), axis=0, dtype=np.uint64).tolist()
+        return [self.guard.repeats(content, origin.place, origin.step) for content, origin in zip(whole, origins)]
+
+    def _record(self, origin: HostBatch, value: dict[str, Any]) -> None:
+        """Writes one record: the numbers of this step, and the speed since the last record."""
+        step, names = origin.step + 1, self._data.plan.names
+        seconds, (lap, self._lap) = self._clock.lap(), (self._lap, [])
+        waited, self._waited = self._waited, self._clock.seconds().get("data_wait", 0.0)
+        (nats, targets), self._by_source = self._by_source, np.zeros_like(self._by_source)
+        record = {name: value[name].item() for name in ("loss", "objective", "grad_norm", "learning_rate", "skipped")}
+        record |= {} if value["targets"] else dict.fromkeys(("loss", "objective", "grad_norm"))  # of nothing: not 0
+        record |= {name: value[name].item() for name in ("z", "adversarial", "loss_scale", "weight_norm") if name in value}
+        record |= {f"anomalies/{kind}": count.item() for kind, count in zip(ANOMALIES, value["anomalies"]) if count}
+        count = sum(step >= rollback["left_out"][0] for rollback in self._rollbacks)
+        record |= {"rollbacks": count} if count else {}
+        record |= {f"loss/{name}": nll / count for name, nll, count in zip(names, nats, targets) if count}
+        peak_seconds = self.peak * jax.device_count() * seconds
+        record |= {
+            "batch": origin.digest,
+            **{name: hash_text(words) for name, words in value.items() if name.endswith("_hash")},
+            "tokens_seen": self._tokens_seen,
+            "fill": lap[-1][0] / math.prod(lap[-1][1:]),
+            "tokens_per_second": sum(targets for targets, _, _ in lap) / seconds,
+            "positions_per_second": sum(rows * length for _, rows, length in lap) / seconds,
+            "step_seconds": seconds / len(lap),
+            "data_wait_seconds": (self._waited - waited) / len(lap),
+            "mfu": sum(rows * length * self._flops[length].full for _, rows, length in lap) / peak_seconds,
+            "mfu_causal": sum(rows * length * self._flops[length].causal for _, rows, length in lap) / peak_seconds,
+        }
+        record |= {f"epochs/{name}": passes for name, passes in self._data.plan.epochs_at(step).items()}
+        self.write(step, record, "train")
+        self._progress.update(step, record)

@@ -1,0 +1,73 @@
+"""Evaluation sets within a run: when each is due, and its best step."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from data_pipeline.loader import carry_errors
+from maxtrain import failpoints
+from maxtrain.job import Job
+from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.progress import Progress
+from maxtrain.parallel.agreement import raise_together
+from maxtrain.parallel.batches import BatchLayout
+from maxtrain.training.evaluate import evaluate, make_eval_step
+from maxtrain.training.objective import Batch
+
+
+class Validation:
+    """The evaluation sets of a run. `best` has step and nll of each set's best evaluation, and is saved with the run."""
+
+    def __init__(self, job: Job, clock: Stopwatch, progress: Progress):
+        self._config, self._sets, self._clock, self._progress = job.config, job.sets, clock, progress
+        self._layouts = {n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()}
+        self._step = make_eval_step(job.graphdef, job.objective)
+        self.best: dict[str, dict[str, Any]] = {}
+
+    def due(self, step: int, last: bool) -> list[str]:
+        """Names of the sets that are to be read after this step: all after the last one."""
+        return [name for name in self._sets if self._steps(name) and (last or self._falls_on(name, step))]
+
+    def _falls_on(self, name: str, step: int) -> bool:
+        interval = self._config.eval.sets[name].interval
+        interval = self._config.eval_interval if interval is None else interval
+        return interval > 0 and step % interval == 0
+
+    def _steps(self, name: str) -> int:
+        """How many batches of a set are read; all of them if it is negative."""
+        steps = self._config.eval.sets[name].steps
+        return self._config.eval_steps if steps is None else steps
+
+    def evaluate(self, name: str, step: int, params: nnx.State) -> dict[str, Any]:
+        """The record of one evaluation set after this step: read whole, unless its steps say otherwise.
+
+        Raises:
+            DataError: what was read is not what the set's manifest says.
+            UserError: a process could not read its part.
+        """
+        eval_set, layout, asked = self._sets[name], self._layouts[name], self._steps(name)
+        self._progress.phase(f"evaluating {name}")
+        num_batches, num_tokens = (None, eval_set.num_tokens) if asked < 0 else (asked, None)
+        host = eval_set.iterate(layout.part, num_batches)
+        if jax.process_count() > 1:
+            count = min(num_batches or eval_set.num_batches, eval_set.num_batches)
+            host = carry_errors(host, range(count), lambda _: layout.part)
+        errors: list[Exception] = []
+
+        def placed() -> Iterator[Batch]:
+            for batch in host:
+                errors.extend([batch.error] if batch.error else [])
+                yield layout.to_global(batch.arrays)
+            raise_together(errors[0] if errors else None)
+
+        with self._clock.during("eval"):
+            failpoints.hit("eval", step)
+            result = evaluate(self._step, params, placed(), num_tokens, eval_set.text_bytes)
+        if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
+            self.best[name] = {"step": step, "nll": result["nll"]}
+        self._progress.evaluated(step, name, result)
+        self._progress.phase("")
+        return {"set": name, **result, "best_step": self.best.get(name, {}).get("step")}
