@@ -27,11 +27,15 @@ class StopRequest:
         for number, old in self._old.items():
             signal.signal(number, old)
 
-    def agreed(self, every_host: bool) -> bool:
-        """Whether to stop here; the same answer on all hosts, if `every_host` is at this line now, so that they can ask."""
+    def agreed(self, every_host: bool, save: bool = False) -> tuple[bool, bool]:
+        """Whether to stop here, as any host asks; and whether to save, as process 0 does, whose clock alone counts.
+
+        The same answer on all hosts, if `every_host` is at this line now, so that they can ask; else neither.
+        """
         if jax.process_count() == 1:
-            return bool(self.name)
-        return every_host and any(said["stop"] for said in gather({"stop": bool(self.name)}, 16))
+            return bool(self.name), save
+        said = gather({"stop": bool(self.name), "save": save}, 40) if every_host else [{"stop": False, "save": False}]
+        return any(theirs["stop"] for theirs in said), said[0]["save"]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.name:

@@ -196,7 +196,8 @@ class Loop:
             records.add(origin, metrics)
             eval_due = self.validation.due(self.step, last)
             save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
-            stop = self.stop.agreed(log_due) and not last
+            stop, by_clock = (asked and not last for asked in self.stop.agreed(log_due, self.checkpoints.due()))
+            save_due = save_due or by_clock
             self.progress.update(self.step)
             if (log_due or eval_due or save_due or stop) and (found := records.look(log_due)):
                 del batches  # ends reading ahead

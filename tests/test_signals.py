@@ -18,10 +18,10 @@ from maxtrain.signals import StopRequest
 def test_the_first_signal_asks_and_handlers_are_put_back(number):
     before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
     with StopRequest() as stop:
-        assert not stop.name and not stop.agreed(True)
+        assert not stop.name and stop.agreed(True) == (False, False) and stop.agreed(False, save=True) == (False, True)
         os.kill(os.getpid(), number)
         assert stop.name == number.name
-        assert stop.agreed(False) and stop.agreed(True)  # alone, nobody else must be asked
+        assert stop.agreed(False) == stop.agreed(True) == (True, False)  # alone, nobody else must be asked
     assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
 
 
@@ -37,7 +37,7 @@ def test_in_another_thread_signals_are_left_alone():
 
     def work():
         with StopRequest() as stop:
-            seen.append((signal.getsignal(signal.SIGINT), stop.agreed(True)))
+            seen.append((signal.getsignal(signal.SIGINT), stop.agreed(True)[0]))
 
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=work)
@@ -50,12 +50,12 @@ def test_in_another_thread_signals_are_left_alone():
 def test_processes_agree_where_all_of_them_are_and_nowhere_else(monkeypatch, others, expected):
     asked = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    said = [{"stop": other} for other in others]
+    said = [{"stop": other, "save": save} for other, save in zip(others, (others[1], True))]
     monkeypatch.setattr(signals, "gather", lambda values, size: asked.append(values["stop"]) or said)
     with StopRequest() as stop:
         stop.name = "SIGTERM" if others[0] else ""
-        assert not stop.agreed(False) and not asked
-        assert stop.agreed(True) == expected and asked == [others[0]]
+        assert stop.agreed(False, save=True) == (False, False) and not asked
+        assert stop.agreed(True) == (expected, others[1]) and asked == [others[0]]  # process 0 alone says when to save
 
 
 @pytest.mark.processes

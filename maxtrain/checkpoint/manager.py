@@ -21,6 +21,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Checkpoints:
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
+        self._last = time.monotonic()  # when the last save, or this process, began
         logging.getLogger("absl").addFilter(_not_of_orbax)
         if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
             sys.unraisablehook = _without_late_writes(sys.unraisablehook)
@@ -79,6 +81,10 @@ class Checkpoints:
         """The newest complete step, read from the disk; None if there is none."""
         return max(self.steps(), default=None)
 
+    def due(self) -> bool:
+        """Whether `minutes` have passed since the last save by this process's clock, if there is such a limit."""
+        return self._config.minutes is not None and time.monotonic() - self._last >= 60 * self._config.minutes
+
     def save(self, step: int, state: PyTree[jax.Array], record: dict[str, Any]) -> bool:
         """Save one step, after any save under way; if `asynchronous`, return as soon as the state may be changed or donated.
 
@@ -89,6 +95,7 @@ class Checkpoints:
             StorageError: this save, or the one before it, failed. Earlier checkpoints are untouched.
         """
         self.wait()
+        self._last = time.monotonic()
         if step in self.steps():
             return False
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)

@@ -225,6 +225,7 @@ class MeshConfig:
 class CheckpointConfig:
     """What is saved beside the root's checkpoint_interval. A final checkpoint is always written."""
 
+    minutes: float | None = key(None, "also save when so many minutes passed since the last save; null: never", above=0)
     keep: int = key(3, "newest checkpoints kept", low=1)
     keep_every: int | None = key(None, "also keep every checkpoint whose step is a multiple of this; null: none", low=1)
     keep_best: bool = key(False, "also keep the saved steps at which an evaluation set's loss is the best so far")

@@ -21,6 +21,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import ConfigError, StorageError
+from maxtrain.checkpoint import manager
 from maxtrain.checkpoint.manager import FORMAT, Checkpoints, latest_record
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
@@ -143,6 +144,24 @@ def test_space_is_looked_at_before_it_is_needed(checkpoints, monkeypatch):
         else:
             warning = checkpoints.require_space(small())
             assert steps in warning and bool(warning) == bool(steps)
+
+
+def test_a_save_is_due_so_many_minutes_after_the_last_one(tmp_path, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(manager, "time", types.SimpleNamespace(monotonic=lambda: now))
+    by_clock = Checkpoints(tmp_path, CheckpointConfig(minutes=1.5, asynchronous=False))
+    never = Checkpoints(tmp_path, CheckpointConfig())
+    told = []
+    for now in (1000, 1089, 1090, 1200):  # noqa: B007 (the clock reads it)
+        told.append((by_clock.due(), never.due()))
+    by_clock.save(1, small(), {})
+    for now in (1289, 1290):  # noqa: B007
+        told.append((by_clock.due(), never.due()))
+    by_clock.save(1, small(), {})  # is there already: that counts, too
+    told.append((by_clock.due(), never.due()))
+    assert told == [(due, False) for due in (False, False, True, True, False, True, False)]
+    by_clock.close()
+    never.close()
 
 
 def test_steps_are_ordered_as_numbers(checkpoints):

@@ -1,9 +1,11 @@
-"""Runs whose checkpoints were damaged: the same command goes on from the last good one, to the same weights bit for bit."""
+"""Runs and their checkpoints, made by the clock, and damaged: going on ends at the same weights, bit for bit."""
 
+import itertools
 import logging
 import os
 import random
 import shutil
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
+from maxtrain import failpoints
+from maxtrain.checkpoint import manager
 from maxtrain.checkpoint.manager import saved_records
 from maxtrain.config import load_config
 from maxtrain.parallel import distributed
@@ -53,8 +57,8 @@ def trained(tmp_path_factory) -> Path:
     return folder
 
 
-def train(folder, run_name):
-    return main(load_config([f"config={folder / 'tiny.yaml'}", f"run_name={run_name}"]))
+def train(folder, run_name, *overrides):
+    return main(load_config([f"config={folder / 'tiny.yaml'}", f"run_name={run_name}", *overrides]))
 
 
 def copied(trained, run_name):
@@ -125,3 +129,17 @@ def test_a_full_disk_ends_the_run_before_its_first_step(trained, capfd, monkeypa
     out, err = capfd.readouterr()
     assert "set output_dir to another disk" in err and "step" not in out.partition("devices: ")[2]
     assert train(trained, "whole") == 0, "a finished run needs no space"
+
+
+def test_saves_by_the_clock_are_as_good_to_go_on_from(trained, monkeypatch, capsys):
+    """The clock is looked at once a step and once a save, and has gone on by 12 s each time."""
+    ticks = itertools.count(step=12)
+    monkeypatch.setattr(manager, "time", types.SimpleNamespace(monotonic=lambda: next(ticks)))
+    monkeypatch.setenv(failpoints.VARIABLE, "after_step:raise:11")
+    clock = ["checkpoint_interval=0", "checkpoint.minutes=1", "checkpoint.keep=20"]
+    assert train(trained, "clocked", *clock) == 70 and "raised at after_step" in capsys.readouterr().err
+    checkpoints = trained / "runs" / "clocked" / "checkpoints"
+    assert list(saved_records(checkpoints)) == [5, 10]
+    monkeypatch.delenv(failpoints.VARIABLE)
+    assert train(trained, "clocked", *clock) == 0 and "Goes on from step 10" in capsys.readouterr().out
+    assert digests(checkpoints) == digests(trained / "runs" / "whole" / "checkpoints")
