@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UserError
 from data_pipeline.extras import load_package
 from data_pipeline.tokenizer import SETTINGS, named_token, read_settings, tokenizer_path
 
@@ -76,7 +76,7 @@ def load_template(spec: str, tokenizer: str | Path, special: Iterable[str], date
         source, files = _find_source(spec, beside, settings)
         named = {key: named_token(settings, key) for key in settings if key.endswith("_token")}
     except ValueError as error:
-        raise error if isinstance(error, DataError) else DataError(f"--tokenizer {tokenizer}: {error}. Mend it.") from error
+        raise error if isinstance(error, UserError) else DataError(f"--tokenizer {tokenizer}: {error}. Mend it.") from error
     name = f"--chat-template {spec or (files[0] if files else SETTINGS)}"
     files += [beside.with_name(SETTINGS)] if beside and settings else []
     missing = sorted(_CHATML_TOKENS.difference(special)) if spec == "chatml" else []

@@ -4,10 +4,15 @@ Every message has three parts: the dotted path and value, the rule, the mend. Ou
 Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try again".
 """
 
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+_LASTING = {None, errno.EACCES, errno.EPERM, errno.EINVAL, errno.EISDIR, errno.ENOTDIR}  # of a file itself
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
 
 class UserError(ValueError):
@@ -75,6 +80,21 @@ class ConfigError(UserError):
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
         super().__init__(f"{head} in the config:\n" + "\n".join(f"  * {p}" for p in self.problems))
+
+
+def blame_storage(path: str, error: Exception) -> None:
+    """Raise a StorageError if reading this input file failed for a reason that is not in it, as far as the error says.
+
+    Libraries that read files themselves say it in words.
+    """
+    if isinstance(error, OSError) and error.errno is not None:
+        passing, reason = error.errno not in _LASTING, error.strerror
+    else:
+        reason = next((text for text in map(os.strerror, _PASSING) if text in str(error)), "")
+        passing = bool(reason)
+    if passing:
+        mend = "Look at the disk or network file system that it is on, then run the same command again: it goes on where it was"
+        raise StorageError(f"{path}: can't be read now ({reason}). {mend}.") from error
 
 
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:

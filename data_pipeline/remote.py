@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError, StorageError, UsageError
 from data_pipeline.extras import load_package
@@ -178,11 +178,6 @@ class _Reader(io.RawIOBase):
         if len(data) != stop - start:
             raise StorageError(f"{self._found.path}: was cut short while it was read. Restore it, then run it again.")
         return data
-
-
-def open_file(path: str, stamp: str = "") -> BinaryIO:
-    """A file of this machine or behind a URL, for reading bytes; for `stamp` see `RemotePath.open`."""
-    return cast(BinaryIO, RemotePath(path).open(stamp)) if is_url(path) else open(path, "rb")
 
 
 def place(path: "str | Path | RemotePath") -> "Path | RemotePath":

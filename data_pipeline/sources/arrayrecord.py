@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, blame_storage
 from data_pipeline.sources.document import (
     Document,
     Format,
@@ -15,6 +15,7 @@ from data_pipeline.sources.document import (
     record_documents,
     refuse_url,
 )
+from data_pipeline.sources.reading import open_file
 
 _BATCH_BYTES = 1 << 22
 _PADDING_BYTES = 1 << 17  # about: records and what ends a file are padded to 64 KiB each
@@ -41,7 +42,7 @@ def documents(piece: Piece) -> Iterator[Document]:
 def _open(path: str) -> Any:
     """A reader of a file that is what it should be: the library itself finds 0 records in one that is not, and says nothing."""
     package = load_package("array_record.python.array_record_module", "arrayrecord", f"--arrayrecord {path}")
-    open(path, "rb").close()
+    open_file(path).close()
     reader = package.ArrayRecordReader(path, "readahead_buffer_size:0")  # one batch at a time, in this thread
     if reader.ok():
         return reader
@@ -49,6 +50,7 @@ def _open(path: str) -> Any:
         reader.close()
         reason = "its end is missing"
     except RuntimeError as error:
+        blame_storage(path, error)
         reason = str(error) or "its end is missing"
     raise DataError(f"{path}: is not an ArrayRecord file ({reason}). Restore it from a copy, or leave it out.")
 

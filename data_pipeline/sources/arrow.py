@@ -72,8 +72,9 @@ def _saved(folder: str, options: Options) -> list[Piece]:
 
 def _load(path: str, get: Callable[[Any], Any]) -> Any:
     """What `get` finds in a JSON file."""
+    content = place(path).read_bytes()
     try:
-        return get(json.loads(place(path).read_bytes()))
+        return get(json.loads(content))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged(path, error, "what save_to_disk writes") from error
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, blame_storage
 from data_pipeline.remote import is_url
 from data_pipeline.sources.document import Piece, load_package, open_piece
 
@@ -26,7 +26,8 @@ def native(package: Any, piece: Piece, mapped: bool = False) -> Any:
 
 
 def damaged(path: str, error: Exception, what: str) -> DataError:
-    """The message for a file that is not what its format asks for."""
+    """The message for a file that is not what its format asks for. Raises StorageError if it can't be read now."""
+    blame_storage(path, error)
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return DataError(f"{path}: is not {what} ({reason}). Restore it from a copy, or leave it out.")
 

@@ -12,9 +12,10 @@ import numpy as np
 
 from data_pipeline import remote
 from data_pipeline.chat import Template
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.errors import DataError, UsageError, blame_storage
 from data_pipeline.extras import load_package as load_package  # its adapters' way to their packages
-from data_pipeline.remote import is_url, open_file
+from data_pipeline.remote import is_url
+from data_pipeline.sources.reading import open_file
 
 BOM = b"\xef\xbb\xbf"
 EMPTY, MARKED = "empty, or only whitespace", "byte order mark removed"
@@ -102,7 +103,8 @@ class Format(NamedTuple):
 
 
 def open_piece(piece: Piece) -> BinaryIO:
-    """The file of a piece, wherever it is. DataError: it is behind a URL, and was changed since it was found."""
+    """The file of a piece, wherever it is. DataError: it is behind a URL, and was changed since it was found. StorageError: it
+    can't be read now."""
     return open_file(piece.path, piece.stamp)
 
 
@@ -164,6 +166,7 @@ def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Excepti
     """The documents that are text, str or UTF-8, among the records of a piece, if they belong to its part.
 
     `damage` is what reading the next record raises when there is any: the rest of the piece is then one bad document.
+    StorageError: the record can't be read now.
     """
     row, field = piece.start - 1, repr(piece.options.key)
     try:
@@ -175,6 +178,7 @@ def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Excepti
                 document = decode(raw, "", 0, keep_mark=True) if text else Document(None, "", problem)
                 yield document._replace(where=f"{piece.path}, row {row}")
     except damage as error:
+        blame_storage(piece.path, error)
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         yield Document(None, f"{piece.path}, row {row + 1}", f"can't be read ({reason})")
 

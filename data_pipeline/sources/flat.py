@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.errors import DataError, UsageError, UserError
 from data_pipeline.remote import is_url
 from data_pipeline.sources.document import Document, Format, Options, Piece, find_files, open_piece
 from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers
@@ -56,6 +56,8 @@ def _open(piece: Piece) -> Any:
     if head.startswith(_NUMPY):
         try:
             tokens = _load(piece, head)
+        except UserError:
+            raise
         except (ValueError, EOFError) as error:
             raise DataError(
                 f"{piece.path}: has numpy's header, but {error}. Restore it from a copy, or make it again."

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, blame_storage
 from data_pipeline.sources.document import (
     Document,
     Format,
@@ -37,6 +37,7 @@ def find(value: str, options: Options) -> list[Piece]:
         builder = tfds.builder_from_directory(folder)
         info, layout = builder.info, builder.info.file_format
     except Exception as error:  # of many kinds, from finding the folder to parsing what describes it
+        blame_storage(name, error)
         reason = str(error).partition("\n")[0]
         raise DataError(
             f"--tfds {value}: is not a data set on disk ({reason}). Build it with `tfds build {name} "

@@ -6,8 +6,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from data_pipeline.errors import DataError, UsageError
-from data_pipeline.remote import RemotePath, is_url, open_file
+from data_pipeline.remote import RemotePath, is_url
 from data_pipeline.sources.document import EMPTY, Document, Options, Piece
+from data_pipeline.sources.reading import open_file
 
 
 def need_tokenizer(option: str, options: Options) -> None:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.errors import DataError, UserError
+from data_pipeline.errors import DataError, UserError, blame_storage
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest
 from data_pipeline.tokenizer.base import END_OF_DOCUMENT, Tokenizer
@@ -36,7 +36,8 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     ranks holds neither pattern nor special tokens: those of r50k_base, p50k_base, cl100k_base and o200k_base are known by the
     file's name; any other FILE needs a FILE.json beside it: {"pattern": "cl100k", "special_tokens": {"<|endoftext|>": 1000}},
     where the pattern is r50k, cl100k, o200k or a regular expression.
-    DataError: missing, unusable, or not the manifest's. UsageError: the package that reads it is not installed.
+    DataError: missing, unusable, or not the manifest's. StorageError: it can't be read now. UsageError: the package that reads
+    it is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
@@ -45,6 +46,8 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     try:
         tokenizer = _read(path, path.read_bytes())
     except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            blame_storage(str(path), error)
         raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
     except UserError:
         raise
@@ -72,8 +75,9 @@ def tokenizer_path(spec: str | Path | RemotePath) -> Any:
 def read_settings(path: Path | RemotePath) -> dict[str, Any]:
     """The tokenizer_config.json beside a tokenizer, empty if there is none. ValueError: it is not a JSON object."""
     beside = path.with_name(SETTINGS)
+    content = beside.read_bytes() if beside.exists() else b"{}"
     try:
-        settings = json.loads(beside.read_bytes()) if beside.exists() else {}
+        settings = json.loads(content)
     except ValueError as error:
         raise ValueError(f"{SETTINGS} beside it is not JSON: {error}") from error
     if not isinstance(settings, dict):

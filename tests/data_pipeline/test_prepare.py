@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline import build, dedupe, prepare, remote, shards
+from data_pipeline import build, dedupe, prepare, shards
 from data_pipeline.shards import Manifest, TokenShards
+from data_pipeline.sources import reading
 from data_pipeline.sources import text as text_source
 from data_pipeline.sources.document import Options, held_out
 from data_pipeline.tokenizer import load_tokenizer
@@ -272,11 +273,11 @@ def test_broken_archive_and_unreadable_file(tmp_path, capsys, monkeypatch):
     assert prepare.main([*command, "--on-bad", "skip"]) == 0
     assert texts(tmp_path / "out")[0] == "good"
 
-    def refuse(path, mode):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", path)
 
     (tmp_path / "secret.txt").write_text("x")
-    monkeypatch.setattr(remote, "open", refuse, raising=False)
+    monkeypatch.setattr(reading, "_LocalFile", refuse)
     assert prepare.main([str(tmp_path / "other"), "--text", f"{tmp_path}/secret.txt"]) == 65
     assert "secret.txt:1: can't be read (Permission denied). Mend the file, or give --on-bad skip" in capsys.readouterr().err
 
