@@ -75,7 +75,7 @@ def config(tmp_path_factory) -> Path:
         },
         "optimizer": {"learning_rate": 1e-2},
         "schedule": {"warmup_steps": 2},
-        "anomaly": {"window": 8, "min_steps": 6, "loss_limit": 8.0, "leave_out": 3},
+        "anomaly": {"window": 8, "min_steps": 6, "loss_limit": 8.0},
         "mesh": {"fsdp": 8, "simulated_devices": 8},
         "observe": {"progress": "plain", "tensorboard": False, "peak_tflops": 1.0, "compilation_cache": None},
     }
@@ -111,13 +111,13 @@ def state_at(folder, step=None):
     return {name: np.asarray(x).tobytes() for name, x in state.items()}, {k: v for k, v in record.items() if k != "config"}
 
 
-ROLLBACK = "anomaly.loss_spike=rollback"
+ROLLBACK = ("anomaly.loss_spike=rollback", "anomaly.leave_out=3")
 
 
 @pytest.fixture(scope="module")
 def taken_back(config):
     """The folder of a run that met the noise, went back, and ended."""
-    assert train(config, "back", ROLLBACK) == 0
+    assert train(config, "back", *ROLLBACK) == 0
     return folder_of(config, "back")
 
 
@@ -144,7 +144,7 @@ def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(
     folder = folder_of(config, "known")
     folder.mkdir()
     write_rollbacks(folder, read_rollbacks(taken_back))
-    assert train(config, "known", ROLLBACK) == 0
+    assert train(config, "known", *ROLLBACK) == 0
     assert f"back from step {BAD} (loss_spike), left out {BAD - 2} to {BAD}" in capsys.readouterr().out
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
     records = {r["step"]: r for r in read_metrics(folder)}
@@ -192,9 +192,9 @@ def test_killed_anywhere_in_a_rollback_the_same_command_goes_on_to_the_same_run(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, dying(getattr(owner, name), call, before))
         with pytest.raises(Killed):
-            train(config, run_name, ROLLBACK)
+            train(config, run_name, *ROLLBACK)
     assert (read_rollbacks(folder) is None) == (name == "write_rollbacks" and before)
-    assert train(config, run_name, ROLLBACK) == 0
+    assert train(config, run_name, *ROLLBACK) == 0
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
 
 
@@ -211,7 +211,7 @@ def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
         distributed.keep_host_memory = lambda: ""
         train.main(load_config(sys.argv[1:]))
     """
-    overrides = [f"config={config}", "run_name=sigkill", ROLLBACK]
+    overrides = [f"config={config}", "run_name=sigkill", *ROLLBACK]
     command = [sys.executable, "-c", textwrap.dedent(program), *overrides]
     keep = {n.upper(): str(jax.config.values[n]) for n in jax.config.values if n.startswith("jax_persistent_cache_min")}
     environment = os.environ | keep | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
@@ -219,7 +219,7 @@ def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
     folder = folder_of(config, "sigkill")
     assert result.returncode == -signal.SIGKILL and read_rollbacks(folder) == read_rollbacks(taken_back), result.stderr
     assert (folder / "checkpoints" / f"{BAD - 2:08d}").exists(), "it went through steps that are left out now"
-    assert train(config, "sigkill", ROLLBACK) == 0
+    assert train(config, "sigkill", *ROLLBACK) == 0
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
 
 
@@ -236,7 +236,8 @@ def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(config,
     assert train(config, run, *overrides) == 65
     error = capsys.readouterr().err
     assert "step 10: its tokens are those of an earlier batch of other rows (data.repeated)" in error
-    assert train(config, run, *overrides, f"data.repeated={policy}") == 0
+    asked = ["data.repeated=rollback", "anomaly.leave_out=3"] if policy == "rollback" else ["data.repeated=skip"]
+    assert train(config, run, *overrides, *asked) == 0
     out = capsys.readouterr().out
     assert re.search(r"It reads letter, epoch 0: rows .*\n +The run goes back to step", out), out
     left = [first, 10]
@@ -250,7 +251,7 @@ def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(config,
 
 
 def test_without_a_checkpoint_the_run_goes_back_to_its_start(config, taken_back, capsys):
-    assert train(config, "start", ROLLBACK, "checkpoint_interval=0") == 0
+    assert train(config, "start", *ROLLBACK, "checkpoint_interval=0") == 0
     assert "The run goes back to step 0; steps 16 to 18 are left out (rollback 1 of at most 4)" in capsys.readouterr().out
     assert numbers(folder_of(config, "start")) == numbers(taken_back)
     assert state_at(folder_of(config, "start")) == state_at(taken_back)
@@ -272,11 +273,11 @@ def test_stop_saves_the_run_as_before_the_step_and_another_policy_goes_on(config
 
 
 def test_more_rollbacks_than_allowed_end_the_run_with_everything_named(config, capsys):
-    assert train(config, "limit", ROLLBACK, "anomaly.max_rollbacks=0") == 70
+    assert train(config, "limit", *ROLLBACK, "anomaly.max_rollbacks=0") == 70
     error = capsys.readouterr().err
     assert f"step {BAD}: loss_spike: loss" in error and "prepare show" in error
     assert "after 0 rollbacks; anomaly.max_rollbacks allows no more, saved as it was before, at step 17." in error
-    assert train(config, "limit", ROLLBACK) == 0 and read_rollbacks(folder_of(config, "limit"))
+    assert train(config, "limit", *ROLLBACK) == 0 and read_rollbacks(folder_of(config, "limit"))
 
 
 def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.remote import is_url
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.keys import choices, show
-from maxtrain.config.schema import MeshConfig, RunConfig, ScheduleConfig
+from maxtrain.config.schema import ANOMALIES, MeshConfig, RunConfig, ScheduleConfig
 
 _LIMITS = (("low", operator.lt, "at least"), ("above", operator.le, "more than"), ("high", operator.gt, "at most"))
 
@@ -220,7 +220,9 @@ def _optimizer(c: RunConfig) -> Iterator[str]:
 
 def _schedule(c: RunConfig) -> Iterator[str]:
     s, peak, warmup = c.schedule, c.optimizer.learning_rate, f"schedule.warmup_steps={c.schedule.warmup_steps}"
-    yield from _only("schedule.", s, s.name, {"decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"})
+    to_the_minimum = "linear cosine exponential inverse_sqrt polynomial wsd"
+    owners = {"min_learning_rate": to_the_minimum, "decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"}
+    yield from _only("schedule.", s, s.name, owners)
     if c.steps != "auto" and s.warmup_steps >= c.steps:
         yield f"{warmup} must be less than steps={c.steps}. Set schedule.warmup_steps to at most {c.steps - 1}, or more steps."
     elif c.steps != "auto" and s.name == "wsd" and s.warmup_steps + s.decay_fraction * c.steps > c.steps:
@@ -231,7 +233,7 @@ def _schedule(c: RunConfig) -> Iterator[str]:
             piece_borders(s, c.steps)
         except ConfigError as error:
             yield from error.problems
-    if s.min_learning_rate > peak:
+    if s.name in to_the_minimum.split() and s.min_learning_rate > peak:
         mend = f"Set for example schedule.min_learning_rate={peak / 10:.3g}"
         yield f"schedule.min_learning_rate={s.min_learning_rate} must be at most optimizer.learning_rate={peak}. {mend}."
     names = {s.name} | {piece.name for piece in s.pieces}
@@ -287,7 +289,8 @@ def _only(prefix: str, section: Any, name: str, owners: Mapping[str, str]) -> It
     """Keys that were set although only the choices named in `owners` (separated by blanks) read them."""
     for key, value in _changed(section, *owners):
         if name not in (owner := owners[key]).split():
-            mend = f"Set {prefix}name={choices(owner.split())}, or leave it out"
+            default = f"{prefix}{key}={show(getattr(type(section)(), key))}"
+            mend = f"Set {prefix}name={choices(owner.split())}, or leave it out ({default})"
             yield f"{prefix}{key}={show(value)} is for {choices(owner.split())}, not for {prefix}name={name}. {mend}."
 
 
@@ -308,10 +311,20 @@ def _loss_scale(c: RunConfig) -> Iterator[str]:
 def _anomaly(c: RunConfig) -> Iterator[str]:
     a = c.anomaly
     limits = {"loss_limit": "loss_spike", "grad_limit": "grad_spike", "drift_limit": "weight_drift", "dead_steps": "dead"}
-    limits |= {"diverging_limit": "diverging"}
+    limits |= {"diverging_limit": "diverging", "patience": "loss_spike grad_spike"}
     for name, value in _changed(a, *limits):
-        if getattr(a, kind := limits[name]) == "off":
-            yield f"anomaly.{name}={value} is not used by anomaly.{kind}=off. Set anomaly.{kind}=warn, or leave it out."
+        kinds = limits[name].split()
+        if all(getattr(a, kind) == "off" for kind in kinds):
+            off = " and ".join(f"anomaly.{kind}=off" for kind in kinds)
+            yield f"anomaly.{name}={value} is not used by {off}. Set anomaly.{kinds[0]}=warn, or leave it out."
+    if a.non_finite != "skip":
+        for name, value in _changed(a, "max_skipped"):
+            mend = "Set anomaly.non_finite=skip, or leave it out"
+            yield f"anomaly.{name}={value} is not used by anomaly.non_finite={a.non_finite}. {mend}."
+    if "rollback" not in (*(getattr(a, kind) for kind in ANOMALIES), c.data.repeated):
+        for name, value in _changed(a, "leave_out", *(() if c.data.repeated == "skip" else ("max_rollbacks",))):
+            mend = "Set anomaly.loss_spike=rollback, for example, or leave it out"
+            yield f"anomaly.{name}={value} is for the policy rollback, which no anomaly has. {mend}."
     if a.min_steps > a.window:
         mend = f"Set anomaly.min_steps to at most {a.window}, or anomaly.window to at least {a.min_steps}"
         yield f"anomaly.min_steps={a.min_steps} must be at most anomaly.window={a.window}, which it fills. {mend}."

@@ -11,6 +11,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import fit_to_devices, load_config
 
 FIXED = {"steps": "300", "eval_interval": "100", "data.batch_size": "16", "schedule.warmup_steps": "30"}
+OTHER_END = ("schedule.min_learning_rate=3e-5",)  # the default, which the quickstart changes
 
 
 def load(*overrides: str):
@@ -29,7 +30,7 @@ def problems(*overrides: str) -> list[str]:
 
 def pieces(text: str) -> list[str]:
     """The overrides that choose these pieces."""
-    return ["schedule.name=pieces", f"schedule.pieces=[{text}]"]
+    return [*OTHER_END, "schedule.name=pieces", f"schedule.pieces=[{text}]"]
 
 
 @pytest.mark.parametrize(
@@ -151,6 +152,27 @@ def pieces(text: str) -> list[str]:
         ),
         (["optimizer.groups.a.lr_factor=2"], "optimizer.groups.a.pattern is empty", "optimizer.groups.a.pattern=attention"),
         (["anomaly.drift_limit=0.2"], "anomaly.drift_limit=0.2 is not used by anomaly.weight_drift=off", "weight_drift=warn"),
+        (
+            ["anomaly.patience=3", "anomaly.loss_spike=off", "anomaly.grad_spike=off"],
+            "anomaly.patience=3 is not used by anomaly.loss_spike=off and anomaly.grad_spike=off",
+            "Set anomaly.loss_spike=warn, or leave it out",
+        ),
+        (
+            ["anomaly.max_skipped=3", "anomaly.non_finite=stop"],
+            "anomaly.max_skipped=3 is not used by anomaly.non_finite=stop",
+            "Set anomaly.non_finite=skip, or leave it out",
+        ),
+        (
+            ["anomaly.leave_out=3"],
+            "anomaly.leave_out=3 is for the policy rollback, which no",
+            "Set anomaly.loss_spike=rollback",
+        ),
+        (
+            ["anomaly.max_rollbacks=9", "anomaly.loss_spike=skip"],
+            "anomaly.max_rollbacks=9 is for the policy rollback",
+            "leave it out",
+        ),
+        (["anomaly.leave_out=3", "data.repeated=skip"], "anomaly.leave_out=3 is for the policy rollback", "or leave it out"),
         (["optimizer.ema_decay=1"], "optimizer.ema_decay=1.0 must be less than 1", "optimizer.ema_decay=0.999"),
         (["optimizer.zero=1"], "optimizer.zero=1 splits over mesh.data, which is 1", "Set mesh.data=-1 and mesh.fsdp=1"),
         (
@@ -186,7 +208,21 @@ def pieces(text: str) -> list[str]:
         ),
         (["schedule.timescale=1"], "schedule.timescale=1 is for inverse_sqrt", "Set schedule.name=inverse_sqrt"),
         (["schedule.pieces=[{}]"], "is for pieces, not for schedule.name=cosine", "Set schedule.name=pieces"),
-        (["schedule.name=pieces"], "schedule.pieces is empty", "Set for example 'schedule.pieces=[{name: constant, until: 0.8"),
+        (
+            ["schedule.name=constant"],
+            "schedule.min_learning_rate=0.0002 is for linear, cosine, exponential, inverse_sqrt, polynomial or wsd, not for",
+            "or leave it out (schedule.min_learning_rate=3e-05).",
+        ),
+        (
+            [*pieces("{}"), "schedule.min_learning_rate=1"],
+            "schedule.min_learning_rate=1.0 is for linear",
+            "Set schedule.name=linear, cosine",
+        ),
+        (
+            [*OTHER_END, "schedule.name=pieces"],
+            "schedule.pieces is empty",
+            "Set for example 'schedule.pieces=[{name: constant, until: 0.8",
+        ),
         (pieces("{until: 40}"), "schedule.pieces[0].until=40.0 would end the last piece", "Add a piece after it"),
         (pieces("{}, {}"), "schedule.pieces[0].until is null, but a piece follows", "Set schedule.pieces[0].until=STEPS"),
         (pieces("{until: 30}, {}"), "must end after warm-up (schedule.warmup_steps=30), which ends at 30", "Set the ends"),
@@ -267,7 +303,11 @@ def test_a_value_already_refused_is_not_judged_against_others():
             "optimizer.groups.slow.lr_factor=0.1",
         ],
         ["optimizer.zero=3", "mesh.data=-1", "mesh.fsdp=1"],
-        ["anomaly.weight_drift=warn", "anomaly.drift_limit=0.2", "anomaly.grad_spike=off"],
+        ["anomaly.weight_drift=warn", "anomaly.drift_limit=0.2", "anomaly.grad_spike=off", "anomaly.patience=3"],
+        ["anomaly.dead=rollback", "anomaly.leave_out=3", "anomaly.max_rollbacks=9"],
+        ["data.repeated=rollback", "anomaly.leave_out=3", "anomaly.max_rollbacks=9"],
+        ["data.repeated=skip", "anomaly.max_rollbacks=9"],
+        [*OTHER_END, "schedule.name=constant", "optimizer.learning_rate=1e-5"],
         ["loss_scale.mode=static", "loss_scale.initial=1024", "loss.adversarial=1", "loss.adversarial_radius=2"],
         ["precision.params=bfloat16", "optimizer.beta2=0.99", "checkpoint.init_from=hf", "init.mup_base_width=64"],
         ["optimizer.normalize=sequences", "data.attend_across_documents=true", "data.packing=pad"],
