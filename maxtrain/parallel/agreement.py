@@ -123,12 +123,15 @@ def gather_bytes(mine: np.ndarray) -> np.ndarray:
     """uint8 [processes, n] from the [n] of each; however many devices each has.
 
     On CPUs a program does not wait for the one before it, and two of them at a time, each with collectives, could read each
-    other's messages: so this waits for all that is under way. Accelerators keep the order by themselves.
+    other's messages: so this waits for all that is under way. Accelerators keep the order by themselves. An error of a program
+    under way is raised where its result is fetched.
     """
     if jax.process_count() == 1:
         return mine[None]
     if jax.default_backend() == "cpu":
-        jax.block_until_ready(jax.live_arrays())
+        for array in jax.live_arrays():
+            with contextlib.suppress(RuntimeError):  # another thread may just have deleted it
+                array.block_until_ready()
     mesh, apart, replicate = _between_processes()
     rows = jax.make_array_from_callback((jax.process_count(), *mine.shape), apart, lambda _: mine[None])
     with jax.set_mesh(mesh):
