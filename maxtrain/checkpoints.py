@@ -6,9 +6,7 @@ DIR is a run, such as runs/quickstart, or its folder `checkpoints`; for `show` a
 import argparse
 import json
 import math
-import os
 import re
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
-from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey, sync
+from maxtrain.checkpoint.copying import copy_step, remove_step
+from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
@@ -142,29 +141,10 @@ def verify(directory: Path, console: Console) -> None:
 def copy(directory: Path, target: Path, step: int | None, console: Console) -> None:
     """Copies one step, whole or not at all; checked before and after."""
     path, target = newest(open_directory(directory)[1], step), target.expanduser().absolute()
-    final, partial = target / path.name, target / f".{path.name}.partial"
-    if final.exists():
-        raise UsageError(f"TO={final} exists. Name another directory, or remove it.")
-    if why := check(path):
-        raise DamagedError(path, why)
-    if partial.exists():  # of a copy that was killed
-        shutil.rmtree(partial)
-    target.mkdir(parents=True, exist_ok=True)
-    shutil.copytree(path, partial)
-    if why := check_copy(path, partial):
-        shutil.rmtree(partial)
-        raise StorageError(f"{final}: the copy is not like {path}: {why}. Check that disk, then copy again.")
-    sync(*sorted(partial.rglob("*")), partial)
-    os.rename(partial, final)
-    sync(target)
+    if (target / path.name).exists():
+        raise UsageError(f"TO={target / path.name} exists. Name another directory, or remove it.")
+    final = copy_step(path, target, read_back=True)
     console.print(f"{path} is copied to {final} and checked.", soft_wrap=True)
-
-
-def check_copy(path: Path, copied: Path) -> str:
-    """What is wrong with a copy of a whole step."""
-    commit = (path / "commit.json").read_bytes()
-    same = (copied / "commit.json").read_bytes() == commit
-    return find_damage(copied, json.loads(commit)["files"]) if same else "commit.json differs"
 
 
 def prune(directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console) -> None:
@@ -178,9 +158,7 @@ def prune(directory: Path, keep: int, keep_every: int | None, apply: bool, conso
     for path in going:
         console.print(f"{'removes' if apply else 'would remove'} {path.name}, {size(path) / 1e6:,.1f} MB", soft_wrap=True)
         if apply:
-            partial = path.with_name(f".{path.name}.partial")
-            os.rename(path, partial)  # first, so that half a step is never taken for one
-            shutil.rmtree(partial)
+            remove_step(path)
     rest = "" if apply or not going else " Nothing is removed without --apply."
     console.print(f"{len(going)} of {len(steps)} whole steps {'are removed' if apply else 'would go'}.{rest}")
 

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import DataError, DifferentError, run_command
-from maxtrain.checkpoint.manager import saved_records
+from maxtrain.checkpoint.listing import saved_records
 from maxtrain.observe.launches import launch_differences, read_launches
 from maxtrain.observe.metrics import read_metrics, same
 

@@ -34,6 +34,8 @@ PLACES = {
     "before_commit": "all of checkpoint STEP is written but its commit record",
     "after_commit": "checkpoint STEP counts; bitflip changes its largest file",
     "during_removal": "checkpoint STEP no longer counts, its files are still there",
+    "during_copy": "checkpoint STEP is copied to checkpoint.copy_to but for its commit record",
+    "after_copy": "the copy of checkpoint STEP counts, older ones are not removed yet",
     "restore": "before the arrays of checkpoint STEP are read",
 }
 ACTIONS = ("kill", "raise", "hang", "delay", "nan", "enospc", "bitflip")

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from data_pipeline.errors import DataError, DifferentError, UsageError, run_command
-from maxtrain.checkpoint.manager import Checkpoints, saved_records
+from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.config import RunConfig
 from maxtrain.config.load import load_config

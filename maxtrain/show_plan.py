@@ -17,7 +17,7 @@ from rich.text import Text
 from data_pipeline.errors import run_command
 from data_pipeline.loader import resume_training
 from data_pipeline.plan import Plan
-from maxtrain.checkpoint.manager import latest_record
+from maxtrain.checkpoint.listing import latest_record, second_of
 from maxtrain.observe.human import count
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -49,7 +49,8 @@ def timeline(plan: Plan, width: int) -> str:
 def show(config: RunConfig) -> None:
     """Print the plan of a run: the one that it goes on with, if it has begun. UserError: what can't be planned."""
     console = Console(highlight=False)
-    saved = latest_record(Path(config.output_dir, config.run_name, "checkpoints"))
+    folder = Path(config.output_dir, config.run_name, "checkpoints")
+    saved = latest_record(folder, second=second_of(folder, config.checkpoint))
     data = resume_training(config.data, config.seed, config.steps, saved)
     plan = data.plan
     console.print(Text(data.describe()), soft_wrap=True)

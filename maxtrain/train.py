@@ -23,7 +23,8 @@ from flax import nnx
 from data_pipeline.errors import DamagedError, DivergedError, TryAgainError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain import failpoints
-from maxtrain.checkpoint.manager import Checkpoints, latest_record, put_aside
+from maxtrain.checkpoint.listing import latest_record, second_of
+from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks, went_with, write_rollbacks
 from maxtrain.finish import finish
 from maxtrain.job import Job, launch_fields, open_job
@@ -63,12 +64,13 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
     rollbacks = read_rollbacks(folder)
-    saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks))
+    second = second_of(folder / "checkpoints", config.checkpoint)
+    saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks), second)
     rollbacks = (saved or {}).get("rollbacks", []) if rollbacks is None else rollbacks
     with clock.during("start"):
         job = open_job(config, saved)
     config, num_steps, chief = job.config, job.data.plan.num_steps, jax.process_index() == 0
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, second)
     rows, board = job.data.describe_rows, Board("watchdog") if jax.process_count() > 1 else None
     with (
         jax.set_mesh(job.mesh),
@@ -89,6 +91,7 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
         records = loop.records
         try:
             state = loop.restore(saved)
+            checkpoints.copy_newest()  # a launch that was killed may have left that to do
             watchdog.begin(lambda: loop.step)
             records.open_logs(loop.step)
             if chief and loop.step < num_steps:  # what was asked for is saved: it fits other machines too
@@ -99,11 +102,10 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
                     progress.message(warning, style="yellow")
                 while loop.step < num_steps and not records.ending:
                     state = loop.train(state)  # once, and once more for every rollback
-                with clock.during("save"):
-                    checkpoints.wait()  # for all processes; `close` asks nobody, since it may come after an error of one
             else:
                 done = f"ended early, and would again. {records.ending}" if records.ending else f"has all {num_steps:,} steps."
                 progress.message(f"Nothing to do: {folder} {done}", style="yellow" if records.ending else "green")
+            loop.settle()  # for all processes; `close` asks nobody, since it may come after an error of one
         finally:
             loop.close()
     if chief:
@@ -160,7 +162,7 @@ class Loop:
             self.progress.phase(f"restoring step {self.step:,}")
             failpoints.hit("restore", self.step)
             state, _ = self.checkpoints.restore(self.job.abstract, self.step)
-        self.progress.message(f"Goes on from step {self.step:,} in {self.checkpoints.directory}.")
+        self.progress.message(f"Goes on from step {self.step:,} in {self.checkpoints.place(self.step)}.")
         if self.data.start == record["cursor"]:
             changed = f"What was read before step {self.step:,} is not what this config says: accepted"
             self.progress.message(f"{changed}, by data.accept_changes. The plan begins there.", style="yellow")
@@ -209,8 +211,7 @@ class Loop:
             if save_due or stop or records.ending:
                 self.save(state)
             if stop:
-                with self.clock.during("save"):
-                    self.checkpoints.wait()
+                self.settle()
                 asked = self.stop.name or "a signal to another process"
                 done = f"stopped and saved at step {self.step:,} of {total:,}"
                 raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
@@ -258,7 +259,7 @@ class Loop:
         first = max(1, found.step + 1 - (1 if found.policy == "skip" else self.config.anomaly.leave_out))
         rollbacks = [*self.rollbacks, {"step": found.step, "kind": found.kind, "left_out": [first, found.step]}]
         self.checkpoints.wait()
-        record = latest_record(self.checkpoints.directory, lambda record: went_with(record, rollbacks))
+        record = latest_record(self.checkpoints.directory, lambda record: went_with(record, rollbacks), self.checkpoints.second)
         back = record["step"] if record else 0
         if back < self.data.plan.spans[0].step:
             mend = f"Set anomaly.{found.kind}=skip, or lower anomaly.leave_out"
@@ -295,6 +296,13 @@ class Loop:
         with self.clock.during("save"):
             if self.checkpoints.save(self.step, state, record):
                 self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
+
+    def settle(self) -> None:
+        """Waits for the last save, and a while for the copy of it."""
+        with self.clock.during("save"):
+            self.checkpoints.wait()
+            if warning := self.checkpoints.settle(min(120.0, self.config.watchdog.save_seconds / 2 or 120.0)):
+                self.progress.message(warning, style="yellow")
 
     def close(self) -> None:
         """Waits for the last save, closes the logs."""

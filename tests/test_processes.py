@@ -26,7 +26,7 @@ import yaml
 
 from data_pipeline import prepare
 from data_pipeline.shards import Manifest
-from maxtrain.checkpoint.manager import latest_record, saved_records
+from maxtrain.checkpoint.listing import latest_record, saved_records
 from maxtrain.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]

@@ -15,7 +15,7 @@ import yaml
 
 from data_pipeline import prepare
 from maxtrain import supervise
-from maxtrain.checkpoint.manager import latest_record
+from maxtrain.checkpoint.listing import latest_record
 from maxtrain.compare import compare_records
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.metrics import read_metrics

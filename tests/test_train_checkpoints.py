@@ -16,7 +16,7 @@ import yaml
 from data_pipeline import prepare
 from maxtrain import failpoints
 from maxtrain.checkpoint import manager
-from maxtrain.checkpoint.manager import saved_records
+from maxtrain.checkpoint.listing import saved_records
 from maxtrain.config import load_config
 from maxtrain.parallel import distributed
 from maxtrain.train import main
@@ -143,3 +143,27 @@ def test_saves_by_the_clock_are_as_good_to_go_on_from(trained, monkeypatch, caps
     monkeypatch.delenv(failpoints.VARIABLE)
     assert train(trained, "clocked", *clock) == 0 and "Goes on from step 10" in capsys.readouterr().out
     assert digests(checkpoints) == digests(trained / "runs" / "whole" / "checkpoints")
+
+
+def test_a_new_machine_goes_on_from_the_second_directory(trained, capfd, monkeypatch):
+    """Killed in the step after a save; then its own disk is empty, or its newest checkpoint is damaged."""
+    far, run = trained / "far", trained / "runs" / "moved"
+    copies = [f"checkpoint.copy_to={far}", "checkpoint.copy_keep=2"]
+    assert train(trained, "moved", *copies) == 74 and "Mount or make it" in capfd.readouterr().err
+    far.mkdir()
+    monkeypatch.setenv(failpoints.VARIABLE, "after_step:raise:9")
+    assert train(trained, "moved", *copies) == 70
+    monkeypatch.delenv(failpoints.VARIABLE)
+    flip(run / "checkpoints" / "00000008")
+    shutil.copytree(trained, elsewhere := trained.with_name("elsewhere"), ignore=lambda *a: ["runs"])
+    capfd.readouterr()
+    assert train(trained, "moved", *copies) == 0
+    out, err = capfd.readouterr()
+    assert "00000008 is damaged" in err and "Goes on from step 8" in out and "far/moved/checkpoints" in out
+    assert digests(run / "checkpoints") == digests(far / "moved" / "checkpoints")
+    assert list(saved_records(far / "moved" / "checkpoints")) == [8, 12]
+    shutil.rmtree(far / "moved" / "checkpoints" / "00000012")
+    new = ["checkpoint.copy_keep=2", f"checkpoint.copy_to={elsewhere / 'far'}", f"output_dir={elsewhere / 'runs'}"]
+    assert train(trained, "moved", *new) == 0
+    assert f"Goes on from step 8 in {elsewhere}" in capfd.readouterr().out
+    assert digests(elsewhere / "far" / "moved" / "checkpoints") == digests(trained / "runs" / "whole" / "checkpoints")

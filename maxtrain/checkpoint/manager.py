@@ -22,7 +22,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,11 @@ import orbax.checkpoint as ocp
 from jaxtyping import PyTree
 
 import maxtrain
-from data_pipeline.errors import ConfigError, DamagedError, StorageError, UserError
+from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from maxtrain import failpoints
+from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.integrity import (
     FORMAT,
-    damaged,
     encode_commit,
     find_damage,
     hash_files,
@@ -45,6 +45,8 @@ from maxtrain.checkpoint.integrity import (
     sync,
 )
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
+from maxtrain.checkpoint.listing import as_storage_error, complete, read_record
+from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.agreement import gather, raise_together, report
@@ -53,21 +55,27 @@ _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": 
 
 
 class Checkpoints:
-    """The checkpoints below one directory, which the first one makes: saving, finding, restoring, and removing old ones."""
+    """The checkpoints below one directory, which the first one makes: saving, finding, restoring, and removing old ones.
+
+    Those below a second directory are found and restored as well, and new ones are copied there.
+    """
 
     _numbers = itertools.count()  # of the saves of this process, below any directory
 
-    def __init__(self, directory: str | Path, config: CheckpointConfig):
+    def __init__(self, directory: str | Path, config: CheckpointConfig, second: Path | None = None):
         self.directory = Path(directory).expanduser().absolute()
         self._config = config
         # All processes, by name: they then wait for each other at the coordinator. Left to itself, Orbax has all devices take
         # part, and fails where processes have different numbers of them.
         together = set(range(jax.process_count())) if jax.process_count() > 1 else None
         options = ocp.options.MultiprocessingOptions(active_processes=together)
-        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+        # Compressing noise, which weights mostly are, took four times as long as writing it.
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
+        self.second = second
+        self._second = SecondDirectory(self.directory, second, config.copy_keep) if second else None
         self._last = time.monotonic()  # when the last save, or this process, began
         logging.getLogger("absl").addFilter(_not_of_orbax)
         if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
@@ -75,7 +83,11 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """All complete steps in ascending order, read from the disk."""
-        return [step for step, defect in survey(self.directory).items() if not defect]
+        return list(complete(self.directory))
+
+    def place(self, step: int) -> Path:
+        """The directory, of the two, that a complete step is read from."""
+        return complete(self.directory, self.second)[step].parent
 
     def latest(self) -> int | None:
         """The newest complete step, read from the disk; None if there is none."""
@@ -147,7 +159,7 @@ class Checkpoints:
         how = ocp.args.PyTreeRestore(targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=partial)
         self._check_files(path, commit)
         advice = f"Remove or rename {path} to go on from the checkpoint before it."
-        with _as_storage_error(f"reading the checkpoint {path}", advice):
+        with as_storage_error(f"reading the checkpoint {path}", advice):
             arrays = self._orbax.restore(path / "arrays", args=how)
         restored = jax.tree.unflatten(treedef, [arrays[name] for name in names])
         if check:
@@ -184,8 +196,22 @@ class Checkpoints:
         if jax.process_index() == 0:
             for later in [later for later in self.steps() if later > step]:
                 self._remove(later)
+            if self._second:
+                self._second.discard_after(step)
         if jax.process_count() > 1:
             gather({"removed after": step})
+
+    def copy_newest(self) -> None:
+        """Has the second directory, if there is one, look for a step that it lacks; returns at once."""
+        if self._second and jax.process_index() == 0:
+            self._second.offer()
+
+    def settle(self, seconds: float) -> str:
+        """Waits so long for copies under way; a warning if the newest step is not in the second directory then."""
+        if not self._second or jax.process_index() != 0 or self._second.settle(seconds):
+            return ""
+        target, source = self._second.target, self._path(self.latest() or 0)
+        return f"{target} lacks the newest checkpoint. `maxtrain checkpoint copy {source} {target}` copies it."
 
     def wait(self) -> None:
         """Return when the last save is complete on the disk, for all processes.
@@ -211,6 +237,8 @@ class Checkpoints:
         finally:
             self._thread.shutdown()
             self._orbax.close()
+            if self._second:
+                self._second.close()
 
     def _path(self, step: int) -> Path:
         return self.directory / f"{step:08d}"
@@ -221,26 +249,24 @@ class Checkpoints:
     def _open(self, step: int | None) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         """Path, commit record and caller's record of a complete step (None: the newest) of a format that we know."""
         self.wait()
-        found = survey(self.directory)
-        complete = [number for number, defect in found.items() if not defect]
-        if not complete:
+        found, whole = survey(self.directory), complete(self.directory, self.second)
+        if not whole:
             lines = "".join(f"\n  {self._path(bad)}: {why}." for bad, why in found.items())
             raise StorageError(f"{self.directory} has no complete checkpoint.{lines} Check the path, or train from the start.")
-        step = complete[-1] if step is None else step
-        path = self._path(step)
-        if step not in complete:
-            defect, known = found.get(step, "there is no such step"), ", ".join(map(str, complete))
-            raise StorageError(f"{path} is not a complete checkpoint: {defect}. Complete steps: {known}. Ask for one of these.")
+        step = max(whole) if step is None else step
+        path = whole.get(step)
+        if path is None:
+            why, known = found.get(step, "there is no such step"), ", ".join(map(str, whole))
+            problem = f"{self._path(step)} is not a complete checkpoint: {why}. Complete steps: {known}"
+            raise StorageError(f"{problem}. Ask for one of these.")
         commit = read_commit(path)
         if commit["format"] > FORMAT:
             rule = f"has format {commit['format']}, written by {commit.get('versions')}; this version reads up to {FORMAT}"
             raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
-        return path, commit, _read_record(path)
+        return path, commit, read_record(path)
 
     def _remove(self, step: int) -> None:
-        os.rename(self._path(step), self._staging(step))  # first, so that half a step is never taken for one
-        failpoints.hit("during_removal", step)
-        shutil.rmtree(self._staging(step))
+        remove_step(self._path(step), lambda: failpoints.hit("during_removal", step))
 
     def _check_files(self, path: Path, commit: dict[str, Any]) -> None:
         """Every process reads its share of the files; DamagedError in all of them if one finds damage."""
@@ -264,7 +290,7 @@ class Checkpoints:
 
     def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
-        return _as_storage_error(f"saving step {step} to {self.directory}", advice, self._staging(step))
+        return as_storage_error(f"saving step {step} to {self.directory}", advice, self._staging(step))
 
     def _commit(self, step: int, record: str, commit: dict[str, Any], number: int) -> None:
         """In the background: when the arrays are written, write the rest, make it a checkpoint, and retire old ones.
@@ -295,10 +321,11 @@ class Checkpoints:
             sync(self.directory)
             failpoints.hit("after_commit", step, path)
             every, best = self._config.keep_every, json.loads(record).get("best", {}) if self._config.keep_best else {}
-            kept = {mark["step"] for mark in best.values()}
+            kept = {mark["step"] for mark in best.values()} | ({self._second.copying} if self._second else set())
             for old in self.steps()[: -self._config.keep]:
                 if old not in kept and (every is None or old % every):
                     self._remove(old)
+            self.copy_newest()
 
 
 def put_aside(damage: DamagedError) -> None:
@@ -317,33 +344,6 @@ def put_aside(damage: DamagedError) -> None:
         except StorageError as problem:
             error = problem
     raise_together(error)
-
-
-def latest_record(directory: Path, accept: Callable[[dict[str, Any]], bool] = lambda record: True) -> dict[str, Any] | None:
-    """The record of the newest complete checkpoint below a directory that `accept` takes, read without starting a device.
-
-    None: there is none. StorageError: one can't be read, or there are only damaged ones: starting afresh would hide that.
-    """
-    directory = directory.expanduser()
-    complete = [step for step, why in survey(directory).items() if not why]
-    records = (_read_record(directory / f"{step:08d}") for step in reversed(complete))
-    found = next(filter(accept, records), None)
-    if found is None and (bad := damaged(directory)):
-        lines = "".join(f"\n  {path}" for path in bad[:20])
-        mend = "Copy a good one there, or start afresh with another run_name"
-        raise StorageError(f"{directory} has no checkpoint to go on from, only damaged ones:{lines}\n{mend}.")
-    return found
-
-
-def saved_records(directory: Path) -> dict[int, dict[str, Any]]:
-    """The records of all complete checkpoints below a directory by step, ascending; StorageError: one can't be read."""
-    complete = [step for step, defect in survey(directory.expanduser()).items() if not defect]
-    return {step: _read_record(directory.expanduser() / f"{step:08d}") for step in complete}
-
-
-def _read_record(path: Path) -> dict[str, Any]:
-    with _as_storage_error(f"reading {path}", "Check the file's permissions."):
-        return json.loads((path / "record.json").read_bytes())
 
 
 def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
@@ -389,18 +389,3 @@ def _without_late_writes(before: Callable[[Any], object]) -> Callable[[Any], obj
 
     hook.__name__ = _without_late_writes.__name__
     return hook
-
-
-@contextlib.contextmanager
-def _as_storage_error(doing: str, advice: str, unfinished: Path | None = None) -> Iterator[None]:
-    """Turn what Orbax, its array store and the system raise into one error with a mend; remove what is left unfinished."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        if unfinished:
-            shutil.rmtree(unfinished, ignore_errors=True)  # its space is needed
-        what = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = what if len(what) < 300 else f"{what[:100]} ... {what[-160:]}"  # the cause comes last
-        raise StorageError(f"{doing} failed: {what}. {advice}") from error

@@ -10,6 +10,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import ConfigError
@@ -37,6 +38,7 @@ def problems_across(config: RunConfig) -> list[str]:
         _model,
         _kernel,
         _init,
+        _copies,
         _loss,
         _regularization,
         _optimizer,
@@ -138,6 +140,18 @@ def _kernel(c: RunConfig) -> Iterator[str]:
     if kernel.head_dim and (size > kernel.head_dim[0] or size % kernel.head_dim[1]):
         rule = f"needs heads of at most {kernel.head_dim[0]}, a multiple of {kernel.head_dim[1]}"
         yield f"{name} {rule}, and model.head_dim is {size}. Set model.head_dim=64, for example, or model.attention=xla."
+
+
+def _copies(c: RunConfig) -> Iterator[str]:
+    to = c.checkpoint.copy_to
+    if to is None:
+        for name, value in _changed(c.checkpoint, "copy_keep"):
+            yield f"checkpoint.{name}={value} is not used without checkpoint.copy_to. Set checkpoint.copy_to, or leave it out."
+    elif is_url(to):
+        mend = "Set checkpoint.copy_to to where it is mounted (gcsfuse, mountpoint-s3, rclone mount)"
+        yield f"checkpoint.copy_to={to} must be a directory, not a URL. {mend}."
+    elif Path(to).expanduser().absolute() == Path(c.output_dir).expanduser().absolute():
+        yield f"checkpoint.copy_to={to} is output_dir itself. Set checkpoint.copy_to to a directory on another disk."
 
 
 def _init(c: RunConfig) -> Iterator[str]:

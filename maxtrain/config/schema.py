@@ -230,6 +230,8 @@ class CheckpointConfig:
     keep_every: int | None = key(None, "also keep every checkpoint whose step is a multiple of this; null: none", low=1)
     keep_best: bool = key(False, "also keep the saved steps at which an evaluation set's loss is the best so far")
     asynchronous: bool = key(True, "write in the background while training goes on")
+    copy_to: str | None = key(None, "directory on another disk that good steps are copied to meanwhile; null: none")
+    copy_keep: int = key(3, "newest checkpoints kept there", low=1)
     init_from: str | None = key(None, "start from the weights of this Hugging Face directory; null: random")
 
 

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint import integrity, manager
 from maxtrain.checkpoint.integrity import encode_commit, find_damage, hash_files, read_commit, survey
-from maxtrain.checkpoint.manager import Checkpoints, latest_record, put_aside
+from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.config.schema import CheckpointConfig
 
 SYNC = CheckpointConfig(asynchronous=False, keep=100)

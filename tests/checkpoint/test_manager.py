@@ -22,7 +22,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import ConfigError, StorageError
 from maxtrain.checkpoint import manager
-from maxtrain.checkpoint.manager import FORMAT, Checkpoints, latest_record
+from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.manager import FORMAT, Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 
@@ -358,7 +359,8 @@ VICTIM = """
         published = lambda source, target: Path(target).name == "00000004"
         if instant == "rename": kill_at(os, "rename", published)
         if instant == "renamed": kill_at(os, "rename", published, after=True)
-        if instant == "retire": kill_at(shutil, "rmtree", lambda path, *a: path.name == ".00000002.partial")
+        retired = lambda path, *a: path.name == ".00000002.removed.partial" and path.exists()
+        if instant == "retire": kill_at(shutil, "rmtree", retired)
         if instant.isdecimal(): threading.Timer(int(instant) / 1000, die).start()
 
     for step in range(1, 1000):

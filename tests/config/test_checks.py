@@ -206,6 +206,13 @@ def pieces(text: str) -> list[str]:
             "schedule.power=1.0 is for polynomial, not for schedule.name=cosine",
             "schedule.name=polynomial",
         ),
+        (["checkpoint.copy_keep=2"], "checkpoint.copy_keep=2 is not used without checkpoint.copy_to", "Set checkpoint.copy_to"),
+        (
+            ["checkpoint.copy_to=gs://bucket/a"],
+            "checkpoint.copy_to=gs://bucket/a must be a directory",
+            "to where it is mounted",
+        ),
+        (["checkpoint.copy_to=runs"], "checkpoint.copy_to=runs is output_dir itself", "to a directory on another disk"),
         (["schedule.timescale=1"], "schedule.timescale=1 is for inverse_sqrt", "Set schedule.name=inverse_sqrt"),
         (["schedule.pieces=[{}]"], "is for pieces, not for schedule.name=cosine", "Set schedule.name=pieces"),
         (

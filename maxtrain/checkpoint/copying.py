@@ -1,0 +1,78 @@
+"""Whole steps as files: copied to another folder, whole or not at all, and removed. Needs no device."""
+
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import DamagedError, StorageError
+from maxtrain.checkpoint.integrity import BLOCK_BYTES, find_damage, read_commit, sync
+
+_CHUNK_BYTES = 1 << 20
+
+
+def copy_step(source: Path, folder: Path, read_back: bool = False, before_commit: Callable[[], object] = lambda: None) -> Path:
+    """Copies a step below another folder, checked while it is read, with its commit record last and its name after that.
+
+    A step of that name is replaced. With `read_back` the copy is read again and checked before it gets its name.
+    `before_commit` is called when all but the commit record is copied.
+
+    Raises:
+        DamagedError: the source is not what was saved.
+        StorageError: the copy is not like it.
+        OSError: reading or writing failed; nothing of the copy is left but the folder.
+    """
+    final, partial = folder / source.name, folder / f".{source.name}.partial"
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(partial, ignore_errors=True)  # of a copy that was killed
+    try:
+        try:
+            text, commit = (source / "commit.json").read_bytes(), read_commit(source)
+        except ValueError as error:
+            raise DamagedError(source, f"commit.json: {error}") from error
+        for name, entry in commit["files"].items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            if what := _copy_file(source / name, partial / name, entry):
+                raise DamagedError(source, f"{name}: {what}")
+        before_commit()
+        (partial / "commit.json").write_bytes(text)
+        sync(*sorted(partial.rglob("*")), partial)
+        if read_back and (what := find_damage(partial, read_commit(partial)["files"])):
+            raise StorageError(f"{final}: the copy is not like {source}: {what}. Check that disk, then copy again.")
+        if final.exists():
+            remove_step(final)
+        os.rename(partial, final)
+        sync(folder)
+    except Exception:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
+    """Copies one file; what is wrong with the source, by its size and, unless it is of format 1, by its hashes."""
+    size, crcs = 0, []
+    with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as written:
+        while chunk := read.read(min(_CHUNK_BYTES, BLOCK_BYTES - size % BLOCK_BYTES)):
+            if size % BLOCK_BYTES == 0:
+                crcs.append(0)
+            crcs[-1] = zlib.crc32(chunk, crcs[-1])
+            view = memoryview(chunk)
+            while view:
+                view = view[written.write(view) :]
+            size += len(chunk)
+    found, expected = [f"{crc:08x}" for crc in crcs], entry.get("crc32")
+    if size != entry["bytes"]:
+        return f"has {size:,} bytes instead of {entry['bytes']:,}"
+    return "" if expected in (None, found) else f"crc32 {expected} of its blocks was written, {found} is there"
+
+
+def remove_step(path: Path, before_files: Callable[[], object] = lambda: None) -> None:
+    """Removes a step, which ceases to be one first: half of it is never taken for one."""
+    partial = path.with_name(f".{path.name}.removed.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    os.rename(path, partial)
+    before_files()
+    shutil.rmtree(partial)
