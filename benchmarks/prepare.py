@@ -74,9 +74,10 @@ def report() -> str:
             out, work = Path(root) / "out", Path(root) / "work"
             for folder in (out, work):
                 shutil.rmtree(folder, ignore_errors=True)
-            digests = Digests(work / "digests", 0) if dedupe else None
+            folder = work / "digests"
+            digests = Digests(folder, 0) if dedupe else None
             if digests:
-                find_duplicates(digests.folder, units, "replace", here, lambda size: None)
+                find_duplicates(folder, folder, units, "replace", here, lambda size: None)
             build_part(out, work / "records", units, tokenizer, "append", "replace", here, lambda size: None, digests)
 
         jobs = {

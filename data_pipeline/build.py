@@ -89,7 +89,7 @@ def _count(problems: Problems, kind: str, count: int, left_out: int, examples: l
 
 
 def train_tokenizer(
-    spec: str, eod: str, units: list[Unit], on_bad: str, seen: Callable[[int], None], digests: Path | None = None
+    spec: str, eod: str, units: list[Unit], on_bad: str, seen: Callable[[int], None], digests: Path | RemotePath | None = None
 ) -> Tokenizer:
     """Train the tokenizer that `spec` asks for, "chars" or "bpe:SIZE", on the units; `seen` gets input bytes when read.
 
@@ -108,18 +108,22 @@ def train_tokenizer(
     return train_bpe(texts(), int(spec.removeprefix("bpe:")))
 
 
-def find_duplicates(folder: Path, units: list[Unit], on_bad: str, run: Run, seen: Callable[[int], None]) -> None:
+def find_duplicates(
+    folder: Path | RemotePath, here: Path, units: list[Unit], on_bad: str, run: Run, seen: Callable[[int], None]
+) -> None:
     """Find, for all units of all parts, in order, which documents repeat an earlier one; goes on where it was interrupted.
 
-    Fills `folder` with files of `Digests`. `seen` gets input bytes as they are read. For errors see `build_part`.
+    Fills `folder`, which all workers see, with files of `Digests`; `here` is one of this machine, for what is compared, or the
+    same. `seen` gets input bytes as they are read. For errors see `build_part`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    for each in (folder, here):
+        each.mkdir(parents=True, exist_ok=True)
     tasks = [(Digests(folder, number), unit, on_bad) for number, unit in enumerate(units)]
     done = {*folder.iterdir()}
     todo = [task for task in tasks if task[0].path not in done]
     seen(sum(map(unit_bytes, units)) - sum(unit_bytes(unit) for _, unit, _ in todo))
     _work(run, _digest_unit, todo, seen)
-    compare(folder, len(units))
+    compare(folder, len(units), here)
 
 
 def _digest_unit(digests: Digests, unit: Unit, on_bad: str) -> None:
@@ -128,14 +132,14 @@ def _digest_unit(digests: Digests, unit: Unit, on_bad: str) -> None:
 
 def encode_unit(
     record: Path | RemotePath, unit: Unit, directory: Path | RemotePath, tokenizer: tuple[str, int | None], eod: str,
-    on_bad: str, digests: Digests | None = None,
+    on_bad: str, digests: Digests | None = None, here: Path | None = None,
 ) -> None:  # fmt: skip
     """Write the shard of a unit, unless it has no text, and after it the unit's record; both are named by its number.
 
-    `tokenizer`: sha256 and eod_id of the one in the directory. `digests`: see `usable`.
+    `tokenizer`: sha256 and eod_id of the one in the directory. `digests`: see `usable`. `here`: see `build_part`.
     """
     worker = _tokenizer(directory / TOKENIZER, *tokenizer)
-    beside = record.parent if isinstance(record, Path) else None  # None: where the system keeps temporary files
+    beside = record.parent if isinstance(record, Path) else here if here and here.is_dir() else None  # None: the system's
     with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=beside) as name:  # of this attempt: there may be another
         own, shards, problems = Path(name), [], {}
         writer = ShardWriter(own, f"tokens-{record.stem}", worker.vocab_size)
@@ -196,14 +200,15 @@ def _work(run: Run, job: Job, tasks: Tasks, seen: Callable[[int], None]) -> None
 
 def build_part(
     directory: Path | RemotePath, work: Path | RemotePath, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str,
-    run: Run, seen: Callable[[int], None], digests: Digests | None = None, **origin: Any,
+    run: Run, seen: Callable[[int], None], digests: Digests | None = None, here: Path | None = None, **origin: Any,
 ) -> int:  # fmt: skip
     """Build one directory of shards, or go on with one: shards and, last, the manifest; `work` has records of finished units.
 
     `eod`: "append" the end-of-document token to each document, or "none". `on_bad`: "raise", "skip" or "replace" text that is
-    not clean. `seen` gets input bytes as they are done. `digests`: of the first unit, if duplicates
-    are to be left out. `origin` has fields of the manifest: sources, settings, command. Returns how many tokens were made now,
-    not by an earlier call. DataError: bad input, or no document at all. TryAgainError: a worker was lost.
+    not clean. `seen` gets input bytes as they are done. `digests`: of the first unit, if duplicates are to be left out. `here`:
+    a folder for shards that are made and then sent to a URL, on machines that have it. `origin` has fields of the manifest:
+    sources, settings, command. Returns how many tokens were made now, not by an earlier call. DataError: bad input, or no
+    document at all. TryAgainError: a worker was lost.
     """
     for folder in (directory, work):
         folder.mkdir(parents=True, exist_ok=True)
@@ -212,7 +217,7 @@ def build_part(
     done = {*work.iterdir()}  # by listing: a file system of many machines may remember for a while that a name was not there
     identity = tokenizer.sha256, tokenizer.eod_id
     tasks = [
-        (record, unit, directory, identity, eod, on_bad, digests and digests._replace(number=digests.number + number))
+        (record, unit, directory, identity, eod, on_bad, digests and digests._replace(number=digests.number + number), here)
         for number, (record, unit) in enumerate(zip(names, units))
     ]
     todo = [task for task in tasks if task[0] not in done]

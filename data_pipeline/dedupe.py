@@ -3,11 +3,13 @@
 Each unit of work gets a file of the digests of its documents, as they are used: sorted, one of each, and apart from them the
 documents that repeat another of the same unit. So a text is at most once in a unit's table, however often it is in the input,
 and a range of digests is a slice of every table. The ranges are compared one after the other; each leaves a file of the
-documents that repeat one of an earlier unit. A unit's own table is made the same way, of sorted runs of its documents. All
-files are written atomically: what is there need not be done again.
+documents that repeat one of an earlier unit. A unit's own table is made the same way, of sorted runs of its documents. In the
+end each unit has a file that says which of its documents are left out. All files are written atomically: what is there need not
+be done again.
 """
 
 import bisect
+import concurrent.futures
 import hashlib
 import itertools
 import os
@@ -18,11 +20,14 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
+from data_pipeline.remote import RemotePath
 from data_pipeline.shards import ATTEMPT, move_into, write_atomic
+from data_pipeline.shards.files import map_read_only
 from data_pipeline.sources.document import Document
 
 DUPLICATE = "duplicate of an earlier document"
 _COMPARED = 1 << 20  # digests at a time, about: 70 bytes each while they are sorted or compared
+_AT_ONCE = 8  # files that are sent to a URL, or fetched, at the same time
 _PLACE_BITS = 32  # of a place: unit << 32 | number of the document in it
 _U8 = np.dtype("<u8")
 
@@ -52,13 +57,14 @@ class _Table(NamedTuple):
 
 
 class Digests(NamedTuple):
-    """The digests of one unit: its file in `folder`, and what `compare` found out about it."""
+    """The digests of one unit: its file in `folder`, and what `compare` found out about it. Where work is done on several
+    machines, all of them see the folder."""
 
-    folder: Path
+    folder: Path | RemotePath
     number: int  # of the unit: earlier units have lower ones
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Path | RemotePath:
         return self.folder / f"{self.number:05d}.digests"
 
     @property
@@ -68,7 +74,8 @@ class Digests(NamedTuple):
 
     def save(self, documents: Iterable[Document]) -> None:
         """Write the file: how many documents and rows; a bit for each document, 1 if it repeats; the table of the rows."""
-        with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=self.folder) as name:  # of this attempt: there may be another
+        beside = self.folder if isinstance(self.folder, Path) else None  # None: where the system keeps temporary files
+        with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=beside) as name:  # of this attempt: there may be another
             own, runs, count = Path(name), [], 0
             for batch in itertools.batched(map(digest, documents), _COMPARED):
                 rows = np.empty((len(batch), 3), _U8)
@@ -90,20 +97,15 @@ class Digests(NamedTuple):
                 os.fsync(file.fileno())
             move_into(self.folder, [own / self.path.name])
 
-    def table(self) -> _Table:
-        count, kept = np.fromfile(self.path, _U8, 2).tolist()
-        return _Table(self.path, kept, 16 + -(-count // 64) * 8)
+    @property
+    def answer(self) -> Path | RemotePath:
+        """A file: how many documents, then a bit for each, 1 if it repeats an earlier one, of this unit or another."""
+        return self.path.with_suffix(".repeated")
 
     def repeated(self) -> bytes:
-        """One byte for each document of the unit: 1 if it repeats an earlier one, of this unit or another."""
-        (count,) = np.fromfile(self.path, _U8, 1).tolist()
-        flags = np.unpackbits(np.fromfile(self.path, np.uint8, -(-count // 8), offset=16), count=count)
-        for path in self.folder.glob("*.repeats"):
-            if path.stat().st_size:
-                places = np.memmap(path, _U8, "r")
-                first, last = places.searchsorted(np.array([self.base, self.base + (1 << _PLACE_BITS)], _U8))
-                flags[(places[first:last] - np.uint64(self.base)).astype(np.int64)] = 1
-        return flags.tobytes()
+        """One byte for each document of the unit: 1 if it repeats an earlier one."""
+        content = np.frombuffer(self.answer.read_bytes(), np.uint8)
+        return np.unpackbits(content[8:], count=int(content[:8].view(_U8)[0])).tobytes()
 
 
 def digest(document: Document) -> bytes:
@@ -120,11 +122,39 @@ def digest(document: Document) -> bytes:
     return result.digest()
 
 
-def compare(folder: Path, num_units: int) -> None:
-    """Find the documents that repeat one of an earlier unit, from the digests of all units of the folder."""
-    done = {int(path.stem) for path in folder.glob("*.repeats")}
-    for number, rows in _merged([Digests(folder, number).table() for number in range(num_units)], done):
-        write_atomic(folder / f"{number:05d}.repeats", np.sort(rows[_repeats(rows), 2]).tobytes())
+def compare(folder: Path | RemotePath, num_units: int, here: Path) -> None:
+    """Find the documents that repeat an earlier one, from the digests of all units of the folder; leaves the answer of each.
+
+    `here`: a folder of this machine for what is compared; the same folder, if that is one.
+    """
+    units, names = [Digests(folder, number) for number in range(num_units)], {path.name for path in folder.iterdir()}
+    local, here_already = [here / unit.path.name for unit in units], {path.name for path in here.iterdir()}
+    with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
+        todo = [unit.path for unit in units if unit.path.name not in here_already and isinstance(unit.path, RemotePath)]
+        list(pool.map(lambda path: path.download(here / path.name), todo))
+        ranges = {int(path.stem) for path in here.glob("*.repeats")}
+        for number, rows in _merged(list(map(_table, local)), ranges):
+            write_atomic(here / f"{number:05d}.repeats", np.sort(rows[_repeats(rows), 2]).tobytes())
+        sizes = {path: path.stat().st_size for path in here.glob("*.repeats")}
+        places = [map_read_only(path, size).view(_U8) for path, size in sizes.items() if size]
+        todo = [(unit, path) for unit, path in zip(units, local) if unit.answer.name not in names]
+        list(pool.map(lambda pair: write_atomic(pair[0].answer, _answer(pair[1], pair[0].base, places)), todo))
+
+
+def _table(path: Path) -> _Table:
+    """The table of a unit, of the local file of its digests."""
+    count, kept = np.fromfile(path, _U8, 2).tolist()
+    return _Table(path, kept, 16 + -(-count // 64) * 8)
+
+
+def _answer(path: Path, base: int, places: list[np.ndarray]) -> bytes:
+    """What the file of an answer holds, of the local file of a unit's digests and all places, sorted, that ranges found."""
+    (count,) = np.fromfile(path, _U8, 1).tolist()
+    flags = np.unpackbits(np.fromfile(path, np.uint8, -(-count // 8), offset=16), count=count)
+    for found in places:
+        first, last = found.searchsorted(np.array([base, base + (1 << _PLACE_BITS)], _U8))
+        flags[(found[first:last] - np.uint64(base)).astype(np.int64)] = 1
+    return np.array([count], _U8).tobytes() + np.packbits(flags).tobytes()
 
 
 def _merged(tables: list[_Table], done: Iterable[int] = ()) -> Iterator[tuple[int, np.ndarray]]:

@@ -47,6 +47,7 @@ _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.
   {_PROGRAM} show OUT/train --document 3
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask, in colour
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
+_OF = "of.json"  # in a scratch folder of this machine: which output it is of
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
 _PARTS = ("train", "eval")  # folders of the output, if something is held out
 _FILES = r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan|manifest\.json|tokenizer\.json|prepare\.json"
@@ -217,6 +218,8 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
     request, out = _request(arguments, command), arguments.out
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
+    if str(out).startswith("memory://"):
+        raise UsageError(f"{out}: is the memory of one process, and gone with it. Name a directory, or an s3:// or gs:// URL.")
     wanted = _wanted(out, request)
     scratch = _scratch(out, wanted, arguments.cache)
     for folder in (out, scratch):
@@ -224,6 +227,9 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
     lock = os.open(out if isinstance(out, Path) else scratch, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if isinstance(out, RemotePath):
+            write_atomic(scratch / _OF, json.dumps({"out": str(out), "wanted": wanted}).encode())
+            _tidy(scratch)
         _make_way(out, wanted, request, arguments.overwrite)
         made, started = 0, time.perf_counter()
         already = all((out / part / MANIFEST).exists() for part in request.parts)
@@ -258,6 +264,27 @@ def _scratch(out: Path | RemotePath, wanted: dict[str, Any], cache: str) -> Path
         return out / _WORK
     build = f"{out} {json.dumps(wanted, sort_keys=True)}"  # another machine may have begun something else there since
     return Path(cache).expanduser() / "prepare" / hashlib.sha256(build.encode()).hexdigest()[:16]
+
+
+def _tidy(own: Path) -> None:
+    """Remove scratch folders, beside our own, of outputs that were finished elsewhere, or given up; name the others."""
+    for folder in sorted(path for path in own.parent.iterdir() if path != own and path.is_dir()):
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            of = json.loads((folder / _OF).read_bytes())
+            out, wanted = RemotePath(of["out"]), of["wanted"]
+            begun = (out / _STATE).exists() and json.loads((out / _STATE).read_bytes()) == wanted
+            if begun and not all((out / part / MANIFEST).exists() for part in (_PARTS if wanted["holdout"] else ("",))):
+                raise StorageError("it is not finished")
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            pass  # a prepare is at work there
+        except (OSError, ValueError, LookupError) as error:
+            mend = "Run its command again, or remove the folder"
+            print(f"{folder}: is kept of a prepare that was interrupted ({error}). {mend}.", file=sys.stderr)
+        finally:
+            os.close(lock)
 
 
 def _wanted(out: Path | RemotePath, request: _Request) -> dict[str, Any]:
@@ -339,8 +366,8 @@ def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run) -> i
 
         digests = None
         if settings.get("dedupe"):
-            digests, everything = work / "duplicates", [*itertools.chain(*units.values())]
-            find_duplicates(digests, everything, on_bad, run, task("duplicates", everything))
+            digests, everything = out / _WORK / "duplicates", [*itertools.chain(*units.values())]
+            find_duplicates(digests, work / "duplicates", everything, on_bad, run, task("duplicates", everything))
         tokenizer = request.tokenizer
         if tokenizer is None:
             if not (work / TOKENIZER).exists():
@@ -354,7 +381,7 @@ def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run) -> i
         for part, mine in units.items():
             seen, start = task(part or "tokens", mine), digests and Digests(digests, before)
             records = out / _WORK / (part or "all")
-            made += build_part(out / part, records, mine, tokenizer, eod, on_bad, run, seen, start, **request.origin)
+            made += build_part(out / part, records, mine, tokenizer, eod, on_bad, run, seen, start, work, **request.origin)
             before += len(mine)
     return made
 

@@ -85,6 +85,14 @@ class RemotePath:
         _persist(self, "writing", lambda fs, path: (fs.makedirs(fs._parent(path), exist_ok=True), fs.put_file(str(file), path)))
         self._arrived(file.stat().st_size)
 
+    def download(self, file: Path) -> None:
+        """Copy this to a local file, which is there when all of it is."""
+        part = file.with_name(f".{file.name}.tmp")
+        _persist(self, "reading", lambda fs, path: fs.get_file(path, str(part)))
+        if (expected := self.found().size) != part.stat().st_size:
+            raise StorageError(f"{self}: {part.stat().st_size} of {expected} bytes arrived. Run the same command again.")
+        part.replace(file)
+
     def _arrived(self, size: int) -> None:
         if (found := self.found().size) != size:
             raise StorageError(f"{self}: {size} bytes were written, but {found} are there. Run the same command again.")

@@ -33,9 +33,9 @@ def test_all_but_the_first_are_found(units, at_once):
         digests = [dedupe.Digests(Path(folder), number) for number in range(len(units))]
         for each, unit in zip(digests, units):
             each.save(Document(str(value), "") for value in unit)
-        dedupe.compare(Path(folder), len(units))
+        dedupe.compare(Path(folder), len(units), Path(folder))
         before = {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
-        dedupe.compare(Path(folder), len(units))
+        dedupe.compare(Path(folder), len(units), Path(folder))
         assert {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()} == before
         assert [[bool(flag) for flag in each.repeated()] for each in digests] == wanted
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 import random
 import struct
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_pipeline import build, prepare, remote
+from data_pipeline import build, prepare, remote, runner
 from data_pipeline.errors import DataError
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import Manifest
@@ -165,6 +166,75 @@ def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, m
     assert contents(place(url) / "killed") == wanted and kills == 12
     units = len(set(encoded))
     assert units > 4 and len(encoded) <= units + 12, "a finished unit is not done again"
+
+
+def test_scratch_of_an_output_that_was_finished_elsewhere_is_removed(url, tmp_path, run, monkeypatch, capsys):
+    """This machine is interrupted in three builds; another one finishes one of them, and begins one with other settings."""
+    write_inputs(tmp_path / "in")
+    text, scratch = tmp_path / "in" / "texts" / "*.txt", tmp_path / "cache" / "prepare"
+    command = ("--text", text, "--tokenizer", "bpe:300", "--dedupe")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "encode_unit", interrupted)
+        for name in "abc":
+            run(f"{url}/{name}", *command, code=75)
+        assert len(list(scratch.iterdir())) == len(list(scratch.glob("*/tokenizer.json"))) == 3
+        elsewhere = ("--workers", "1", "--cache", str(tmp_path / "elsewhere"))
+        again = [str(word) for word in (f"{url}/b", *command, "--on-bad", "skip", "--overwrite")]
+        assert prepare.main([*again, *elsewhere]) == 75
+    assert prepare.main([f"{url}/a", *map(str, command), *elsewhere]) == 0
+    capsys.readouterr()
+    assert prepare.main([f"{url}/d", *map(str, command), "--workers", "1", "--cache", str(tmp_path / "cache")]) == 0
+    (left,) = scratch.iterdir()
+    assert json.loads((left / "of.json").read_bytes())["out"] == f"{url}/c"
+    assert f"{left}: is kept of a prepare that was interrupted (it is not finished). Run its command" in capsys.readouterr().err
+    assert "complete" in run(f"{url}/c", *command) and not list(scratch.iterdir())
+
+
+def test_workers_need_nothing_of_the_machine_where_the_command_runs(url, tmp_path, run, monkeypatch):
+    """As on the machines of a cluster: while a task runs, there is no folder of the command's own."""
+    write_inputs(tmp_path / "in")
+    send(tmp_path / "in", f"{url}/in")
+    command = ("--jsonl", f"{url}/in/*.jsonl.*", "--text", f"{url}/in/texts/*.txt", "--tokenizer", "bpe:300", "--dedupe")
+    monkeypatch.setattr(build, "_UNIT_BYTES", (1 << 11, 1 << 11))
+    run(f"{url}/here", *command, "--holdout", "0.2")
+    tasks_run = []
+
+    def elsewhere(_, job, tasks):
+        for task in tasks:
+            (tmp_path / "cache").rename(tmp_path / "unseen")
+            pickle.loads(pickle.dumps(job))(*pickle.loads(pickle.dumps(task)))
+            assert not (tmp_path / "cache").exists()
+            (tmp_path / "unseen").rename(tmp_path / "cache")
+            tasks_run.append(task)
+            yield task
+
+    monkeypatch.setattr(runner, "run_local", elsewhere)
+    run(f"{url}/there", *command, "--holdout", "0.2")
+    one, two = (contents(place(f"{url}/{name}")) for name in ("here", "there"))
+    assert one == two and len(tasks_run) > 10
+    kept = [Manifest.load(place(f"{url}/there/{part}")).num_documents for part in ("train", "eval")]
+    assert sum(kept) == len(TEXTS) and min(kept) > 0
+
+
+def test_outputs_that_no_other_process_would_find(tmp_path, run):
+    pytest.importorskip("fsspec")
+    (tmp_path / "a.txt").write_text("text")
+    error = run("memory://out", "--text", tmp_path / "a.txt", code=64)
+    assert "memory://out: is the memory of one process, and gone with it. Name a directory, or an s3://" in error
+
+
+def test_a_service_whose_package_is_missing_says_what_to_install(tmp_path, run, monkeypatch):
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    (tmp_path / "a.txt").write_text("text")
+    for out, given in (("gs://bucket/out", tmp_path / "a.txt"), (tmp_path / "out", "gs://bucket/*.txt")):
+        error = run(out, "--text", given, code=64)
+        assert "gs://bucket/" in error and "needs a package for gs:// (" in error
+        assert "Install it: pip install 'maxtrain[gcs]'" in error and not (tmp_path / "out").exists()
 
 
 def test_a_changed_input_is_noticed(url, tmp_path, run):

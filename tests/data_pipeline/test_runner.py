@@ -14,7 +14,9 @@ import tokenizers
 
 from data_pipeline import build, prepare, runner
 from data_pipeline.errors import StorageError, TryAgainError
+from data_pipeline.remote import place
 from data_pipeline.runner import open_runner
+from data_pipeline.shards import Manifest
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Document, Piece
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
@@ -91,6 +93,34 @@ def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(inputs, tmp_pat
     assert "tokens/s, on ray" in capsys.readouterr().out
     assert contents(tmp_path / "two") == wanted
     assert sum(path.stat().st_mtime_ns == time for path, time in shards.items()) >= len(done)
+
+
+@pytest.mark.processes
+def test_a_cluster_leaves_out_duplicates_behind_a_url(inputs, tmp_path, on_ray, s3_server):
+    """Which nothing but the bucket is shared for; variables of the service are given as `ray.init` takes them."""
+    bucket = place(f"s3://bucket/{tmp_path.name}")
+    for file in (*Path().glob("*.txt"), Path("lines.jsonl")):
+        (bucket / "in" / file.name).upload(file)
+    given = [
+        "--text",
+        f"{bucket}/in/*.txt",
+        "--jsonl",
+        f"{bucket}/in/*.jsonl",
+        "--dedupe",
+        "--on-bad",
+        "skip",
+        "--cache",
+        "cache",
+    ]
+    names = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    variables = "runtime_env=" + json.dumps({"env_vars": names})
+    assert prepare.main([f"{bucket}/one", *given, "--workers", "1"]) == 0
+    assert prepare.main([f"{bucket}/two", *given, *on_ray, variables]) == 0
+    one, two = (
+        {str(f.path)[len(str(bucket)) + 5 :]: f.path.read_bytes() for f in (bucket / name).files()} for name in ("one", "two")
+    )
+    assert one == two and len(one) > 4
+    assert Manifest.load(bucket / "two").num_documents == 700
 
 
 @pytest.mark.processes
