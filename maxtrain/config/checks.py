@@ -40,6 +40,7 @@ def problems_across(config: RunConfig) -> list[str]:
         _init,
         _copies,
         _loss,
+        _unread,
         _regularization,
         _optimizer,
         _anomaly,
@@ -177,13 +178,24 @@ def _init(c: RunConfig) -> Iterator[str]:
 
 
 def _loss(c: RunConfig) -> Iterator[str]:
-    loss = c.loss
-    for name, value in () if loss.adversarial else _changed(loss, "adversarial_radius", "adversarial_steps"):
-        yield f"loss.{name}={show(value)} is not used without loss.adversarial. Set loss.adversarial=1, or leave it out."
     if c.optimizer.normalize == "sequences" and c.data.attend_across_documents and c.data.packing != "pad":
         rule = "is a mean over documents, and data.attend_across_documents=true makes one of all documents in a row"
         mend = "Set data.attend_across_documents=false, or optimizer.normalize=tokens"
         yield f"optimizer.normalize=sequences {rule}. {mend}."
+
+
+def _unread(c: RunConfig) -> Iterator[str]:
+    """Keys that another one, at this value, leaves without a reader."""
+    d, rope = c.data, ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
+    for prefix, section, names, key, off, mend in (
+        ("loss.", c.loss, ("adversarial_radius", "adversarial_steps"), "loss.adversarial", 0.0, 1),
+        ("model.", c.model, rope, "model.rope_scaling", "none", "llama3"),
+        ("data.corruption.", d.corruption, ("span", "token_id"), "data.corruption.rate", 0.0, 0.15),
+        ("data.", d, ("fill_patience",), "data.min_fill", 0.0, 0.5),
+        ("data.", d, ("on_long",), "data.packing", "stream", "bins"),
+    ):
+        for name, value in _changed(section, *names) if getattr(section, key.rpartition(".")[2]) == off else ():
+            yield f"{prefix}{name}={show(value)} is not used with {key}={off}. Set {key}={mend}, or leave it out."
 
 
 def _regularization(c: RunConfig) -> Iterator[str]:

@@ -112,7 +112,23 @@ def pieces(text: str) -> list[str]:
             "init_from=null",
         ),
         # loss
-        (["loss.adversarial_steps=3"], "loss.adversarial_steps=3 is not used without", "Set loss.adversarial=1"),
+        (
+            ["loss.adversarial_steps=3"],
+            "loss.adversarial_steps=3 is not used with loss.adversarial=0",
+            "Set loss.adversarial=1",
+        ),
+        (
+            ["model.rope_factor=4"],
+            "model.rope_factor=4.0 is not used with model.rope_scaling=none",
+            "model.rope_scaling=llama3",
+        ),
+        (
+            ["data.corruption.span=3"],
+            "data.corruption.span=3.0 is not used with data.corruption.rate=0",
+            "corruption.rate=0.15",
+        ),
+        (["data.fill_patience=3"], "data.fill_patience=3 is not used with data.min_fill=0.0", "Set data.min_fill=0.5"),
+        (["data.on_long=skip"], "data.on_long=skip is not used with data.packing=stream", "Set data.packing=bins"),
         (
             ["optimizer.normalize=sequences", "data.attend_across_documents=true"],
             "optimizer.normalize=sequences is a mean over documents, and data.attend_across_documents=true",
@@ -314,6 +330,8 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["anomaly.dead=rollback", "anomaly.leave_out=3", "anomaly.max_rollbacks=9"],
         ["data.repeated=rollback", "anomaly.leave_out=3", "anomaly.max_rollbacks=9"],
         ["data.repeated=skip", "anomaly.max_rollbacks=9"],
+        ["model.rope_scaling=llama3", "model.rope_factor=4", "data.packing=pad", "data.on_long=skip"],
+        ["data.corruption.rate=0.1", "data.corruption.token_id=3", "data.min_fill=0.1", "data.fill_patience=3"],
         [*OTHER_END, "schedule.name=constant", "optimizer.learning_rate=1e-5"],
         ["loss_scale.mode=static", "loss_scale.initial=1024", "loss.adversarial=1", "loss.adversarial_radius=2"],
         ["precision.params=bfloat16", "optimizer.beta2=0.99", "checkpoint.init_from=hf", "init.mup_base_width=64"],
