@@ -1,24 +1,37 @@
 """The stricter world tests run in: eight devices, strict dtypes, checked shapes, and compiled programs kept between runs.
 
+Tests of what programs do compile them without LLVM's optimizations, in half the time; those of roundings and bits as users do.
+
 `MAXTRAIN_TEST_PLATFORM=cuda` (or tpu) runs the tests on real devices instead of eight simulated CPUs. Tests of rooms that
 need no jax do not pay for its import when they run alone.
 """
 
 import functools
+import logging
 import os
+import random
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jaxtyping
+import pytest
 
 TESTS = Path(__file__).parent
 ROOMS_WITHOUT_JAX = ("data_pipeline", "config")
+COMPILED_QUICKLY = ("test_quickstart", "test_train_")  # beginnings of paths
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
 CACHE = Path("~/.cache/maxtrain/jax-tests").expanduser()
 CACHE_DAYS = 30
 PLATFORM = os.environ.get("MAXTRAIN_TEST_PLATFORM", "cpu")
 
-# In the environment, so that processes started by tests are on the same platform; before anything imports jax.
+# In the environment, so that processes started by tests have the same platform and cache; before anything imports jax.
 os.environ["JAX_PLATFORMS"] = "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu"
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+# Tests compile many small programs: keeping all of them made a second run 3.5 times faster, a threshold of 50 ms only 1.2.
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Every call into maxtrain checks its shapes and types. The tower: an int is fine where a float is asked for, as in PEP 484.
 jaxtyping.install_import_hook("maxtrain", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
@@ -32,10 +45,6 @@ def set_up_jax() -> None:
     if PLATFORM == "cpu":
         jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    jax.config.update("jax_compilation_cache_dir", str(CACHE))
-    # Tests compile many small programs: keeping all of them made a second run 3.5 times faster, a threshold of 50 ms only 1.2.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # The cache's own limit reads the whole directory at every write, so old entries are removed here.
     for entry in CACHE.glob("*-cache"):
         if time.time() - entry.stat().st_mtime > CACHE_DAYS * 86_400:
@@ -46,3 +55,65 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
     """Before a test module is imported: jax is set up, unless its room does without."""
     if module_path.is_relative_to(TESTS) and module_path.relative_to(TESTS).parts[0] not in ROOMS_WITHOUT_JAX:
         set_up_jax()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(request: pytest.FixtureRequest) -> None:
+    """Programs of a module, and of the processes that it starts, are compiled quickly, or as users compile them."""
+    quick = PLATFORM == "cpu" and request.path.relative_to(TESTS).as_posix().startswith(COMPILED_QUICKLY)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
+    if (jax := sys.modules.get("jax")) and jax.config.values["jax_disable_most_optimizations"] != quick:
+        jax.config.update("jax_disable_most_optimizations", quick)
+        jax.clear_caches()  # of programs that were compiled the other way
+
+
+@pytest.fixture(scope="module")
+def this_process() -> Iterator[None]:
+    """What a run does to its process is kept from the tests after it; Optax promotes counts to floats silently."""
+    import jax  # noqa: PLC0415
+
+    from maxtrain.parallel import distributed  # noqa: PLC0415
+
+    level, precision = logging.getLogger("absl").level, jax.config.jax_default_matmul_precision
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
+        patch.setattr(distributed, "keep_host_memory", lambda: "")
+        yield
+    jax.config.update("jax_default_matmul_precision", precision)
+    logging.getLogger("absl").setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def tiny_run() -> Callable[..., Path]:
+    """Makes a folder of made-up text, its shards in `data`, and a config file of a tiny run beside them."""
+    import yaml  # noqa: PLC0415
+
+    from data_pipeline import prepare  # noqa: PLC0415
+
+    def make(folder: Path, *options: str, texts: int = 40, **sections: object) -> Path:
+        """The config file. `options` are of prepare; `sections` replace keys, or add to those of a section."""
+        rng = random.Random(0)
+        for number in range(texts):
+            (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
+        assert prepare.main([str(folder / "data"), "--text", f"{folder}/*.txt", "--workers", "1", *options]) == 0
+        train = folder / "data" / "train" if "--holdout" in options else folder / "data"
+        values = {
+            "output_dir": str(folder / "runs"),
+            "log_interval": 1,
+            "eval_interval": 0,
+            "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
+            "data": {"sources": {"text": {"path": str(train), "epochs": None}}, "seq_length": 32, "batch_size": 8},
+            "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
+            "observe": {
+                "progress": "plain",
+                "tensorboard": False,
+                "plot": False,
+                "peak_tflops": 1.0,
+                "compilation_cache": None,
+            },
+        }
+        for name, value in sections.items():
+            values[name] = values.get(name, {}) | value if isinstance(value, dict) else value
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+        return folder / "tiny.yaml"
+
+    return make

@@ -1,58 +1,27 @@
 """Runs and their checkpoints, made by the clock, and damaged: going on ends at the same weights, bit for bit."""
 
 import itertools
-import logging
 import os
-import random
 import shutil
 import types
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
-import yaml
 
-from data_pipeline import prepare
 from maxtrain import failpoints
 from maxtrain.checkpoint import manager
 from maxtrain.checkpoint.listing import saved_records
 from maxtrain.config import load_config
-from maxtrain.parallel import distributed
 from maxtrain.train import main
 
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    """As in test_train.py."""
-    level = logging.getLogger("absl").level
-    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.setattr(distributed, "keep_host_memory", lambda: "")
-        yield
-    logging.getLogger("absl").setLevel(level)
+pytestmark = pytest.mark.usefixtures("this_process")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> Path:
+def trained(tmp_path_factory, tiny_run) -> Path:
     """Config beside its data, and a run of 12 steps with checkpoints at 4, 8 and 12."""
-    folder, rng = tmp_path_factory.mktemp("damage"), random.Random(0)
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
-    assert prepare.main([str(folder / "data"), "--text", f"{folder}/*.txt", "--workers", "1"]) == 0
-    values = {
-        "output_dir": str(folder / "runs"),
-        "steps": 12,
-        "log_interval": 4,
-        "checkpoint_interval": 4,
-        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
-        "data": {"sources": {"text": {"path": str(folder / "data"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
-        "schedule": {"warmup_steps": 5},
-        "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
-        "observe": {"progress": "plain", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
-    }
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    folder = tmp_path_factory.mktemp("damage")
+    tiny_run(folder, steps=12, log_interval=4, checkpoint_interval=4, schedule={"warmup_steps": 5})
     assert train(folder, "whole") == 0
     return folder
 

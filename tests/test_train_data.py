@@ -1,62 +1,40 @@
 """The main job and its data: what the guard remembers, rows of evaluation, and how long a step waits for its batch."""
 
-import random
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-import yaml
 
-from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
 from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.parallel import distributed
 from maxtrain.train import Loop, main
 
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for"]
-
-
-@pytest.fixture(autouse=True)
-def this_process(monkeypatch):
-    """What a run does to its process is kept from the tests after it; Optax promotes counts to floats silently."""
-    monkeypatch.setattr(distributed, "keep_host_memory", lambda: "")
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("this_process")
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(tmp_path_factory, tiny_run) -> Path:
     """A config file beside its data: text, and `ones`, of documents of one token, which are no targets."""
-    folder, rng = tmp_path_factory.mktemp("train-data"), random.Random(0)
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
-    assert prepare.main([str(folder / "data"), "--text", f"{folder}/*.txt", "--holdout", "0.1", "--workers", "1"]) == 0
+    folder = tmp_path_factory.mktemp("train-data")
+    tiny = tiny_run(
+        folder,
+        *("--holdout", "0.1"),
+        steps=12,
+        model={"max_length": 64},
+        eval={"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
+        optimizer={"learning_rate": 1e-2},
+        schedule={"warmup_steps": 1},
+    )
     (folder / "ones").mkdir()
     writer, tokenizer = ShardWriter(folder / "ones", "tokens-00000", 257), ByteTokenizer()
     writer.append(np.full(600, 65), np.ones(600, np.int64))
     tokenizer.save(folder / "ones")
     described = Manifest.load(folder / "data" / "train").tokenizer
     Manifest(described, "uint16", "none", 600, (writer.close(),)).save(folder / "ones")
-    sources = {"text": {"path": str(folder / "data" / "train"), "epochs": None}}
-    values = {
-        "output_dir": str(folder / "runs"),
-        "steps": 12,
-        "log_interval": 1,
-        "eval_interval": 0,
-        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 64},
-        "data": {"sources": sources, "seq_length": 32, "batch_size": 8},
-        "eval": {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
-        "optimizer": {"learning_rate": 1e-2},
-        "schedule": {"warmup_steps": 1},
-        "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
-        "observe": {"progress": "plain", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
-    }
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
-    return folder / "tiny.yaml"
+    return tiny
 
 
 def train(config, run_name, *overrides):

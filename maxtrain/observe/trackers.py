@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import tensorboardX
-
 
 class TensorBoard:
     """Writes every number as a scalar `train/NAME` or `eval/SET/NAME` into RUN/tensorboard. Make it on process 0 only.
@@ -14,6 +12,8 @@ class TensorBoard:
     """
 
     def __init__(self, run_dir: str | Path, resume_step: int = 0):
+        import tensorboardX  # noqa: PLC0415 - brings clients of cloud storage, where they are installed
+
         purge_step = resume_step + 1 if resume_step else None
         self._writer = tensorboardX.SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step, flush_secs=10)
 

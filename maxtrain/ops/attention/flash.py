@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array
 
 from maxtrain.parallel.sharding import partition_spec
@@ -41,6 +40,8 @@ def flash_attention(
 
 
 def _on_one_device(q: Array, k: Array, v: Array, segments: Array, *, dtype: str, interpret: bool) -> Array:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415 - takes its time, and few need it
+
     T, N, H = q.shape[1:]
     block = next(size for size in range(MAX_BLOCK, 0, -LANES) if T % size == 0)
     forward = splash.BlockSizes(block_q=block, block_kv=block, block_kv_compute=block)
