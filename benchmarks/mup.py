@@ -33,6 +33,7 @@ from maxtrain.training.optimizer import make_optimizer
 
 RESULTS = Path(__file__).parent / "results" / "mup.md"
 BASE, VOCAB, ROWS, LENGTH = 64, 32, 8, 32
+GROWTH_WIDTHS, GROWTH_RATE, GROWTH_STEPS = (64, 128, 256, 512), 2.0**-9, 5  # before any of them has learned much
 RATES = tuple(2.0**-e for e in range(10, 2, -1))
 EXACT = PrecisionConfig(params="float32", compute="float32")
 
@@ -95,16 +96,16 @@ def sweep(width: int, base: int | None, rates: Sequence[float], steps: int, seed
     return np.nan_to_num(np.array(losses).mean(axis=1), nan=math.inf)
 
 
-def growth(width: int, base: int | None, rate: float, steps: int) -> tuple[float, float]:
-    """How far last hidden states and logits moved on one batch in `steps` steps (root mean square)."""
-    batches = jax.tree.map(jnp.asarray, make_batches(steps))
+def growth(width: int, base: int | None) -> tuple[float, float]:
+    """How far last hidden states and logits moved on one batch in a few steps (root mean square)."""
+    batches = jax.tree.map(jnp.asarray, make_batches(GROWTH_STEPS))
 
     def moved(rate: Array) -> tuple[Array, Array]:
         _, first, last = train(width, base, rate, batches, 0)
         before, after = (model.hidden(batches["inputs"][0]) for model in (first, last))
         return jnp.std(after - before), jnp.std(last.logits(after) - first.logits(before))
 
-    hidden, logits = jax.jit(moved)(jnp.float32(rate))
+    hidden, logits = jax.jit(moved)(jnp.float32(GROWTH_RATE))
     return float(hidden), float(logits)
 
 
@@ -124,11 +125,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             shown = [f"**{x:.3f}**" if i == np.argmin(losses) else f"{x:.3f}" for i, x in enumerate(losses)]
             lines.append(f"| {'muP' if base else 'standard'} | {width} | {' | '.join(shown)} |")
             print(lines[-1], flush=True)
-    lines += ["", "## How far one batch's activations move in 5 steps at 2^-8", ""]
+    lines += ["", f"## How far one batch's activations move in {GROWTH_STEPS} steps at 2^{math.log2(GROWTH_RATE):.0f}", ""]
     lines += ["| parametrisation | width | last hidden states | logits |", "|---|---|---|---|"]
     for base in (None, BASE):
-        for width in args.widths:
-            hidden, logits = growth(width, base, 2.0**-8, 5)
+        for width in GROWTH_WIDTHS:
+            hidden, logits = growth(width, base)
             lines.append(f"| {'muP' if base else 'standard'} | {width} | {hidden:.3f} | {logits:.3f} |")
     machine = f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, jax {jax.__version__}"
     lines += ["", f"{machine}; {args.steps} steps, {time.perf_counter() - begin:.0f} s; the best of each row in bold."]

@@ -69,7 +69,9 @@ class StepMemory:
 
 
 def probe_batch(memory: StepMemory, limit: int, length: int, show: Callable[[list[Try], int], None]) -> list[Try]:
-    """Tries batch sizes; the largest that fits is the one to use. `show` gets the tries so far, and the rows tried now or 0.
+    """Tries batch sizes; the largest that fits is the one to use, to the row below 100 times `unit`, and to 1 % above.
+
+    `show` gets the tries so far, and the rows tried now or 0.
 
     Raises:
         ConfigError: the smallest batch does not fit.
@@ -84,7 +86,7 @@ def probe_batch(memory: StepMemory, limit: int, length: int, show: Callable[[lis
         tries.append(Try(n * memory.unit, needed, time.perf_counter() - start, fits))
         return needed
 
-    if not largest(measure, limit, max(1, _MOST_TOKENS // (memory.unit * length))):
+    if not largest(measure, limit, max(1, _MOST_TOKENS // (memory.unit * length)), within=0.01):
         needed = "more" if tries[0].num_bytes is None else size(tries[0].num_bytes)
         rule = f"is the smallest batch that mesh and accumulation divide, but a step needs {needed} of {size(limit)} a device"
         mend = "Set model.remat=full, a higher mesh.fsdp or mesh.tensor, or a lower data.seq_length"
@@ -93,13 +95,20 @@ def probe_batch(memory: StepMemory, limit: int, length: int, show: Callable[[lis
     return tries
 
 
-def fitting_tokens(memory: StepMemory, limit: int, multiple: int = 128) -> int:
+def fitting_tokens(
+    memory: StepMemory, limit: int, multiple: int = 128, show: Callable[[int], None] = lambda tokens: None
+) -> int:
     """The most tokens in one row of each device that fit: the max_tokens of data_pipeline.balance.pack.
 
-    A multiple of `multiple`, at most model.max_length. ConfigError: not even `multiple` tokens fit.
+    A multiple of `multiple`, at most model.max_length; `show` gets those tried now. ConfigError: not even `multiple` fit.
     """
-    most = memory.config.model.max_length // multiple
-    if found := largest(lambda n: memory.bytes(memory.unit, n * multiple), limit, most):
+    multiple = min(multiple, memory.config.model.max_length)
+
+    def measure(n: int) -> int | None:
+        show(n * multiple)
+        return memory.bytes(memory.unit, n * multiple)
+
+    if found := largest(measure, limit, memory.config.model.max_length // multiple):
         return found * multiple
     mend = "Set model.remat=full, or a higher mesh.fsdp or mesh.tensor"
     raise ConfigError(f"max_tokens=auto: not even {multiple} tokens in a row of each device fit into {size(limit)}. {mend}.")
@@ -144,7 +153,9 @@ def described_devices(topology: str) -> Sequence[Any]:
     load_package("libtpu", "tpu", f"--topology {topology}")
     from jax.experimental import topologies  # noqa: PLC0415 - its import starts nothing, but takes its time
 
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_MIN_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    # It looks for the TPU of this machine, and complains: any answer will do, as the topology is given.
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    quiet |= {"TPU_MIN_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ.update(quiet | {name: os.environ[name] for name in quiet if name in os.environ})
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
@@ -160,7 +171,8 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     tries, test, limit, length = [], None, 0, 0
     devices = described_devices(asked.topology) if asked.topology else None
     start = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None) if devices else config.mesh
-    distributed.start(start, config.observe.compilation_cache, config.determinism == "full")
+    cache = None if devices else config.observe.compilation_cache  # what is compiled for devices elsewhere can't be read here
+    distributed.start(start, cache, config.determinism == "full")
     if jax.process_count() > 1:
         raise UsageError("probe runs in one process, on one machine. Start it once, with --topology for devices elsewhere.")
     if what != "learning_rate":
@@ -170,13 +182,21 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
         limit = asked.memory or memory_limit(memory.devices[0], described=bool(devices))
         length = max([config.data.seq_length, *(s.seq_length for s in config.data.stages if s.seq_length)])
         name = f"{len(memory.devices)} x {memory.devices[0].device_kind}"
+        if what == "max_tokens":
+            console.print(Text(f"max_tokens: {name}, {size(limit)} each; one row on each, at most model.max_length"))
+            tokens = fitting_tokens(memory, limit, show=lambda n: console.print(f"compiling {n:,} tokens"))
+            console.print(f"  pack(lengths, max_tokens={tokens})", style="cyan")
+            return
         console.print(Text(f"batch: {name}, {size(limit)} each; rows of {length:,} tokens, multiples of {memory.unit:,}"))
         with Live(console=console, transient=True) if console.is_terminal else contextlib.nullcontext() as live:
 
             def show(tries: list[Try], pending: int) -> None:
                 if live:
                     live.update(table(tries, limit, length, pending))
-                elif pending:
+                    return
+                if tries:
+                    console.print(f"{tries[-1].rows:,} rows: {tries[-1].words(limit)[0]}")
+                if pending:
                     console.print(f"compiling {pending:,} rows")
 
             tries = probe_batch(memory, limit, length, show)
@@ -224,15 +244,16 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
         prog=prog, allow_abbrev=False, description=about, usage=f"{prog} [options] config=NAME ..."
     )
     add = parser.add_argument
-    choices = ["batch", "learning_rate", "both"]
-    add("--what", choices=choices, help="what to look for (default: both, with --topology batch)")
+    choices = ["batch", "learning_rate", "both", "max_tokens"]
+    about = "what to look for (default: both, with --topology batch); max_tokens: of pack, for ragged sequences"
+    add("--what", choices=choices, help=about)
     add("--memory", metavar="BYTES", type=_bytes, help="of each device, such as 15.5GiB (default: what the device says)")
     add("--topology", metavar="NAME", help="compile for TPUs that need not be here, such as v5e:2x4; needs libtpu")
     add("--low", metavar="RATE", type=_rate, default=1e-5, help="first learning rate (default: %(default)s)")
     add("--high", metavar="RATE", type=_rate, default=1.0, help="last learning rate (default: %(default)s)")
     add("--steps", metavar="N", type=int, default=100, help="of the learning-rate test (default: %(default)s)")
     asked, rest = parser.parse_known_args(argv)
-    if asked.topology and asked.what not in (None, "batch"):
+    if asked.topology and asked.what in ("learning_rate", "both"):
         parser.error("--topology has devices to compile for, not to run on: use --what batch, or leave --topology out")
     if asked.low >= asked.high:
         parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. Set for example --low {asked.high / 1e5:g}")

@@ -44,7 +44,8 @@ def test_the_commands_work_in_order(tmp_path):
     same = re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     said = outputs["maxtrain replay runs/one --steps 20:40"]
     counts = r"\d+ numbers and \d+ arrays"
-    assert re.sub(counts, "", said) == re.sub(counts, "", same[0]) and len(outputs) == 9
+    assert re.sub(counts, "", said) == re.sub(counts, "", same[0]) and len(outputs) == 10
+    assert "pack(lengths, max_tokens=256)" in outputs["maxtrain probe config=small.py --what max_tokens model.max_length=256"]
     other = next(out for command, out in outputs.items() if "40 mesh" in command)
     assert "the launch had devices.count 1, and now it is 2" in other and "likely cause" in other
     (parted,) = (out for command, out in outputs.items() if "compare" in command)

@@ -1,5 +1,6 @@
 """The probe, end to end: the largest batch against a linear scan, a rate from a real run, and what it writes and refuses."""
 
+import dataclasses
 import functools
 import importlib.util
 import json
@@ -99,6 +100,8 @@ def test_the_most_tokens_of_a_row_are_the_room_of_a_group(config):
     tokens = fitting_tokens(memory, memory.bytes(1, 384))
     assert tokens == 384 and pack([100, 200, 300], tokens).tokens.max() <= tokens
     assert fitting_tokens(memory, 1 << 40) == 512, "model.max_length"
+    short = dataclasses.replace(memory.config, model=dataclasses.replace(memory.config.model, max_length=96))
+    assert fitting_tokens(Remembering(short, jax.devices()[:1]), 1 << 40) == 96
     with pytest.raises(ConfigError, match=r"not even 128 tokens .* fit into 0\.00 MiB\. Set model\.remat=full"):
         fitting_tokens(memory, 1000)
 
@@ -123,6 +126,14 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     test = record["learning_rate"]
     assert 1e-4 < rate < test["lowest"] <= 1 and len(test["rates"]) == len(test["losses"]) <= 59
     assert min(test["losses"]) < test["losses"][0] - 1 and sorted({*test["rates"]}) == test["rates"]
+
+
+def test_the_room_of_a_group_is_printed_as_pack_takes_it(config, capsys):
+    alone = ["mesh.data=1", "mesh.fsdp=-1", "model.max_length=256", f"config={config}"]
+    assert main(["probe", "--what", "max_tokens", "--memory", "1GiB", *alone]) == 0
+    shown = capsys.readouterr().out
+    assert "max_tokens: 8 x cpu, 1.00 GiB each" in shown and "compiling 128 tokens" in shown
+    assert "pack(lengths, max_tokens=256)" in shown and "maxtrain train" not in shown
 
 
 @pytest.mark.parametrize(
@@ -159,17 +170,19 @@ def test_a_topology_needs_libtpu(config, capsys, monkeypatch):
     importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed: pip install libtpu"
 )
 def test_a_pod_slice_is_probed_from_a_laptop(config):
-    """Without data: the model says its vocabulary. A smaller chip holds fewer rows."""
-    found = {}
-    model = [f"config={config}", "model.vocab_size=32000", "model.embed_dim=512", "model.mlp_dim=2048", "model.num_layers=8"]
-    model += ["mesh.data=1", "mesh.fsdp=-1", "data.seq_length=512", "data.sources.text.path=nowhere"]
-    for kind in ("v5e:2x2", "v6e:2x2"):
-        command = [sys.executable, "-m", "maxtrain.probe", "--topology", kind, *model, f"run_name={kind[:3]}"]
+    """Without data: the model says its vocabulary. Half of a device's memory holds fewer rows."""
+    rows, model = (
+        {},
+        [f"config={config}", "model.vocab_size=260", "data.sources.text.path=nowhere", "mesh.data=1", "mesh.fsdp=-1"],
+    )
+    for memory in ("4MiB", "2MiB"):
+        command = [sys.executable, "-m", "maxtrain.probe", "--topology", "v5e:2x2", "--memory", memory, *model]
         result = subprocess.run(command, cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        found[kind] = json.loads((config.parent / "runs" / kind[:3] / "probe.json").read_text())["batch"]
-        assert found[kind]["devices"].startswith("4 x TPU")
-    assert 4 <= found["v5e:2x2"]["batch_size"] < found["v6e:2x2"]["batch_size"]
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        found = json.loads((config.parent / "runs" / "tiny" / "probe.json").read_text())["batch"]
+        assert found["devices"] == "4 x TPU v5 lite" and found["unit"] == 4
+        rows[memory] = found["batch_size"]
+    assert 4 <= rows["2MiB"] < rows["4MiB"]
     bad = [sys.executable, "-m", "maxtrain.probe", "--topology", "v5e:3x5x7", *model]
     result = subprocess.run(bad, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 64 and "Write KIND:CHIPS, for example v5e:2x4" in result.stderr

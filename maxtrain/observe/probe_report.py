@@ -23,6 +23,10 @@ class Try(NamedTuple):
     seconds: float  # of compiling
     fits: bool
 
+    def words(self, limit: int) -> tuple[str, str]:
+        """Its memory, and that as a share of the limit."""
+        return ("too much", "") if self.num_bytes is None else (size(self.num_bytes), f"{self.num_bytes / limit:.1%}")
+
 
 def size(num_bytes: float) -> str:
     """Bytes in GiB, or in MiB if they are few."""
@@ -34,10 +38,9 @@ def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Ta
     result = Table(box=None, header_style="bold", pad_edge=False)
     for head in ("rows", "tokens", "memory", "of limit", "compiled in", ""):
         result.add_column(head, justify="right" if head else "left")
-    for rows, num_bytes, seconds, fits in tries:
-        memory = ("too much", "") if num_bytes is None else (size(num_bytes), f"{num_bytes / limit:.1%}")
-        verdict = "[green]fits[/]" if fits else "[yellow]does not fit[/]"
-        result.add_row(f"{rows:,}", human.count(rows * length), *memory, f"{seconds:.1f} s", verdict)
+    for t in tries:
+        verdict = "[green]fits[/]" if t.fits else "[yellow]does not fit[/]"
+        result.add_row(f"{t.rows:,}", human.count(t.rows * length), *t.words(limit), f"{t.seconds:.1f} s", verdict)
     if pending:
         result.add_row(f"{pending:,}", human.count(pending * length), "", "", "", "[dim]compiling[/]")
     return result

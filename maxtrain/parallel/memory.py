@@ -10,8 +10,10 @@ import jax
 
 from data_pipeline.errors import ConfigError
 
-# GiB of one TPU device as jax counts devices, from data sheets; a little is not for programs. First match counts.
-TPU_GIB = (("tpu7x", 96), ("tpu v6", 32), ("tpu v5 lite", 16), ("tpu v5e", 16), ("tpu v5", 95), ("tpu v4", 32), ("tpu v3", 16))
+# GiB that programs may use of one TPU device of a described topology: what libtpu 0.0.50 says that there are when it refuses
+# more ("available HBM"). A v4 is described as two devices a chip. First match counts.
+_V5 = (("tpu v5 lite", 15.75), ("tpu v5e", 15.75), ("tpu v5", 95.73))
+TPU_GIB = (("tpu7x", 94.74), ("tpu v6", 31.24), *_V5, ("tpu v4", 15.25), ("tpu v3", 15.48))
 _GROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
 
 
@@ -23,7 +25,7 @@ def memory_limit(device: Any, described: bool = False) -> int:
     if described:
         kind = device.device_kind.lower()
         if gib := next((gib for name, gib in TPU_GIB if name in kind), None):
-            return gib << 30
+            return int(gib * (1 << 30))
         raise ConfigError(f"topology: no memory is known for {device.device_kind!r}. Give it with --memory BYTES.")
     stats = device.memory_stats() if device.platform != "cpu" else None
     return stats["bytes_limit"] if stats else available_memory() // jax.local_device_count()
@@ -59,15 +61,16 @@ def compile_for_bytes(lowered: jax.stages.Lowered) -> int | None:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
 
 
-def largest(measure: Callable[[int], int | None], limit: int, most: int) -> int:
+def largest(measure: Callable[[int], int | None], limit: int, most: int, within: float = 0.0) -> int:
     """The largest n of 1 ... most whose measure is at most `limit`, provided that all below it are, too; 0 if there is none.
 
+    `within`: the share of n by which the answer may be too small, to spare tries.
     A measure takes its time, and is nearly linear: each try is where the line through the two largest that are known meets
     the limit, between 2 and 16 times what fits; every third one inside a bracket is its middle. None: beyond any limit.
     """
     low, high, tries = 0, most + 1, 0  # the answer is at least `low`, and less than `high`
     known: list[tuple[int, int]] = []
-    while high - low > 1:
+    while high - low > max(1, within * low):
         at = max(1, 2 * low)
         if len(known) > 1:
             (n, needed), (m, more) = sorted(known)[-2:]
