@@ -4,21 +4,17 @@ One step of a small run on words reads a stretch of noise instead: its loss and 
 """
 
 import json
-import logging
-import os
 import random
 import re
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,56 +27,44 @@ from maxtrain.checkpoint.rollback import left_out, read_rollbacks, went_with, wr
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.parallel import distributed
 
 STEPS, BAD = 24, 18
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
 REPOSITORY = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    """As in test_train.py."""
-    level = logging.getLogger("absl").level
-    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.setattr(distributed, "keep_host_memory", lambda: "")
-        yield
-    logging.getLogger("absl").setLevel(level)
+pytestmark = pytest.mark.usefixtures("this_process")
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(tmp_path_factory, tiny_run) -> Path:
     """A config file beside its data; step BAD reads noise."""
     folder, rng = tmp_path_factory.mktemp("anomalies"), random.Random(0)
-    for name, words in (("text", WORDS), ("noise", [chr(code) for code in range(0x100, 0x800)])):
-        (folder / name).mkdir()
-        for number in range(40):
-            (folder / name / f"{number}.txt").write_text(" ".join(rng.choices(words, k=rng.randrange(20, 120))))
-        assert prepare.main([str(folder / f"data-{name}"), "--text", f"{folder / name}/*.txt", "--workers", "1"]) == 0
-    values = {
-        "output_dir": str(folder / "runs"),
-        "steps": STEPS,
-        "log_interval": 3,
-        "checkpoint_interval": 4,
-        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
-        "data": {
-            "sources": {name: {"path": str(folder / f"data-{name}"), "epochs": None} for name in ("text", "noise")},
+    (folder / "noise").mkdir()
+    for number in range(40):
+        words = rng.choices([chr(code) for code in range(0x100, 0x800)], k=rng.randrange(20, 120))
+        (folder / "noise" / f"{number}.txt").write_text(" ".join(words))
+    noise = folder / "data-noise"
+    assert prepare.main([str(noise), "--text", f"{folder}/noise/*.txt", "--workers", "1"]) == 0
+    return tiny_run(
+        folder,
+        steps=STEPS,
+        log_interval=3,
+        checkpoint_interval=4,
+        data={
+            "sources": {
+                name: {"path": str(path), "epochs": None} for name, path in (("text", folder / "data"), ("noise", noise))
+            },
             "stages": [
                 {"until": BAD - 1, "weights": {"text": 1}},
                 {"until": BAD, "weights": {"noise": 1}},
                 {"weights": {"text": 1}},
             ],
-            "seq_length": 32,
-            "batch_size": 8,
         },
-        "optimizer": {"learning_rate": 1e-2},
-        "schedule": {"warmup_steps": 2},
-        "anomaly": {"window": 8, "min_steps": 6, "loss_limit": 8.0},
-        "mesh": {"fsdp": 8, "simulated_devices": 8},
-        "observe": {"progress": "plain", "tensorboard": False, "peak_tflops": 1.0, "compilation_cache": None},
-    }
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
-    return folder / "tiny.yaml"
+        optimizer={"learning_rate": 1e-2},
+        schedule={"warmup_steps": 2},
+        anomaly={"window": 8, "min_steps": 6, "loss_limit": 8.0},
+        mesh={"data": 1, "fsdp": 8},
+    )
 
 
 def train(config, run_name, *overrides):
@@ -213,9 +197,7 @@ def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
     """
     overrides = [f"config={config}", "run_name=sigkill", *ROLLBACK]
     command = [sys.executable, "-c", textwrap.dedent(program), *overrides]
-    keep = {n.upper(): str(jax.config.values[n]) for n in jax.config.values if n.startswith("jax_persistent_cache_min")}
-    environment = os.environ | keep | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
-    result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     folder = folder_of(config, "sigkill")
     assert result.returncode == -signal.SIGKILL and read_rollbacks(folder) == read_rollbacks(taken_back), result.stderr
     assert (folder / "checkpoints" / f"{BAD - 2:08d}").exists(), "it went through steps that are left out now"
@@ -258,12 +240,11 @@ def test_without_a_checkpoint_the_run_goes_back_to_its_start(config, taken_back,
 
 
 def test_stop_saves_the_run_as_before_the_step_and_another_policy_goes_on(config, capsys):
-    each = ["checkpoint_interval=1", "checkpoint.keep=99"]
-    assert train(config, "each", *each) == 0
+    assert train(config, "before", f"checkpoint_interval={BAD - 1}") == 0
     assert train(config, "stop", "anomaly.loss_spike=stop") == 70
     error = capsys.readouterr().err
     assert f"The run stops, saved as it was before, at step {BAD - 1}. Look at the data there" in error
-    (state, record), (expected, other) = state_at(folder_of(config, "stop")), state_at(folder_of(config, "each"), BAD - 1)
+    (state, record), (expected, other) = state_at(folder_of(config, "stop")), state_at(folder_of(config, "before"), BAD - 1)
     assert state == expected
     seen = ("guard",)  # it has read on
     assert {k: v for k, v in record.items() if k not in seen} == {k: v for k, v in other.items() if k not in seen}

@@ -42,7 +42,9 @@ def test_one_percent_less_spares_tries():
     counts = []
     for within in (0.0, 0.01):
         tried = []
-        found = largest(lambda n: tried.append(n) or 10_000 + 400 * n + 300_000 * (n // 700), 32_000_000, 1 << 20, within)
+        found = largest(
+            lambda n, tried=tried: tried.append(n) or 10_000 + 400 * n + 300_000 * (n // 700), 32_000_000, 1 << 20, within
+        )
         counts.append(len(tried))
         right = max(n for n in range(1, 50_000) if 10_000 + 400 * n + 300_000 * (n // 700) <= 32_000_000)
         assert (1 - within) * right <= found <= right
