@@ -61,21 +61,29 @@ def keys(step=4):
     return {"keys": row_keys(7, jnp.int32(step), B)}
 
 
-def run(regularization=ALL, accumulation=1, step=4, mesh=(1, 1, 1), **model):
-    """(loss, gradients) of the batch of a step."""
+@functools.cache
+def compiled(regularization, accumulation, **model):
+    """(loss, gradients) of parameters, the batch, and a step."""
     graphdef = nnx.split(nnx.eval_shape(lambda: build_model(dataclasses.replace(MODEL, **model), EXACT)))[0]
     objective = next_token(regularization=regularization)
 
     @jax.jit
-    def forward(params, arrays):
+    def forward(params, arrays, step):
         arrays = arrays | keys(step)
         result, grads = gradients(graphdef, params, arrays, objective, objective.scales(arrays), accumulation)
         return result.loss, grads
 
+    return forward
+
+
+def run(regularization=ALL, accumulation=1, step=4, mesh=(1, 1, 1), **model):
+    """(loss, gradients) of the batch of a step."""
+    forward = compiled(regularization, accumulation, **model)
     devices = make_mesh(MeshConfig(*mesh), jax.devices()[: np.prod(mesh)])
     rows = named_sharding(devices, ("activation_batch", "activation_length"))
+    arrays, params = jax.device_put(batch(), rows), jax.tree.map(np.asarray, weights())
     with jax.set_mesh(devices):
-        return jax.tree.map(np.asarray, forward(jax.tree.map(np.asarray, weights()), jax.device_put(batch(), rows)))
+        return jax.tree.map(np.asarray, forward(params, arrays, np.int32(step)))
 
 
 @functools.cache
