@@ -40,7 +40,7 @@ def _sound(arrays: dict[str, np.ndarray], vocab_size: int, first: int) -> bool:
         and arrays["positions"].view(np.uint32).max(initial=0) < first + segments.shape[1]
         and segments.min(initial=1) > 0  # no padding
         and segments[:, 0].max(initial=0) <= first + 1
-        and np.diff(segments).view(np.uint32).max(initial=0) <= 1
+        and (segments[:, 1:] - segments[:, :-1]).view(np.uint32).max(initial=0) <= 1
         and mask.view(np.uint32).max(initial=0) < 0x7F800000  # the bits of infinity: NaN and negative ones have higher ones
     )
 

@@ -60,21 +60,22 @@ def pack(
     columns before, only where documents begin is read.
     """
     first, end, _ = columns.indices(length)
-    shape = (len(windows.start), end - first)
-    inputs, target, loss_mask = np.empty(shape, np.int32), np.empty(shape, np.int32), np.ones(shape, np.float32)
-    begins = np.zeros((len(windows.start), end), bool)  # targets that begin a segment
-    for source in np.unique(windows.source).tolist():
-        rows = np.flatnonzero(windows.source == source)
-        tokens, borders = shards[source].windows(windows.start[rows] + first, end - first + 1)
-        inputs[rows], target[rows] = tokens[:, :-1], tokens[:, 1:]
-        borders = shards[source].borders(windows.start[rows], end + 1) if first else borders
-        row, column = rows[borders // (end + 1)], borders % (end + 1) - 1
-        row, column = row[column >= 0], column[column >= 0]
-        begins[row, column] = not attend_across_documents
+    tokens = np.empty((len(windows.start), end - first + 1), np.int32)
+    begins = np.zeros((len(tokens), end + 1), bool)  # tokens that begin a document, of the whole rows
+    loss_mask = np.ones((len(tokens), end - first), np.float32)
+    for source in dict.fromkeys(windows.source.tolist()):
+        (rows,) = (windows.source == source).nonzero()
+        borders = shards[source].fill(tokens, rows, windows.start[rows] + first)
+        if first:
+            borders = shards[source].borders(windows.start[rows], end + 1)
+            borders += (rows - np.arange(len(rows)))[borders // (end + 1)] * (end + 1)
+        begins.ravel()[borders] = True
         if shards[source].masked:
             loss_mask[rows] = shards[source].mask(windows.start[rows] + first + 1, end - first)
         if shards[source].manifest.eod == "none":
-            loss_mask[row[column >= first], column[column >= first] - first] = 0
+            loss_mask[rows] *= ~begins[rows, first + 1 :]
+    inputs, target, begins = tokens[:, :-1].copy(), tokens[:, 1:].copy(), begins[:, 1:].copy()
+    begins &= not attend_across_documents
     return _batch(inputs, target, loss_mask, begins, windows.count, restart_positions)
 
 
@@ -139,9 +140,10 @@ def _batch(
 
 def _segments(begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Segment ids and positions, int32 [B, T], from where segments begin; each row begins with one."""
-    length, (borders,) = begins.shape[1], np.nonzero(begins.ravel())
-    numbers = np.arange(1, borders.size + 1) - np.searchsorted(borders, borders // length * length)
-    sizes = np.diff(borders, append=begins.size)
-    segment_ids = np.repeat(numbers.astype(np.int32), sizes)
-    positions = np.arange(begins.size, dtype=np.int32) - np.repeat(borders.astype(np.int32), sizes)
+    length, (borders,) = begins.shape[1], begins.ravel().nonzero()
+    numbers = np.arange(1, borders.size + 1) - borders.searchsorted(borders // length * length)
+    sizes = np.append(borders[1:], begins.size) - borders
+    segment_ids = numbers.astype(np.int32).repeat(sizes)
+    positions = borders.astype(np.int32).repeat(sizes)
+    np.subtract(np.arange(begins.size, dtype=np.int32), positions, out=positions)
     return segment_ids.reshape(begins.shape), positions.reshape(begins.shape)

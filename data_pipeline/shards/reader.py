@@ -65,13 +65,20 @@ class TokenShards:
         `starts` are their first tokens, any integers [n]; `length`, at least 1, may exceed num_tokens. Returns tokens, int32
         [n, length], and flat int64 indices into these where documents begin, in no order. DataError: a block is damaged.
         """
-        result, borders = np.empty((len(starts), length), np.int32), [np.empty(0, np.int64)]
+        result = np.empty((len(starts), length), np.int32)
+        return result, self.fill(result, np.arange(len(starts)), starts)
+
+    def fill(self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
+        """Write windows, as `windows` reads them, into these rows of `tokens`, int32 [B, length]; returns flat indices into it
+        where documents begin."""
+        length, borders = tokens.shape[1], [np.empty(0, np.int64)]
         self._files.expect(lambda: list(self._wanted_windows(starts, length)))
-        for rows, at, number, first, size in self._parts(starts, length):
-            result[rows, at : at + size] = self._read(number, first, size)
+        for which, at, number, first, size in self._parts(starts, length):
+            to = rows[which]
+            tokens[to, at : at + size] = self._read(number, first, size)
             which, offset = self._begins(number, first, size)
-            borders.append(rows[which] * length + at + offset)
-        return result, np.concatenate(borders)
+            borders.append(to[which] * length + (at + offset))
+        return np.concatenate(borders)
 
     def _wanted_windows(self, starts: np.ndarray, length: int) -> Iterator[Wanted]:
         for _, _, number, first, tokens in self._parts(starts, length):
@@ -102,10 +109,10 @@ class TokenShards:
         starts = starts % self.num_tokens
         shard = np.searchsorted(self._starts, starts, "right") - 1
         inside = starts + length <= self._starts[shard + 1]
-        for number in np.unique(shard[inside]).tolist():
-            rows = np.flatnonzero(inside & (shard == number))
+        for number in dict.fromkeys(shard[inside].tolist()):
+            (rows,) = (inside & (shard == number)).nonzero()
             yield rows, 0, number, starts[rows] - self._starts[number], length
-        for row in np.flatnonzero(~inside).tolist():  # these go on in the next shard, or in many
+        for row in (~inside).nonzero()[0].tolist():  # these go on in the next shard, or in many
             number, at, first = int(shard[row]), 0, starts[row] - self._starts[shard[row]]
             while at < length:
                 size = int(min(length - at, self.manifest.shards[number].tokens - first))
@@ -170,8 +177,9 @@ class TokenShards:
         """For each document that begins in a window inside one shard: which window, and where in it."""
         index = self._index(number)
         low, high = index.searchsorted(starts), index.searchsorted(starts + length)
-        which = np.repeat(np.arange(len(starts)), high - low)
-        nth = np.arange(which.size) - (np.cumsum(high - low) - (high - low))[which]
+        counts = high - low
+        which = np.arange(len(starts)).repeat(counts)
+        nth = np.arange(which.size) - (counts.cumsum() - counts)[which]
         return which, index[low[which] + nth] - starts[which]
 
     def _read(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
