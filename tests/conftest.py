@@ -20,7 +20,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 ROOMS_WITHOUT_JAX = ("data_pipeline", "config")
-COMPILED_QUICKLY = ("models/test_regularization", "test_anomalies", "test_quickstart", "test_train_")  # beginnings of paths
+# Beginnings of paths.
+COMPILED_QUICKLY = ("models/test_regularization", "test_anomalies", "test_probe", "test_quickstart", "test_train")
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
 CACHE = Path("~/.cache/maxtrain/jax-tests").expanduser()
 CACHE_DAYS = 30

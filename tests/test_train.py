@@ -6,9 +6,7 @@ others pretend to have as many, so that they must give the same bits.
 
 import fcntl
 import json
-import logging
 import os
-import random
 import re
 import shutil
 import signal
@@ -16,13 +14,11 @@ import socket
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import yaml
 
 from data_pipeline import prepare
 from data_pipeline.errors import ConfigError, UserError
@@ -32,50 +28,31 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.parallel import distributed
 from maxtrain.train import main
 
 STEPS = 60
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
 REPOSITORY = Path(__file__).parents[1]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    """What a run does to its process is kept from the tests after it; Optax promotes counts to floats silently."""
-    level = logging.getLogger("absl").level
-    with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
-        patch.setattr(distributed, "keep_host_memory", lambda: "")
-        yield
-    logging.getLogger("absl").setLevel(level)
+pytestmark = pytest.mark.usefixtures("this_process")
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
+def config(tmp_path_factory, tiny_run) -> Path:
     """A config file beside its data: 2 layers, 32 wide, 8 rows of 32 bytes, a mesh of 2 x 4."""
-    folder, rng = tmp_path_factory.mktemp("train"), random.Random(0)
-    for number in range(60):
-        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
-    data = folder / "data"
-    assert prepare.main([str(data), "--text", f"{folder}/*.txt", "--holdout", "0.1", "--workers", "1"]) == 0
-    model = {"num_layers": 2, "embed_dim": 32, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_length": 32}
-    values = {
-        "output_dir": str(folder / "runs"),
-        "steps": STEPS,
-        "log_interval": 1,
-        "eval_interval": 20,
-        "checkpoint_interval": 8,
-        "model": model,
-        "data": {"sources": {"text": {"path": str(data / "train"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
-        "eval": {"sets": {"heldout": {"path": str(data / "eval")}}},
-        "optimizer": {"learning_rate": 1e-2, "accumulation": 1},
-        "schedule": {"warmup_steps": 5},
-        "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
-        "checkpoint": {"keep": 2},
-        "observe": {"progress": "plain", "tensorboard": False, "peak_tflops": 1.0, "compilation_cache": None},
-    }
-    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
-    return folder / "tiny.yaml"
+    folder = tmp_path_factory.mktemp("train")
+    return tiny_run(
+        folder,
+        *("--holdout", "0.1"),
+        texts=60,
+        steps=STEPS,
+        eval_interval=20,
+        checkpoint_interval=8,
+        model={"num_layers": 2, "embed_dim": 32, "mlp_dim": 64, "num_heads": 4},
+        eval={"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
+        optimizer={"learning_rate": 1e-2, "accumulation": 1},
+        schedule={"warmup_steps": 5},
+        checkpoint={"keep": 2},
+    )
 
 
 def train(config, run_name, *overrides):
@@ -85,14 +62,6 @@ def train(config, run_name, *overrides):
 
 def command(config, run_name, *overrides):
     return [sys.executable, "-m", "maxtrain.train", f"config={config}", f"run_name={run_name}", *overrides]
-
-
-def environment():
-    """Processes share the tests' cache of compiled programs."""
-    keep = {
-        name.upper(): str(jax.config.values[name]) for name in jax.config.values if name.startswith("jax_persistent_cache_min")
-    }
-    return os.environ | keep | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
 
 
 def folder_of(config, run_name):
@@ -121,7 +90,7 @@ def final_state(folder):
 @pytest.fixture(scope="module")
 def finished(config):
     """The folder of a run that nothing disturbed."""
-    assert train(config, "undisturbed", "observe.tensorboard=true") == 0
+    assert train(config, "undisturbed", "observe.tensorboard=true", "observe.plot=true") == 0
     return folder_of(config, "undisturbed")
 
 
@@ -190,7 +159,7 @@ class Running:
         read, write = os.pipe()
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-        self.process = subprocess.Popen(arguments, stdout=write, stderr=subprocess.STDOUT, cwd=REPOSITORY, env=environment())
+        self.process = subprocess.Popen(arguments, stdout=write, stderr=subprocess.STDOUT, cwd=REPOSITORY)
         os.close(write)
         self.output, self.text = open(read, "rb", buffering=0), ""  # noqa: SIM115
 
@@ -403,7 +372,7 @@ def test_two_processes_are_as_one(config):
     commands.append(command(config, "one", *keys, "mesh.simulated_devices=2"))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # Only process 0 of a job writes to the cache of compiled programs, so the other one always compiles: quickly, then.
-    quick = environment() | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    quick = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     processes = [subprocess.Popen(c, cwd=REPOSITORY, env=quick, **pipes) for c in commands]
     try:
         outputs = [process.communicate(timeout=240)[0] for process in processes]
@@ -427,7 +396,7 @@ def test_processes_that_are_not_about_to_do_the_same_all_end_and_name_the_odd_on
     odd = ["seed=7", f"data.sources.text.path={config.parent / 'copy' / 'train'}"]
     commands = [command(config, "apart", *SHORT, "mesh.data=1", *job, f"mesh.process_id={i}", *(odd * i)) for i in range(2)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    processes = [subprocess.Popen(c, cwd=REPOSITORY, env=environment(), **pipes) for c in commands]
+    processes = [subprocess.Popen(c, cwd=REPOSITORY, **pipes) for c in commands]
     try:
         outputs = [process.communicate(timeout=240)[0] for process in processes]
     finally:
