@@ -149,6 +149,27 @@ def test_stochastic_depth_leaves_out_later_blocks_more_often():
         assert all(abs(dropped.mean() - 0.1 * (index + 1)) < 0.055 for dropped in out) and (out[0] != out[1]).any()
 
 
+def _gradients_of_dropped(q, k, v, rows, weights, kept):
+    """Of a sum of outputs times g by queries, keys and values, one after another: jax's, and by hand in float64."""
+    g = np.random.default_rng(1).standard_normal((B, T, 4, T))
+    ones, group = jnp.ones((B, T), jnp.int32), 2  # query heads of a key head
+
+    def total(q, k, v):
+        out = eager_attention(q, k, v, ones, ones, offset=0, dtype="float32", dropout=Dropout(rows, 0.25))
+        return (out * jnp.float32(g)).sum()
+
+    ours = jax.grad(total, (0, 1, 2))(q, k, v)
+    q64, (k64, v64) = np.float64(q), (np.repeat(np.float64(x), group, axis=2) for x in (k, v))
+    p = weights.transpose(0, 2, 1, 3).astype(np.float64)  # [B, N, T, S], as the values were the identity
+    factor = kept.transpose(0, 2, 1, 3) / 0.75
+    dv = np.einsum("bnts,btnh->bsnh", p * factor, g)
+    dp = np.einsum("btnh,bsnh->bnts", g, v64) * factor
+    ds = p * (dp - (dp * p).sum(-1, keepdims=True)) / T**0.5
+    dq, dk = np.einsum("bnts,bsnh->btnh", ds, k64), np.einsum("bnts,btnh->bsnh", ds, q64)
+    dk, dv = (x.reshape(B, T, -1, group, T).sum(3) for x in (dk, dv))
+    return tuple(np.concatenate([np.ravel(x) for x in these]) for these in (ours, (dq, dk, dv)))
+
+
 def test_dropped_attention_weights_are_zero_and_the_others_larger():
     """Values that are the identity show the weights."""
     rng = np.random.default_rng(0)
@@ -162,5 +183,6 @@ def test_dropped_attention_weights_are_zero_and_the_others_larger():
     kept = dropped > 0
     np.testing.assert_allclose(dropped[kept], weights[kept] / 0.75, rtol=1e-5)
     assert abs(kept[weights > 0].mean() - 0.75) < 5 * (0.25 * 0.75 / (weights > 0).sum()) ** 0.5
+    np.testing.assert_allclose(*_gradients_of_dropped(q, k, v, rows, weights, kept), atol=2e-5)
     with pytest.raises(ConfigError, match=r"Set model\.attention=eager"):
         attention(q, k, v, segments, segments, kernel="xla", dtype="float32", dropout=Dropout(rows, 0.25))

@@ -66,7 +66,10 @@ def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
 
 
 def test_every_way_to_normalize_is_its_formula(tiny):
-    """Tokens: the mean over targets; sequences: the mean over documents of each one's mean; constant: over positions."""
+    """Tokens: the mean over targets; sequences: the mean over documents of each one's mean; constant: over positions.
+
+    The gradient is that of each token's loss times a weight that numpy has counted.
+    """
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh):
         params = parts.new_state().params
@@ -74,11 +77,19 @@ def test_every_way_to_normalize_is_its_formula(tiny):
             params, batch
         )
         nll, mask = np.float64(token_nll(logits, jnp.asarray(batch["targets"]))), batch["loss_mask"]
-        documents = []
+        documents, of_documents = [], np.zeros_like(mask)
         for row in range(tiny.rows):
             for segment in range(1, batch["segment_ids"][row].max() + 1):
                 inside = (batch["segment_ids"][row] == segment) & (mask[row] > 0)
                 documents += [nll[row][inside].mean()] if inside.any() else []
+                of_documents[row, inside] = 1 / max(1, inside.sum())
+        weights = {"tokens": mask / mask.sum(), "sequences": of_documents / len(documents), "constant": mask / mask.size}
+
+        @jax.jit
+        def by_hand(params, batch, weights):
+            logits = nnx.merge(parts.graphdef, params)(batch["inputs"], batch["segment_ids"], batch["positions"])
+            return (token_nll(logits, batch["targets"]) * weights).sum()
+
         expected = {
             "tokens": (nll * mask).sum() / mask.sum(),
             "sequences": np.mean(documents),
@@ -86,10 +97,12 @@ def test_every_way_to_normalize_is_its_formula(tiny):
         }
         assert len(documents) > tiny.rows and len({round(x, 3) for x in expected.values()}) == 3
         for normalize, value in expected.items():
-            objective = next_token(normalize=normalize)
+            objective, wanted = next_token(normalize=normalize), jax.grad(by_hand)(params, batch, weights[normalize])
             for accumulation in (1, 4):
-                whole = jax.jit(lambda p, b, o=objective, a=accumulation: gradients(parts.graphdef, p, b, o, o.scales(b), a)[0])
-                result = whole(params, batch)
+                whole = jax.jit(lambda p, b, o=objective, a=accumulation: gradients(parts.graphdef, p, b, o, o.scales(b), a))
+                result, grads = whole(params, batch)
+                for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+                    np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
                 np.testing.assert_allclose(result.loss, value, rtol=1e-6)
                 np.testing.assert_allclose(result.sums["nll"].mean(), expected["tokens"], rtol=1e-6)  # what is reported
 
