@@ -36,6 +36,7 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.agreement import Board, gather, losing_others, require_agreement
+from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
 from maxtrain.signals import StopRequest
@@ -313,7 +314,9 @@ class Loop:
 
 def main(config: RunConfig) -> int:
     """Runs, and turns what the user can mend into a message and an exit code."""
-    return run_command(lambda: run(config))
+    if code := run_command(lambda: run(config)):
+        leave(code)
+    return code
 
 
 if __name__ == "__main__":

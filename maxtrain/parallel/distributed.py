@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -52,6 +53,10 @@ def start(config: MeshConfig, compilation_cache: str | None, deterministic: bool
             f"mesh.platform={config.platform}: {found}. Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or "
             "set mesh.platform=auto."
         ) from error
+    if jax.process_count() > 1 and jax.default_backend() == "cpu":
+        # Only process 0 would find its programs there, and collectives of CPUs wait for the others, who compile, for 30 s at
+        # most: a larger program would never start.
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
 def be_deterministic(config: MeshConfig) -> None:
@@ -85,6 +90,23 @@ def _connect(config: MeshConfig) -> None:
             f"{' and '.join(missing)} must be known too. Set {' and '.join(missing)}, or none of the three."
         )
     jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=config.heartbeat_seconds)
+
+
+def leave(code: int, seconds: float = 15.0) -> None:
+    """Takes leave of the other processes of a job after an error; ends this one with this code if they do not come.
+
+    They may never: what one process alone finds out, such as that another is out of reach, leaves them in a collective until it
+    has gone, and jax would wait for them for five minutes. Processes that all have the error meet here, and end in good order.
+    """
+    if not jax.distributed.is_initialized():
+        return
+    goodbye = threading.Thread(target=jax.distributed.shutdown, daemon=True)
+    goodbye.start()
+    goodbye.join(seconds)
+    if goodbye.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _whole_number(name: str, example: int) -> int | None:

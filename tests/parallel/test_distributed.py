@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
-from maxtrain.parallel.distributed import GPU_FLAGS, be_deterministic, start
+from maxtrain.parallel.distributed import GPU_FLAGS, be_deterministic, leave, start
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -108,7 +109,7 @@ described, cache = {}, sys.argv[1]
 if len(sys.argv) > 2:
     described = {"coordinator": sys.argv[2], "num_processes": 2, "process_id": int(sys.argv[3])}
 start(MeshConfig(simulated_devices=2, **described), cache)
-assert jax.config.jax_compilation_cache_dir == cache
+assert jax.config.jax_compilation_cache_dir == cache and not jax.config.jax_enable_compilation_cache
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=1))
 rows = named_sharding(mesh, ("activation_batch", None), (4, 3))
 mine = np.full((2, 3), 10.0 ** jax.process_index(), np.float32)
@@ -181,3 +182,17 @@ def test_xla_knows_the_flags_of_gpus():
     environment = os.environ | {"XLA_FLAGS": " ".join(GPU_FLAGS), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_an_error_of_one_process_alone_does_not_wait_for_the_others(monkeypatch):
+    ended, comes = [], threading.Event()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: comes.wait(60))
+    leave(70, 0.01)
+    assert ended == []  # of a job of one process
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    leave(75, 0.01)
+    assert ended == [75]
+    comes.set()
+    leave(65, 60)
+    assert ended == [75], "the others have come"
