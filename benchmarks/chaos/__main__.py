@@ -1,0 +1,95 @@
+"""Faults on purpose against real runs, counted.
+
+    python -m benchmarks.chaos --kills 500 --seed 1     SIGKILL at random instants and places (the same as: kills --trials 500)
+
+The draws follow from the seed; what they hit depends on the machine's timing, so a failure's run is kept below `failed`.
+"""
+
+import argparse
+import gc
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.chaos.deaths import deaths, hangs
+from benchmarks.chaos.disk import disk
+from benchmarks.chaos.flips import flips_of_checkpoints, flips_of_shards
+from benchmarks.chaos.goodput import goodput
+from benchmarks.chaos.kills import kills
+from benchmarks.chaos.report import Tally, write
+from benchmarks.chaos.terms import terms
+
+Job = Callable[[Path, Tally, argparse.Namespace], None]  # a folder, what to count, the options
+
+DOSE = {"kills": 3, "terms": 4, "disk": 2, "checkpoints": 22, "shards": 22}
+
+
+def dose(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
+    """A little of each fault of one process."""
+    for name, trials in DOSE.items():
+        part = Tally(name, trials * tally.wanted)
+        FAULTS[name][0](folder, part, asked)
+        tally.rows += part.rows
+        tally.failures += part.failures
+
+
+FAULTS: dict[str, tuple[Job, int, str]] = {
+    "kills": (kills, 500, "SIGKILL at random instants, and at named places"),
+    "terms": (terms, 105, "SIGTERM and SIGINT in every phase"),
+    "deaths": (deaths, 200, "one of four processes killed"),
+    "hangs": (hangs, 50, "one of four processes stopped"),
+    "disk": (disk, 20, "a full disk"),
+    "checkpoints": (flips_of_checkpoints, 1000, "damaged checkpoints"),
+    "shards": (flips_of_shards, 1000, "damaged data shards"),
+    "goodput": (goodput, 10, "goodput under Poisson kills"),
+    "dose": (dose, 1, "so many doses of each fault of one process, such as CI takes"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Runs one kind of fault; 1: something failed."""
+    named = "--help" in argv or not all(word.startswith("--") for word in argv[:1] or ["--"])
+    asked = _parse(argv if named else ["kills", *argv])
+    load, began = os.getloadavg()[0], time.monotonic()
+    folder = (asked.directory or Path(tempfile.mkdtemp(prefix="chaos-"))).expanduser().absolute()
+    gc.collect()
+    gc.freeze()  # forks need not look through all that was imported
+    job, _, about = FAULTS[asked.fault]
+    tally = Tally(asked.fault, asked.trials, asked.minutes)
+    tally.stop_when_asked()
+    job(folder, tally, asked)
+    print(f"\n{tally.text()}\n\n{time.monotonic() - began:,.0f} s")
+    if asked.write:
+        write(about, tally.text(), shlex.join(["python", "-m", "benchmarks.chaos", *argv]), load)
+    if tally.failures:
+        print(f"what failed is kept in {folder}", file=sys.stderr)
+    elif asked.directory is None:
+        shutil.rmtree(folder)
+    return 1 if tally.failures else 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    faults = parser.add_subparsers(dest="fault", required=True, metavar="FAULT")
+    for name, (_, trials, about) in FAULTS.items():
+        sub = faults.add_parser(name, help=about, description=about)
+        sub.add_argument("--trials", "--kills", type=int, default=trials, metavar="N", help="default: %(default)s")
+        sub.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
+        sub.add_argument("--minutes", type=float, default=float("inf"), help="end after so long, with fewer trials")
+        sub.add_argument("--commands", type=float, default=0.05, help="share of attempts that are no forks (%(default)s)")
+        if name == "goodput":
+            sub.add_argument("--mtbf", type=float, default=60, help="mean seconds between failures (default: %(default)s)")
+        sub.add_argument("--directory", type=Path, help="where to work, kept afterwards (default: a temporary one)")
+        sub.add_argument("--write", action="store_true", help="write its section of results/reliability.md")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

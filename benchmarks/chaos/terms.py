@@ -1,0 +1,106 @@
+"""SIGTERM and SIGINT at random instants of every phase: a checkpoint of the very step, exit 75, and the same command goes on.
+
+Once a run has its devices, a signal lets it finish the step that it is at, save it, and end with exit 75; before that it may
+die of the signal, and nothing that was there is lost. A second signal ends it at once, and tears nothing either.
+"""
+
+import argparse
+import collections
+import random
+import shutil
+import signal
+import statistics
+import time
+from pathlib import Path
+
+from benchmarks.chaos.report import Tally, quantile
+from benchmarks.chaos.victim import Left, Progress, Scene, end, put_away, wait_for
+from maxtrain.checkpoints import check
+
+# By phase: the fault that makes it long enough to be met, what the run says when it is there, and seconds from then on.
+PHASES = {
+    "start": ("", "", 0.4),
+    "compile": ("", "compiling the step", 0.5),
+    "restore": ("restore:delay=0.3", "delay at restore", 0.3),
+    "step": ("", "", 1.0),
+    "eval": ("eval:delay=0.3", "delay at eval", 0.3),
+    "save": ("during_save:delay=0.2", "delay at during_save", 0.2),
+    "data wait": ("data:delay=0.3:{step}", "delay at data", 0.3),
+}
+SECOND = 0.15  # share of trials with a second signal
+
+
+def terms(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
+    """So many signals, phase by phase, over as many runs as that takes."""
+    scene, rng = Scene(folder / "run"), random.Random(asked.seed)
+    counts, failed, seconds, runs = collections.Counter[str](), collections.Counter[str](), [], 0
+    scene.reference()
+    name = "stopped-0"
+    while not tally.done():
+        at_once = rng.random() < SECOND
+        phase = list(PHASES)[tally.trials % len(PHASES)]
+        code, problems, took = _trial(scene, name, phase, rng, at_once, asked.commands)
+        what = f"{phase}, second signal" if at_once and code != 75 else phase
+        if code != 0:
+            counts[what] += 1
+            failed[what] += bool(problems)
+            seconds += [took] if code == 75 else []
+            tally.count(f"{name}, {what}: {'; '.join(problems)}" if problems else "", what)
+        elif problems:
+            tally.fail(f"{name}, its end: {'; '.join(problems)}")
+        if problems:
+            tally.tell(f"kept in {put_away(scene, name)}")
+        if problems or code == 0:
+            shutil.rmtree(scene.runs / name, ignore_errors=True)
+            runs += 1
+            name = f"stopped-{runs}"
+    tally.rows = [(f"signal in: {what}", count, failed[what]) for what, count in sorted(counts.items())]
+    if seconds:
+        tally.notes.append(
+            f"{runs + 1} runs. From the signal to the end of the process, its step saved: "
+            f"p50 {statistics.median(seconds):.2f} s, "
+            f"p99 {quantile(seconds, 0.99):.2f} s."
+        )
+
+
+def _trial(
+    scene: Scene, name: str, phase: str, rng: random.Random, at_once: bool, commands: float
+) -> tuple[int | str, list[str], float]:
+    """Starts the run and stops it: its exit code, what is wrong, and the seconds from signal to end."""
+    run, log = scene.runs / name, scene.log(name)
+    before = Left(run)
+    if phase == "restore" and not before.newest:
+        phase = "compile"
+    fault, text, most = PHASES[phase]
+    begin = log.stat().st_size if log.exists() else 0
+
+    def said() -> str:
+        return log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+
+    progress = Progress(run, before.newest)
+    step = min(scene.steps, before.newest + rng.randrange(1, 40))
+    process = scene.start(name, fault=fault.format(step=step), command=rng.random() < commands)
+    if phase == "step":
+        wait_for(progress.has_made_a_step, process)
+    elif text:
+        wait_for(lambda: text in said(), process)
+    wait_for(lambda: False, process, rng.uniform(0, most))
+    began, number = time.monotonic(), signal.SIGTERM if phase == "start" or rng.random() < 0.7 else signal.SIGINT
+    process.send_signal(number)
+    if at_once:
+        time.sleep(rng.uniform(0, 0.05))
+        process.send_signal(signal.SIGTERM)
+    code, took = end(process), time.monotonic() - began
+    left, died = Left(run), phase == "start" or at_once
+    problems = left.unlike(scene.reference(), whole=code == 0)
+    problems += [f"not whole: {what}" for what in left.bad] + [f"put aside: {what}" for what in left.aside()]
+    if left.newest < before.newest or (left.newest and (why := check(run / "checkpoints" / f"{left.newest:08d}"))):
+        problems.append(f"the newest checkpoint is {left.newest}, was {before.newest}; {why if left.newest else 'gone'}")
+    if code == 75 and phase != "start":
+        if f"stopped and saved at step {left.newest} of" not in said() or left.newest != left.last:
+            problems.append(f"{left.last} steps are on record, the checkpoint is of {left.newest}")
+        if found := [path.name for path in (run / "checkpoints").glob(".*.partial")]:
+            problems.append(f"left behind: {found}")
+    elif code not in ((0, 75, -number, -signal.SIGTERM) if died else (0, 75)):
+        problems.append(f"ended with {code}")
+    return code, problems, took

@@ -1,0 +1,309 @@
+"""A small run that takes about 10 ms a step, started again and again, and held against one that was left alone.
+
+Victims do what `python -m maxtrain.train` does. Most are forked from this process, which has imported all of it and touched no
+device: so an attempt takes a second and not the five of importing. A share of them are the command itself.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from data_pipeline import prepare
+from maxtrain import train
+from maxtrain.checkpoint.integrity import survey
+from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoints import check
+from maxtrain.compare import compare_records
+from maxtrain.config import from_command_line
+from maxtrain.observe.attempts import reached_step
+from maxtrain.observe.metrics import FILE_NAME, read_metrics
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 300.0  # seconds for an attempt; one that takes longer hangs
+POLL = 0.004
+WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they")
+CONFIG = {
+    "steps": 240,
+    "log_interval": 1,
+    "eval_interval": 50,
+    "checkpoint_interval": 20,
+    "model": {"num_layers": 1, "embed_dim": 32, "mlp_dim": 64, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
+    "data": {"seq_length": 32, "batch_size": 8},
+    "schedule": {"warmup_steps": 20},
+    "precision": {"compute": "float32"},  # roundings to bfloat16 could hide a difference
+    "mesh": {"simulated_devices": 1},
+    "checkpoint": {"keep": 2, "keep_every": 100},
+    "observe": {"progress": "plain", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
+}
+
+
+class Forked:
+    """A job in a process forked from this one: as much of `subprocess.Popen` as a supervisor uses."""
+
+    def __init__(self, job: Callable[[], int], log: Path, environment: Mapping[str, str]):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            _become(job, log, environment)
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None: it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        """The exit code, when it has ended. subprocess.TimeoutExpired: it does not."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a forked job", timeout)
+            time.sleep(POLL)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """To this process; nothing if it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _become(job: Callable[[], int], log: Path, environment: Mapping[str, str]) -> None:
+    """What a new process does instead of what this one goes on with: it never returns."""
+    code = 70
+    try:
+        os.setsid()
+        file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        faulthandler.enable()
+        os.environ.update(environment)
+        if cache := environment.get("JAX_COMPILATION_CACHE_DIR"):  # jax has read its own by now
+            jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        code = job()
+        atexit._run_exitfuncs()  # those of what runs here; the files to be removed are the parent's
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 70
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def train_forked(words: Sequence[str]) -> int:
+    """What `python -m maxtrain.train` does with these words, in this process; the exit code."""
+    sys.argv = ["maxtrain/train.py", *words]
+    return train.main(from_command_line(words, "python -m maxtrain.train"))
+
+
+class Scene:
+    """Data, a config and a reference run below a folder, which is made, and whose `runs` are the victims."""
+
+    def __init__(self, folder: Path, megabytes: float = 0.05, **changes: Any):
+        self.folder, self.runs = folder, folder / "runs"
+        if not (folder / "data").exists():
+            make_data(folder, megabytes)
+        sources = {"text": {"path": str(folder / "data" / "train"), "epochs": None}}
+        values = {**CONFIG, "output_dir": str(self.runs), **changes}
+        values["data"] = {**CONFIG["data"], "sources": sources}
+        values["eval"] = {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}}
+        self.steps, self.interval, self.values = values["steps"], values["checkpoint_interval"], values
+        self.config = folder / "small.yaml"
+        self.config.write_text(yaml.safe_dump(values))
+        self.environment = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            "JAX_PLATFORMS": "cpu",
+        }
+
+    def words(self, run: str, *overrides: str) -> list[str]:
+        return [f"config={self.config}", f"run_name={run}", *overrides]
+
+    def start(self, run: str, *overrides: str, fault: str = "", command: bool = False) -> Forked | subprocess.Popen:
+        """An attempt, in a session of its own; what it says is added to RUN.log."""
+        words, environment = self.words(run, *overrides), self.environment | {"MAXTRAIN_FAILPOINT": fault}
+        if not command:
+            return Forked(lambda: train_forked(words), self.log(run), environment)
+        with open(self.log(run), "ab") as log:
+            program = [sys.executable, "-X", "faulthandler", "-m", "maxtrain.train", *words]
+            environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+            return subprocess.Popen(program, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def log(self, run: str) -> Path:
+        return self.folder / f"{run}.log"
+
+    def reference(self) -> "Left":
+        """What the run leaves that nobody disturbs; made once."""
+        if not (self.runs / "reference").exists() and (code := end(self.start("reference"))):
+            raise RuntimeError(f"the reference itself ended with {code}; see {self.log('reference')}")
+        return Left(self.runs / "reference")
+
+
+def make_data(folder: Path, megabytes: float) -> None:
+    """Documents of common words, prepared as ever, with an evaluation set."""
+    rng, count = random.Random(0), 120
+    (folder / "text").mkdir(parents=True)
+    mean = 1e6 * megabytes / count / 4  # words of a document
+    for number in range(count):
+        words = rng.choices(WORDS, k=rng.randrange(int(0.3 * mean), int(1.7 * mean)))
+        (folder / "text" / f"{number}.txt").write_text(" ".join(words))
+    words = [str(folder / "data"), "--text", f"{folder}/text/*.txt", "--tokenizer", "bytes", "--holdout", "0.1"]
+    with open(folder / "prepare.log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+        if prepare.main([*words, "--workers", "1"]):
+            raise RuntimeError(f"prepare failed; see {folder / 'prepare.log'}")
+
+
+def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """What a job yields, as JSON, that runs in a process forked from this one, which it ends with. RuntimeError: it failed."""
+    read, write = os.pipe()
+
+    def tell() -> int:
+        with os.fdopen(write, "w") as pipe:
+            for said in job():
+                print(json.dumps(said), file=pipe, flush=True)
+        return 0
+
+    log = Path(tempfile.gettempdir(), f"chaos-{os.getpid()}.log")
+    process = Forked(tell, log, {})
+    os.close(write)
+    try:
+        with os.fdopen(read) as pipe:
+            for line in pipe:
+                yield json.loads(line)
+        if process.wait():
+            raise RuntimeError(f"it ended with {process.returncode}: {log.read_text()}")
+        log.unlink()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def end(process: Forked | subprocess.Popen, patience: float = PATIENCE) -> int | str:
+    """The exit code of an attempt; one that hangs is ended, with stacks in its log, and is "hangs"."""
+    try:
+        return process.wait(patience)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)
+        time.sleep(2)
+        return "hangs"
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+class Left:
+    """What a run has left on the disk: its records, and the checkpoints that count."""
+
+    def __init__(self, run: Path):
+        self.run, self.records = run, read_metrics(run)
+        self.steps = [record["step"] for record in self.records if record["kind"] == "train"]
+        self.last = self.steps[-1] if self.steps else 0
+        found = survey(run / "checkpoints")
+        self.saved = [step for step, why in found.items() if not why]
+        self.bad = [f"{step}: {why}" for step, why in found.items() if why]
+        self.newest = max(self.saved, default=0)
+
+    def aside(self) -> list[str]:
+        """Checkpoints that were put aside."""
+        return [path.name for path in (self.run / "checkpoints").glob("*.damaged-*")]
+
+    def unlike(self, reference: "Left", whole: bool) -> list[str]:
+        """How the records so far are not those of a reference, bit for bit; and, if it is `whole`, what it ends with."""
+        problems = []
+        if self.steps != list(range(1, self.last + 1)):
+            problems.append(f"the records have not every step up to {self.last} once, in order")
+        fields = compare_records(self.records, reference.records)
+        problems += [f"{field.name} differs at {field.first}" for field in fields if field.different]
+        needed = {"loss", "grad_norm", "batch", "params_hash", "batch_hash"}
+        if self.steps and not needed <= {field.name for field in fields if field.compared == self.last}:
+            problems.append(f"{', '.join(sorted(needed))} are not all on record")
+        if whole:
+            problems += self._end_unlike(reference)
+        return problems
+
+    def _end_unlike(self, reference: "Left") -> list[str]:
+        keys = [[(r["kind"], r.get("set"), r["step"]) for r in left.records] for left in (self, reference)]
+        problems = [] if keys[0] == keys[1] else ["it has other records than the reference"]
+        ours, theirs = (saved_records(left.run / "checkpoints") for left in (self, reference))
+        for step in sorted(ours.keys() & theirs.keys()):
+            if ours[step]["digests"] != theirs[step]["digests"]:
+                problems.append(f"arrays of checkpoint {step} differ")
+            if why := check(self.run / "checkpoints" / f"{step:08d}"):
+                problems.append(f"checkpoint {step} is damaged: {why}")
+        if self.newest != reference.newest:
+            problems.append(f"the newest checkpoint is of step {self.newest}, not {reference.newest}")
+        return problems
+
+
+def kept(newest: int, interval: int, keep: int, every: int) -> set[int]:
+    """The steps that have to count once `newest` does, of a run that saves each interval."""
+    steps = list(range(interval, newest + 1, interval))
+    return set(steps[-keep:]) | {step for step in steps if step % every == 0}
+
+
+def wait_for(condition: Callable[[], bool], process: Forked | subprocess.Popen, patience: float = PATIENCE) -> bool:
+    """Whether something has come true before the process ended."""
+    deadline = time.monotonic() + patience
+    while process.poll() is None and time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(POLL)
+    return False
+
+
+class Progress:
+    """Whether an attempt of a run has opened its logs, which drops the records after the step that it goes on from."""
+
+    def __init__(self, run: Path, newest: int):
+        self._run, self._path, self._newest = run, run / FILE_NAME, newest
+        self._before = self._identity()
+
+    def opened(self) -> bool:
+        """Whether it has."""
+        return self._identity() != self._before
+
+    def has_made_a_step(self) -> bool:
+        """Whether a record of a new step is there."""
+        with contextlib.suppress(ValueError, OSError, KeyError):  # read while it is written
+            return self.opened() and reached_step(self._run) > self._newest
+        return False
+
+    def _identity(self) -> int:
+        return self._path.stat().st_ino if self._path.exists() else 0
+
+
+def put_away(scene: Scene, run: str) -> Path:
+    """Keeps what a failed victim has left, for people to look at."""
+    target = scene.folder / "failed" / f"{run}-{time.strftime('%H%M%S')}"
+    target.mkdir(parents=True)
+    for path in (scene.runs / run, scene.log(run)):
+        if path.exists():
+            shutil.move(path, target)
+    return target

@@ -1,0 +1,138 @@
+"""The harness of faults: it sees what is wrong where something is, and a small dose of each fault finds nothing."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import report
+from benchmarks.chaos.flips import damage
+from benchmarks.chaos.goodput import Costs, best_interval, efficiency
+from benchmarks.chaos.report import Tally, quantile
+from benchmarks.chaos.victim import Left, kept
+
+ROOT = Path(__file__).parents[1]
+
+
+def chaos(folder, *words):
+    """What it prints; it must find nothing."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.chaos", *words, "--directory", str(folder)]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    logs = "".join(path.read_text(errors="replace")[-4000:] for path in folder.rglob("failed/*/*.log"))
+    assert result.returncode == 0, result.stdout + result.stderr + logs
+    return result.stdout
+
+
+@pytest.mark.processes
+def test_a_dose_of_each_fault(tmp_path):
+    shown = chaos(tmp_path, "dose", "--seed", "1", "--commands", "0")
+    for row in (
+        "SIGKILL | 3 |",
+        "signal in: step | 1 |",
+        "disk full | 2 |",
+        "checkpoint: no damage, no alarm | 2 |",
+        "data shards: any of these, in whole runs | 1 |",
+    ):
+        assert f"| {row} 0 |" in shown
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["deaths", "hangs"])
+def test_a_dose_of_what_happens_to_one_of_four_processes(tmp_path, fault):
+    shown = chaos(tmp_path, fault, "--trials", "2")
+    assert re.search(r"\| one of four processes .* \| 2 \| 0 \|", shown) and "All were started again" in shown
+
+
+def records(*losses, **more):
+    common = {"grad_norm": 1.0, "batch": "b", "params_hash": "p", "batch_hash": "h"}
+    return [{"kind": "train", "step": step, "loss": loss, **common, **more} for step, loss in enumerate(losses, 1)]
+
+
+def left(folder, lines):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Left(folder)
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (records(3.0, 2.0), ""),
+        (records(3.0), ""),
+        ([], ""),
+        (records(3.0, 2.0000000000000004), r"loss differs at \(2, 2.0000000000000004, 2.0\)"),
+        (records(3.0, 2.0, params_hash="q"), "params_hash differs"),
+        (records(3.0, 2.0)[1:], "have not every step up to 2 once"),
+        (records(3.0, 2.0) + records(3.0)[:1], "have not every step up to 1 once"),
+        ([{**record, "batch": None} for record in records(3.0, 2.0)], "batch differs"),
+        ([{k: v for k, v in record.items() if k != "params_hash"} for record in records(3.0)], "are not all on record"),
+    ],
+)
+def test_other_records_than_the_references_are_seen(tmp_path, lines, problem):
+    reference = left(tmp_path / "reference", records(3.0, 2.0))
+    found = left(tmp_path / "victim", lines).unlike(reference, whole=False)
+    assert any(re.search(problem, what) for what in found) if problem else found == []
+
+
+def test_an_end_that_is_not_the_references_is_seen(tmp_path):
+    reference = left(tmp_path / "reference", records(3.0, 2.0))
+    assert left(tmp_path / "same", records(3.0, 2.0)).unlike(reference, whole=True) == []
+    assert left(tmp_path / "short", records(3.0)).unlike(reference, whole=True) == ["it has other records than the reference"]
+
+
+def test_which_checkpoints_must_be_there():
+    assert kept(0, 20, 2, 100) == set()
+    assert kept(60, 20, 2, 100) == {40, 60}
+    assert kept(240, 20, 2, 100) == {100, 200, 220, 240}
+
+
+@pytest.mark.parametrize("costs", [Costs(0.01, 0.1, 2.0), Costs(0.01, 1.0, 5.0), Costs(1.0, 0.01, 0.0)])
+def test_the_recommended_interval_is_near_the_best_there_is(costs):
+    reached = {factor: efficiency(factor * best_interval(costs, 60.0), costs, 60.0) for factor in (0.1, 0.25, 1, 4, 10)}
+    assert 0.5 < reached[1] < 1 and reached[0.1] < reached[0.25] < reached[1] > reached[4] > reached[10]
+    best = max(efficiency(0.01 * number, costs, 60.0) for number in range(1, 10_000))
+    assert reached[1] > 0.99 * best
+    assert efficiency(5.0, costs, 1e9) == pytest.approx(5 / (5 + costs.save), rel=1e-6)  # nothing fails
+
+
+def test_every_kind_of_damage_changes_a_file(tmp_path):
+    rng = random.Random(0)
+    for number, kind in enumerate(["flipped bit", "truncated", "removed", "emptied"]):
+        folder = tmp_path / str(number)
+        (folder / "below").mkdir(parents=True)
+        (folder / "below" / "file").write_bytes(bytes(range(100)))
+        assert damage(folder, rng, {kind: 1})[0] == kind
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        content = files[0].read_bytes() if files else b""
+        assert content != bytes(range(100)) and bool(files) == (kind in ("flipped bit", "truncated"))
+        shutil.rmtree(folder)
+
+
+def test_results_replace_their_own_section_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "reliability.md")
+    tally = Tally("kills", 10)
+    tally.rows, tally.notes = [("SIGKILL", 300, 0), ("more", 5, 1)], ["A note."]
+    assert tally.text().splitlines()[2:4] == ["| SIGKILL | 300 | 0 | 1.00% |", "| more | 5 | 1 |  |"]
+    for section, text in (("one", "first"), ("two", tally.text()), ("one", "second")):
+        report.write(section, text, "python -m benchmarks.chaos", load=0.0)
+    written = report.RESULTS.read_text()
+    assert written.startswith(report.HEAD.rstrip()) and written.count("\n## ") == 2
+    assert "first" not in written and written.index("second") < written.index("A note.")
+
+
+def test_a_tally_ends_and_tells_of_failures(capfd):
+    tally = Tally("kills", 2)
+    tally.count()
+    assert not tally.done()
+    tally.count("loss differs", "save")
+    assert tally.done() and tally.failures == ["loss differs"] and "* failed: loss differs" in tally.text()
+    assert "kills: FAILED: loss differs" in capfd.readouterr().err
+    assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0 and quantile([1.0, 2.0], 0.99) == 2.0
