@@ -205,8 +205,8 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
         record["batch"] = {"devices": name, "limit_bytes": limit, "seq_length": length, "unit": memory.unit}
         record["batch"] |= {"batch_size": found["data.batch_size"], "tries": [t._asdict() for t in tries]}
     if what != "batch":
-        rows = f"{config.data.batch_size:,} rows a step, as data.batch_size says"
-        console.print(Text(f"learning rate: {asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps, {rows}"))
+        of = f"{config.data.batch_size:,} rows a step, as data.batch_size says"
+        console.print(Text(f"learning rate: {asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps, {of}"))
         test = probe_learning_rate(config, asked.low, asked.high, asked.steps)
         found["optimizer.learning_rate"] = float(f"{test.suggestion:.2g}")
         record["learning_rate"] = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in test._asdict().items()}
@@ -216,6 +216,10 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     draw(folder / "probe.png", config.run_name, tries, limit, length, test)
     write_atomic(folder / "probe.json", json.dumps(record | {"overrides": found}, indent=1).encode())
     console.print(Text(f"picture: {folder / 'probe.png'}   record: {folder / 'probe.json'}", "dim"), soft_wrap=True)
+    rows = config.data.batch_size
+    if test is not None and found.get("data.batch_size", rows) != rows:
+        mend = f"Add data.batch_size={found['data.batch_size']} --what learning_rate to look for that of the largest batch."
+        console.print(Text(f"The rate is for {rows:,} rows a step. {mend}", "yellow"), soft_wrap=True)
     kept = [a for a in arguments if a.partition("=")[0] not in found]
     command = ["maxtrain", "train", *kept, *(f"{key}={value}" for key, value in found.items())]
     console.print(

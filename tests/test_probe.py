@@ -105,6 +105,7 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     rows, rate = record["overrides"]["data.batch_size"], record["overrides"]["optimizer.learning_rate"]
     assert f"maxtrain train config={config} anomaly.loss_spike=stop" in shown
     assert f"data.batch_size={rows} optimizer.learning_rate={rate}" in shown
+    assert rows > 8 and f"The rate is for 8 rows a step. Add data.batch_size={rows} --what learning_rate" in shown
     assert rows % 8 == 0 and record["batch"]["limit_bytes"] == 2 << 20
     assert {t["fits"] for t in record["batch"]["tries"]} == {True, False} and "does not fit" in shown
     test = record["learning_rate"]

@@ -91,7 +91,7 @@ def _rates(axes: Any, test: RangeTest) -> None:
     axes.plot(test.rates, test.smooth, color="C0", label="loss, smoothed")
     low, high = test.smooth.min(), test.smooth[0]
     room = high - low
-    axes.set_ylim(low - 0.35 * room, high + 0.35 * room)
+    axes.set_ylim(max(0.0, low - 0.35 * room), high + 0.35 * room)
     for rate, color, style, label in (
         (test.steepest, "C7", ":", f"steepest fall, {test.steepest:.2g}"),
         (test.lowest, "C3", "--", f"lowest loss, {test.lowest:.2g}"),
