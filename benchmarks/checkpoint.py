@@ -1,4 +1,4 @@
-"""What digests and hashes add to saving and restoring, with and without in turns; and flipped bits: how many are silent.
+"""Saving and restoring beside the disk's own speed, with and without checks, in turns; and flipped bits: how many are silent.
 
     python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--flips 1000] [--directory DIR]
 
@@ -6,65 +6,125 @@ prints the tables of benchmarks/results/checkpoint.md.
 """
 
 import argparse
+import contextlib
 import functools
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 
 from data_pipeline.errors import StorageError
-from maxtrain.checkpoint import manager
-from maxtrain.checkpoint.integrity import Files, find_damage, hash_files, read_commit
+from maxtrain.checkpoint import manager, plain
+from maxtrain.checkpoint.integrity import Files
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
-
-
-def seconds(job: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    jax.block_until_ready(job())
-    return time.perf_counter() - begin
 
 
 def sizes_only(path: Path, names: list[str]) -> Files:
     return {name: {"bytes": (path / name).stat().st_size, "crc32": []} for name in names}
 
 
+def forget(path: Path) -> None:
+    """Has the kernel drop what it keeps in memory of the files below a directory, so that they are read from the disk."""
+    for file in [file for file in path.rglob("*") if file.is_file()]:
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def write_one(path: Path, content: memoryview) -> None:
+    """One large sequential write, on the disk when it returns."""
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, len(content), 8 << 20):
+            file.write(content[start : start + (8 << 20)])
+        os.fsync(file.fileno())
+
+
+def read_one(path: Path, into: memoryview | None) -> None:
+    """One large sequential read, to a buffer that is used again (None), or to memory of that size."""
+    again = memoryview(bytearray(8 << 20))
+    with path.open("rb", buffering=0) as file:
+        at = 0
+        while count := file.readinto(again if into is None else into[at : at + (8 << 20)]):
+            at += count
+
+
+@contextlib.contextmanager
+def without_checks() -> Iterator[None]:
+    """Nothing is hashed or compared."""
+    nothing = types.SimpleNamespace(crc32=lambda *args: 0)
+    patches = [(manager, "hash_files", sizes_only), (plain, "zlib", nothing), (plain, "describe_damage", lambda *args: "")]
+    with contextlib.ExitStack() as stack:
+        for module, name, value in patches:
+            stack.enter_context(mock.patch.object(module, name, value))
+        yield
+
+
+@contextlib.contextmanager
+def by_orbax() -> Iterator[None]:
+    """Files are hashed first, and then read by Orbax."""
+    with mock.patch.object(manager, "read_plain", lambda *args: (None, "")):
+        yield
+
+
 def costs(directory: Path, mib: int, rounds: int) -> None:
-    """Medians over rounds, each of which does everything with and without checks."""
+    """Medians over rounds, each of which does everything once, one after the other."""
     state = {f"w{i:02d}": jax.random.normal(jax.random.key(i), (mib // 16 << 8, 1024)) for i in range(16)}
     given = {"digests": tree_digests(state)}
+    content = memoryview(b"".join(np.asarray(x).tobytes() for x in state.values()))
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep=1))
-    times: dict[str, list[float]] = {}
+    behind = Checkpoints(directory.with_name("behind"), CheckpointConfig(asynchronous=True, keep=1))
+    packed = Checkpoints(directory.with_name("packed"), CheckpointConfig(asynchronous=False, keep=1))
+    packed._orbax.close()
+    packed._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())  # compressed, in few files
+    times: dict[str, list[tuple[float, float]]] = {}
 
-    def note(what: str, job: Callable[[], object]) -> None:
-        times.setdefault(what, []).append(seconds(job))
+    def note(what: str, job: Callable[[], object], cold: Path | None = None) -> None:
+        if cold:
+            forget(cold)
+        begin, cpu = time.perf_counter(), time.process_time()
+        jax.block_until_ready(job())
+        times.setdefault(what, []).append((time.perf_counter() - begin, time.process_time() - cpu))
+        print(f"{what}: {times[what][-1][0]:.2f} s", file=sys.stderr, flush=True)
 
+    one, restore = directory.with_name("one") / "file", functools.partial(checkpoints.restore, state)
+    one.parent.mkdir()
     for number in range(rounds):
-        with mock.patch.object(manager, "hash_files", sizes_only):
-            note("save, bare", functools.partial(checkpoints.save, 2 * number, state, given))
-        note("restore, bare", functools.partial(checkpoints.restore, state, check=False))
+        note("one sequential write, fsync", functools.partial(write_one, one, content))
+        with without_checks():
+            note("save without checks", functools.partial(checkpoints.save, 2 * number, state, given))
         note("save", functools.partial(checkpoints.save, 2 * number + 1, state, {}))
-        note("restore", functools.partial(checkpoints.restore, state))
-        path = directory / f"{2 * number + 1:08d}"
-        files = read_commit(path)["files"]
-        note("digests", functools.partial(tree_digests, state))
-        note("hashes", functools.partial(hash_files, path, files))
-        note("hashes again", functools.partial(find_damage, path, files))
-    checkpoints.close()
-    print(f"| what | s, median of {rounds} | GB/s | more than bare |\n|:--|--:|--:|--:|")
+        note("save, asynchronous: until training goes on", functools.partial(behind.save, number, state, {}))
+        note("save, asynchronous: the rest, behind", behind.wait)
+        note("save as before, compressed", functools.partial(packed.save, number, state, {}))
+        note("one sequential read, 8 MiB at a time", functools.partial(read_one, one, None), one.parent)
+        note("one sequential read, to memory of that size", lambda: read_one(one, memoryview(bytearray(mib << 20))), one.parent)
+        with without_checks():
+            note("restore without checks", functools.partial(restore, check=False), directory)
+        note("restore", restore, directory)
+        with by_orbax():
+            note("restore by Orbax", restore, directory)
+        note("restore as before, compressed", functools.partial(packed.restore, state), packed.directory)
+        note("digests alone", functools.partial(tree_digests, state))
+    for each in (checkpoints, behind, packed):
+        each.close()
+    print(f"| what | s, median of {rounds} | least | GB/s | s of processors |\n|:--|--:|--:|--:|--:|")
     for what, all_times in times.items():
-        median = statistics.median(all_times)
-        bare = statistics.median(times[f"{what}, bare"]) if f"{what}, bare" in times else None
-        more = f"{median / bare - 1:+.1%}" if bare else ""
-        print(f"| {what} | {median:.2f} | {mib / 1024 * 1.0737 / median:.2f} | {more} |")
+        wall, cpu = (statistics.median(column) for column in zip(*all_times))
+        least = min(wall for wall, _ in all_times)
+        print(f"| {what} | {wall:.2f} | {least:.2f} | {mib / 1024 * 1.0737 / wall:.2f} | {cpu:.2f} |")
 
 
 def damage(directory: Path, count: int) -> None:
@@ -112,7 +172,8 @@ def main() -> int:
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}; {asked.mib:,} MiB\n")
     with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
         costs(Path(folder, "costs"), asked.mib, asked.rounds)
-        damage(Path(folder, "damage"), asked.flips)
+        if asked.flips:
+            damage(Path(folder, "damage"), asked.flips)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")
     return 0
 

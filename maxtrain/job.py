@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,7 @@ from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
 from maxtrain.training.step import Metrics, make_train_step
-from maxtrain.weights.hf import load_weights
+from maxtrain.weights.start import starting_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +56,19 @@ class Parts:
     loss_scale: LossScaleConfig | None
     abstract: TrainState
 
-    def initial_state(self) -> TrainState:
-        """The state before the first step: imported weights if the config says so, else random ones."""
+    def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
+        """The state before the first step: weights from elsewhere if the config says so, told of, else random ones."""
         config = self.config
-        if config.checkpoint.init_from is not None:
-            params = load_weights(self.abstract.params, config.checkpoint.init_from, config.model)
-            return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
-        return create_state(
-            self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale, config.init
-        )
+
+        def fresh() -> TrainState:
+            return create_state(
+                self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale, config.init
+            )
+
+        if config.checkpoint.init_from is None:
+            return fresh()
+        params = starting_params(self.abstract.params, config.checkpoint, config.model, lambda: fresh().params, tell)
+        return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
 
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
         """Digests of parameters and batch, to be put among the metrics of the step that made this state of this batch."""

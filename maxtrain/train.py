@@ -158,7 +158,7 @@ class Loop:
             weights = self.config.checkpoint.init_from
             self.progress.phase(f"reading weights from {weights}" if weights else "making the initial weights")
             with self.clock.during("compile"):
-                return self.job.initial_state()
+                return self.job.initial_state(self.progress.message)
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {self.step:,}")
             failpoints.hit("restore", self.step)

@@ -265,8 +265,8 @@ def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):
     """Weights that a Hugging Face directory, say, brought along: nothing can be trained, and nothing is."""
     original = job.Job.initial_state
 
-    def initial_state(self):
-        state = original(self)
+    def initial_state(self, *tell):
+        state = original(self, *tell)
         return state._replace(params=jax.tree.map_with_path(spoil, state.params))
 
     def spoil(path, x):

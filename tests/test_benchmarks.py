@@ -115,5 +115,5 @@ def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(monkeypatc
     monkeypatch.setattr("sys.argv", words)
     assert checkpoint.main() == 0
     shown = capsys.readouterr().out
-    assert re.search(r"\| restore \| [\d.]+ \| [\d.]+ \| [+-][\d.]+% \|", shown)
+    assert re.search(r"\| restore \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|\n\| restore by Orbax", shown)
     assert "| flipped bit | 10 | 10 | 0 |" in shown and "| removed | 2 | 2 | 0 |" in shown

@@ -28,7 +28,8 @@ def run(tmp_path):
 
 
 def flip(step):
-    file = max(step.glob("arrays/**/d/*"), key=lambda file: file.stat().st_size)
+    files = (file for file in step.glob("arrays/**/*") if file.is_file())
+    file = max(files, key=lambda file: file.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

@@ -38,9 +38,11 @@ def test_the_commands_work_in_order(tmp_path):
     (disturbed,) = (out for command, out in outputs.items() if "FAILPOINT" in command)
     assert "ended with SIGKILL" in disturbed and "Goes on from step 4" in disturbed
     listed = list(outputs.values())
-    assert len(listed) == 16
+    assert len(listed) == 17
     assert "3 whole of 3" in listed[2] and listed[3].count("all hashes") == 3 and "params.layers" in listed[4]
     assert listed[6].count("all hashes") == 1
+    (started,) = (out for command, out in outputs.items() if "init_from" in command)
+    assert re.search(r"00000040: (\d+) of \1 parameters loaded", started)
     (copies,) = (out for command, out in outputs.items() if "verify far/both" in command)
     assert "00000012: all hashes" in copies
     assert sorted(path.name for path in (tmp_path / "runs" / "kept" / "checkpoints").iterdir()) == [

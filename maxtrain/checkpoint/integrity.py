@@ -92,11 +92,15 @@ def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
     """
     expected = [(name, i, crc) for name, entry in files.items() for i, crc in enumerate(entry.get("crc32", []))][part::parts]
     found = _hash_blocks(path, [(name, i * BLOCK_BYTES) for name, i, _ in expected])
-    for (name, i, crc), now in zip(expected, found, strict=True):
-        if crc != now:
-            start, end = i * BLOCK_BYTES, min((i + 1) * BLOCK_BYTES, files[name]["bytes"])
-            return f"{name}, bytes {start:,} to {end:,}: crc32 {crc} was written, {now} is there"
-    return ""
+    told = (describe_damage(name, files[name], i, now) for (name, i, _), now in zip(expected, found, strict=True))
+    return next(filter(None, told), "")
+
+
+def describe_damage(name: str, entry: dict[str, Any], block: int, now: str) -> str:
+    """What is wrong with a block of a file whose crc32 is `now`; empty: nothing, or it is of format 1 and has no hashes."""
+    crc = entry["crc32"][block] if "crc32" in entry else now
+    start, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, entry["bytes"])
+    return f"{name}, bytes {start:,} to {end:,}: crc32 {crc} was written, {now} is there" if crc != now else ""
 
 
 def _hash_blocks(path: Path, blocks: list[tuple[str, int]]) -> list[str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import StorageError, UserError
-from maxtrain.checkpoint.integrity import damaged, survey
+from maxtrain.checkpoint.formats import migrate
+from maxtrain.checkpoint.integrity import damaged, read_commit, survey
 from maxtrain.config.schema import CheckpointConfig
 
 
@@ -61,8 +62,13 @@ def saved_records(directory: Path) -> dict[int, dict[str, Any]]:
 
 def read_record(path: Path) -> dict[str, Any]:
     """What the caller saved beside the arrays of a step."""
+    return read_step(path)[1]
+
+
+def read_step(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The commit record of a step, and what the caller saved beside the arrays; those of older formats as of this one."""
     with as_storage_error(f"reading {path}", "Check the file's permissions."):
-        return json.loads((path / "record.json").read_bytes())
+        return migrate(read_commit(path), json.loads((path / "record.json").read_bytes()))
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ from maxtrain.checkpoint.integrity import (
     sync,
 )
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
-from maxtrain.checkpoint.listing import as_storage_error, complete, read_record
+from maxtrain.checkpoint.listing import as_storage_error, complete, read_step
+from maxtrain.checkpoint.plain import read_plain
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
@@ -70,7 +71,10 @@ class Checkpoints:
         together = set(range(jax.process_count())) if jax.process_count() > 1 else None
         options = ocp.options.MultiprocessingOptions(active_processes=together)
         # Compressing noise, which weights mostly are, took four times as long as writing it.
-        handler = ocp.PyTreeCheckpointHandler(use_compression=False, multiprocessing_options=options)
+        # Many processes write few files each, to be merged; one writes a file a shard, which can be read in one pass.
+        handler = ocp.PyTreeCheckpointHandler(
+            use_compression=False, use_ocdbt=jax.process_count() > 1, multiprocessing_options=options
+        )
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
@@ -155,13 +159,12 @@ class Checkpoints:
             raise ConfigError(f"{path} holds another state than this config makes:\n{differences}\n{mend}")
         home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = [getattr(leaf, "sharding", None) or home for leaf in leaves]
-        targets = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for n, x, s in zip(names, leaves, shardings)}
-        how = ocp.args.PyTreeRestore(targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=partial)
-        self._check_files(path, commit)
+        stored = [commit["arrays"][name].get("stored", name) for name in names]
+        targets = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for n, x, s in zip(stored, leaves, shardings)}
         advice = f"Remove or rename {path} to go on from the checkpoint before it."
         with as_storage_error(f"reading the checkpoint {path}", advice):
-            arrays = self._orbax.restore(path / "arrays", args=how)
-        restored = jax.tree.unflatten(treedef, [arrays[name] for name in names])
+            arrays = self._read(path, commit, targets, partial)
+        restored = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
         if check:
             self._check_arrays(path, commit, restored)
         return restored, record
@@ -263,16 +266,23 @@ class Checkpoints:
         if commit["format"] > FORMAT:
             rule = f"has format {commit['format']}, written by {commit.get('versions')}; this version reads up to {FORMAT}"
             raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
-        return path, commit, read_record(path)
+        return path, *read_step(path)
 
     def _remove(self, step: int) -> None:
         remove_step(self._path(step), lambda: failpoints.hit("during_removal", step))
 
-    def _check_files(self, path: Path, commit: dict[str, Any]) -> None:
-        """Every process reads its share of the files; DamagedError in all of them if one finds damage."""
-        what, error = "", None
+    def _read(
+        self, path: Path, commit: dict[str, Any], targets: dict[str, jax.ShapeDtypeStruct], partial: bool
+    ) -> dict[str, jax.Array]:
+        """The arrays of a step; DamagedError in all processes if one finds damage to a file.
+
+        Plain files are checked while they are read; others, of which every process takes a share, before Orbax reads them.
+        """
+        what, error, arrays = "", None, None
         try:
-            what = find_damage(path, commit["files"], jax.process_index(), jax.process_count())
+            arrays, what = read_plain(path, commit["files"], targets)
+            if arrays is None and not what:
+                what = find_damage(path, commit["files"], jax.process_index(), jax.process_count())
         except OSError as problem:
             error = StorageError(f"reading {path} failed: {problem}. Mend access, then run the same command again.")
         raise_together(error)
@@ -280,6 +290,10 @@ class Checkpoints:
             what = next((theirs["what"] for theirs in gather({"what": what[:900]}, 1024) if theirs["what"]), "")
         if what:
             raise DamagedError(path, what)
+        if arrays is None:
+            how = ocp.args.PyTreeRestore(targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=partial)
+            arrays = self._orbax.restore(path / "arrays", args=how)
+        return arrays
 
     def _check_arrays(self, path: Path, commit: dict[str, Any], restored: PyTree[jax.Array]) -> None:
         """Holds the arrays on the device against the digests of what was saved; steps of format 1 have none."""

@@ -49,14 +49,15 @@ class SecondDirectory:
         return self._idle.wait(seconds) and not self._unlike(max(_complete(self.source), default=None))
 
     def close(self) -> None:
-        """Begins nothing new, and waits a minute at most for what is under way."""
+        """Ends the thread when the newest step is copied; waits a minute at most."""
         self._ending = True
-        self._news.set()
         if self._thread.ident:
+            self.offer()
             self._thread.join(60)
 
     def _work(self) -> None:
-        while self._news.wait() and not self._ending:
+        while not (self._ending and self._idle.is_set()):
+            self._news.wait()
             self._news.clear()
             try:
                 self._catch_up()

@@ -163,7 +163,10 @@ def _init(c: RunConfig) -> Iterator[str]:
     if not fixed and init.std is not None:
         mend = "Set init.name=truncated_normal or normal, or init.std=null"
         yield f"init.std={init.std} is not used by init.name={init.name}, which counts fans. {mend}."
-    if c.checkpoint.init_from is not None:
+    if c.checkpoint.init_from is None and c.checkpoint.init_partial:
+        mend = "Set checkpoint.init_from, or leave it out"
+        yield f"checkpoint.init_partial={show(c.checkpoint.init_partial)} is not used without checkpoint.init_from. {mend}."
+    if c.checkpoint.init_from is not None and not c.checkpoint.init_partial:
         for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale"):
             mend = "Set checkpoint.init_from=null, or leave it out"
             yield f"init.{name}={show(value)} is not used with checkpoint.init_from={c.checkpoint.init_from}. {mend}."
@@ -218,6 +221,7 @@ def _optimizer(c: RunConfig) -> Iterator[str]:
         "optimizer.", o, o.name, {"momentum": "momentum nesterov muon", "beta1": betas, "beta2": betas, "eps": roots}
     )
     patterns = [("optimizer.no_decay", pattern) for pattern in o.no_decay]
+    patterns += [("checkpoint.init_partial", pattern) for pattern in c.checkpoint.init_partial]
     patterns += [(f"optimizer.groups.{name}.pattern", group.pattern) for name, group in o.groups.items()]
     for key, pattern in patterns:
         try:

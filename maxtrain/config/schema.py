@@ -232,7 +232,8 @@ class CheckpointConfig:
     asynchronous: bool = key(True, "write in the background while training goes on")
     copy_to: str | None = key(None, "directory on another disk that good steps are copied to meanwhile; null: none")
     copy_keep: int = key(3, "newest checkpoints kept there", low=1)
-    init_from: str | None = key(None, "start from the weights of this Hugging Face directory; null: random")
+    init_from: str | None = key(None, "start from the weights of this run, checkpoint or Hugging Face directory; null: random")
+    init_partial: tuple[str, ...] = key((), "regular expressions: parameters of init_from that may differ, and are new then")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,20 @@ def _open(directory: Path) -> dict[str, Any]:
     return files
 
 
+def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of two models that are a property of the weights and differ, with both values; what one lacks is passed over."""
+    here, there = dataclasses.asdict(ours) | {"head_dim": head_dim(ours)}, dict(theirs)
+    if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
+        there["head_dim"] = there["embed_dim"] // there["num_heads"]
+    unused = _FREE if there.get("rope_scaling") == "llama3" else _FREE | _LLAMA3_ROPE
+    return {key: (here[key], there[key]) for key in here if key in there and key not in unused and here[key] != there[key]}
+
+
 def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -> None:
     """Raises ConfigError with one problem for each key that differs."""
-    here, there = (dataclasses.asdict(config) | {"head_dim": head_dim(config)} for config in (ours, theirs))
-    unused = _FREE if theirs.rope_scaling == "llama3" else _FREE | _LLAMA3_ROPE
     problems = [
-        f"model.{key}={value} must be {there[key]}, as in {directory}. Set model.{key}={there[key]}."
-        for key, value in here.items()
-        if key not in unused and value != there[key]
+        f"model.{key}={value} must be {other}, as in {directory}. Set model.{key}={other}."
+        for key, (value, other) in differing_keys(ours, dataclasses.asdict(theirs)).items()
     ]
     if problems:
         raise ConfigError(problems)

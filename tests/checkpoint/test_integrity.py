@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import DamagedError, StorageError
-from maxtrain.checkpoint import integrity, manager
+from maxtrain.checkpoint import integrity, manager, plain
 from maxtrain.checkpoint.integrity import encode_commit, find_damage, hash_files, read_commit, survey
 from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
+from maxtrain.checkpoint.plain import read_plain
 from maxtrain.config.schema import CheckpointConfig
 
 SYNC = CheckpointConfig(asynchronous=False, keep=100)
@@ -85,7 +86,8 @@ def test_none_of_a_thousand_flipped_bits_is_silent(checkpoints):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tensorstore calls back a closed event loop
 def test_digests_alone_notice_flipped_bits_of_arrays(checkpoints, monkeypatch):
     """Without the hashes of files: what the array store reads is what was saved, or an error."""
-    monkeypatch.setattr(manager, "find_damage", lambda *args: "")
+    for module, name in ((manager, "find_damage"), (plain, "find_damage"), (plain, "describe_damage")):
+        monkeypatch.setattr(module, name, lambda *args: "")
     largest = max(files_of(checkpoints.directory / "00000002"), key=lambda file: file.stat().st_size)
     rng, told = random.Random(3), []
     for _ in range(12):
@@ -103,8 +105,7 @@ def test_an_array_that_is_read_wrongly_is_named_on_any_mesh(checkpoints, monkeyp
     sharded = jax.ShapeDtypeStruct((64, 96), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a", "b")))
     target = {"w": sharded}
     assert bits(checkpoints.restore(target, 2, partial=True)[0]) == bits({"w": state(2)["w"]})
-    read = checkpoints._orbax.restore
-    monkeypatch.setattr(checkpoints._orbax, "restore", lambda *a, **k: {"w": read(*a, **k)["w"].at[3, 5].multiply(-1)})
+    monkeypatch.setattr(manager, "read_plain", lambda *args: ({"w": read_plain(*args)[0]["w"].at[3, 5].multiply(-1)}, ""))
     with pytest.raises(DamagedError, match=r"array w: digest \w{16} was saved, \w{16} was read.*checkpoint verify"):
         checkpoints.restore(target, 2, partial=True)
 
@@ -124,7 +125,7 @@ def shorter(file):
 @pytest.mark.parametrize("spoil", [zeroed, longer, shorter, os.remove])
 def test_every_file_counts(checkpoints, spoil):
     path = checkpoints.directory / "00000002"
-    for name in [file.relative_to(path) for file in files_of(path) if file.stat().st_size]:
+    for name in [file.relative_to(path) for file in files_of(path) if any(file.read_bytes())]:
         kept = (path / name).read_bytes()
         spoil(path / name)
         with pytest.raises(StorageError, match=str(name)) as caught:

@@ -191,7 +191,7 @@ def spoil_half_commit(path):
 
 
 def spoil_missing_file(path):
-    next((path / "arrays").rglob("manifest.ocdbt")).unlink()
+    next((path / "arrays").rglob(".zarray")).unlink()
 
 
 def spoil_short_file(path):
@@ -322,7 +322,7 @@ def test_a_place_that_cannot_be_made_is_a_storage_error(tmp_path):
 
 def test_unreadable_arrays_are_a_storage_error(checkpoints):
     checkpoints.save(1, small(), {})
-    for path in (checkpoints.directory / "00000001" / "arrays").rglob("manifest.ocdbt"):
+    for path in (checkpoints.directory / "00000001" / "arrays").rglob(".zarray"):
         path.write_bytes(b"x" * path.stat().st_size)
     with pytest.raises(StorageError, match=r"Remove or rename .*00000001 to go on from the checkpoint before it"):
         checkpoints.restore(small())

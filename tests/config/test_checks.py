@@ -222,6 +222,12 @@ def pieces(text: str) -> list[str]:
             "schedule.power=1.0 is for polynomial, not for schedule.name=cosine",
             "schedule.name=polynomial",
         ),
+        (["checkpoint.init_partial=[head]"], "is not used without checkpoint.init_from", "Set checkpoint.init_from"),
+        (
+            ["checkpoint.init_from=a", "checkpoint.init_partial=['(']"],
+            "checkpoint.init_partial=( must be a reg",
+            "special char",
+        ),
         (["checkpoint.copy_keep=2"], "checkpoint.copy_keep=2 is not used without checkpoint.copy_to", "Set checkpoint.copy_to"),
         (
             ["checkpoint.copy_to=gs://bucket/a"],

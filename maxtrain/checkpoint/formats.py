@@ -1,0 +1,35 @@
+"""Steps of older formats, as this version reads them; what is on the disk stays as it is.
+
+Whoever changes what a commit record or a caller's record says raises FORMAT in integrity.py by one and adds to MIGRATIONS a
+function of the format before: (commit, record) -> (commit, record), without side effects. An array that has another name now is
+moved in `commit["arrays"]`, and says under `stored` by which name the files have it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from maxtrain.checkpoint.integrity import FORMAT
+
+Entries = dict[str, Any]
+
+
+def _without_hashes(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
+    """Format 1 had neither hashes of files nor digests of arrays: what is not there is not checked."""
+    return commit, record
+
+
+MIGRATIONS: dict[int, Callable[[Entries, Entries], tuple[Entries, Entries]]] = {1: _without_hashes}  # from n to n + 1
+
+
+def migrate(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
+    """Both as this version would have written them; those of a newer format as they are."""
+    for number in range(commit["format"], FORMAT):
+        commit, record = MIGRATIONS[number](commit, record)
+        commit = commit | {"format": number + 1}
+    return commit, record
+
+
+def rename_arrays(commit: Entries, names: dict[str, str]) -> Entries:
+    """For migrations: the commit record with arrays under new names, given the new one of each old one."""
+    moved = {names.get(name, name): {"stored": name} | array for name, array in commit["arrays"].items()}
+    return commit | {"arrays": moved}

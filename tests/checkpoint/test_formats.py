@@ -1,0 +1,66 @@
+"""Older steps are read as if they were of this version; newer ones are refused."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data_pipeline.errors import ConfigError, DamagedError
+from maxtrain.checkpoint import formats, integrity, manager
+from maxtrain.checkpoint.formats import MIGRATIONS, migrate, rename_arrays
+from maxtrain.checkpoint.integrity import FORMAT, encode_commit, read_commit
+from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.config.schema import CheckpointConfig
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """One step, of this version."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False))
+    checkpoints.save(1, {"w": jnp.arange(20.0), "old": {"b": jnp.int32(5)}}, {"step": 1, "cursor": 7})
+    yield checkpoints
+    checkpoints.close()
+
+
+def test_every_older_format_has_a_way_here():
+    assert sorted(MIGRATIONS) == list(range(1, FORMAT))
+    newer = {"format": FORMAT + 1, "tables": {}}
+    assert migrate(newer, {"a": 1}) == (newer, {"a": 1})
+
+
+def test_a_step_of_format_1_is_read_by_its_sizes(checkpoints):
+    path = checkpoints.directory / "00000001" / "commit.json"
+    commit = json.loads(path.read_text())
+    del commit["crc32"]
+    commit["format"] = 1
+    for entry in commit["files"].values():
+        del entry["crc32"]
+    for array in commit["arrays"].values():
+        del array["digest"]
+    path.write_text(json.dumps(commit))
+    state, record = checkpoints.restore({"w": jnp.zeros(20), "old": {"b": jnp.int32(0)}})
+    assert state["old"]["b"] == 5 and record == {"step": 1, "cursor": 7}
+
+
+def test_a_step_of_a_made_up_older_format_is_read_under_its_new_names(checkpoints, monkeypatch):
+    def rename(commit, record):
+        return rename_arrays(commit, {"old.b": "new.b"}), {"step": record["step"], "position": 10 * record["cursor"]}
+
+    for module in (formats, integrity, manager):
+        monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
+    monkeypatch.setitem(MIGRATIONS, FORMAT, rename)
+    path, wanted = checkpoints.directory / "00000001", {"w": jnp.zeros(20), "new": {"b": jnp.int32(0)}}
+    before = (path / "commit.json").read_bytes()
+    state, record = checkpoints.restore(wanted)
+    assert state["new"]["b"] == 5 and np.array_equal(state["w"], np.arange(20.0))
+    assert record == {"step": 1, "position": 70} == latest_record(checkpoints.directory)
+    assert (path / "commit.json").read_bytes() == before, "what is on the disk stays as it is"
+    with pytest.raises(ConfigError, match=r"old\.b +missing +int32"):
+        checkpoints.restore({"old": wanted["new"]}, partial=True)
+    commit = read_commit(path)
+    commit["arrays"]["old.b"]["digest"] = "0" * 16
+    (path / "commit.json").write_bytes(encode_commit(commit))
+    with pytest.raises(DamagedError, match=r"array new\.b: digest 0000000000000000 was saved"):
+        checkpoints.restore(wanted)

@@ -1,0 +1,90 @@
+"""Arrays in plain files: what Orbax reads, on any mesh, with every file checked on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from data_pipeline.errors import DamagedError
+from maxtrain.checkpoint import integrity, manager, plain
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.config.schema import CheckpointConfig
+
+SYNC = CheckpointConfig(asynchronous=False, keep=100)
+DTYPES = ["float32", "bfloat16", "int32", "bool", "uint8", "float8_e4m3fn"]
+
+
+def bits(tree):
+    return [(x.dtype, x.shape, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def spread_over(shape, axes):
+    """A sharding of a mesh of eight devices; what the axes do not name is replicated."""
+    mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+SHARDINGS = st.builds(
+    spread_over,
+    st.sampled_from([(8, 1), (4, 2), (2, 4), (2, 2), (1, 1)]),
+    st.sampled_from([(None, None, None), ("a",), (None, "b"), ("a", "b"), ("b", None, "a"), (("a", "b"),), (None, ("b", "a"))]),
+)
+
+
+@settings(max_examples=8, deadline=None)
+@given(saved=SHARDINGS, wanted=SHARDINGS, dtype=st.sampled_from(DTYPES))
+def test_any_mesh_reads_what_any_mesh_saved_as_orbax_does(tmp_path_factory, saved, wanted, dtype):
+    data = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 99, (16, 8, 8)).astype(jnp.dtype(dtype))
+    state = {"w": jax.device_put(data, saved), "one": jax.device_put(jnp.int32(7), NamedSharding(saved.mesh, PartitionSpec()))}
+    checkpoints = Checkpoints(tmp_path_factory.mktemp("plain"), SYNC)
+    checkpoints.save(1, state, {})
+    target = {"w": jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=wanted)}
+    target["one"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(wanted.mesh, PartitionSpec()))
+    ours = checkpoints.restore(target)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "read_plain", lambda *args: (None, ""))
+        orbax = checkpoints.restore(target)[0]
+    assert bits(ours) == bits(orbax) == bits(state)
+    assert ours["w"].sharding == wanted == orbax["w"].sharding
+    jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x, tree), donate_argnums=0)(ours))
+    checkpoints.close()
+
+
+def test_blocks_of_large_files_are_read_apart_and_named(tmp_path, monkeypatch):
+    for module in (integrity, plain):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
+    checkpoints = Checkpoints(tmp_path, SYNC)
+    state = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 100)).astype(np.float32)), "x": jnp.zeros(10)}
+    checkpoints.save(1, state, {})
+    assert bits(checkpoints.restore(state)[0]) == bits(state)
+    file = tmp_path / "00000001" / "arrays" / "w" / "0.0"
+    content = bytearray(file.read_bytes())
+    content[50_000] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"arrays/w/0\.0, bytes 49,152 to 53,248: crc32 \w{8} was written, \w{8} is there"):
+        checkpoints.restore(state)
+    assert bits(checkpoints.restore({"x": state["x"]}, partial=True)[0]) == bits([state["x"]]), "w is not read for x"
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("use_ocdbt", [True, False])
+def test_compressed_arrays_and_those_of_several_processes_are_read_too(tmp_path, use_ocdbt, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, SYNC)
+    state = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(30, 10)).astype(np.float32)), "step": jnp.int32(3)}
+    checkpoints._orbax.close()
+    checkpoints._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt))
+    checkpoints.save(1, state, {})
+    checkpoints.close()
+    checkpoints = Checkpoints(tmp_path, SYNC)
+    assert bits(checkpoints.restore(state)[0]) == bits(state)
+    file = max(
+        (file for file in (tmp_path / "00000001" / "arrays").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size
+    )
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    with pytest.raises(DamagedError, match=file.name):
+        checkpoints.restore(state)
+    checkpoints.close()
