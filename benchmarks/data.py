@@ -10,6 +10,8 @@ import dataclasses
 import itertools
 import multiprocessing
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -173,6 +175,12 @@ def plan_milliseconds() -> float:
     return 1e3 * median_seconds(lambda: plan.rows(10**12, 10**12 + 4096))
 
 
+def ahead(paths: list[Path]) -> list[str]:
+    """The lines of `benchmarks.prefetch`: in a process of its own, as jax would count in the figures of memory."""
+    command = [sys.executable, "-m", "benchmarks.prefetch", *map(str, paths)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+
+
 def report() -> str:
     """Measure everything; Markdown."""
     lines = [
@@ -198,7 +206,7 @@ def report() -> str:
         lines += ["", "| what | figure |", "| --- | ---: |"]
         lines += [f"| plan look-up, 4,096 rows at row 10^12, 6 sources | {plan_milliseconds():.2f} ms |"]
         lines += [f"| launch: open 2 sources, solve the plan | {launch:.4f} s |"]
-        lines += [*resume_lines(paths), *scale_lines(Path(root), paths[0])]
+        lines += [*resume_lines(paths), *scale_lines(Path(root), paths[0]), "", *ahead(paths)]
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from benchmarks import balance, checkpoint, checks, data, one_core, prepare, remote, train_step, zero
+from benchmarks import balance, checkpoint, checks, data, one_core, prefetch, prepare, remote, train_step, zero
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
@@ -46,6 +46,7 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
     monkeypatch.setattr(data, "ROWS", (("stream", 2, 512), ("bins", 2, 512), ("pad", 2, 512)))
     monkeypatch.setattr(one_core.os, "sched_setaffinity", lambda *_: None, raising=False)
     monkeypatch.setattr("sys.argv", ["data"])
+    monkeypatch.setattr(data, "ahead", lambda paths: [f"ahead with {len(paths)} sources"])
     data.main()
     shown = capsys.readouterr().out
     for what in (
@@ -55,9 +56,20 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
         "grain's first fit",
         "at row 1e+12",
         "20 shards",
+        "ahead with 2 sources",
         "MiB",
     ):
         assert what in shown
+
+
+def test_prefetch_prints_a_row_for_each_way(tmp_path, monkeypatch, capsys):
+    for name, value in {"ROWS": 2, "LENGTH": 64, "STEPS": 3, "REPEATS": 1}.items():
+        monkeypatch.setattr(prefetch, name, value)
+    monkeypatch.setattr(prefetch.jax, "make_mesh", lambda *_: jax.sharding.Mesh(jax.devices()[:1], ("data",)))
+    prefetch.main([str(data.make_source(tmp_path / "a", 1, 20))])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 8 and all(line.count("|") == 6 for line in lines[2:])
+    assert "one after the other" in lines[4] and "data.prefetch=4" in lines[7]
 
 
 def test_prepare_prints_its_ratio_to_the_bare_loop(monkeypatch, capsys, tmp_path):
