@@ -53,6 +53,7 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
         "| stream | 2 x 512",
         "| bins | 2 x 512",
         "| pad | 2 x 512",
+        "grain's DataLoader",
         "grain's first fit",
         "at row 1e+12",
         "20 shards",
