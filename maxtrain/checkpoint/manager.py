@@ -1,6 +1,6 @@
 """Checkpoints of a run: one directory for each step, which counts only when it is whole.
 
-    DIRECTORY/00001000/arrays/       every leaf of the state as a global array (Orbax), readable onto any mesh
+    DIRECTORY/00001000/arrays/       every leaf of the state as a global array (Orbax's files), readable onto any mesh
     DIRECTORY/00001000/record.json   what the caller saves beside it: data cursor, fingerprints, config
     DIRECTORY/00001000/commit.json   format, versions, shape, dtype and digest of every array, size and hashes of every file:
                                      written last
@@ -8,8 +8,8 @@
 A step is prepared in `.00001000.partial`, gets its commit record when everything else is on the disk, and then its name
 by one rename: a process killed at any instant leaves a whole step or none. A directory that came to its name some other
 way (empty, half copied, half removed) lacks the commit record or a file listed there, and is passed over. Restoring checks
-the hashes of all files before Orbax reads them, and then, on the device and on any mesh, the digests of the arrays: Orbax
-itself checks none of this. All processes of a job call every method, in the same order.
+the hashes of files while plain ones are read, and before Orbax reads others, which itself checks none of this; then, on the
+device and on any mesh, the digests of the arrays. All processes of a job call every method, in the same order.
 """
 
 import concurrent.futures
