@@ -157,6 +157,7 @@ def described_devices(topology: str) -> Sequence[Any]:
     quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
     quiet |= {"TPU_MIN_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ.update(quiet | {name: os.environ[name] for name in quiet if name in os.environ})
+    jax.config.update("jax_enable_compilation_cache", False)  # what is compiled for devices elsewhere can't be read here
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # jax passes on whatever the plugin raises
@@ -171,8 +172,7 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     tries, test, limit, length = [], None, 0, 0
     devices = described_devices(asked.topology) if asked.topology else None
     start = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None) if devices else config.mesh
-    cache = None if devices else config.observe.compilation_cache  # what is compiled for devices elsewhere can't be read here
-    distributed.start(start, cache, config.determinism == "full")
+    distributed.start(start, config.observe.compilation_cache, config.determinism == "full")
     if jax.process_count() > 1:
         raise UsageError("probe runs in one process, on one machine. Start it once, with --topology for devices elsewhere.")
     if what != "learning_rate":

@@ -155,19 +155,19 @@ def test_a_topology_needs_libtpu(config, capsys, monkeypatch):
     importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed: pip install libtpu"
 )
 def test_a_pod_slice_is_probed_from_a_laptop(config):
-    """Without data: the model says its vocabulary. Half of a device's memory holds fewer rows."""
+    """Without data: the model says its vocabulary. Less memory holds fewer rows."""
     rows, model = (
         {},
         [f"config={config}", "model.vocab_size=260", "data.sources.text.path=nowhere", "mesh.data=1", "mesh.fsdp=-1"],
     )
-    for memory in ("4MiB", "2MiB"):
+    for memory in ("10MiB", "7MiB"):
         command = [sys.executable, "-m", "maxtrain.probe", "--topology", "v5e:2x2", "--memory", memory, *model]
         result = subprocess.run(command, cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True)
-        assert result.returncode == 0 and not result.stderr, result.stderr
+        assert result.returncode == 0 and "WARNING" not in result.stderr and "Warning" not in result.stderr, result.stderr
         found = json.loads((config.parent / "runs" / "tiny" / "probe.json").read_text())["batch"]
         assert found["devices"] == "4 x TPU v5 lite" and found["unit"] == 4
         rows[memory] = found["batch_size"]
-    assert 4 <= rows["2MiB"] < rows["4MiB"]
+    assert 4 <= rows["7MiB"] < rows["10MiB"]
     bad = [sys.executable, "-m", "maxtrain.probe", "--topology", "v5e:3x5x7", *model]
     result = subprocess.run(bad, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 64 and "Write KIND:CHIPS, for example v5e:2x4" in result.stderr
