@@ -54,7 +54,7 @@ def goodput(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     for factor, share in ((1.0, 1.0), (0.25, 0.25), (4.0, 0.25)):
         gaps = [rng.expovariate(1 / asked.mtbf) for _ in range(max(1, round(share * tally.wanted)))]
         steps = max(1, round(recommended * factor))
-        costs, useful, wall = _run(scene, f"every-{steps}", steps, gaps)
+        costs, useful, wall = _run(scene, f"every-{steps}", steps, gaps, pilot.save)
         reached, between = useful / wall, wall / len(gaps)
         optimum = efficiency(best_interval(costs, between), costs, between)
         name = f"{steps:,}" + (" (recommended)" if factor == 1 else "")
@@ -74,10 +74,14 @@ def goodput(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     )
 
 
-def _run(scene: Scene, name: str, interval: int, gaps: list[float]) -> tuple[Costs, float, float]:
+def _run(scene: Scene, name: str, interval: int, gaps: list[float], save: float = 0.0) -> tuple[Costs, float, float]:
     """A run that is killed after each gap: what things cost in it, seconds of steps that count in the end, and wall seconds.
 
-    The time begins with the first step, and ends with the first new one after the last kill.
+    The time begins with the first step, and ends with the first new one after the last kill. `save`: the seconds of a save, if
+    no launch lived long enough to write down its own.
+
+    Raises:
+        RuntimeError: nor is that known.
     """
     run, restarts = scene.runs / name, []
     shutil.rmtree(run, ignore_errors=True)
@@ -96,5 +100,7 @@ def _run(scene: Scene, name: str, interval: int, gaps: list[float]) -> tuple[Cos
     first = {launch["first"] + 1 for launch in clock}
     seconds = [r["step_seconds"] for r in left.records if r["kind"] == "train" and r["step"] not in first]
     saves = sum(launch["step"] // interval - launch["first"] // interval for launch in clock)
-    save = sum(launch["seconds"].get("save", 0.0) for launch in clock) / max(1, saves)
+    save = sum(launch["seconds"].get("save", 0.0) for launch in clock) / saves if saves else save
+    if not save:
+        raise RuntimeError(f"no save was measured in {run}, with an interval of {interval} steps. Give the machine more time.")
     return Costs(statistics.mean(seconds), save, statistics.mean(restarts)), sum(seconds), struck - began
