@@ -325,11 +325,11 @@ def resume_training(config: DataConfig, seed: int, steps: Steps, saved: dict[str
     )
 
 
-def open_evaluation(path: str | Path, config: DataConfig, batch_size: int) -> EvaluationData:
+def open_evaluation(path: str | Path, config: DataConfig, batch_size: int, name: str = "NAME") -> EvaluationData:
     """Open a held-out set for batches of `batch_size` rows over all hosts; DataError if it is not whole, or has no target."""
-    data = EvaluationData(config, batch_size, _open("eval.sets.NAME.path", path, config))
+    data = EvaluationData(config, batch_size, _open(f"eval.sets.{name}.path", path, config))
     if data.num_tokens < 1:
-        raise DataError(f"eval.sets: {path} has no target tokens. Prepare it from longer documents, or leave it out.")
+        raise DataError(f"eval.sets.{name}: {path} has no target tokens. Prepare it from longer documents, or leave it out.")
     return data
 
 

@@ -15,18 +15,15 @@ import numpy as np
 import optax
 from flax import nnx
 
-from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import (
     EvaluationData,
     TrainingData,
     carry_errors,
-    open_evaluation,
-    require_one_tokenizer,
-    resume_training,
 )
 from maxtrain.config import RunConfig, fit_to_devices, leaves
 from maxtrain.config.schema import LossScaleConfig
+from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
@@ -164,40 +161,6 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, params, factors)
         abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
     return Parts(config, mesh, num_steps, graphdef, objective, optimizer, loss_scale, abstract)
-
-
-def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:
-    """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
-
-    `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
-    config accepts that it was not.
-    """
-    data = resume_training(config.data, config.seed, config.steps, saved)
-    rows = config.eval.batch_size or config.data.batch_size
-    like = dataclasses.replace(config.data, seq_length=config.eval.seq_length or config.data.seq_length)
-    sets = {name: open_evaluation(s.path, like, s.batch_size or rows) for name, s in config.eval.sets.items()}
-    first = next(iter(config.data.sources))
-    manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
-    for name, eval_set in sets.items():
-        held_out = {shard.sha256 for shard in eval_set.manifest.shards}
-        for source, shards in zip(data.plan.names, data.shards):
-            if seen := [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]:
-                rule = f"holds {len(seen):,} shards that data.sources.{source} trains on, such as {seen[0]}"
-                mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
-                raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
-    require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
-    return data, sets
-
-
-def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """The config with model.vocab_size filled in from the data; raises ConfigError if it is too small for the data."""
-    asked = config.model.vocab_size
-    if asked is not None and asked < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={asked} is smaller than the data's tokenizer, which has {vocab_size} entries. "
-            f"Set model.vocab_size to {vocab_size} or more, or to null."
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size))
 
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:

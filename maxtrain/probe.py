@@ -30,7 +30,8 @@ from data_pipeline.extras import load_package
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
-from maxtrain.job import Job, make_parts, open_data, with_vocabulary
+from maxtrain.inputs import open_data, with_vocabulary
+from maxtrain.job import Job, make_parts
 from maxtrain.observe.probe_report import Try, draw, size, table
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, judge

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import run_command
-from data_pipeline.loader import resume_training
 from data_pipeline.plan import Plan
 from maxtrain.checkpoint.listing import latest_record, second_of
+from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.observe.human import count
 
 _BARS = " ▁▂▃▄▅▆▇█"
@@ -51,7 +51,8 @@ def show(config: RunConfig) -> None:
     console = Console(highlight=False)
     folder = Path(config.output_dir, config.run_name, "checkpoints")
     saved = latest_record(folder, second=second_of(folder, config.checkpoint))
-    data = resume_training(config.data, config.seed, config.steps, saved)
+    data, _ = open_data(config, saved)
+    with_vocabulary(config, data.vocab_size)
     plan = data.plan
     console.print(Text(data.describe()), soft_wrap=True)
     console.print(table(plan))

@@ -40,10 +40,18 @@ def test_prints_stretches_shares_epochs_and_a_timeline_without_a_device(config, 
     assert rows[-1] == ["step", "0", "40"] and rows[-2][0] == "web" and set(rows[-2][1]) == {"▆"}
 
 
-def test_what_can_not_be_planned_is_said_with_its_code(config):
-    command = [sys.executable, "-m", "maxtrain.show_plan", f"config={config}", "data.sources.web.path=nowhere"]
+@pytest.mark.parametrize(
+    "override, code, message",
+    [
+        ("data.sources.web.path=nowhere", 65, "data.sources.web.path: nowhere"),
+        ("eval.sets.held.path=nowhere", 65, "eval.sets.held.path: nowhere"),
+        ("model.vocab_size=8", 78, "Set model.vocab_size to 257 or more"),
+    ],
+)
+def test_what_can_not_be_planned_is_said_with_its_code(config, override, code, message):
+    command = [sys.executable, "-m", "maxtrain.show_plan", f"config={config}", override]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 65 and "data.sources.web.path: nowhere" in result.stderr and not result.stdout
+    assert result.returncode == code and message in result.stderr and not result.stdout
 
 
 def test_the_timeline_begins_where_the_plan_does():
