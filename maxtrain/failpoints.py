@@ -38,7 +38,7 @@ PLACES = {
     "after_copy": "the copy of checkpoint STEP counts, older ones are not removed yet",
     "restore": "before the arrays of checkpoint STEP are read",
 }
-ACTIONS = ("kill", "raise", "hang", "delay", "nan", "enospc", "bitflip")
+ACTIONS = ("kill", "term", "raise", "hang", "delay", "nan", "enospc", "bitflip")
 _CHANGES = {"nan": ("data", "before_step", "after_step"), "bitflip": ("data", "before_step", "after_step", "after_commit")}
 
 
@@ -100,6 +100,8 @@ def _act(fault: Fault, value: Any) -> Any:
     match fault.action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "term":
+            os.kill(os.getpid(), signal.SIGTERM)
         case "raise":
             raise RuntimeError(f"{VARIABLE}: raised at {fault.place}")
         case "enospc":

@@ -52,7 +52,10 @@ class Records:
         self._rollbacks, self.left_out = rollbacks, left_out(rollbacks)
         self._window: list[tuple[HostBatch, Metrics]] = []  # since the last look, on the device
         self._lap: list[tuple[int, int, int]] = []  # targets, rows and length of each step since the last record
-        self._by_source = np.zeros((2, len(self._data.plan.names)))  # nats and targets of each source since the last record
+        nothing = np.zeros((2, len(self._data.plan.names)))
+        self._by_source = np.array(saved.get("by_source", nothing))  # nats and targets of each source since the last record
+        if self._by_source.shape != nothing.shape:  # other data, by data.accept_changes
+            self._by_source = nothing
         self._tokens_seen = saved.get("tokens_seen", 0)
         ending = saved.get("ending", "")
         policy = data.repeated if "(data.repeated)" in ending else data.zero_weight  # it names what ended the run
@@ -61,14 +64,19 @@ class Records:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's record has to hold of them."""
-        return {"tokens_seen": self._tokens_seen, "guard": self.guard.state(), "ending": self.ending}
+        return {
+            "tokens_seen": self._tokens_seen,
+            "guard": self.guard.state(),
+            "ending": self.ending,
+            "by_source": self._by_source.tolist(),
+        }
 
-    def open_logs(self, step: int) -> None:
-        """Logs that go on from this step; what they said of later ones is dropped."""
+    def open_logs(self, step: int, again: Sequence[str] = ()) -> None:
+        """Logs that go on from this step; what they said of later ones is dropped, and of sets evaluated `again` there."""
         self.close_logs()
         folder = Path(self._config.output_dir, self._config.run_name)
         if jax.process_index() == 0:
-            self._logs.append(MetricsLog(folder, step))  # makes the folder
+            self._logs.append(MetricsLog(folder, step, again))  # makes the folder
             if self._config.observe.tensorboard:
                 self._logs.append(TensorBoard(folder, step))
         self._progress.update(step)

@@ -4,12 +4,14 @@
     a signal            as SIGKILL by the system's memory killer, or SIGABRT when jax misses a heartbeat
     0, 64, 65, 70, 78   done, or the same again next time: passed on at once
 
-It gives up when attempts in a row come no further, with 74 if storage failed and else 70. Asked to stop by SIGINT or SIGTERM,
-it passes that on, waits, and returns what the command did. RUN/attempts.jsonl has a line for each attempt.
+It gives up when attempts in a row come no further, with 74 if storage failed and else 70. If the same process of several was
+the first to end in all of them, and --min-processes allows it, the job goes on without that one. Asked to stop by SIGINT or
+SIGTERM, it passes that on, waits, and returns what the command did. RUN/attempts.jsonl has a line for each attempt.
 """
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import platform
 import random
@@ -24,11 +26,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from data_pipeline.errors import StorageError, TryAgainError, UsageError, UserError, run_command
-from maxtrain import ATTEMPT
-from maxtrain.config import load_config
+from data_pipeline.errors import ConfigError, StorageError, TryAgainError, UsageError, UserError, run_command
+from maxtrain import ATTEMPT, SLOT
+from maxtrain.config import fit_to_devices, load_config
 from maxtrain.config.schema import RunConfig
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
+from maxtrain.observe.launches import read_launches
 
 _AGAIN = (TryAgainError.exit_code, StorageError.exit_code)
 _POLL = 0.1  # seconds
@@ -57,7 +60,8 @@ class Supervisor:
     def __init__(self, options: argparse.Namespace, command: Sequence[str], config: RunConfig):
         if options.processes > 1 and (config.mesh.coordinator or config.mesh.num_processes):
             raise UsageError(f"--processes {options.processes} sets mesh.coordinator and mesh.num_processes. Leave them out.")
-        self._options, self._command = options, list(command)
+        self._options, self._command, self._config = options, list(command), config
+        self._slots, self._lost = list(range(options.processes)), None  # of this machine; the one that ended an attempt
         self._folder = Path(config.output_dir, config.run_name).expanduser()
         index = config.mesh.process_id or os.environ.get("JAX_PROCESS_ID") or os.environ.get("SLURM_PROCID") or 0
         self._index = int(index)
@@ -74,7 +78,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _attempts(self) -> int:
-        options, furthest, standing = self._options, reached_step(self._folder), 0
+        options, furthest, standing, lost = self._options, reached_step(self._folder), 0, []
         first = len(read_attempts(self._folder, self._index)) + 1
         for restart in range(options.max_restarts + 1):
             code = self._attempt(first + restart, restart)
@@ -82,6 +86,9 @@ class Supervisor:
                 return code if code >= 0 else 128 - code
             reached = reached_step(self._folder)
             standing, furthest = (0 if reached > furthest else standing + 1), max(furthest, reached)
+            lost = [*lost, self._lost] if standing else []
+            if standing >= options.crash_loop and len({*lost}) == 1 and self._go_on_without(lost[0]):
+                standing, lost = 0, []
             if standing >= options.crash_loop:
                 rule = f"{standing} attempts in a row ended with no step after {furthest:,} (--crash-loop {options.crash_loop})"
                 error = UserError(f"{rule}; the last with {_words(code)}. See the log above and {self._folder}, and mend that.")
@@ -108,6 +115,8 @@ class Supervisor:
             "attempt": number,
             "host": platform.node(),
             "command": shlex.join(self._command),
+            "processes": len(self._slots),
+            "lost": self._lost,
             "start": start,
             "end": end,
             "code": code,
@@ -120,15 +129,36 @@ class Supervisor:
         append_attempt(self._folder, record, self._index)
         return code
 
+    def _go_on_without(self, slot: int | None) -> bool:
+        """Whether the job can do without a process, as it then will: no device gets more rows at a time than it had."""
+        had, config, launches = self._options.processes, self._config, read_launches(self._folder)
+        each = config.mesh.simulated_devices or (
+            launches[-1]["devices"]["count"] // launches[-1]["processes"] if launches else 1
+        )
+        rest, least = [other for other in self._slots if other != slot], config.optimizer.accumulation
+        for count in range(len(rest), self._options.min_processes - 1, -1):
+            for accumulation in range(-(-least * had // count), config.data.batch_size + 1):
+                optimizer = dataclasses.replace(config.optimizer, accumulation=accumulation)
+                try:
+                    fit_to_devices(dataclasses.replace(config, optimizer=optimizer), count * each)
+                except ConfigError:
+                    continue
+                name = "optimizer.accumulation="
+                self._command = [*(word for word in self._command if not word.startswith(name)), f"{name}{accumulation}"]
+                self._slots = rest[:count]
+                self._tell(f"process {slot} is lost; goes on with {count} of {had} processes, {name}{accumulation}")
+                return True
+        return False
+
     def _environments(self, attempt: int) -> list[dict[str, str]]:
         """What each process of an attempt finds in its environment, beside ours."""
-        count, common = self._options.processes, {ATTEMPT: str(attempt)}
+        count, common = len(self._slots), {ATTEMPT: str(attempt)}
         if count == 1:
             return [common]
         with socket.socket() as free:
             free.bind(("localhost", 0))
             common |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": str(count)}
-        return [common | {"JAX_PROCESS_ID": str(index)} for index in range(count)]
+        return [common | {"JAX_PROCESS_ID": str(index), SLOT: str(slot)} for index, slot in enumerate(self._slots)]
 
     def _start(self, extra: dict[str, str]) -> subprocess.Popen:
         """A group of its own: ctrl-C comes to it once, from us; and what it leaves behind can be ended."""
@@ -139,17 +169,21 @@ class Supervisor:
             raise UsageError(f"{self._command[0]}: {error.strerror}. Name a command that can be run after --.") from error
 
     def _wait(self) -> int:
-        """Until all processes have ended: the code of the first that failed, after which the others have little time left."""
-        code, deadline = 0, float("inf")
+        """Until all processes have ended; once one has failed, the others have little time left.
+
+        The code is of the first that failed by itself: 75 alone may only say that another one is lost.
+        """
+        failed, deadline, silent = dict[int, int](), float("inf"), self._slots
         try:
-            while None in [child.poll() for child in self._children]:
-                failed = [child.returncode for child in self._children if child.returncode]
-                if failed and not code:
-                    code, deadline = failed[0], time.monotonic() + _SETTLE
-                if time.monotonic() > min(deadline, self._deadline):
-                    break
-                time.sleep(_POLL)
-            return code or next((child.returncode for child in self._children if child.returncode), 0)
+            while silent and time.monotonic() <= min(deadline, self._deadline):
+                time.sleep(_POLL if failed or len(silent) == len(self._slots) else 0)
+                ended = {slot: child.poll() for slot, child in zip(self._slots, self._children)}
+                silent = [slot for slot, code in ended.items() if code is None]
+                failed |= {slot: code for slot, code in ended.items() if code and slot not in failed}
+                deadline = min(deadline, time.monotonic() + _SETTLE) if failed else deadline
+            own = [slot for slot, code in failed.items() if code != TryAgainError.exit_code]
+            self._lost = [*own, *(silent if len(silent) == 1 else ()), *failed, None][0]
+            return next((failed[slot] for slot in [*own, *failed]), 0)
         finally:
             self._end_all()
 
@@ -199,6 +233,9 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     about = (__doc__ or "").partition("\n\n")[2]
     parser = argparse.ArgumentParser(prog=prog, usage=usage, description=about, formatter_class=form)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of a job on this machine")
+    parser.add_argument(
+        "--min-processes", type=int, metavar="N", help="go on with as few when one is lost for good; default: all of them"
+    )
     parser.add_argument("--max-restarts", type=int, default=100, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--crash-loop", type=int, default=3, metavar="N", help="attempts without a further step; default: %(default)s"
@@ -215,7 +252,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         "--grace", type=float, default=300, metavar="SECONDS", help="from a signal to the end of the command (%(default)s)"
     )
     options = parser.parse_args(argv)
-    lows = {"processes": 1, "max_restarts": 0, "crash_loop": 1, "backoff": 0, "max_backoff": 0, "grace": 0}
+    options.min_processes = options.processes if options.min_processes is None else options.min_processes
+    lows = {"processes": 1, "min_processes": 1, "max_restarts": 0, "crash_loop": 1, "backoff": 0, "max_backoff": 0, "grace": 0}
     for name, low in lows.items():
         if not getattr(options, name) >= low:
             option = f"--{name.replace('_', '-')}"

@@ -13,14 +13,15 @@ if __name__ == "__main__":  # before jax is imported, so that --help and config 
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import DamagedError, DivergedError, TryAgainError, run_command
+from data_pipeline.errors import DamagedError, DivergedError, StorageError, TryAgainError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_record, second_of
@@ -35,11 +36,12 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.ops.digest import tree_digests
-from maxtrain.parallel.agreement import Board, gather, losing_others, require_agreement
+from maxtrain.parallel.agreement import Board, gather, losing_others, raise_together, require_agreement
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
 from maxtrain.signals import StopRequest
+from maxtrain.training.integrity import Integrity
 from maxtrain.training.objective import Batch
 from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import TrainState, zero_summary
@@ -53,14 +55,15 @@ def run(config: RunConfig) -> None:
         UserError: what went wrong, with the exit code that says whether the same command may be tried again.
     """
     failpoints.arm()
-    for attempt in itertools.count():  # each has a checkpoint less
-        try:
-            return run_from_newest(config, f"launch {attempt}")
-        except DamagedError as damage:
-            put_aside(damage)
+    with StopRequest(config.checkpoint.grace_seconds) as stop:
+        for attempt in itertools.count():  # each has a checkpoint less
+            try:
+                return run_from_newest(config, f"launch {attempt}", stop)
+            except DamagedError as damage:
+                put_aside(damage)
 
 
-def run_from_newest(config: RunConfig, launch: str) -> None:
+def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
     """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is not what was saved."""
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
@@ -78,14 +81,18 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
         losing_others(),
         contextlib.ExitStack() as held,
         Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
-        StopRequest() as stop,
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
         progress.message(job.data.describe())
         describe(progress, job)
         require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
-        if chief:  # not before it is known that all go on: this makes the folder
-            held.enter_context(RunLock(folder))
+        refused = None
+        try:
+            if chief:  # not before it is known that all go on: this makes the folder
+                held.enter_context(RunLock(folder))
+        except StorageError as error:
+            refused = error
+        raise_together(refused)
         for line in checkpoints.put_aside_incomplete():
             progress.message(line, style="bold red")
         loop = Loop(job, checkpoints, progress, clock, stop, rollbacks)
@@ -94,14 +101,14 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
             state = loop.restore(saved)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
             watchdog.begin(lambda: loop.step)
-            records.open_logs(loop.step)
+            records.open_logs(loop.step, loop.unevaluated)
             if chief and loop.step < num_steps:  # what was asked for is saved: it fits other machines too
                 write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
                 append_launch(folder, launch_record(job.asked, job.mesh, job.data.fingerprint_at(num_steps), loop.step))
-            if loop.step < num_steps and not records.ending:
+            if not loop.done():
                 if warning := checkpoints.require_space(job.abstract):
                     progress.message(warning, style="yellow")
-                while loop.step < num_steps and not records.ending:
+                while not loop.done():
                     state = loop.train(state)  # once, and once more for every rollback
             else:
                 done = f"ended early, and would again. {records.ending}" if records.ending else f"has all {num_steps:,} steps."
@@ -109,6 +116,7 @@ def run_from_newest(config: RunConfig, launch: str) -> None:
             loop.settle()  # for all processes; `close` asks nobody, since it may come after an error of one
         finally:
             loop.close()
+    stop.save_first(None)
     if chief:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
@@ -144,14 +152,17 @@ class Loop:
         self.job, self.config, self.data = job, job.config, job.data
         self.checkpoints, self.progress, self.clock, self.stop = checkpoints, progress, clock, stop
         self.rollbacks = rollbacks  # of the run, in their order
-        self.records, self.validation = Records(job, clock, progress), Validation(job, clock, progress)
+        self.records, self.validation = Records(job, clock, progress), Validation(job, clock, progress, stop)
+        self.integrity = Integrity(job.config.integrity, job.mesh)
         self.step = 0
+        self.unevaluated: list[str] = []  # evaluation sets that are to be read after this step, and are not yet
         self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}  # the step, by shape of batch
 
     def restore(self, record: dict[str, Any] | None) -> TrainState:
         """The checkpoint of this record if there is one, else imported weights, else random ones; with what goes with it."""
         self.records.restore(record, self.rollbacks)
         self.step, self.validation.best = (record["step"], record.get("best", {})) if record else (0, {})
+        self.unevaluated = record.get("unevaluated", []) if record else []
         if self.rollbacks:
             self.checkpoints.discard_after(record["step"] if record else -1)
         if record is None:
@@ -172,6 +183,10 @@ class Loop:
             self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
         return state
 
+    def done(self) -> bool:
+        """Whether nothing of the run is left to do."""
+        return not self.unevaluated and (self.step == self.data.plan.num_steps or bool(self.records.ending))
+
     def train(self, state: TrainState) -> TrainState:
         """Steps until the plan's end, until somebody asks to stop, or until an anomaly takes the run back.
 
@@ -180,15 +195,24 @@ class Loop:
             DivergedError, DataError: see `Records.look` and `halt`.
         """
         config, total, compiled, records = self.config, self.data.plan.num_steps, self.compiled, self.records
-        step, batches = self.job.make_step(), self.job.batches(self.step, left_out=records.left_out)
+        if self.unevaluated and not self.evaluate(self.unevaluated, state):
+            raise KeyboardInterrupt
+        first, step, batches = self.step, self.job.make_step(), self.job.batches(self.step, left_out=records.left_out)
         while self.step < total and not records.ending:
-            with self.clock.during("data_wait"):
-                batch, origin = next(batches)
-                batch = failpoints.hit("data", self.step + 1, batch)
+            try:
+                with self.clock.during("data_wait"), self.stop.interrupting():
+                    batch, origin = next(batches)
+                    batch = failpoints.hit("data", self.step + 1, batch)
+            except KeyboardInterrupt:
+                if self.step == first:
+                    raise
+                found = records.look(False)
+                return self.halt(found, state) if found else self.leave(state)
             shape = self.job.layout(self.step).shape
             if shape not in compiled:
                 compiled[shape] = self.compile(step, state, batch)
             state = failpoints.hit("before_step", self.step + 1, state)
+            repeated = self.integrity.repeat(self.step + 1, compiled[shape], state, batch)
             state, metrics = compiled[shape](state, batch)
             self.step += 1
             state = failpoints.hit("after_step", self.step, state)
@@ -199,24 +223,44 @@ class Loop:
             records.add(origin, metrics)
             eval_due = self.validation.due(self.step, last)
             save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
-            stop, by_clock = (asked and not last for asked in self.stop.agreed(log_due, self.checkpoints.due()))
+            self.stop.save_first(lambda: self.clock.doing()[0])
+            stop, by_clock = (asked and not last for asked in self.stop.agreed(save=self.checkpoints.due()))
             save_due = save_due or by_clock
             self.progress.update(self.step)
             if (log_due or eval_due or save_due or stop) and (found := records.look(log_due)):
                 del batches  # ends reading ahead
                 return self.halt(found, state)
-            for name in eval_due:
-                records.write(self.step, self.validation.evaluate(name, self.step, eval_params(state)), "eval")
-            if records.ending:  # before the checkpoint, after which nothing is written any more
-                records.write(self.step, {"ending": records.ending, "planned_steps": total}, "end")
-            if save_due or stop or records.ending:
+            self.integrity.check(self.step, state, repeated)
+            self.unevaluated = eval_due
+            if (stop and eval_due) or not self.evaluate(eval_due, state):
+                return self.leave(state)
+            if save_due or records.ending:  # after which nothing is written of this step any more
                 self.save(state)
             if stop:
-                self.settle()
-                asked = self.stop.name or "a signal to another process"
-                done = f"stopped and saved at step {self.step:,} of {total:,}"
-                raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
+                return self.leave(state)
         return state
+
+    def evaluate(self, names: Sequence[str], state: TrainState) -> bool:
+        """Reads these sets, and writes down what ends here; False if somebody asks to stop: what is left is `unevaluated`."""
+        for done, name in enumerate(names):
+            self.unevaluated = list(names[done:])
+            if (result := self.validation.evaluate(name, self.step, eval_params(state))) is None:
+                return False
+            self.records.write(self.step, result, "eval")
+        self.unevaluated = []
+        if self.records.ending:
+            planned = self.data.plan.num_steps
+            self.records.write(self.step, {"ending": self.records.ending, "planned_steps": planned}, "end")
+        return True
+
+    def leave(self, state: TrainState) -> NoReturn:
+        """Saves, since somebody asks to stop. TryAgainError: always."""
+        self.save(state)
+        self.settle()
+        asked, left = self.stop.name or "a signal to another process", ", ".join(self.unevaluated)
+        done = f"stopped and saved at step {self.step:,} of {self.data.plan.num_steps:,}"
+        done += f", before the evaluation of {left}" if left else ""
+        raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
 
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
         """The compiled step; and the peak that its speed is compared with."""
@@ -281,6 +325,7 @@ class Loop:
 
     def save(self, state: TrainState) -> None:
         """A checkpoint of this step; in the background if the config says so."""
+        self.integrity.check(self.step, state, save=True)
         record = {
             "step": self.step,
             "num_steps": self.data.plan.num_steps,
@@ -289,6 +334,7 @@ class Loop:
             "cursor": self.data.cursor_at(self.step),
             "start": self.data.start,
             "best": self.validation.best,
+            "unevaluated": self.unevaluated,
             "rollbacks": self.rollbacks,
             "seed": self.config.seed,
             "config": to_yaml(self.config),

@@ -14,6 +14,7 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.parallel.batches import BatchLayout
+from maxtrain.signals import StopRequest
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch
 
@@ -21,8 +22,8 @@ from maxtrain.training.objective import Batch
 class Validation:
     """The evaluation sets of a run. `best` has step and nll of each set's best evaluation, and is saved with the run."""
 
-    def __init__(self, job: Job, clock: Stopwatch, progress: Progress):
-        self._config, self._sets, self._clock, self._progress = job.config, job.sets, clock, progress
+    def __init__(self, job: Job, clock: Stopwatch, progress: Progress, stop: StopRequest):
+        self._config, self._sets, self._clock, self._progress, self._stop = job.config, job.sets, clock, progress, stop
         self._layouts = {n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()}
         self._step = make_eval_step(job.graphdef, job.objective)
         self.best: dict[str, dict[str, Any]] = {}
@@ -41,8 +42,10 @@ class Validation:
         steps = self._config.eval.sets[name].steps
         return self._config.eval_steps if steps is None else steps
 
-    def evaluate(self, name: str, step: int, params: nnx.State) -> dict[str, Any]:
+    def evaluate(self, name: str, step: int, params: nnx.State) -> dict[str, Any] | None:
         """The record of one evaluation set after this step: read whole, unless its steps say otherwise.
+
+        None, in all processes: somebody asks to stop, and it was abandoned.
 
         Raises:
             DataError: what was read is not what the set's manifest says.
@@ -59,13 +62,18 @@ class Validation:
 
         def placed() -> Iterator[Batch]:
             for batch in host:
+                if self._stop.agreed("eval")[0]:
+                    raise KeyboardInterrupt
                 errors.extend([batch.error] if batch.error else [])
                 yield layout.to_global(batch.arrays)
             raise_together(errors[0] if errors else None)
 
-        with self._clock.during("eval"):
-            failpoints.hit("eval", step)
-            result = evaluate(self._step, params, placed(), num_tokens, eval_set.text_bytes)
+        try:
+            with self._clock.during("eval"), self._stop.interrupting():
+                failpoints.hit("eval", step)
+                result = evaluate(self._step, params, placed(), num_tokens, eval_set.text_bytes)
+        except KeyboardInterrupt:
+            return None
         if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
             self.best[name] = {"step": step, "nll": result["nll"]}
         self._progress.evaluated(step, name, result)

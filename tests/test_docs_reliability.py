@@ -37,8 +37,9 @@ def test_the_commands_work_in_order(tmp_path):
     assert "step 12 on record, step 12 saved" in where and "goodput: " in where and "exit 0" in where
     (disturbed,) = (out for command, out in outputs.items() if "FAILPOINT" in command)
     assert "ended with SIGKILL" in disturbed and "Goes on from step 4" in disturbed
+    assert any("integrity.repeat_interval" in command for command in outputs)
     listed = list(outputs.values())
-    assert len(listed) == 17
+    assert len(listed) == 18
     assert "3 whole of 3" in listed[2] and listed[3].count("all hashes") == 3 and "params.layers" in listed[4]
     assert listed[6].count("all hashes") == 1
     (started,) = (out for command, out in outputs.items() if "init_from" in command)

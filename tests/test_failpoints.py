@@ -87,7 +87,7 @@ def test_a_bit_of_a_checkpoint(monkeypatch, tmp_path):
     ("word", "rule"),
     [
         ("kill", "PLACE 'kill' is none of data, before_step"),
-        ("data:boom:3", "ACTION 'boom' is none of kill, raise"),
+        ("data:boom:3", "ACTION 'boom' is none of kill, term, raise"),
         ("eval:nan", "nan is for data, before_step, after_step"),
         ("data:kill:x", "STEP, ATTEMPT and PROCESS are whole numbers"),
         ("data:kill:1:2:3:4", "STEP, ATTEMPT and PROCESS are whole numbers"),

@@ -1,28 +1,51 @@
 """Stopping: the first signal asks, the second one ends the process, and afterwards everything is as it was."""
 
+import itertools
+import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+from pathlib import Path
 
 import jax
 import pytest
+import yaml
 
-from maxtrain import signals
+from data_pipeline import prepare
+from maxtrain import failpoints, signals
+from maxtrain.checkpoint.listing import saved_records
+from maxtrain.config import load_config
+from maxtrain.observe.metrics import read_metrics
 from maxtrain.signals import StopRequest
+from maxtrain.train import main
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("number", StopRequest.SIGNALS, ids=lambda n: n.name)
 def test_the_first_signal_asks_and_handlers_are_put_back(number):
     before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
     with StopRequest() as stop:
-        assert not stop.name and stop.agreed(True) == (False, False) and stop.agreed(False, save=True) == (False, True)
+        stop.save_first(str)
+        assert not stop.name and stop.agreed() == (False, False) and stop.agreed(save=True) == (False, True)
         os.kill(os.getpid(), number)
-        assert stop.name == number.name
-        assert stop.agreed(False) == stop.agreed(True) == (True, False)  # alone, nobody else must be asked
-    assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before
+        assert stop.name == number.name and stop.agreed() == (True, False), "alone, nobody else must be asked"
+    assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before and signal.set_wakeup_fd(-1) == -1
+
+
+def test_where_it_interrupts_a_signal_raises_even_if_it_came_before():
+    with StopRequest() as stop:
+        stop.save_first(str)
+        with pytest.raises(KeyboardInterrupt), stop.interrupting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("not interrupted")
+        with pytest.raises(KeyboardInterrupt), stop.interrupting():
+            pytest.fail("not interrupted")
 
 
 def test_handlers_are_put_back_after_an_error():
@@ -37,7 +60,7 @@ def test_in_another_thread_signals_are_left_alone():
 
     def work():
         with StopRequest() as stop:
-            seen.append((signal.getsignal(signal.SIGINT), stop.agreed(True)[0]))
+            seen.append((signal.getsignal(signal.SIGINT), stop.agreed()[0]))
 
     before = signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=work)
@@ -47,35 +70,144 @@ def test_in_another_thread_signals_are_left_alone():
 
 
 @pytest.mark.parametrize("others, expected", [([False, False], False), ([False, True], True), ([True, True], True)])
-def test_processes_agree_where_all_of_them_are_and_nowhere_else(monkeypatch, others, expected):
-    asked = []
+def test_processes_ask_each_other_every_few_seconds_as_process_0_says(monkeypatch, others, expected):
+    now, asked = [100.0], []
+
+    def gathered(values, size):
+        assert len(json.dumps(values)) <= size
+        asked.append(now[0])
+        mine = {"stop": others[0], "save": expected, "calls": 5 if len(asked) > 1 else 2}
+        return [mine, {"stop": others[1], "save": True, "calls": 7}]
+
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    said = [{"stop": other, "save": save} for other, save in zip(others, (others[1], True))]
-    monkeypatch.setattr(signals, "gather", lambda values, size: asked.append(values["stop"]) or said)
-    with StopRequest() as stop:
-        stop.name = "SIGTERM" if others[0] else ""
-        assert stop.agreed(False, save=True) == (False, False) and not asked
-        assert stop.agreed(True) == (expected, others[1]) and asked == [others[0]]  # process 0 alone says when to save
+    monkeypatch.setattr(signals, "gather", gathered)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    stop, answers = StopRequest(), []
+    for _ in range(9):
+        now[0] += 1
+        answers.append(stop.agreed())
+    assert asked == [101, 103, 108] and answers == [(bool(expected and now in (0, 2, 7)),) * 2 for now in range(9)]
+
+
+def test_how_often_processes_ask_follows_how_long_that_takes(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(signals, "gather", lambda values, size: said.append((now[0], values["calls"])) or [values])
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    stop = StopRequest()
+    for seconds in [0.01] * 1500 + [10.0] * 400:
+        now[0] += seconds
+        stop.agreed()
+    gaps = [after - before for (before, _), (after, _) in itertools.pairwise(said)]
+    quick = [gap for (start, _), gap in zip(said, gaps) if 1 < start + gap < 15]
+    assert all(gap == pytest.approx(3, abs=0.7) for gap in quick[1:]) and said[-1][1] == 1 and gaps[-1] == 10
+
+
+PROGRAM = """
+    import ctypes, sys
+    from maxtrain.signals import StopRequest
+    with StopRequest(float(sys.argv[1])) as stop:
+        if sys.argv[2] == "steps":
+            stop.save_first(lambda: "save")
+        print("ready", flush=True)
+        lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+        for _ in range(2):  # as a compiler: no instruction of Python's any more
+            libc.pthread_mutex_lock(lock)
+"""
 
 
 @pytest.mark.processes
-def test_the_second_signal_ends_the_process_at_once():
-    program = """
-        import time
-        from maxtrain.signals import StopRequest
-        with StopRequest() as stop:
-            print("ready", flush=True)
-            while not stop.name:
-                time.sleep(0.01)
-            print(stop.name, flush=True)
-            time.sleep(600)
-    """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize(
+    ("grace", "phase", "sent", "code", "said"),
+    [
+        (300, "steps", [signal.SIGTERM, signal.SIGINT], 130, "SIGTERM, then SIGINT: ended at once. Run the same command"),
+        (0, "start", [signal.SIGINT], 75, "SIGINT: nothing is left to save. Run the same command again"),
+        (
+            0.5,
+            "steps",
+            [signal.SIGTERM],
+            75,
+            "SIGTERM: checkpoint.grace_seconds=0.5 are over, in: save. The last whole checkpoint",
+        ),
+    ],
+)
+def test_a_process_ends_even_if_python_does_not_get_to_it(grace, phase, sent, code, said):
+    words = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(grace), phase]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=ROOT, **pipes) as process:
         try:
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGTERM)
-            assert process.stdout.readline() == "SIGTERM\n"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == -signal.SIGINT
+            assert process.stdout and process.stdout.readline() == "ready\n"
+            for number in sent:
+                time.sleep(0.3)
+                process.send_signal(number)
+            err = process.communicate(timeout=60)[1]
         finally:
             process.kill()
+    assert process.returncode == code and said in err
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """9 steps of a tiny model, evaluated every 3 on two sets; no checkpoint but where it stops."""
+    folder, rng = tmp_path_factory.mktemp("signals"), random.Random(0)
+    for name in ("data", "a", "b"):
+        (folder / f"{name}.txt").write_text(" ".join(rng.choices(["the", "of", "and", "to", "in"], k=500)))
+        words = [str(folder / name), "--text", str(folder / f"{name}.txt"), "--workers", "1", "--tokenizer", "bytes"]
+        assert prepare.main(words) == 0
+    values = {
+        "output_dir": str(folder / "runs"),
+        "steps": 9,
+        "log_interval": 2,
+        "eval_interval": 3,
+        "checkpoint_interval": 0,
+        "checkpoint": {"grace_seconds": 0, "keep_best": True},
+        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
+        "data": {"sources": {"text": {"path": str(folder / "data"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
+        "eval": {"sets": {name: {"path": str(folder / name)} for name in ("a", "b")}},
+        "loss": {"by_source": True},
+        "schedule": {"warmup_steps": 2},
+        "precision": {"compute": "float32"},
+        "observe": {"progress": "off", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
+    }
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
+    return folder / "tiny.yaml"
+
+
+def train(config, monkeypatch, run_name, faults):
+    """Exit code and folder of a run in this process."""
+    monkeypatch.setenv(failpoints.VARIABLE, faults)
+    code = main(load_config([f"config={config}", f"run_name={run_name}"]))
+    failpoints._armed.clear()
+    return code, config.parent / "runs" / run_name
+
+
+def numbers(folder):
+    """What does not depend on the clock."""
+    return [{k: v for k, v in r.items() if "second" not in k and "mfu" not in k} for r in read_metrics(folder)]
+
+
+@pytest.mark.parametrize(
+    ("fault", "saved", "left"),
+    [
+        ("data:term:5", 4, []),
+        ("before_step:term:6", 6, ["a", "b"]),
+        ("eval:term:9", 9, ["a", "b"]),
+    ],
+)
+@pytest.mark.usefixtures("this_process")
+def test_stopped_anywhere_and_started_again_is_as_never_stopped(config, monkeypatch, capsys, fault, saved, left):
+    undisturbed = config.parent / "runs" / "undisturbed"
+    assert undisturbed.exists() or train(config, monkeypatch, "undisturbed", "")[0] == 0
+    name = fault.replace(":", "-")
+    capsys.readouterr()
+    code, folder = train(config, monkeypatch, name, fault)
+    evaluation = f", before the evaluation of {', '.join(left)}" if left else ""
+    said = f"SIGTERM: stopped and saved at step {saved} of 9{evaluation}. Run the same command again to go on.\n"
+    assert code == 75 and said in capsys.readouterr().err
+    (record,) = saved_records(folder / "checkpoints").values()
+    assert (record["step"], record["unevaluated"]) == (saved, left)
+    for _ in range(2 if saved == 9 else 1):  # the second time, nothing is left to do
+        assert train(config, monkeypatch, name, "")[0] == 0
+        assert numbers(folder) == numbers(undisturbed)
+    ours, theirs = (saved_records(path / "checkpoints")[9]["digests"] for path in (folder, undisturbed))
+    assert ours == theirs

@@ -36,6 +36,8 @@ if step:
         file.write('{"kind": "train", "step": %s}\\n' % step)
 if end == "wait" or end == "peer" and index == "0":
     time.sleep(600)
+if end == "slot2":  # that one is broken for good; the others only see that it is gone
+    end = "s9" if os.environ["MAXTRAIN_SLOT"] == "2" else "0" if os.environ["JAX_NUM_PROCESSES"] in sys.argv[3] else "75"
 if end == "peer":
     end = "s9"
 os.kill(os.getpid(), int(end[1:])) if end[0] == "s" else sys.exit(int(end))
@@ -117,6 +119,31 @@ def test_the_processes_of_a_job_know_each_other_and_end_together(tiny, capfd, mo
     assert sorted(capfd.readouterr().out.split("\n")[:-1]) == sorted(f"process {i} of 3 localhost:" for i in (0, 1, 2, 0, 1, 2))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "least", "ended", "said"),
+    [
+        ((), 3, [4, 4, 3], "process 2 is lost; goes on with 3 of 4 processes, optimizer.accumulation=2\n"),
+        (("data.batch_size=8",), 1, [4, 4, 2], "goes on with 2 of 4 processes, optimizer.accumulation=2\n"),
+        (("optimizer.accumulation=3",), 2, [4, 4, 3], "goes on with 3 of 4 processes, optimizer.accumulation=4\n"),
+        (("mesh.data=4", "mesh.fsdp=1"), 1, [4, 4], "2 attempts in a row ended with no step after 0"),
+        ((), 4, [4, 4], "2 attempts in a row ended with no step after 0"),
+    ],
+)
+def test_a_process_that_is_lost_for_good_is_done_without_if_that_fits(tiny, capfd, overrides, least, ended, said):
+    """12 rows, unless said otherwise, on one device of each process; the third process ends every attempt."""
+    options = ["--processes", "4", "--min-processes", str(least), "--crash-loop", "2"]
+    words = command(tiny, "slot2", *options)
+    words.insert(words.index("train"), str(ended[-1] if len(ended) == 3 else 0))
+    code = supervise.main(
+        [*words, *(overrides if "data" in str(overrides) else ("data.batch_size=12", *overrides))], "supervise"
+    )
+    records = read_attempts(tiny / "runs" / "run")
+    assert code == (0 if len(ended) == 3 else 70) and [record["processes"] for record in records] == ended
+    assert [record["lost"] for record in records[:2]] == [2, 2] and said in capfd.readouterr().err
+    if len(ended) == 3:
+        assert records[-1]["command"].count("optimizer.accumulation=") == 1
+
+
 @pytest.mark.processes
 def test_a_signal_is_passed_on_once_and_ends_it_all(tiny):
     program = "import sys; from maxtrain import supervise; sys.exit(supervise.main(sys.argv[1:], 'supervise'))"
@@ -183,14 +210,14 @@ def config(tmp_path_factory):
     return folder / "tiny.yaml"
 
 
-def train(config, run_name, faults, *options, devices=2):
+def train(config, run_name, faults, *options, devices=2, overrides=()):
     """A supervised run with faults, in processes that share the tests' cache of compiled programs; its folder."""
     names = [name for name in jax.config.values if name.startswith("jax_persistent_cache_min")]
     cache = {name.upper(): str(jax.config.values[name]) for name in names}
     cache |= {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir), "MAXTRAIN_FAILPOINT": faults}
     # Only process 0 of a job writes to the cache of compiled programs, so the others always compile: quickly, then.
     cache["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
-    own = [f"config={config}", f"run_name={run_name}", f"mesh.simulated_devices={devices}"]
+    own = [f"config={config}", f"run_name={run_name}", f"mesh.simulated_devices={devices}", *overrides]
     words = ["supervise", "--backoff", "0", *options, "--", sys.executable, "-m", "maxtrain.train", *own]
     result = subprocess.run(
         [sys.executable, "-m", "maxtrain.cli", *words],
@@ -233,3 +260,20 @@ def test_when_one_process_dies_all_are_started_again(config):
     assert [a["reason"] for a in read_attempts(folder)] == ["SIGKILL", "exit 0"]
     launches = [json.loads(line) for line in (folder / "launches.jsonl").read_text().splitlines()]
     assert [(launch["step"], launch["processes"]) for launch in launches] == [(0, 2), (4, 2)]
+
+
+@pytest.mark.processes
+def test_a_job_goes_on_with_fewer_processes_to_the_same_losses(config):
+    """Three processes with a device each, of which the last one always dies at step 7; then two, with two micro-batches."""
+    overrides = ["mesh.data=-1", "data.batch_size=12", "steps=9", "watchdog.factor=0"]
+    alone = train(config, "alone", "", devices=3, overrides=overrides)
+    options = ["--processes", "3", "--min-processes", "2", "--crash-loop", "1"]
+    fewer = train(config, "fewer", "before_step:kill:7::2", *options, devices=1, overrides=overrides)
+    ended = [(a["processes"], a["lost"], a["reason"], a["saved_step"]) for a in read_attempts(fewer)]
+    assert ended == [(3, 2, "SIGKILL", 4), (3, 2, "SIGKILL", 4), (2, None, "exit 0", 9)]
+    ours, theirs = ([r for r in read_metrics(run) if r["kind"] == "train"] for run in (fewer, alone))
+    assert [(r["step"], r["batch"]) for r in ours] == [(r["step"], r["batch"]) for r in theirs] and len(ours) == 9
+    for key in ("loss", "grad_norm"):
+        assert [r[key] for r in ours] == pytest.approx([r[key] for r in theirs], rel=1e-5)
+    launches = [json.loads(line) for line in (fewer / "launches.jsonl").read_text().splitlines()]
+    assert [(launch["step"], launch["processes"]) for launch in launches] == [(0, 3), (4, 3), (4, 2)]

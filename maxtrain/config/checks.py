@@ -48,6 +48,7 @@ def problems_across(config: RunConfig) -> list[str]:
         _loss_scale,
         _mesh,
         _parts,
+        _integrity,
     )
     return [problem for rule in rules for problem in rule(config)]
 
@@ -95,6 +96,12 @@ def _run(c: RunConfig) -> Iterator[str]:
         if path and not is_url(path) and os.path.abspath(os.path.expanduser(path)) in (runs, os.path.join(runs, c.run_name)):
             place = f"output_dir={c.output_dir} with run_name={c.run_name}"
             yield f"{place} is the data directory {key}={path}. Set output_dir to another one."
+
+
+def _integrity(c: RunConfig) -> Iterator[str]:
+    if c.integrity.repeat_interval and c.determinism != "full":
+        rule = f"integrity.repeat_interval={c.integrity.repeat_interval} needs programs that repeat bit for bit"
+        yield f"{rule}, which determinism={c.determinism} does not promise. Set determinism=full, or leave it out."
 
 
 def _model(c: RunConfig) -> Iterator[str]:

@@ -232,6 +232,7 @@ class CheckpointConfig:
     asynchronous: bool = key(True, "write in the background while training goes on")
     copy_to: str | None = key(None, "directory on another disk that good steps are copied to meanwhile; null: none")
     copy_keep: int = key(3, "newest checkpoints kept there", low=1)
+    grace_seconds: float = key(300.0, "from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit", low=0)
     init_from: str | None = key(None, "start from the weights of this run, checkpoint or Hugging Face directory; null: random")
     init_partial: tuple[str, ...] = key((), "regular expressions: parameters of init_from that may differ, and are new then")
 
@@ -245,6 +246,18 @@ class WatchdogConfig:
     compile_seconds: float = key(3600.0, "limit of compiling, and of a step before the third record; 0: none", low=0)
     eval_seconds: float = key(3600.0, "limit of one evaluation set; 0: none", low=0)
     save_seconds: float = key(1800.0, "limit of waiting for a save, and of a restore; 0: none", low=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegrityConfig:
+    """Looking for wrong arithmetic and memory that no device reports; found, it ends the run with exit 75, unsaved."""
+
+    replicas_interval: int = key(
+        0, "steps between comparisons of the copies of arrays on different devices; also before each save; 0: never", low=0
+    )
+    repeat_interval: int = key(
+        0, "steps between two that are made twice, from a second copy of the state, and compared; 0: never", low=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,4 +303,5 @@ class RunConfig:
     mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")
     checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
     watchdog: WatchdogConfig = key(WatchdogConfig(), "how long a run may stand still")
+    integrity: IntegrityConfig = key(IntegrityConfig(), "wrong arithmetic that no device reports")
     observe: ObserveConfig = key(ObserveConfig(), "what a person sees")

@@ -1,4 +1,4 @@
-"""What made the numbers of a run: a record for each launch, in RUN/launches.jsonl, and how two of them differ."""
+"""What made the numbers of a run: a record for each launch, in RUN/launches.jsonl, and how two of them differ. Without jax."""
 
 import datetime
 import importlib.metadata
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import yaml
 
 import maxtrain
@@ -29,21 +28,22 @@ _FLAGS = re.compile(
 )
 # What says nothing about the numbers of training.
 _APART = re.compile(
-    r"time|step|command|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps|(eval|observe|watchdog)\..*"
+    r"time|step|command|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
+    r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|heartbeat_seconds)|data\.(workers|prefetch|accept_changes))"
 )
 
 
-def launch_record(asked: RunConfig, mesh: jax.sharding.Mesh, data: str, step: int) -> dict[str, Any]:
+def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str, Any]:
     """What is launched, on what, by which versions, as JSON.
 
     Args:
         asked: the config.
-        mesh: of all processes' devices, which are started by now.
+        mesh: a jax.sharding.Mesh of all processes' devices, which are started by now.
         data: identity of the data.
         step: the number of finished steps that the launch begins with.
     """
-    devices = jax.devices()
+    devices = mesh.devices.flatten().tolist()
     kind = devices[0].device_kind if devices[0].platform != "cpu" else _cpu()
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -55,7 +55,7 @@ def launch_record(asked: RunConfig, mesh: jax.sharding.Mesh, data: str, step: in
         "kernels": {"attention": asked.model.attention},
         "devices": {"platform": devices[0].platform, "kind": kind, "count": len(devices)},
         "mesh": dict(mesh.shape),
-        "processes": jax.process_count(),
+        "processes": len({device.process_index for device in devices}),
         "determinism": asked.determinism,
         "seed": asked.seed,
         "data": data,

@@ -1,5 +1,6 @@
 """One run folder, one run that writes there."""
 
+import errno
 import fcntl
 import os
 import platform
@@ -17,7 +18,7 @@ class RunLock:
     A POSIX lock: also between hosts, where the file system has them; not inherited by worker processes.
 
     Raises:
-        StorageError: another process has it; says which.
+        StorageError: another process has it; says which. Or there are no locks in that folder.
     """
 
     def __init__(self, folder: Path):
@@ -25,14 +26,24 @@ class RunLock:
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "RunLock":
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(self._path, "a+", encoding="utf-8")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = open(self._path, "a+", encoding="utf-8")
+        except OSError as error:
+            mend = "Set output_dir to a folder that you may write to"
+            raise StorageError(f"{self._path}: {error.strerror}. {mend}.") from error
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
+        except OSError as error:
             file.close()
-            rule = f"{self._path.parent} is being written by {holder(self._path.parent)}"
-            raise StorageError(f"{rule}. Wait for it or end it, or set run_name to another name.") from error
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                rule = f"can't be locked ({error.strerror}), so two runs could write there at a time"
+                raise StorageError(f"{self._path} {rule}. Set output_dir to a file system with locks.") from error
+            who = holder(self._path.parent)
+            elsewhere = not who.endswith(f" on {platform.node()}")
+            gone = f" If that host is gone for good, delete {self._path}." if elsewhere else ""
+            rule = f"{self._path.parent} is being written by {who or 'a process that has not said which it is'}"
+            raise StorageError(f"{rule}. Wait for it or end it, or set run_name to another name.{gone}") from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()}")
         file.flush()

@@ -14,7 +14,7 @@ import json
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,17 +28,18 @@ _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class MetricsLog:
     """Appends records to RUN/metrics.jsonl; a record survives a kill of the process as soon as `append` returns.
 
-    The run goes on from `resume_step`: records of later steps are dropped, and so is a torn last line. A missing directory is
-    made.
+    The run goes on from `resume_step`, where the evaluation of the sets in `again` is left to do: records of what comes after
+    it are dropped, and so is a torn last line. A missing directory is made.
 
     Raises:
         DataError: a line before the last one is not JSON.
     """
 
-    def __init__(self, run_dir: str | Path, resume_step: int = 0):
+    def __init__(self, run_dir: str | Path, resume_step: int = 0, again: Sequence[str] = ()):
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
+        kept = [r for r in kept if not (again and r["step"] == resume_step and (r["kind"] == "end" or r.get("set") in again))]
         write_atomic(path, "".join(map(_line, kept)).encode())
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 

@@ -1,13 +1,16 @@
 """A run that stands still says where, and ends with exit 75, so that whoever started it can start it again.
 
 The stopwatch knows what the run does and since when; how long that may take follows from the usual time of the steps between
-two records, or is set.
+two records, or is set. Where no thread gets Python's lock, a process beside this one ends it, by SIGABRT; see judge.py.
 """
 
+import contextlib
 import faulthandler
 import json
+import math
 import os
 import statistics
+import subprocess
 import sys
 import threading
 import time
@@ -16,11 +19,12 @@ from pathlib import Path
 
 from data_pipeline.errors import TryAgainError
 from maxtrain.config.schema import WatchdogConfig
+from maxtrain.observe import judge
 from maxtrain.observe.goodput import Ledger
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.parallel.agreement import Board
 
-_TICK = 1.0  # seconds
+_TICK = judge.TICK
 _BEAT = 3.0  # seconds between two signs of life
 _LEDGER = 4  # beats between two lines of the ledger
 _PATIENCE = 20.0  # seconds that may pass while it is found out and written down where the run stands
@@ -48,17 +52,27 @@ class Watchdog:
         board: Board | None = None,
     ):
         self._step: Callable[[], int] = int
+        self._tell_judge: Callable[[bytes], object] = bytes
         self._ledger: Ledger | None = None
         self._config, self._folder, self._clock, self._rows = config, folder, clock, rows
         self._process, self._board, self._ended = process, board, threading.Event()
 
     def __enter__(self) -> "Watchdog":
+        self._stacks = not faulthandler.is_enabled()
+        if self._stacks:
+            faulthandler.enable(file=2)  # also where sys.stderr is something else
+        words = [sys.executable, "-IS", judge.__file__, str(os.getpid())]
+        self._judge = subprocess.Popen(words, stdin=subprocess.PIPE, bufsize=0)
+        self._tell_judge = self._judge.stdin.write if self._judge.stdin else bytes
         for work in (self._watch, self._beat):  # apart: telling may hang too
             threading.Thread(target=work, name="watchdog", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
+        self._judge.communicate()
+        if self._stacks:
+            faulthandler.disable()
         if self._ledger:
             self._ledger.write(self._step())
 
@@ -89,8 +103,11 @@ class Watchdog:
             doing = self._clock.doing()
             stood = stood + min(now - last, 2 * _TICK) if doing == before else 0.0
             last = now
-            if stood > self.limit(doing[0]):
+            limit = self.limit(doing[0])
+            if stood > limit:
                 self._end(doing[0], stood)
+            with contextlib.suppress(OSError, ValueError):  # it was killed, or the run is at its end
+                self._tell_judge(b"%g\n" % (0 if math.isinf(limit) else limit + _PATIENCE))
 
     def _end(self, cause: str, stood: float) -> None:
         """Ends the process, whatever hangs: the disk or whoever reads stderr may, too."""

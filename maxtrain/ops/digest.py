@@ -63,15 +63,17 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path in paths]
 
 
+def compiler_options(platform: str) -> dict[str, str]:
+    """On CPUs one pass of the compiler would write all mixed numbers to memory before it adds them: six times slower."""
+    return {"xla_disable_hlo_passes": "tree_reduction_rewriter"} if platform == "cpu" else {}
+
+
 @functools.cache
 def _compiled(platform: str) -> jax.stages.Wrapped:
-    """On CPUs one pass of the compiler would write all mixed numbers to memory before it adds them: six times slower."""
-    options = {"xla_disable_hlo_passes": "tree_reduction_rewriter"} if platform == "cpu" else {}
-
     def of_all(leaves: list[Array]) -> Array:
         return constrain(jnp.stack([digest(leaf) for leaf in leaves]), None, None)  # whole on every device
 
-    return jax.jit(of_all, compiler_options=options)
+    return jax.jit(of_all, compiler_options=compiler_options(platform))
 
 
 def digests(tree: PyTree[Array]) -> UInt32[Array, "leaves 2"]:

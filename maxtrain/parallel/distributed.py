@@ -75,6 +75,7 @@ def be_deterministic(config: MeshConfig) -> None:
 def _connect(config: MeshConfig) -> None:
     if jax.distributed.is_initialized():
         return  # a run that begins again, from an older checkpoint
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself; see signals.py
     coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = config.num_processes or _whole_number("JAX_NUM_PROCESSES", example=2)
     index = config.process_id if config.process_id is not None else _whole_number("JAX_PROCESS_ID", example=0)

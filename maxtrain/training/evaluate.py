@@ -11,6 +11,7 @@ from data_pipeline.errors import DataError
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.training.objective import Batch, Objective, Sum
 
+_AHEAD = 8  # batches that are under way at a time
 EvalStep = Callable[[nnx.State, Batch], Sum]
 
 
@@ -36,7 +37,11 @@ def evaluate(
     Raises:
         DataError: the whole set was meant and another number of targets came.
     """
-    sums = jax.device_get([step(params, batch) for batch in batches])
+    sums: list[Sum] = []
+    for batch in batches:
+        sums.append(step(params, batch))
+        jax.block_until_ready(sums[-_AHEAD:][0])  # else all batches of a large set would be on the device at once
+    sums = jax.device_get(sums)
     total, weight = math.fsum(float(s.total) for s in sums), math.fsum(float(s.weight) for s in sums)
     if num_tokens is not None and weight != num_tokens:
         raise DataError(

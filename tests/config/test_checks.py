@@ -42,6 +42,11 @@ def pieces(text: str) -> list[str]:
             "Set model.attention to eager or xla, or determinism=seeded.",
         ),
         (
+            ["integrity.repeat_interval=100"],
+            "integrity.repeat_interval=100 needs programs that repeat bit for bit",
+            "Set determinism=full, or leave it out.",
+        ),
+        (
             ["model.attention=cudnn"],
             "data.packing=stream puts several into one",
             "Set data.packing=pad, data.attend_across_documents=true to let it, or model.attention=xla.",

@@ -11,20 +11,23 @@ from pathlib import Path
 import pytest
 
 from maxtrain.config.schema import WatchdogConfig
-from maxtrain.observe import watchdog
+from maxtrain.observe import judge, watchdog
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import sys, time
+import ctypes, sys, time
 from pathlib import Path
 import jax
 from maxtrain.config.schema import WatchdogConfig
 from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe import watchdog
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.parallel.agreement import Board, require_agreement
 
+if sys.argv[6] == "c":
+    watchdog._PATIENCE = 1.0
 folder, index, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 jax.config.update("jax_platforms", "cpu")
 if count > 1:
@@ -39,12 +42,17 @@ with Watchdog(WatchdogConfig(save_seconds=float(sys.argv[5])), folder, clock, "r
             time.sleep(0.01)
     print("ready", flush=True)
     with clock.during("save"):
-        time.sleep(600)
+        lock, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
+        while sys.argv[6] == "python":
+            time.sleep(600)
+        time.sleep(2.5)  # so that the judge knows the limit
+        for _ in range(2):  # for ever, with Python's lock
+            libc.pthread_mutex_lock(lock)
 """
 
 
-def start(folder, index=0, count=1, address="", seconds=1.0):
-    words = [sys.executable, "-c", PROGRAM, str(folder), str(index), str(count), address, str(seconds)]
+def start(folder, index=0, count=1, address="", seconds=1.0, where="python"):
+    words = [sys.executable, "-c", PROGRAM, str(folder), str(index), str(count), address, str(seconds), where]
     return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -101,8 +109,44 @@ def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_p
     left = (tmp_path / "run" / "stalled-0.txt").read_text()
     for said in (left, err):
         assert "process 0 has stood still for 1 s after 7 steps, in: save (limit: 1 s, section watchdog)" in said
-        assert "Run the same command again" in said and 'File "<string>", line 24 in <module>' in said
+        assert "Run the same command again" in said and 'File "<string>", line 29 in <module>' in said
         assert "Step 7: rows 6\nStep 8: rows 7\n" in said
+
+
+@pytest.mark.processes
+def test_a_process_that_keeps_pythons_lock_is_ended_from_outside_with_its_stacks(tmp_path):
+    with start(tmp_path, seconds=4, where="c") as process:
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    assert (process.returncode, out) == (-signal.SIGABRT, "ready\n"), err
+    assert f"process {process.pid} has not run Python for 6 s: something keeps the interpreter's lock." in err
+    assert 'File "<string>", line 32 in <module>' in err
+
+
+@pytest.mark.parametrize(
+    ("events", "killed"),
+    [
+        (["0", "tick", "tick", "tick", "tick"], False),
+        (["3", "tick", "tick", "tick", "3", "tick", "tick", "tick"], False),
+        (["2", "tick", "tick", "tick"], True),
+        (["9", "tick", "2 3 2", "tick", "tick", "tick"], True),
+        (["2", "tick", "0", "tick", "tick", "tick"], False),
+    ],
+)
+def test_the_judge_waits_as_long_as_it_was_told_last(monkeypatch, events, killed):
+    """A second without a line is a tick; at the end of the events the pipe is closed."""
+    events, kills = list(events), []
+
+    def ready(*_):
+        return ([], [], []) if events and events[0] == "tick" and events.pop(0) else ([0], [], [])
+
+    monkeypatch.setattr(judge.select, "select", ready)
+    monkeypatch.setattr(judge.os, "read", lambda *_: events.pop(0).encode() if events else b"")
+    monkeypatch.setattr(judge.os, "kill", lambda *what: kills.append(what))
+    judge.judge(7)
+    assert kills == ([(7, signal.SIGABRT)] if killed else []) and not events
 
 
 @pytest.mark.processes

@@ -1,0 +1,40 @@
+"""Ends a process of which no thread gets to work any more, because one keeps Python's lock: `python judge.py PID`.
+
+That process writes a line to stdin every second: in how many seconds the next one must come; 0: whenever. Only time that the
+judge itself had counts, so that a pause of the whole machine, or of the terminal's job, is none.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+
+TICK = 1.0  # seconds
+_LAST = 20.0  # seconds for the stacks to be written down
+
+
+def judge(pid: int) -> None:
+    """Returns when the process has closed its end of the pipe, as at its end, or is ended from here."""
+    limit = waited = 0.0
+    while not 0 < limit < waited:
+        if not select.select([0], [], [], TICK)[0]:
+            waited += TICK
+        elif said := os.read(0, 4096).split():
+            limit, waited = float(said[-1]), 0.0
+        else:
+            return
+    rule = (
+        f"process {pid} has not run Python for {waited:.0f} s: something keeps the interpreter's lock. It is ended; its stacks:"
+    )
+    print(rule, file=sys.stderr, flush=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGABRT)  # which faulthandler answers without the lock
+        if not select.select([0], [], [], _LAST)[0]:
+            os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other process
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    judge(int(sys.argv[1]))
