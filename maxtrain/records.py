@@ -53,7 +53,8 @@ class Records:
         self._window: list[tuple[HostBatch, Metrics]] = []  # since the last look, on the device
         self._lap: list[tuple[int, int, int]] = []  # targets, rows and length of each step since the last record
         nothing = np.zeros((2, len(self._data.plan.names)))
-        self._by_source = np.array(saved.get("by_source", nothing))  # nats and targets of each source since the last record
+        # Nats and targets of each source since the last record. Those of steps that were not finite are saved as words.
+        self._by_source = np.array(saved.get("by_source", nothing), np.float64)
         if self._by_source.shape != nothing.shape:  # other data, by data.accept_changes
             self._by_source = nothing
         self._tokens_seen = saved.get("tokens_seen", 0)
@@ -68,7 +69,7 @@ class Records:
             "tokens_seen": self._tokens_seen,
             "guard": self.guard.state(),
             "ending": self.ending,
-            "by_source": self._by_source.tolist(),
+            "by_source": [[x if math.isfinite(x) else str(x) for x in row] for row in self._by_source.tolist()],
         }
 
     def open_logs(self, step: int, again: Sequence[str] = ()) -> None:

@@ -6,6 +6,7 @@ One step of a small run on words reads a stretch of noise instead: its loss and 
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from data_pipeline import prepare
 from data_pipeline.errors import StorageError
 from maxtrain import records
 from maxtrain import train as job
+from maxtrain.checkpoint.listing import saved_records
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks, went_with, write_rollbacks
 from maxtrain.config import load_config
@@ -293,3 +295,15 @@ def test_a_list_that_is_no_list_is_refused_with_a_mend(config, tmp_path):
     (tmp_path / "rollbacks.json").write_text('[{"step": 3}]')
     with pytest.raises(StorageError, match=r"rollbacks\.json is not a list of rollbacks.*Restore it, or remove it"):
         read_rollbacks(tmp_path)
+
+
+def test_what_is_not_finite_is_saved_with_the_sums_by_source(config, monkeypatch):
+    """Step 7 is skipped, and step 8 is saved, before there is a record of both."""
+    monkeypatch.setenv("MAXTRAIN_FAILPOINT", "before_step:nan:7")
+    folder = folder_of(config, "by-source")
+    assert train(config, "by-source", "loss.by_source=true", "steps=10") == 0
+    saved, records = saved_records(folder / "checkpoints"), numbers(folder)
+    assert [nats for nats in saved[8]["by_source"][0] if isinstance(nats, str)] == ["nan"]
+    shutil.rmtree(folder / "checkpoints" / "00000010")
+    assert train(config, "by-source", "loss.by_source=true", "steps=10") == 0
+    assert numbers(folder) == records and "loss/text" in str(records)
