@@ -207,7 +207,10 @@ class Loop:
                 if self.step == first:
                     raise
                 found = records.look(False)
-                return self.halt(found, state) if found else self.leave(state)
+                if found:
+                    return self.halt(found, state)
+                self.evaluate((), state)  # nothing; but what ends here is written down
+                return self.leave(state)
             shape = self.job.layout(self.step).shape
             if shape not in compiled:
                 compiled[shape] = self.compile(step, state, batch)
@@ -320,7 +323,7 @@ class Loop:
         jax.tree.map(lambda x: x.delete(), state)  # there may be no room for two
         state = self.restore(record)
         self.clock.lap()
-        self.records.open_logs(self.step)
+        self.records.open_logs(self.step, self.unevaluated)
         return state
 
     def save(self, state: TrainState) -> None:

@@ -307,6 +307,15 @@ def test_a_batch_without_targets_is_an_error(config, without_targets, capsys):
     assert "or set data.zero_weight to stop or warn" in error
 
 
+def test_what_ends_a_run_that_is_asked_to_stop_is_written_down(config, without_targets, monkeypatch):
+    monkeypatch.setenv("MAXTRAIN_FAILPOINT", "data:term:4")
+    options = [*without_targets, "data.zero_weight=stop", "log_interval=100", "checkpoint_interval=0"]
+    assert train(config, "both", *options) == 75
+    monkeypatch.delenv("MAXTRAIN_FAILPOINT")
+    assert train(config, "both", *options) == 0
+    assert [record["step"] for record in numbers(folder_of(config, "both"), "end")] == [3]
+
+
 def test_or_it_ends_the_run_in_good_order(config, without_targets, capsys):
     assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
     printed = capsys.readouterr().out
