@@ -109,6 +109,8 @@ class Supervisor:
         self._children = []
         for extra in self._environments(restart + 1):
             self._children.append(self._start(extra))
+        if self._asked:  # while they were started; a child that is not yet in the list was not told
+            self._tell_children(signal.SIGTERM)
         code = self._wait()
         end, (saved, since) = time.time(), saved_step(self._folder)
         record = {
@@ -197,6 +199,9 @@ class Supervisor:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._asked, self._deadline = signal.Signals(number).name, time.monotonic() + self._options.grace
         self._stop.set()
+        self._tell_children(number)
+
+    def _tell_children(self, number: int) -> None:
         for child in self._children:
             if child.poll() is None:
                 child.send_signal(number)

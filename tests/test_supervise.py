@@ -277,3 +277,16 @@ def test_a_job_goes_on_with_fewer_processes_to_the_same_losses(config):
         assert [r[key] for r in ours] == pytest.approx([r[key] for r in theirs], rel=1e-5)
     launches = [json.loads(line) for line in (fewer / "launches.jsonl").read_text().splitlines()]
     assert [(launch["step"], launch["processes"]) for launch in launches] == [(0, 3), (4, 3), (4, 2)]
+
+
+def test_a_signal_while_a_process_is_started_reaches_it(tiny, monkeypatch):
+    begin, real = time.monotonic(), supervise.Supervisor._start
+
+    def started(self, extra):
+        child = real(self, extra)
+        os.kill(os.getpid(), signal.SIGTERM)  # before anybody knows of the child
+        return child
+
+    monkeypatch.setattr(supervise.Supervisor, "_start", started)
+    assert supervise.main(command(tiny, "wait", "--grace", "60"), "supervise") == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 50 and attempts(tiny) == [("asked to stop by SIGTERM", 0, 0)]

@@ -24,13 +24,15 @@ def judge(pid: int) -> None:
             limit, waited = float(said[-1]), 0.0
         else:
             return
+    if os.getppid() != pid:
+        return  # it has gone, and its number may be another's by now
     rule = (
         f"process {pid} has not run Python for {waited:.0f} s: something keeps the interpreter's lock. It is ended; its stacks:"
     )
     print(rule, file=sys.stderr, flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGABRT)  # which faulthandler answers without the lock
-        if not select.select([0], [], [], _LAST)[0]:
+        if not select.select([0], [], [], _LAST)[0] and os.getppid() == pid:
             os.kill(pid, signal.SIGKILL)
 
 

@@ -126,17 +126,18 @@ def test_a_process_that_keeps_pythons_lock_is_ended_from_outside_with_its_stacks
 
 
 @pytest.mark.parametrize(
-    ("events", "killed"),
+    ("events", "killed", "parent"),
     [
-        (["0", "tick", "tick", "tick", "tick"], False),
-        (["3", "tick", "tick", "tick", "3", "tick", "tick", "tick"], False),
-        (["2", "tick", "tick", "tick"], True),
-        (["9", "tick", "2 3 2", "tick", "tick", "tick"], True),
-        (["2", "tick", "0", "tick", "tick", "tick"], False),
+        (["0", "tick", "tick", "tick", "tick"], False, 7),
+        (["3", "tick", "tick", "tick", "3", "tick", "tick", "tick"], False, 7),
+        (["2", "tick", "tick", "tick"], True, 7),
+        (["2", "tick", "tick", "tick"], False, 1),
+        (["9", "tick", "2 3 2", "tick", "tick", "tick"], True, 7),
+        (["2", "tick", "0", "tick", "tick", "tick"], False, 7),
     ],
 )
-def test_the_judge_waits_as_long_as_it_was_told_last(monkeypatch, events, killed):
-    """A second without a line is a tick; at the end of the events the pipe is closed."""
+def test_the_judge_waits_as_long_as_it_was_told_last(monkeypatch, events, killed, parent):
+    """A second without a line is a tick; at the end of the events the pipe is closed. The parent is 1 when 7 has gone."""
     events, kills = list(events), []
 
     def ready(*_):
@@ -145,6 +146,7 @@ def test_the_judge_waits_as_long_as_it_was_told_last(monkeypatch, events, killed
     monkeypatch.setattr(judge.select, "select", ready)
     monkeypatch.setattr(judge.os, "read", lambda *_: events.pop(0).encode() if events else b"")
     monkeypatch.setattr(judge.os, "kill", lambda *what: kills.append(what))
+    monkeypatch.setattr(judge.os, "getppid", lambda: parent)
     judge.judge(7)
     assert kills == ([(7, signal.SIGABRT)] if killed else []) and not events
 
