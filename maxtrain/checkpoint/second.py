@@ -71,6 +71,8 @@ class SecondDirectory:
                     self._idle.clear()
 
     def _catch_up(self) -> None:
+        if not (root := self.target.parents[1]).is_dir():  # not mounted: what is made there would be on another disk
+            raise FileNotFoundError(f"{root} is no directory")
         if (discard := self._discard) is not None:
             for later in [step for step in _complete(self.target) if step > discard]:
                 remove_step(self.target / f"{later:08d}")

@@ -18,6 +18,7 @@ from maxtrain.checkpoint.listing import complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, ModelConfig
 from maxtrain.ops.digest import leaf_names
+from maxtrain.parallel.agreement import gather
 from maxtrain.weights.hf import differing_keys, load_weights
 
 _TABLE_ROWS = 60
@@ -45,6 +46,9 @@ def starting_params(
     """
     directory = Path(config.init_from or "").expanduser().absolute()
     path = _find_step(directory)
+    if len(found := {said["step"] for said in gather({"step": path.name if path else "no step"})}) > 1:
+        rule = f"is still being written: processes of this job find {', '.join(sorted(found))} there"
+        raise ConfigError(f"checkpoint.init_from={config.init_from} {rule}. Name one step of it.")
     if path is None:
         if config.init_partial:
             rule = f"is for a run of maxtrain, and checkpoint.init_from={config.init_from} is none"

@@ -401,3 +401,13 @@ def test_killed_while_saving(tmp_path, instant, latest):
     checkpoints.close()
     assert checkpoints.steps() == [found, found + 1]
     assert not list(tmp_path.glob(".*")), "what the killed process left is removed"
+
+
+def test_whether_a_step_is_there_already_is_for_process_0_to_say(tmp_path, monkeypatch):
+    """Another one may see it later: it would wait for ever for those who do not save."""
+    checkpoints = Checkpoints(tmp_path, SYNC)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "gather", lambda mine: [{"there": True}, mine])
+        assert not checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not list(tmp_path.iterdir())
+    assert checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not checkpoints.save(1, {"w": jnp.ones(2)}, {})
+    checkpoints.close()

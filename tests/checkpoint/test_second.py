@@ -236,3 +236,15 @@ def test_killed_while_copying(tmp_path, place, far, monkeypatch):
     assert checkpoints.settle(30) == "" and whole(copies) == [newest, 9]
     assert not list(copies.glob(".*"))
     checkpoints.close()
+
+
+def test_a_folder_that_is_gone_is_told_of_and_not_made(tmp_path, told):
+    checkpoints, far = open_both(tmp_path), tmp_path / "far"
+    far.rmdir()
+    checkpoints.save(1, state(1), {"step": 1})
+    assert "lacks the newest checkpoint" in checkpoints.settle(30) and not far.exists()
+    assert f"{far} is no directory" in told[0] and "Training goes on; mend" in told[0]
+    far.mkdir()
+    checkpoints.copy_newest()
+    assert checkpoints.settle(30) == "" and whole(far / "run" / "checkpoints") == [1]
+    checkpoints.close()

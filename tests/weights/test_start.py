@@ -95,3 +95,9 @@ def test_a_damaged_or_empty_source_is_an_error_and_is_left_as_it_is(run, tmp_pat
     assert type(caught.value) is StorageError and file.exists()
     with pytest.raises(ConfigError, match=r"Set checkpoint\.init_partial=\[\]"):
         start(tmp_path / "hf", partial=["x"])
+
+
+def test_all_processes_start_from_the_same_step(run, monkeypatch):
+    monkeypatch.setattr("maxtrain.weights.start.gather", lambda mine: [mine, {"step": "00000001"}])
+    with pytest.raises(ConfigError, match=r"processes of this job find 00000001, 00000002 there\. Name one step of it"):
+        start(run)
