@@ -1,7 +1,9 @@
-"""`maxtrain status RUN`: how far a run has come, where its time went, and what its attempts ended with. Starts no device."""
+"""`maxtrain status RUN`: how far a run has come, where its time went, what its attempts ended with, and what changed between
+its launches. Starts no device."""
 
 import argparse
 import datetime
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from rich.table import Table
 from data_pipeline.errors import DataError, run_command
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.goodput import goodput, read_clock
+from maxtrain.observe.launches import launch_changes, read_launches
 
 _ABOUT = {
     "step": "steps that count",
@@ -23,7 +26,7 @@ _ABOUT = {
     "save": "waiting for checkpoints",
     "restore": "reading checkpoints",
 }
-_MOST = 20  # attempts that are shown
+_MOST = 20  # attempts, and launches with changes, that are shown
 
 
 def status(folder: Path, console: Console) -> None:
@@ -48,20 +51,34 @@ def status(folder: Path, console: Console) -> None:
         console.print(f"goodput: {seconds.get('step', 0.0) / total:.1%} of {total:,.1f} s in {len(launches)} launches")
     if attempts:
         table = Table(box=None)
-        for name in ("attempt", "began", "from step", "to step", "saved", "lost s", "ended with"):
+        for name in ("attempt", "processes", "began", "from step", "to step", "saved", "lost s", "ended with"):
             table.add_column(name, justify="left" if name in ("began", "ended with") else "right")
         for a in attempts[-_MOST:]:
             began = datetime.datetime.fromtimestamp(a["start"]).isoformat(" ", "seconds")
             steps = [f"{a[name]:,}" for name in ("from_step", "reached_step", "saved_step")]
-            table.add_row(str(a["attempt"]), began, *steps, f"{a['lost_seconds']:,.0f}", a["reason"])
+            table.add_row(
+                str(a["attempt"]), str(a.get("processes", 1)), began, *steps, f"{a['lost_seconds']:,.0f}", a["reason"]
+            )
         console.print(table)
+    for line in history(folder)[-_MOST:]:
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def history(folder: Path) -> list[str]:
+    """A line for each launch that was not like the one before it: config, versions, devices, flags."""
+    lines = []
+    for before, after in itertools.pairwise(read_launches(folder)):
+        changes = [f"{name} {old} -> {new}" for name, (old, new) in launch_changes(before, after).items()]
+        if changes:
+            lines.append(f"changed at step {after['step']:,}, {after['time']}: {'; '.join(changes)}")
+    return lines
 
 
 def main(argv: Sequence[str], prog: str) -> int:
     """Prints the status of a run; the exit code."""
 
     def job() -> None:
-        parser = argparse.ArgumentParser(prog=prog, description=(__doc__ or "").partition(": ")[2])
+        parser = argparse.ArgumentParser(prog=prog, description=" ".join((__doc__ or "").partition(": ")[2].split()))
         parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
         status(parser.parse_args(argv).run, Console(highlight=False))
 

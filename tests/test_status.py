@@ -4,6 +4,7 @@ import json
 
 from maxtrain import status
 from maxtrain.observe.attempts import append_attempt
+from maxtrain.observe.launches import append_launch
 
 ATTEMPT = {"start": 0.0, "from_step": 0, "reached_step": 10, "saved_step": 4, "lost_seconds": 24.0, "attempt": 1}
 
@@ -18,11 +19,16 @@ def test_where_the_time_went_and_what_the_attempts_ended_with(tmp_path, capsys, 
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 10}\n')
     append_attempt(tmp_path, ATTEMPT | {"reason": "SIGKILL"})
     append_attempt(tmp_path, ATTEMPT | {"reason": "exit 0", "attempt": 2, "lost_seconds": 0.0})
+    launch = {"time": "noon", "command": "a", "step": 0, "versions": {"jax": "1"}, "config": "steps: 10\nseed: 1\n"}
+    later = {"time": "one", "command": "b", "step": 4, "versions": {"jax": "1"}, "config": "steps: 12\nseed: 1\n"}
+    for record in (launch, launch | {"step": 2}, later):
+        append_launch(tmp_path, record)
     assert status.main([str(tmp_path)], "status") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "step 10 on record, step 0 saved" in said
     assert "56.0 56.0% step: steps that count" in said and "24.0 24.0% lost: steps that were made again" in said
     assert "10.0 10.0% down: between launches" in said and "goodput: 56.0% of 100.0 s in 2 launches" in said
+    assert said.count("changed at") == 1 and said.endswith("changed at step 4, one: config.steps 10 -> 12")
     assert "0 10 4 24 SIGKILL" in said and "0 10 4 0 exit 0" in said
 
 

@@ -85,10 +85,14 @@ def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | Non
 
 def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """What is not the same in two launches and may change numbers: both values by dotted path."""
-    a, b = (_flat(launch | {"config": yaml.safe_load(launch["config"])}) if launch else {} for launch in (ours, theirs))
-    names = [name for name in a | b if not _APART.fullmatch(name)]
-    values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names}
-    return {name: pair for name, pair in values.items() if pair[0] != pair[1]}
+    return {name: pair for name, pair in launch_changes(ours, theirs).items() if not _APART.fullmatch(name)}
+
+
+def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """All that is not the same in two launches, but for when and from where they started: both values by dotted path."""
+    a, b = (_flat(launch | {"config": yaml.safe_load(launch["config"])}) if launch else {} for launch in (before, after))
+    values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in a | b}
+    return {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in ("time", "step", "command")}
 
 
 def describe_launch(launch: Mapping[str, Any]) -> str:
