@@ -27,6 +27,7 @@ import yaml
 from data_pipeline import prepare
 from data_pipeline.shards import Manifest
 from maxtrain.checkpoint.listing import latest_record, saved_records
+from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]
@@ -220,6 +221,17 @@ def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_on
     assert f"WARNING: {newest} is damaged" in job.text and file.name in job.text and "WARNING" not in outputs[1]
     assert "Goes on from step 3 " in job.text and len(list(checkpoints.glob("00000006.damaged-*"))) == 1
     assert saved_records(checkpoints)[6]["digests"] == digests
+
+
+def test_a_second_launch_is_refused_in_all_its_processes(config):
+    """A job whose folder is being written by another one: process 0 alone finds out."""
+    folder = config.parent / "runs" / "taken"
+    with RunLock(folder), Job(config, "taken", 2) as job:
+        outputs = job.end(74)
+    for output in outputs:
+        assert f"{folder} is being written by process {os.getpid()} on {platform.node()}" in output, output
+        assert "Wait for it or end it, or set run_name to another name." in output
+    assert [path.name for path in folder.iterdir()] == ["lock"], "and nothing was written"
 
 
 def damaged_copy(data: Path, copy: Path) -> Path:
