@@ -76,13 +76,23 @@ def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) 
         problems = left.unlike(reference, whole=True) + ([f"ended with {code}"] if code else [])
         problems += [] if len(left.aside()) == 1 else [f"put aside: {left.aside()}"]
         tally.tell(f"whole run {number + 1} of {runs}: {what[0]} of {what[1]}")
-        if problems:
-            tally.fail(f"{what}: {'; '.join(problems)}")
-            put_away(scene, name)
-        shutil.rmtree(scene.runs / name, ignore_errors=True)
-    tally.rows = [(f"checkpoint: {kind}", count, _failed(tally, kind)) for kind, count in table.items()]
-    tally.rows += [("checkpoint: no damage, no alarm", alarms, _failed(tally, "none"))]
-    tally.rows += [("checkpoint: any of these, in whole runs", runs, sum(f.startswith("(") for f in tally.failures))]
+        _conclude(scene, tally, name, f"{what}", problems)
+    _count(tally, "checkpoint", table, alarms, runs)
+
+
+def _conclude(scene: Scene, tally: Tally, name: str, what: str, problems: list[str]) -> None:
+    """A whole run has ended: what is wrong with it is told and kept."""
+    if problems:
+        tally.fail(f"{what}: {'; '.join(problems)}")
+        put_away(scene, name)
+    shutil.rmtree(scene.runs / name, ignore_errors=True)
+
+
+def _count(tally: Tally, what: str, table: dict[str, int], alarms: int, runs: int) -> None:
+    """The rows of the table: trials of each kind of damage, false alarms, whole runs."""
+    tally.rows = [(f"{what}: {kind}", count, _failed(tally, kind)) for kind, count in table.items()]
+    tally.rows += [(f"{what}: no damage, no alarm", alarms, _failed(tally, "none"))]
+    tally.rows += [(f"{what}: any of these, in whole runs", runs, sum(f.startswith("(") for f in tally.failures))]
 
 
 def sound_name(step: int) -> str:
@@ -168,13 +178,8 @@ def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> No
         problems = left.unlike(reference, whole=False) + ([f"ended with {code}"] if code != 65 else [])
         problems += [] if Path(where).stem in scene.log(name).read_text() else ["the message does not name it"]
         tally.tell(f"whole run {number + 1} of {runs}: {kind} of {where}")
-        if problems:
-            tally.fail(f"({kind} of {where}): {'; '.join(problems)}")
-            put_away(scene, name)
-        shutil.rmtree(scene.runs / name, ignore_errors=True)
-    tally.rows = [(f"data shards: {kind}", count, _failed(tally, kind)) for kind, count in table.items()]
-    tally.rows += [("data shards: no damage, no alarm", alarms, _failed(tally, "none"))]
-    tally.rows += [("data shards: any of these, in whole runs", runs, sum(f.startswith("(") for f in tally.failures))]
+        _conclude(scene, tally, name, f"({kind} of {where})", problems)
+    _count(tally, "data shards", table, alarms, runs)
 
 
 def _read(data: Path) -> tuple[list[int], str]:
