@@ -313,7 +313,12 @@ class Loop:
             mend = f"Set anomaly.{found.kind}=skip, or lower anomaly.leave_out"
             rule = f"can't go back to step {back:,}, where the data was another (data.accept_changes)"
             raise DivergedError(f"{found.message}\n  The run {rule}. {mend}.")
-        assert len({said["back"] for said in gather({"back": back})}) == 1, "processes see different checkpoints"
+        seen = [said["back"] for said in gather({"back": back})]
+        if len({*seen}) > 1:
+            rule = f"can't go back: the newest checkpoint before it is, process by process, that of step {seen}"
+            raise StorageError(
+                f"{found.message}\n  The run {rule}. Give all hosts the same view of {self.checkpoints.directory}."
+            )
         if jax.process_index() == 0:
             write_rollbacks(self.checkpoints.directory.parent, rollbacks)
         self.rollbacks = rollbacks

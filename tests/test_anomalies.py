@@ -184,6 +184,14 @@ def test_killed_anywhere_in_a_rollback_the_same_command_goes_on_to_the_same_run(
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
 
 
+def test_processes_that_see_different_checkpoints_do_not_go_back(config, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "gather", lambda values: [values, {"back": values["back"] - 1}])
+        assert train(config, "views", *ROLLBACK) == 74
+    assert "Give all hosts the same view of" in capsys.readouterr().err
+    assert read_rollbacks(folder_of(config, "views")) is None, "nothing is changed"
+
+
 @pytest.mark.processes
 def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
     """SIGKILL when the list is written and checkpoints of the way that was left are still there."""

@@ -289,7 +289,7 @@ class Checkpoints:
             error = StorageError(f"reading {path} failed: {problem}. Mend access, then run the same command again.")
         raise_together(error)
         if jax.process_count() > 1:
-            what = next((theirs["what"] for theirs in gather({"what": what[:900]}, 1024) if theirs["what"]), "")
+            what = next((theirs["what"] for theirs in gather({"what": what[:900]}, 4096) if theirs["what"]), "")
         if what:
             raise DamagedError(path, what)
         if arrays is None:

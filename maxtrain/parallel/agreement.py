@@ -112,9 +112,9 @@ def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
 def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
     """What every process says, in their order: one collective of `size` bytes a process, for every few seconds.
 
-    `values` are JSON, of at most `size` characters; `size` is the same in all processes.
+    `values` are JSON, of at most `size` bytes as UTF-8; `size` is the same in all processes.
     """
-    text = json.dumps(values).encode().ljust(size)
+    text = json.dumps(values, ensure_ascii=False).encode(errors="backslashreplace").ljust(size)
     assert len(text) == size, text
     return [json.loads(row.tobytes()) for row in gather_bytes(np.frombuffer(text, np.uint8))]
 

@@ -40,6 +40,11 @@ def test_a_single_process_agrees_with_itself():
     assert gather({"step": 1}) == [{"step": 1}]
 
 
+@pytest.mark.parametrize("text", ["\U0001f600" * 600, "\udcff" * 600, '"\n' * 600])
+def test_six_hundred_characters_of_any_kind_fit_where_errors_are_told(text):
+    assert gather({"code": 74, "text": text}, 4096) == [{"code": 74, "text": text}]
+
+
 def test_the_processes_and_fields_that_differ_from_most_are_named():
     usual = {"data": "aa", "jax": "0.12.0"}
     said = {i: (f"host{i}", usual) for i in range(5)} | {5: ("host5", usual | {"jax": "0.11.0"}), 6: ("host6", {"data": "bb"})}
