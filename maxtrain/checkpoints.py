@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +18,7 @@ from rich.text import Text
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
 from maxtrain.checkpoint.copying import copy_step, remove_step
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
+from maxtrain.checkpoint.listing import read_record
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
@@ -67,10 +67,6 @@ def show_list(directory: Path, console: Console) -> None:
     console.print(
         f"{sum(whole.values())} whole of {len(steps)}; their sizes are checked here, their bytes by verify.", style="dim"
     )
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    return json.loads((path / "record.json").read_bytes())
 
 
 def newest(steps: Sequence[Path], step: int | None) -> Path:

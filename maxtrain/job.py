@@ -16,11 +16,7 @@ import optax
 from flax import nnx
 
 from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import (
-    EvaluationData,
-    TrainingData,
-    carry_errors,
-)
+from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, leaves
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary

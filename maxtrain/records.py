@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from data_pipeline.errors import DataError, DivergedError
 from data_pipeline.guard import BatchGuard
@@ -20,7 +19,7 @@ from maxtrain.observe.anomaly import Anomalies, Finding
 from maxtrain.observe.metrics import MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
-from maxtrain.ops.digest import hash_text
+from maxtrain.ops.digest import hash_text, leaf_names
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 from maxtrain.training.step import Metrics
 
@@ -35,8 +34,7 @@ class Records:
         self._job, self._config, self._data = job, job.config, job.data
         self._clock, self._progress = clock, progress
         self._flops = {length: token_flops(self._config.model, length) for _, length in job.layouts}
-        names = [keystr(path, simple=True, separator=".") for path, _ in tree_leaves_with_path(job.abstract.params)]
-        self._leaves = [name.removesuffix(".value") for name in names]
+        self._leaves = leaf_names(job.abstract.params)
         self.peak = math.nan  # FLOP/s of one device, which the speed is compared with
         self._waited = 0.0  # seconds that steps had waited for their batches at the last record
         self._logs: list[MetricsLog | TensorBoard] = []

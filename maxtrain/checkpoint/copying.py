@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DamagedError, StorageError
-from maxtrain.checkpoint.integrity import BLOCK_BYTES, find_damage, read_commit, sync
-
-_CHUNK_BYTES = 1 << 20
+from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, find_damage, read_commit, sync
 
 
 def copy_step(source: Path, folder: Path, read_back: bool = False, before_commit: Callable[[], object] = lambda: None) -> Path:
@@ -55,7 +53,7 @@ def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
     """Copies one file; what is wrong with the source, by its size and, unless it is of format 1, by its hashes."""
     size, crcs = 0, []
     with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as written:
-        while chunk := read.read(min(_CHUNK_BYTES, BLOCK_BYTES - size % BLOCK_BYTES)):
+        while chunk := read.read(min(CHUNK_BYTES, BLOCK_BYTES - size % BLOCK_BYTES)):
             if size % BLOCK_BYTES == 0:
                 crcs.append(0)
             crcs[-1] = zlib.crc32(chunk, crcs[-1])

@@ -18,7 +18,7 @@ from data_pipeline.errors import StorageError
 
 FORMAT = 2  # 1 had only the sizes of files
 BLOCK_BYTES = 64 << 20  # hashed at once; files of gigabytes are hashed by several threads
-_CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
+CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
 SMALL_FILES = ("record.json",)
 
 Files = dict[str, dict[str, Any]]  # by path below the step directory: `bytes`, and `crc32` of each block as 8 hex digits
@@ -109,10 +109,10 @@ def _hash_blocks(path: Path, blocks: list[tuple[str, int]]) -> list[str]:
 
 
 def _hash_block(path: Path, start: int) -> str:
-    crc, left, buffer = 0, BLOCK_BYTES, memoryview(bytearray(_CHUNK_BYTES))
+    crc, left, buffer = 0, BLOCK_BYTES, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while left and (count := file.readinto(buffer[: min(left, _CHUNK_BYTES)])):
+        while left and (count := file.readinto(buffer[: min(left, CHUNK_BYTES)])):
             crc, left = zlib.crc32(buffer[:count], crc), left - count
     return f"{crc:08x}"
 

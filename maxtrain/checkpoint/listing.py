@@ -4,7 +4,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,12 @@ def read_step(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The commit record of a step, and what the caller saved beside the arrays; those of older formats as of this one."""
     with as_storage_error(f"reading {path}", "Check the file's permissions."):
         return migrate(read_commit(path), json.loads((path / "record.json").read_bytes()))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The rows of a table as lines of an error or a message: columns as wide as they need be, indented."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [f"    {'  '.join(map(str.ljust, row, widths)).rstrip()}" for row in rows]
 
 
 @contextlib.contextmanager

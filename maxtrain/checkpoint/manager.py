@@ -45,11 +45,11 @@ from maxtrain.checkpoint.integrity import (
     sync,
 )
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
-from maxtrain.checkpoint.listing import as_storage_error, complete, read_step
+from maxtrain.checkpoint.listing import aligned, as_storage_error, complete, read_step
 from maxtrain.checkpoint.plain import read_plain
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
-from maxtrain.ops.digest import tree_digests
+from maxtrain.ops.digest import leaf_names, tree_digests
 from maxtrain.parallel.agreement import gather, raise_together, report
 
 _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__}
@@ -112,9 +112,8 @@ class Checkpoints:
         """
         self.wait()
         self._last = time.monotonic()
-        if gather({"there": step in self.steps()})[0][
-            "there"
-        ]:  # as process 0 sees it: a shared file system may tell others late
+        chief, *_ = gather({"there": step in self.steps()})  # a shared file system may tell others late
+        if chief["there"]:
             return False
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
@@ -203,8 +202,7 @@ class Checkpoints:
                 self._remove(later)
             if self._second:
                 self._second.discard_after(step)
-        if jax.process_count() > 1:
-            gather({"removed after": step})
+        gather({"removed after": step})  # returns when all processes are here
 
     def copy_newest(self) -> None:
         """Has the second directory, if there is one, look for a step that it lacks; returns at once."""
@@ -364,11 +362,10 @@ def put_aside(damage: DamagedError) -> None:
 
 def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     """Names such as `params.layers.kernel`, leaves, and the tree's definition."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    # Flax variables are tree nodes whose only child is `value`.
-    names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path, _ in flat]
+    leaves, treedef = jax.tree.flatten(tree)
+    names = leaf_names(tree)
     assert len(set(names)) == len(names), "two leaves have the same name"
-    return names, [leaf for _, leaf in flat], treedef
+    return names, leaves, treedef
 
 
 def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) -> str:
@@ -377,9 +374,7 @@ def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) 
     here = {name: f"{array.dtype}{list(array.shape)}" for name, array in wanted.items()}
     names = sorted(name for name in (here if partial else here | there) if here.get(name) != there.get(name))
     table = [("array", "checkpoint", "this run"), *((n, there.get(n, "missing"), here.get(n, "missing")) for n in names[:40])]
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["    " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-    return "\n".join(lines + [f"    ... and {len(names) - 40} more"] * (len(names) > 40)) if names else ""
+    return "\n".join(aligned(table) + [f"    ... and {len(names) - 40} more"] * (len(names) > 40)) if names else ""
 
 
 def _writer(name: str) -> int:

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxtrain.checkpoint.integrity import BLOCK_BYTES, Files, describe_damage, find_damage
+from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, Files, describe_damage, find_damage
 
-_CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
 _ALIGNMENT = 64  # bytes; what lies so, a CPU device takes as it is
 
 
@@ -94,7 +93,7 @@ class _Plan:
         assert target.sharding is not None
         self.devices = target.sharding.addressable_devices_indices_map(target.shape)
         for index in self.devices.values():
-            part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), target.shape))
+            part = _part(index, target.shape)
             if _key(part) not in self.buffers:
                 self.buffers[_key(part)] = part, _empty([s.stop - s.start for s in part], target.dtype)
         self.reads: list[tuple[Piece, np.ndarray]] = []
@@ -126,10 +125,14 @@ class _Plan:
     def to_array(self) -> jax.Array:
         shards = []
         for device, index in self.devices.items():
-            part = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), self.target.shape))
-            shards.append(jax.device_put(self.buffers[_key(part)][1], device))
+            shards.append(jax.device_put(self.buffers[_key(_part(index, self.target.shape))][1], device))
         self.buffers.clear()
         return jax.make_array_from_single_device_arrays(self.target.shape, self.target.sharding, shards)
+
+
+def _part(index: tuple[slice, ...] | None, shape: Sequence[int]) -> tuple[slice, ...]:
+    """What of an array a device has, with both ends of every slice."""
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape))
 
 
 def _key(part: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
@@ -157,6 +160,6 @@ def _read_block(path: Path, name: str, entry: dict[str, Any], flat: memoryview, 
     crc, at, stop = 0, number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, len(flat))
     with (path / name).open("rb", buffering=0) as file:
         file.seek(at)
-        while at < stop and (count := file.readinto(flat[at : min(at + _CHUNK_BYTES, stop)])):
+        while at < stop and (count := file.readinto(flat[at : min(at + CHUNK_BYTES, stop)])):
             crc, at = zlib.crc32(flat[at : at + count], crc), at + count
     return describe_damage(name, entry, number, f"{crc:08x}")

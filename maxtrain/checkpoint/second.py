@@ -12,11 +12,8 @@ from pathlib import Path
 
 from maxtrain import failpoints
 from maxtrain.checkpoint.copying import copy_step, remove_step
-from maxtrain.checkpoint.integrity import defect, survey
-
-
-def _complete(directory: Path) -> list[int]:
-    return [step for step, why in survey(directory).items() if not why]
+from maxtrain.checkpoint.integrity import defect
+from maxtrain.checkpoint.listing import complete
 
 
 class SecondDirectory:
@@ -46,7 +43,7 @@ class SecondDirectory:
 
     def settle(self, seconds: float) -> bool:
         """Waits so long for what is under way; whether the newest step is there, and nothing is left to do."""
-        return self._idle.wait(seconds) and not self._unlike(max(_complete(self.source), default=None))
+        return self._idle.wait(seconds) and not self._unlike(max(complete(self.source), default=None))
 
     def close(self) -> None:
         """Ends the thread when the newest step is copied; waits a minute at most."""
@@ -74,11 +71,11 @@ class SecondDirectory:
         if not (root := self.target.parents[1]).is_dir():  # not mounted: what is made there would be on another disk
             raise FileNotFoundError(f"{root} is no directory")
         if (discard := self._discard) is not None:
-            for later in [step for step in _complete(self.target) if step > discard]:
-                remove_step(self.target / f"{later:08d}")
+            for later in [path for step, path in complete(self.target).items() if step > discard]:
+                remove_step(later)
             if self._discard == discard:
                 self._discard = None
-        self.copying = step = max(_complete(self.source), default=None)
+        self.copying = step = max(complete(self.source), default=None)
         if step is None or not self._unlike(step):
             return
         for leftover in self.target.glob(".*.partial"):  # of a process that was killed
@@ -92,8 +89,8 @@ class SecondDirectory:
             return  # retired, or taken back, before it was marked as being copied
         self.copied += 1
         failpoints.hit("after_copy", step)
-        for old in _complete(self.target)[: -self._keep]:
-            remove_step(self.target / f"{old:08d}")
+        for old in list(complete(self.target).values())[: -self._keep]:
+            remove_step(old)
 
     def _unlike(self, step: int | None) -> bool:
         """Whether the second directory lacks this step, or has another one of its number."""

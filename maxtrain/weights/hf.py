@@ -24,6 +24,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.family import IGNORED, Settings, Tensor
 from maxtrain.models.init import head_dim
 from maxtrain.models.registry import FAMILIES
+from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 
@@ -91,8 +92,8 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
     files, table = _open(directory), FAMILIES[config.family].tensors(config)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in flat}
+    flat, treedef = jax.tree.flatten(params)
+    leaves = dict(zip(leaf_names(params), flat))
     assert leaves.keys() == table.keys(), leaves.keys() ^ table.keys()
     _check_tensors(directory, files, [(table[name], leaf.shape) for name, leaf in leaves.items()])
 

@@ -14,7 +14,7 @@ import yaml
 from flax import nnx
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
-from maxtrain.checkpoint.listing import complete, read_step
+from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, ModelConfig
 from maxtrain.ops.digest import leaf_names
@@ -54,10 +54,11 @@ def starting_params(
             rule = f"is for a run of maxtrain, and checkpoint.init_from={config.init_from} is none"
             raise ConfigError(f"checkpoint.init_partial={list(config.init_partial)} {rule}. Set checkpoint.init_partial=[].")
         return load_weights(params, directory, model)
-    _require_same_model(path, config, model)
+    commit, record = read_step(path)
+    _require_same_model(path, record, config, model)
     leaves, treedef = jax.tree.flatten(params)
     wanted = dict(zip([f"params.{name}" for name in leaf_names(params)], leaves))
-    there = {name: array for name, array in read_step(path)[0]["arrays"].items() if name.startswith("params.")}
+    there = {name: array for name, array in commit["arrays"].items() if name.startswith("params.")}
     loaded = _compare(path, wanted, there, config, tell)
     checkpoints = Checkpoints(path.parent, CheckpointConfig())
     try:
@@ -83,9 +84,8 @@ def _find_step(directory: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def _require_same_model(path: Path, config: CheckpointConfig, model: ModelConfig) -> None:
+def _require_same_model(path: Path, record: dict[str, Any], config: CheckpointConfig, model: ModelConfig) -> None:
     """Raises ConfigError for keys of the model that differ; with `init_partial`, shapes say enough of those that make them."""
-    record = read_step(path)[1]
     there = (yaml.safe_load(record["config"]) if "config" in record else {}).get("model", {})
     shapes = {"num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings"}
     problems = [
@@ -117,8 +117,7 @@ def _compare(
         refused += bad
     count = sum(row[3] == "loaded" for row in rows)
     rows[1:] = sorted(rows[1:], key=lambda row: row[3] == "loaded")  # what is of interest comes first
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [f"    {'  '.join(map(str.ljust, row, widths)).rstrip()}" for row in rows[: _TABLE_ROWS + 1]]
+    lines = aligned(rows)[: _TABLE_ROWS + 1]
     lines += [f"    ... and {len(rows) - len(lines)} more"] * (len(rows) > len(lines))
     text = f"weights of {path}: {count} of {len(ours)} parameters loaded\n" + "\n".join(lines)
     if refused:

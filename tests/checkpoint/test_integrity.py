@@ -148,7 +148,7 @@ def test_files_of_another_step_are_noticed(checkpoints):
 
 def test_blocks_are_hashed_apart_and_named(tmp_path, monkeypatch):
     monkeypatch.setattr(integrity, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(integrity, "_CHUNK_BYTES", 300)
+    monkeypatch.setattr(integrity, "CHUNK_BYTES", 300)
     (tmp_path / "a").write_bytes(bytes(range(256)) * 10)
     (tmp_path / "empty").touch()
     files = hash_files(tmp_path, ["a", "empty"])
