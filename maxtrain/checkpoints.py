@@ -88,7 +88,7 @@ def show_step(directory: Path, step: int | None, console: Console) -> None:
     made = ", ".join(f"{name} {version}" for name, version in commit["versions"].items())
     console.print(f"{path}\nformat {commit['format']}, by {made}", soft_wrap=True)
     for name, value in record.items():
-        if name not in ("config", "digests"):
+        if name not in ("config", "digests"):  # older ones have digests here as well
             text = json.dumps(value)
             console.print(f"{name}: {text if len(text) < 200 else text[:200] + ' ...'}", soft_wrap=True)
     table = make_table("array", "type", "shape", "MB", "digest")

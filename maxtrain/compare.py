@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import DataError, DifferentError, run_command
-from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.launches import launch_differences, read_launches
 from maxtrain.observe.metrics import read_metrics, same
 
@@ -48,11 +48,10 @@ def _field(name: str, values: list[tuple[int, Any, Any]]) -> Field:
     return Field(name, len(values), len(different), different[0] if different else None, largest)
 
 
-def compare_arrays(ours: dict[int, dict], theirs: dict[int, dict]) -> tuple[int, int, list[str]]:
+def compare_arrays(ours: dict[int, dict[str, str]], theirs: dict[int, dict[str, str]]) -> tuple[int, int, list[str]]:
     """The newest step that both runs have saved with digests (0: none), its number of arrays, and those that differ."""
-    a, b = ({step: record["digests"] for step, record in saved.items() if "digests" in record} for saved in (ours, theirs))
-    step = max(a.keys() & b.keys(), default=0)
-    x, y = a.get(step, {}), b.get(step, {})
+    step = max(ours.keys() & theirs.keys(), default=0)
+    x, y = ours.get(step, {}), theirs.get(step, {})
     return step, len(x | y), [name for name in x | y if x.get(name) != y.get(name)]
 
 
@@ -74,7 +73,7 @@ def compare(ours: Path, theirs: Path, console: Console) -> None:
         largest = f"{field.largest:.3g}" if math.isfinite(field.largest) else "-"
         table.add_row(field.name, f"{field.compared:,}", f"{field.different:,}", step, x, y, largest)
     console.print(table)
-    step, arrays, names = compare_arrays(*(saved_records(run / "checkpoints") for run in (ours, theirs)))
+    step, arrays, names = compare_arrays(*(saved_digests(run / "checkpoints") for run in (ours, theirs)))
     if step:
         listed = ", ".join(names[:_MOST]) + (f" and {len(names) - _MOST:,} more" if len(names) > _MOST else "")
         words = f"{len(names):,} of {arrays:,} arrays differ: {listed}" if names else f"all {arrays:,} arrays are the same"

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from data_pipeline.errors import DataError, DifferentError, UsageError, run_command
-from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.listing import saved_digests, saved_records
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.config import RunConfig
@@ -67,6 +67,7 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     saved = {step: record for step, record in saved_records(folder / "checkpoints").items() if step <= end}
     begin = max((step for step in saved if step <= first), default=0)
     saved = {step: record for step, record in saved.items() if step >= begin}
+    stored = saved_digests(folder / "checkpoints")
     launches = read_launches(folder)
     launch = _one_launch(launches, begin, end)
     config = _config(folder, launch, overrides)
@@ -75,10 +76,10 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     job = open_job(accepting, saved.get(begin))
     findings = Findings()
     with jax.set_mesh(job.mesh):
-        state = _start(job, folder, begin, saved, findings)
+        state = _start(job, folder, begin, {step: stored.get(step, {}) for step in saved}, findings)
         now = launch_record(config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin)
         without = left_out(read_rollbacks(folder) or [])
-        _go(job, state, begin, end, without, records, saved, findings)
+        _go(job, state, begin, end, without, records, stored, findings)
     differences = launch_differences(launch, now) if launch else {}
     if findings.first() or findings.damaged:
         raise DifferentError(_verdict(folder, begin, findings, differences))
@@ -113,14 +114,14 @@ def _config(folder: Path, launch: dict[str, Any] | None, overrides: Sequence[str
         return load_config([f"config={path}", *overrides])
 
 
-def _start(job: Job, folder: Path, begin: int, saved: dict[int, dict[str, Any]], findings: Findings) -> TrainState:
+def _start(job: Job, folder: Path, begin: int, saved: dict[int, dict[str, str]], findings: Findings) -> TrainState:
     """The state to begin with; on the way to it, every checkpoint of the window is held against its own digests."""
     checkpoints, state = Checkpoints(folder / "checkpoints", job.config.checkpoint), job.abstract
-    for step, record in sorted(saved.items(), reverse=True):
+    for step, then in sorted(saved.items(), reverse=True):
         del state  # one at a time in memory
         state, _ = checkpoints.restore(job.abstract, step, check=False)
         found = tree_digests(state)
-        if wrong := [name for name, digest in record.get("digests", {}).items() if found.get(name) != digest]:
+        if wrong := [name for name, digest in then.items() if found.get(name) != digest]:
             findings.damaged[step] = wrong
     checkpoints.close()
     return state if begin in saved else job.initial_state()
@@ -133,7 +134,7 @@ def _go(
     end: int,
     without: frozenset[int],
     records: dict[int, dict[str, Any]],
-    saved: dict[int, dict[str, Any]],
+    saved: dict[int, dict[str, str]],
     findings: Findings,
 ) -> None:
     """The steps themselves; those `without` the data that a rollback left out."""
@@ -149,7 +150,7 @@ def _go(
             now |= {name: hash_text(words) for name, words in values.items() if name.endswith("_hash")}
             findings.compare(done, records[done], now)
             findings.last = done
-        if then := saved.get(done, {}).get("digests"):
+        if then := saved.get(done):
             found = tree_digests(state)
             findings.arrays += len(then)
             findings.last = done

@@ -21,7 +21,14 @@ import jax
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import DamagedError, DivergedError, StorageError, TryAgainError, run_command
+from data_pipeline.errors import (
+    DamagedError,
+    DivergedError,
+    LostProcessError,
+    StorageError,
+    TryAgainError,
+    run_command,
+)
 from data_pipeline.shards import write_atomic
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_record, second_of
@@ -35,8 +42,7 @@ from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
-from maxtrain.ops.digest import tree_digests
-from maxtrain.parallel.agreement import Board, gather, losing_others, raise_together, require_agreement
+from maxtrain.parallel.agreement import Board, gather, is_loss, losing_others, raise_together, require_agreement
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
@@ -114,6 +120,10 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
                 done = f"ended early, and would again. {records.ending}" if records.ending else f"has all {num_steps:,} steps."
                 progress.message(f"Nothing to do: {folder} {done}", style="yellow" if records.ending else "green")
             loop.settle()  # for all processes; `close` asks nobody, since it may come after an error of one
+        except jax.errors.JaxRuntimeError as error:
+            if is_loss(error):
+                checkpoints.abandon()
+            raise
         finally:
             loop.close()
     stop.save_first(None)
@@ -346,7 +356,6 @@ class Loop:
             "rollbacks": self.rollbacks,
             "seed": self.config.seed,
             "config": to_yaml(self.config),
-            "digests": tree_digests(state),
         }
         with self.clock.during("save"):
             if self.checkpoints.save(self.step, state, record):
@@ -368,8 +377,18 @@ class Loop:
 
 def main(config: RunConfig) -> int:
     """Runs, and turns what the user can mend into a message and an exit code."""
-    if code := run_command(lambda: run(config)):
-        leave(code)
+    patience = 15.0  # seconds for the others to come to the same end
+
+    def job() -> None:
+        nonlocal patience
+        try:
+            run(config)
+        except LostProcessError:
+            patience = 1.0  # one of them never will
+            raise
+
+    if code := run_command(job):
+        leave(code, patience)
     return code
 
 

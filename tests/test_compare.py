@@ -26,8 +26,9 @@ def make_run(folder, losses, *, launched=None, digests=None, nlls=(), seconds=1.
     for step, leaves in (digests or {}).items():
         path = folder / "checkpoints" / f"{step:08d}"
         path.mkdir(parents=True)
-        (path / "record.json").write_text(json.dumps({"step": step, "digests": leaves}))
-        (path / "commit.json").write_text(json.dumps({"format": 1, "step": step, "files": {}}))
+        (path / "record.json").write_text(json.dumps({"step": step}))
+        arrays = {name: {"digest": digest} for name, digest in leaves.items()}
+        (path / "commit.json").write_text(json.dumps({"format": 1, "step": step, "arrays": arrays, "files": {}}))
     return folder
 
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from maxtrain import failpoints
-from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
 from maxtrain.train import main
 
@@ -30,7 +30,7 @@ def train(config, monkeypatch, run_name, faults):
     monkeypatch.setenv(failpoints.VARIABLE, faults)
     code = main(load_config([f"config={config}", f"run_name={run_name}"]))
     failpoints._armed.clear()
-    return code, saved_records(config.parent / "runs" / run_name / "checkpoints")
+    return code, saved_digests(config.parent / "runs" / run_name / "checkpoints")
 
 
 @pytest.mark.parametrize(
@@ -45,10 +45,10 @@ def test_the_device_is_named_and_the_next_launch_ends_as_if_nothing_had_been(con
     code, undisturbed = train(config, monkeypatch, "undisturbed", "")
     assert code == 0 and list(undisturbed) == [3, 6, 7]
     capsys.readouterr()
-    code, records = train(config, monkeypatch, fault, fault)
+    code, digests = train(config, monkeypatch, fault, fault)
     told = capsys.readouterr().err
-    assert code == 75 and list(records) == saved and f"{said}: wrong arithmetic or memory.\n" in told
+    assert code == 75 and list(digests) == saved and f"{said}: wrong arithmetic or memory.\n" in told
     assert "\n  * params." in told and f" on {jax.devices()[0]} of process 0 on " in told and str(jax.devices()[1]) not in told
     assert "it goes on from the last checkpoint" in told
-    code, records = train(config, monkeypatch, fault, "")
-    assert code == 0 and records[7]["digests"] == undisturbed[7]["digests"]
+    code, digests = train(config, monkeypatch, fault, "")
+    assert code == 0 and digests[7] == undisturbed[7]

@@ -26,7 +26,7 @@ import yaml
 
 from data_pipeline import prepare
 from data_pipeline.shards import Manifest
-from maxtrain.checkpoint.listing import latest_record, saved_records
+from maxtrain.checkpoint.listing import latest_record, saved_digests
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import read_metrics
 
@@ -208,7 +208,7 @@ def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_on
     )
     with Job(config, "flipped", 2, *short) as job:
         job.end()
-    newest, digests = checkpoints / "00000006", saved_records(checkpoints)[6]["digests"]
+    newest, digests = checkpoints / "00000006", saved_digests(checkpoints)[6]
     listed = json.loads((newest / "commit.json").read_text())["files"]
     writers = {name.split("/")[1] for name in listed if "/d/" in name}
     assert {"ocdbt.process_0", "ocdbt.process_1"} <= writers and all(entry["crc32"] for entry in listed.values())
@@ -220,7 +220,7 @@ def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_on
         outputs = job.end()
     assert f"WARNING: {newest} is damaged" in job.text and file.name in job.text and "WARNING" not in outputs[1]
     assert "Goes on from step 3 " in job.text and len(list(checkpoints.glob("00000006.damaged-*"))) == 1
-    assert saved_records(checkpoints)[6]["digests"] == digests
+    assert saved_digests(checkpoints)[6] == digests
 
 
 def test_a_second_launch_is_refused_in_all_its_processes(config):

@@ -18,6 +18,7 @@ import yaml
 from data_pipeline import prepare
 from data_pipeline.shards import TokenShards
 from maxtrain import replay, train
+from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig
@@ -178,7 +179,7 @@ def test_a_flipped_bit_of_the_checkpoint_it_begins_with_is_found_and_named(dense
 
 
 def test_a_flipped_bit_of_a_checkpoint_on_the_way_is_found_and_named(dense, capsys):
-    names = json.loads((dense / "checkpoints" / "00000016" / "record.json").read_text())["digests"]
+    names = saved_digests(dense / "checkpoints")[16]
     leaf = next(name for name in names if name.startswith("opt_state.") and name.endswith(".embedding"))
     flip(dense, 16, leaf)
     code, text = replayed(dense, "8:20", capsys)

@@ -18,7 +18,7 @@ import yaml
 
 from data_pipeline import prepare
 from maxtrain import failpoints, signals
-from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.listing import saved_digests, saved_records
 from maxtrain.config import load_config
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import read_metrics
@@ -211,7 +211,7 @@ def test_stopped_anywhere_and_started_again_is_as_never_stopped(config, monkeypa
     for _ in range(2 if saved == 9 else 1):  # the second time, nothing is left to do
         assert train(config, monkeypatch, name, "")[0] == 0
         assert numbers(folder) == numbers(undisturbed)
-    ours, theirs = (saved_records(path / "checkpoints")[9]["digests"] for path in (folder, undisturbed))
+    ours, theirs = (saved_digests(path / "checkpoints")[9] for path in (folder, undisturbed))
     assert ours == theirs
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from maxtrain import failpoints
 from maxtrain.checkpoint import manager
-from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.listing import saved_digests, saved_records
 from maxtrain.config import load_config
 from maxtrain.train import main
 
@@ -37,7 +37,7 @@ def copied(trained, run_name):
 
 
 def digests(checkpoints):
-    return saved_records(checkpoints)[12]["digests"]
+    return saved_digests(checkpoints)[12]
 
 
 def flip(step, pattern="arrays/**/*"):

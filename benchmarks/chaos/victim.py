@@ -27,7 +27,7 @@ import yaml
 from data_pipeline import prepare
 from maxtrain import train
 from maxtrain.checkpoint.integrity import survey
-from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.checkpoints import check
 from maxtrain.compare import compare_records
 from maxtrain.config import from_command_line
@@ -251,9 +251,9 @@ class Left:
     def _end_unlike(self, reference: "Left") -> list[str]:
         keys = [[(r["kind"], r.get("set"), r["step"]) for r in left.records] for left in (self, reference)]
         problems = [] if keys[0] == keys[1] else ["it has other records than the reference"]
-        ours, theirs = (saved_records(left.run / "checkpoints") for left in (self, reference))
+        ours, theirs = (saved_digests(left.run / "checkpoints") for left in (self, reference))
         for step in sorted(ours.keys() & theirs.keys()):
-            if ours[step]["digests"] != theirs[step]["digests"]:
+            if ours[step] != theirs[step]:
                 problems.append(f"arrays of checkpoint {step} differ")
             if why := check(self.run / "checkpoints" / f"{step:08d}"):
                 problems.append(f"checkpoint {step} is damaged: {why}")

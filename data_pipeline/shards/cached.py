@@ -7,11 +7,11 @@ all mean that it is fetched (again). Files are named by the digests of the conte
 import functools
 import hashlib
 import os
-import zlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.cache import Cache
 from data_pipeline.config import Verify
@@ -93,7 +93,7 @@ class CachedFiles(CheckedFiles):
                 data = os.pread(descriptor, files.BLOCK_BYTES, block * files.BLOCK_BYTES)
             finally:
                 os.close(descriptor)
-            if zlib.crc32(data) == self._expected(mapping.number, mapping.suffix, block):
+            if crc32(data) == self._expected(mapping.number, mapping.suffix, block):
                 mapping.pending.discard(block)
             else:
                 missing.append((mapping, block))

@@ -4,12 +4,12 @@ import errno
 import functools
 import hashlib
 import itertools
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.config import Verify
 from data_pipeline.errors import DataError
@@ -109,7 +109,7 @@ class CheckedFiles:
 
     def _compare(self, number: int, suffix: str, block: int, data: np.ndarray | memoryview) -> None:
         """DataError: these are not the bytes of a block."""
-        expected, found, start = self._expected(number, suffix, block), zlib.crc32(data), block * files.BLOCK_BYTES
+        expected, found, start = self._expected(number, suffix, block), crc32(data), block * files.BLOCK_BYTES
         if found != expected:
             place = f"bytes {start} to {start + len(data) - 1} (block {block})"
             what = f"{place}: expected crc32 {expected:08x}, found {found:08x}: changed after it was built"

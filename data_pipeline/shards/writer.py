@@ -2,10 +2,10 @@
 
 import hashlib
 import os
-import zlib
 from pathlib import Path
 
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import files
@@ -77,9 +77,9 @@ class ShardWriter:
             digest, checks = hashlib.sha256(), []
             while block := file.read(files.BLOCK_BYTES):
                 digest.update(block)
-                checks.append(zlib.crc32(block))
+                checks.append(crc32(block))
         for part in companions.values():
-            checks += [zlib.crc32(part[at : at + files.BLOCK_BYTES]) for at in range(0, len(part), files.BLOCK_BYTES)]
+            checks += [crc32(part[at : at + files.BLOCK_BYTES]) for at in range(0, len(part), files.BLOCK_BYTES)]
         checks = np.array(checks, "<u4").tobytes()
         digests = digest.hexdigest(), hashlib.sha256(checks).hexdigest()
         os.replace(self._file.name, self._path)  # made durable by what comes next

@@ -2,10 +2,11 @@
 
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, find_damage, read_commit, sync
@@ -56,7 +57,7 @@ def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
         while chunk := read.read(min(CHUNK_BYTES, BLOCK_BYTES - size % BLOCK_BYTES)):
             if size % BLOCK_BYTES == 0:
                 crcs.append(0)
-            crcs[-1] = zlib.crc32(chunk, crcs[-1])
+            crcs[-1] = crc32(chunk, crcs[-1])
             view = memoryview(chunk)
             while view:
                 view = view[written.write(view) :]

@@ -9,10 +9,11 @@ import concurrent.futures
 import json
 import os
 import time
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.errors import StorageError
 
@@ -27,7 +28,7 @@ Files = dict[str, dict[str, Any]]  # by path below the step directory: `bytes`, 
 def encode_commit(commit: dict[str, Any]) -> bytes:
     """The text of a commit record, with the crc32 of the rest in front."""
     rest = {name: value for name, value in commit.items() if name != "crc32"}
-    return json.dumps({"crc32": f"{zlib.crc32(json.dumps(rest).encode()):08x}", **rest}, indent=1).encode()
+    return json.dumps({"crc32": f"{crc32(json.dumps(rest).encode()):08x}", **rest}, indent=1).encode()
 
 
 def read_commit(path: Path) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def _hash_block(path: Path, start: int) -> str:
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while left and (count := file.readinto(buffer[: min(left, CHUNK_BYTES)])):
-            crc, left = zlib.crc32(buffer[:count], crc), left - count
+            crc, left = crc32(buffer[:count], crc), left - count
     return f"{crc:08x}"
 
 

@@ -60,6 +60,17 @@ def saved_records(directory: Path) -> dict[int, dict[str, Any]]:
     return {step: read_record(path) for step, path in complete(directory.expanduser()).items()}
 
 
+def saved_digests(directory: Path) -> dict[int, dict[str, str]]:
+    """The digests of all arrays by name, of each complete checkpoint below a directory that has them, by step, ascending."""
+    steps = {step: read_step(path)[0] for step, path in complete(directory.expanduser()).items()}
+    return {step: arrays for step, commit in steps.items() if (arrays := array_digests(commit))}
+
+
+def array_digests(commit: dict[str, Any]) -> dict[str, str]:
+    """The digest that each array was saved with, by its name; steps of format 1 have none."""
+    return {name: array["digest"] for name, array in commit.get("arrays", {}).items() if "digest" in array}
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """What the caller saved beside the arrays of a step."""
     return read_step(path)[1]

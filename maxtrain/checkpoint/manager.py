@@ -49,7 +49,7 @@ from maxtrain.checkpoint.listing import aligned, as_storage_error, complete, rea
 from maxtrain.checkpoint.plain import read_plain
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
-from maxtrain.ops.digest import leaf_names, tree_digests
+from maxtrain.ops.digest import by_name, digests, leaf_names, tree_digests
 from maxtrain.parallel.agreement import gather, raise_together, report
 
 _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__}
@@ -78,6 +78,7 @@ class Checkpoints:
         self._orbax = ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: concurrent.futures.Future | None = None
+        self._abandoned = False
         self.second = second
         self._second = SecondDirectory(self.directory, second, config.copy_keep) if second else None
         self._last = time.monotonic()  # when the last save, or this process, began
@@ -104,8 +105,7 @@ class Checkpoints:
     def save(self, step: int, state: PyTree[jax.Array], record: dict[str, Any]) -> bool:
         """Save one step, after any save under way; if `asynchronous`, return as soon as the state may be changed or donated.
 
-        The record is strict JSON; if it has `digests` of all arrays, they are not computed again. Returns False if that step is
-        complete on the disk already; it is left alone.
+        The record is strict JSON. Returns False if that step is complete on the disk already; it is left alone.
 
         Raises:
             StorageError: this save, or the one before it, failed. Earlier checkpoints are untouched.
@@ -117,12 +117,10 @@ class Checkpoints:
             return False
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
-        digests = record.get("digests") or tree_digests(state)
-        arrays = {
-            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "digest": digests[name]}
-            for name, leaf in zip(names, leaves)
-        }
-        commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
+        arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
+        words = digests(state)  # the device works on them while files are written
+        if jax.process_count() > 1 and jax.default_backend() == "cpu":
+            words.block_until_ready()  # before another program that talks to other processes; see `gather`
         with self._saving(step):
             if jax.process_index() == 0:
                 for leftover in self.directory.glob(".*.partial"):  # of a process that was killed
@@ -131,7 +129,7 @@ class Checkpoints:
             # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
             # good: jax does not reuse the buffer of a donated array that somebody still reads.
             self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
-        self._pending = self._thread.submit(self._commit, step, text, commit, next(self._numbers))
+        self._pending = self._thread.submit(self._commit, step, text, arrays, words, next(self._numbers))
         if not self._config.asynchronous:
             self.wait()
         return True
@@ -231,6 +229,11 @@ class Checkpoints:
         if failure:
             raise failure
 
+    def abandon(self, seconds: float = 1.0) -> None:
+        """Wait so long for the last save, and then leave it as it is: it may be waiting for a process that is lost."""
+        pending, self._pending = self._pending, None
+        self._abandoned = pending is not None and not concurrent.futures.wait([pending], seconds).done
+
     def close(self) -> None:
         """Finish this process's part of the last save, and end the background thread; raises StorageError if it failed here."""
         pending, self._pending = self._pending, None
@@ -238,8 +241,9 @@ class Checkpoints:
             if pending:
                 pending.result()
         finally:
-            self._thread.shutdown()
-            self._orbax.close()
+            self._thread.shutdown(wait=not self._abandoned)
+            if not self._abandoned:
+                self._orbax.close()
             if self._second:
                 self._second.close()
 
@@ -306,10 +310,10 @@ class Checkpoints:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
         return as_storage_error(f"saving step {step} to {self.directory}", advice, self._staging(step))
 
-    def _commit(self, step: int, record: str, commit: dict[str, Any], number: int) -> None:
+    def _commit(self, step: int, record: str, arrays: dict[str, dict[str, Any]], words: jax.Array, number: int) -> None:
         """In the background: when the arrays are written, write the rest, make it a checkpoint, and retire old ones.
 
-        Every process hashes the files that it wrote; `number` counts the saves.
+        Every process hashes the files that it wrote. `words` are the digests of the arrays; `number` counts the saves.
         """
         with self._saving(step):
             self._orbax.wait_until_finished()
@@ -324,6 +328,9 @@ class Checkpoints:
             if jax.process_index() != 0:
                 return
             files = {name: entry for theirs in said for name, entry in json.loads(theirs).items()}
+            for name, digest in by_name(list(arrays), words).items():
+                arrays[name]["digest"] = digest
+            commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
             commit["files"] = {name: files[name] for name in names}
             sync(*entries)
             failpoints.hit("before_commit", step)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from zlib_ng.zlib_ng import crc32
 
 from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, Files, describe_damage, find_damage
 
@@ -161,5 +161,5 @@ def _read_block(path: Path, name: str, entry: dict[str, Any], flat: memoryview, 
     with (path / name).open("rb", buffering=0) as file:
         file.seek(at)
         while at < stop and (count := file.readinto(flat[at : min(at + CHUNK_BYTES, stop)])):
-            crc, at = zlib.crc32(flat[at : at + count], crc), at + count
+            crc, at = crc32(flat[at : at + count], crc), at + count
     return describe_damage(name, entry, number, f"{crc:08x}")

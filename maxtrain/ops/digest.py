@@ -9,6 +9,7 @@ constants would be cheaper, but would not see that the signs of two elements cha
 import functools
 import hashlib
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -88,5 +89,9 @@ def hash_text(words: ArrayLike) -> str:
 
 def tree_digests(tree: PyTree[Array]) -> dict[str, str]:
     """The digest of every leaf by its name, as 16 hex digits; waits for the device."""
-    words = jax.device_get(digests(tree)).tolist()
-    return {name: f"{low:08x}{high:08x}" for name, (low, high) in zip(leaf_names(tree), words, strict=True)}
+    return by_name(leaf_names(tree), digests(tree))
+
+
+def by_name(names: Sequence[str], words: UInt32[Array, "leaves 2"]) -> dict[str, str]:
+    """Each leaf's digest, as 16 hex digits, by its name; waits for the device."""
+    return {name: f"{low:08x}{high:08x}" for name, (low, high) in zip(names, jax.device_get(words).tolist(), strict=True)}

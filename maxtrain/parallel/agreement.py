@@ -15,7 +15,7 @@ import numpy as np
 from jax._src import distributed  # the coordinator's key-value store has no public name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from data_pipeline.errors import DataError, StorageError, TryAgainError, UserError
+from data_pipeline.errors import DataError, LostProcessError, StorageError, TryAgainError, UserError
 
 # What the runtime says when it can't reach another process, whichever way they talk.
 _LOST = re.compile(
@@ -42,17 +42,22 @@ class Board:
         return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(self._folder)}
 
 
+def is_loss(error: BaseException | None) -> bool:
+    """Whether it is the runtime's error that another process of this job is out of reach."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1 and bool(_LOST.search(str(error)))
+
+
 @contextlib.contextmanager
 def losing_others() -> Iterator[None]:
     """Turns the runtime's error that another process of this job is out of reach into one that says to try again."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1 or not _LOST.search(str(error)):
+        if not is_loss(error):
             raise
         what = str(error).strip().splitlines()[0][:300]
         rule = f"process {jax.process_index()} on {platform.node()} can't reach another process of this job"
-        raise TryAgainError(f"{rule} ({what}). See the others' logs, then run the same command again.") from error
+        raise LostProcessError(f"{rule} ({what}). See the others' logs, then run the same command again.") from error
 
 
 def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: float = 300.0) -> None:

@@ -1,13 +1,13 @@
 """From this host's rows to global arrays on the mesh."""
 
 import collections
-import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from zlib_ng.zlib_ng import crc32
 
 from data_pipeline.packing import Part
 from maxtrain.parallel.sharding import named_sharding
@@ -29,7 +29,7 @@ class BatchLayout:
         columns = [index[1].indices(length) for index in indices]
         first, end = min(start for start, _, _ in columns), max(stop for _, stop, _ in columns)
         self.part = Part(rows, slice(first, end))
-        self.identity = f"{zlib.crc32(rows.tobytes()):08x} {first} {end}"
+        self.identity = f"{crc32(rows.tobytes()):08x} {first} {end}"
 
     def to_global(self, arrays: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         """Global arrays [batch_size, length], or [batch_size], from this host's part of them."""

@@ -93,8 +93,8 @@ def _connect(config: MeshConfig) -> None:
     jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=config.heartbeat_seconds)
 
 
-def leave(code: int, seconds: float = 15.0) -> None:
-    """Takes leave of the other processes of a job after an error; ends this one with this code if they do not come.
+def leave(code: int, seconds: float) -> None:
+    """Takes leave of the other processes of a job after an error; ends this one with this code if they do not come by then.
 
     They may never: what one process alone finds out, such as that another is out of reach, leaves them in a collective until it
     has gone, and jax would wait for them for five minutes. Processes that all have the error meet here, and end in good order.

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 import types
 import zlib
 from pathlib import Path
@@ -411,3 +413,22 @@ def test_whether_a_step_is_there_already_is_for_process_0_to_say(tmp_path, monke
         assert not checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not list(tmp_path.iterdir())
     assert checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not checkpoints.save(1, {"w": jnp.ones(2)}, {})
     checkpoints.close()
+
+
+def test_a_save_that_waits_for_a_lost_process_is_left_as_it_is(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=True))
+    checkpoints.save(1, small(), {})
+    checkpoints.wait()
+    comes = threading.Event()
+
+    def report(what, text):
+        comes.wait(60)
+        return [text]
+
+    monkeypatch.setattr(manager, "report", report)
+    checkpoints.save(2, small(), {})
+    begin = time.monotonic()
+    checkpoints.abandon(0.05)
+    checkpoints.close()
+    assert time.monotonic() - begin < 30 and checkpoints.steps() == [1]
+    comes.set()
