@@ -66,6 +66,10 @@ class TryAgainError(UserError):
     exit_code = 75
 
 
+class LockedError(StorageError):
+    """Another process writes there."""
+
+
 class LostProcessError(TryAgainError):
     """Another process of the job is out of reach: it does not come to anything any more that waits for it."""
 

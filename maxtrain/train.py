@@ -96,6 +96,8 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         try:
             if chief:  # not before it is known that all go on: this makes the folder
                 held.enter_context(RunLock(folder))
+                if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
+                    held.enter_context(RunLock(second.parent, needed=False))
         except StorageError as error:
             refused = error
         raise_together(refused)

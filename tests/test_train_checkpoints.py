@@ -3,6 +3,8 @@
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from maxtrain.checkpoint.listing import saved_digests, saved_records
 from maxtrain.config import load_config
 from maxtrain.train import main
 
+ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("this_process")
 
 
@@ -136,3 +139,20 @@ def test_a_new_machine_goes_on_from_the_second_directory(trained, capfd, monkeyp
     assert train(trained, "moved", *new) == 0
     assert f"Goes on from step 8 in {elsewhere}" in capfd.readouterr().out
     assert digests(elsewhere / "far" / "moved" / "checkpoints") == digests(trained / "runs" / "whole" / "checkpoints")
+
+
+@pytest.mark.processes
+def test_another_run_of_the_same_name_that_copies_to_the_same_place_is_refused(trained, capsys):
+    far = trained / "shared"
+    far.mkdir()
+    hold = "import sys; from pathlib import Path; from maxtrain.observe.lock import RunLock; lock = RunLock(Path(sys.argv[1]))"
+    hold += "; lock.__enter__(); print(); sys.stdin.read()"
+    held = [sys.executable, "-c", hold, str(far / "double")]
+    with subprocess.Popen(held, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout and process.stdout.readline()
+        assert train(trained, "double", f"checkpoint.copy_to={far}") == 74
+        said = capsys.readouterr().err
+        assert f"{far / 'double'} is being written by process {process.pid} on " in said and "set run_name to another" in said
+        process.communicate()
+    assert train(trained, "double", f"checkpoint.copy_to={far}") == 0
+    assert digests(far / "double" / "checkpoints") == digests(trained / "runs" / "whole" / "checkpoints")

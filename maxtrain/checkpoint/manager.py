@@ -50,7 +50,7 @@ from maxtrain.checkpoint.plain import read_plain
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import by_name, digests, leaf_names, tree_digests
-from maxtrain.parallel.agreement import gather, raise_together, report
+from maxtrain.parallel.agreement import await_first, gather, raise_together, report
 
 _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__}
 
@@ -112,8 +112,7 @@ class Checkpoints:
         """
         self.wait()
         self._last = time.monotonic()
-        chief, *_ = gather({"there": step in self.steps()})  # a shared file system may tell others late
-        if chief["there"]:
+        if not self._prepare(step):
             return False
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
@@ -122,10 +121,6 @@ class Checkpoints:
         if jax.process_count() > 1 and jax.default_backend() == "cpu":
             words.block_until_ready()  # before another program that talks to other processes; see `gather`
         with self._saving(step):
-            if jax.process_index() == 0:
-                for leftover in self.directory.glob(".*.partial"):  # of a process that was killed
-                    shutil.rmtree(leftover)
-                self._staging(step).mkdir(parents=True)
             # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
             # good: jax does not reuse the buffer of a donated array that somebody still reads.
             self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
@@ -193,14 +188,23 @@ class Checkpoints:
         return lines
 
     def discard_after(self, step: int) -> None:
-        """Remove the checkpoints of later steps: the run goes on from this one on another way."""
+        """Remove the checkpoints of later steps: the run goes on from this one on another way.
+
+        StorageError, in all processes: one can't be removed.
+        """
         self.wait()
-        if jax.process_index() == 0:
-            for later in [later for later in self.steps() if later > step]:
-                self._remove(later)
-            if self._second:
-                self._second.discard_after(step)
-        gather({"removed after": step})  # returns when all processes are here
+        error = None
+        try:
+            with as_storage_error(
+                f"removing steps after {step} of {self.directory}", "Permit that, then run the same command again."
+            ):
+                for later in [later for later in self.steps() if later > step] if jax.process_index() == 0 else ():
+                    self._remove(later)
+        except StorageError as problem:
+            error = problem
+        raise_together(error)  # and return when process 0 is here
+        if self._second and jax.process_index() == 0:
+            self._second.discard_after(step)
 
     def copy_newest(self) -> None:
         """Has the second directory, if there is one, look for a step that it lacks; returns at once."""
@@ -208,8 +212,12 @@ class Checkpoints:
             self._second.offer()
 
     def settle(self, seconds: float) -> str:
-        """Waits so long for copies under way; a warning if the newest step is not in the second directory then."""
-        if not self._second or jax.process_index() != 0 or self._second.settle(seconds):
+        """Waits so long for copies under way; on process 0 a warning if the newest step is not in the second directory then."""
+        if not self._second:
+            return ""
+        settled = jax.process_index() != 0 or self._second.settle(seconds)
+        await_first(f"settled/{next(self._numbers)}", seconds + 60)  # the end of others would end process 0 as well
+        if settled:
             return ""
         target, source = self._second.target, self._path(self.latest() or 0)
         return f"{target} lacks the newest checkpoint. `maxtrain checkpoint copy {source} {target}` copies it."
@@ -271,6 +279,22 @@ class Checkpoints:
             rule = f"has format {commit['format']}, written by {commit.get('versions')}; this version reads up to {FORMAT}"
             raise StorageError(f"{path} {rule}. Upgrade maxtrain, or remove that step to go on from the one before it.")
         return path, *read_step(path)
+
+    def _prepare(self, step: int) -> bool:
+        """Whether this step is to be saved, as process 0 sees it, which makes room for it; StorageError in all processes."""
+        there, error = False, None
+        try:
+            with self._saving(step):
+                there = jax.process_index() == 0 and step in self.steps()
+                if jax.process_index() == 0 and not there:
+                    for leftover in self.directory.glob(".*.partial"):  # of a process that was killed
+                        shutil.rmtree(leftover)
+                    self._staging(step).mkdir(parents=True)
+        except StorageError as problem:
+            error = problem
+        raise_together(error)
+        chief, *_ = gather({"there": there})  # a shared file system may tell others late
+        return not chief["there"]
 
     def _remove(self, step: int) -> None:
         remove_step(self._path(step), lambda: failpoints.hit("during_removal", step))

@@ -1,5 +1,6 @@
 """One run folder, one run that writes there."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -7,7 +8,7 @@ import platform
 from pathlib import Path
 from typing import IO
 
-from data_pipeline.errors import StorageError
+from data_pipeline.errors import LockedError, StorageError
 
 FILE_NAME = "lock"
 
@@ -15,27 +16,37 @@ FILE_NAME = "lock"
 class RunLock:
     """Use as `with RunLock(folder):`. The system frees the lock when its process ends, however it ends.
 
-    A POSIX lock: also between hosts, where the file system has them; not inherited by worker processes.
+    A POSIX lock: also between hosts, where the file system has them; not inherited by worker processes. If it is not
+    `needed`, a folder that can't have one is taken without.
 
     Raises:
-        StorageError: another process has it; says which. Or there are no locks in that folder.
+        LockedError: another process has it; says which. StorageError: there are no locks in that folder.
     """
 
-    def __init__(self, folder: Path):
-        self._path = folder / FILE_NAME
+    def __init__(self, folder: Path, needed: bool = True):
+        self._path, self._needed = folder / FILE_NAME, needed
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "RunLock":
         try:
+            self._take()
+        except (StorageError, OSError) as error:
+            if self._needed or isinstance(error, LockedError):
+                raise
+        return self
+
+    def _take(self) -> None:
+        try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = open(self._path, "a+", encoding="utf-8")
+            self._file = self._path.open("a+", encoding="utf-8")
         except OSError as error:
             mend = "Set output_dir to a folder that you may write to"
             raise StorageError(f"{self._path}: {error.strerror}. {mend}.") from error
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            file.close()
+            self._file.close()
+            self._file = None
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 rule = f"can't be locked ({error.strerror}), so two runs could write there at a time"
                 raise StorageError(f"{self._path} {rule}. Set output_dir to a file system with locks.") from error
@@ -43,17 +54,16 @@ class RunLock:
             elsewhere = not who.endswith(f" on {platform.node()}")
             gone = f" If that host is gone for good, delete {self._path}." if elsewhere else ""
             rule = f"{self._path.parent} is being written by {who or 'a process that has not said which it is'}"
-            raise StorageError(f"{rule}. Wait for it or end it, or set run_name to another name.{gone}") from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
-        self._file = file
-        return self
+            raise LockedError(f"{rule}. Wait for it or end it, or set run_name to another name.{gone}") from error
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {platform.node()}")
+        self._file.flush()
 
     def __exit__(self, *_: object) -> None:
-        assert self._file
-        self._file.truncate(0)
-        self._file.close()
+        if self._file:
+            with contextlib.suppress(OSError):  # who had it is of no use any more
+                self._file.truncate(0)
+                self._file.close()
 
 
 def holder(folder: Path) -> str:

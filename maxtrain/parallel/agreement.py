@@ -178,6 +178,28 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
     return said
 
 
+def await_first(what: str, timeout_seconds: float) -> None:
+    """Return when process 0 has come here, too; it does not wait for the others. `what` is a name used once.
+
+    Goes through the coordinator's key-value store, without a device.
+
+    Raises:
+        LostProcessError: it did not come.
+    """
+    if jax.process_count() == 1:
+        return
+    client, key = distributed.global_state.client, f"maxtrain/{what}"
+    assert client is not None
+    if jax.process_index() == 0:
+        client.key_value_set(key, "")
+        return
+    try:
+        client.blocking_key_value_get(key, int(1000 * timeout_seconds))
+    except jax.errors.JaxRuntimeError as error:
+        rule = f"{what}: process 0 did not come within {timeout_seconds:g} s"
+        raise LostProcessError(f"{rule}. See its log, then run the same command again.") from error
+
+
 def raise_together(error: Exception | None) -> None:
     """Return if no process has an error; else all raise the same one, of the first that has, with its place and exit code.
 

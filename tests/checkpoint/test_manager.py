@@ -28,6 +28,7 @@ from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.manager import FORMAT, Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
+from maxtrain.parallel import agreement
 
 SYNC = CheckpointConfig(asynchronous=False, keep=100)
 REPOSITORY = Path(__file__).parents[2]
@@ -409,6 +410,7 @@ def test_whether_a_step_is_there_already_is_for_process_0_to_say(tmp_path, monke
     """Another one may see it later: it would wait for ever for those who do not save."""
     checkpoints = Checkpoints(tmp_path, SYNC)
     with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_index", lambda: 1)
         patch.setattr(manager, "gather", lambda mine: [{"there": True}, mine])
         assert not checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not list(tmp_path.iterdir())
     assert checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not checkpoints.save(1, {"w": jnp.ones(2)}, {})
@@ -432,3 +434,24 @@ def test_a_save_that_waits_for_a_lost_process_is_left_as_it_is(tmp_path, monkeyp
     checkpoints.close()
     assert time.monotonic() - begin < 30 and checkpoints.steps() == [1]
     comes.set()
+
+
+def test_what_process_0_can_not_do_is_an_error_of_all(tmp_path, monkeypatch):
+    """Left alone with it, the others would wait for it in their next step."""
+    told = []
+
+    def tell(error):
+        told.append(error)
+        agreement.raise_together(error)
+
+    monkeypatch.setattr(manager, "raise_together", tell)
+    checkpoints = Checkpoints(tmp_path, SYNC)
+    for step in (1, 2):
+        checkpoints.save(step, small(), {})
+    (tmp_path / ".00000003.partial").touch()
+    with pytest.raises(StorageError, match="saving step 3 to .* failed: .*Free space or permit writing there") as unsaved:
+        checkpoints.save(3, small(), {})
+    monkeypatch.setattr(manager, "remove_step", lambda *args: os.listdir(tmp_path / "nothing"))
+    with pytest.raises(StorageError, match="removing steps after 1 of .* failed: .*Permit that, then run") as unremoved:
+        checkpoints.discard_after(1)
+    assert told == [None, None, unsaved.value, unremoved.value]

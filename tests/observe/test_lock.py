@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.errors import StorageError
+from data_pipeline.errors import LockedError, StorageError
 from maxtrain.observe.lock import RunLock, holder
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +28,8 @@ def test_a_second_writer_is_told_who_has_it_until_that_is_killed(tmp_path):
             with pytest.raises(StorageError, match="set run_name to another name") as caught, RunLock(tmp_path):
                 pass
             assert f"{tmp_path} is being written by process {process.pid} on " in str(caught.value)
+            with pytest.raises(LockedError), RunLock(tmp_path, needed=False):
+                pass
         finally:
             process.kill()
     assert holder(tmp_path), "it could not tidy up"
@@ -41,3 +43,11 @@ def test_a_run_that_ended_leaves_its_folder_free(tmp_path):
         with RunLock(tmp_path / "new"):
             assert holder(tmp_path / "new").startswith("process ")
     assert holder(tmp_path) == ""
+
+
+def test_a_place_that_can_not_have_a_lock_is_taken_without_unless_it_is_needed(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="Set output_dir to a folder"), RunLock(tmp_path / "file" / "run"):
+        pass
+    with RunLock(tmp_path / "file" / "run", needed=False):
+        assert (tmp_path / "file").read_bytes() == b""

@@ -14,7 +14,7 @@ PROGRAM = """
 import sys, time
 import jax
 from data_pipeline.errors import UserError
-from maxtrain.parallel.agreement import gather, require_agreement
+from maxtrain.parallel.agreement import await_first, gather, require_agreement
 
 jax.config.update("jax_platforms", "cpu")
 index = int(sys.argv[2])
@@ -27,9 +27,17 @@ try:
 except UserError as error:
     print(error.exit_code, error, flush=True)
 try:
+    begin = time.monotonic()
     if index == 0:
         require_agreement("third", {}, timeout_seconds=1)
-    time.sleep(3)
+except UserError as error:
+    print(error.exit_code, error, flush=True)
+try:
+    await_first("fourth", 60)
+    print("process 0 has come", time.monotonic() - begin > 0.9, flush=True)
+    if index == 1:
+        await_first("fifth", 0.5)
+    time.sleep(2)
 except UserError as error:
     print(error.exit_code, error, flush=True)
 """
@@ -75,3 +83,5 @@ def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
         assert lines[2].startswith("65 second: the processes of this job are not about to do the same:")
         assert f"process 1 on {socket.gethostname()}: data.seed is 1, but 0 elsewhere" in lines[3]
         assert index or "75 third: process 1 did not come within 1 s; 2 are expected." in lines[5]
+        assert "process 0 has come True" in lines
+        assert not index or "75 fifth: process 0 did not come within 0.5 s. See its log, then run the same" in lines[-1]
