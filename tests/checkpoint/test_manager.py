@@ -449,9 +449,9 @@ def test_what_process_0_can_not_do_is_an_error_of_all(tmp_path, monkeypatch):
     for step in (1, 2):
         checkpoints.save(step, small(), {})
     (tmp_path / ".00000003.partial").touch()
-    with pytest.raises(StorageError, match="saving step 3 to .* failed: .*Free space or permit writing there") as unsaved:
+    with pytest.raises(StorageError, match=r"saving step 3 to .* failed: .*Free space or permit writing there") as unsaved:
         checkpoints.save(3, small(), {})
     monkeypatch.setattr(manager, "remove_step", lambda *args: os.listdir(tmp_path / "nothing"))
-    with pytest.raises(StorageError, match="removing steps after 1 of .* failed: .*Permit that, then run") as unremoved:
+    with pytest.raises(StorageError, match=r"removing steps after 1 of .* failed: .*Permit that, then run") as unremoved:
         checkpoints.discard_after(1)
     assert told == [None, None, unsaved.value, unremoved.value]
