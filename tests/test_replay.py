@@ -18,6 +18,7 @@ import yaml
 from data_pipeline import prepare
 from data_pipeline.shards import TokenShards
 from maxtrain import replay, train
+from maxtrain.checkpoint.integrity import encode_commit, read_commit
 from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
@@ -155,9 +156,9 @@ def test_the_same_bit_for_bit_on_one_device(config, kind):
 
 
 def flip(folder, step, leaf):
-    """Flips one bit of one number of an array in a checkpoint, which is otherwise as it was."""
+    """Flips one bit of one number of an array in a checkpoint, in the memory of who writes it: its digest is of what it was."""
     path = folder / "checkpoints" / f"{step:08d}"
-    saved = json.loads((path / "commit.json").read_text())["arrays"]
+    saved = read_commit(path)["arrays"]
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=9))
     tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
     state, record = checkpoints.restore(tree, step)
@@ -167,6 +168,7 @@ def flip(folder, step, leaf):
     shutil.rmtree(path)
     checkpoints.save(step, state, record)
     checkpoints.close()
+    (path / "commit.json").write_bytes(encode_commit(read_commit(path) | {"arrays": saved}))
 
 
 def test_a_flipped_bit_of_the_checkpoint_it_begins_with_is_found_and_named(dense, capsys):

@@ -30,7 +30,7 @@ _FLAGS = re.compile(
 _APART = re.compile(
     r"time|step|command|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
-    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|heartbeat_seconds)|data\.(workers|prefetch|accept_changes))"
+    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes))"
 )
 
 

@@ -1,15 +1,18 @@
 """Starting: the platform, the processes of a job, and the host's memory. Called once, before the first device is used."""
 
 import ctypes
+import math
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import jax
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.rendezvous import meet
 
 _CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 # No atomic additions in any order, no algorithm chosen by a race. https://openxla.org/xla/determinism
@@ -90,7 +93,12 @@ def _connect(config: MeshConfig) -> None:
             f"{', '.join(f'{k}={v}' for k, v in given.items() if v is not None)} describe only part of a job; "
             f"{' and '.join(missing)} must be known too. Set {' and '.join(missing)}, or none of the three."
         )
-    jax.distributed.initialize(coordinator, count, index, heartbeat_timeout_seconds=config.heartbeat_seconds)
+    begin = time.monotonic()
+    meet(str(coordinator), int(count or 0), int(index or 0), config.connect_seconds)
+    left = max(10, math.ceil(config.connect_seconds - (time.monotonic() - begin)))
+    jax.distributed.initialize(
+        coordinator, count, index, initialization_timeout=left, heartbeat_timeout_seconds=config.heartbeat_seconds
+    )
 
 
 def leave(code: int, seconds: float) -> None:

@@ -1,0 +1,119 @@
+"""Processes that meet before jax connects them: threads stand for them."""
+
+import concurrent.futures
+import contextlib
+import json
+import socket
+import time
+
+import pytest
+
+from data_pipeline.errors import ConfigError, TryAgainError, UserError
+from maxtrain.parallel import rendezvous
+from maxtrain.parallel.rendezvous import meet
+
+
+@pytest.fixture
+def address():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
+
+
+@pytest.fixture
+def together(address):
+    """Starts one of (count, index) each, a little after each other; what each raised, or None."""
+
+    def start(*members, seconds=20.0):
+        with concurrent.futures.ThreadPoolExecutor(len(members)) as threads:
+            jobs = []
+            for count, index in members:
+                jobs.append(threads.submit(meet, address, count, index, seconds))
+                time.sleep(0.05)
+        return [job.exception() for job in jobs]
+
+    return start
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
+def test_all_go_on_when_all_are_there_and_the_port_is_free_again(address, together, order):
+    assert together(*((4, index) for index in order)) == [None] * 4
+    with socket.create_server(("", int(address.rpartition(":")[2]))):
+        pass
+
+
+def test_a_job_of_one_waits_for_nobody(together):
+    assert together((1, 0)) == [None]
+
+
+@pytest.mark.parametrize(
+    ("members", "rule", "mend"),
+    [
+        ([(2, 0), (3, 1)], "process 1 (", "Give all processes at mesh.coordinator={} the same number."),
+        (
+            [(3, 0), (3, 1), (3, 1)],
+            "process 1 is there twice: ",
+            "Give each process at mesh.coordinator={} a number of its own.",
+        ),
+    ],
+)
+def test_who_does_not_fit_is_named_by_all(address, together, members, rule, mend):
+    errors = together(*members)
+    assert isinstance(errors[0], ConfigError) and rule in str(errors[0]) and mend.format(address) in str(errors[0])
+    assert [(error.exit_code, str(error)) for error in errors] == [(78, str(errors[0]))] * len(members)
+
+
+def test_who_does_not_come_is_named_by_all(monkeypatch, capsys, together):
+    monkeypatch.setattr(rendezvous, "_NEWS", 0.2)
+    errors = together((4, 0), (4, 2), seconds=0.8)
+    assert all("process 1, 3 did not come in time; 4 are expected. See their logs" in str(error) for error in errors)
+    assert [error.exit_code for error in errors] == [75, 75]
+    assert "waiting for process 1, 3 of 4, 0 s more\n" in capsys.readouterr().err
+
+
+def test_process_0_that_does_not_come_or_is_something_else_is_said(monkeypatch, capsys, address):
+    monkeypatch.setattr(rendezvous, "_NEWS", 0.2)
+    with pytest.raises(
+        TryAgainError, match=r"process 0 did not come in time for process 1 on .* \(Connection refused\)\. See its"
+    ):
+        meet(address, 2, 1, 0.5)
+    assert f"waiting for process 0 at {address} (Connection refused), 0 s more\n" in capsys.readouterr().err
+    port = int(address.rpartition(":")[2])
+    with socket.create_server(("localhost", port)) as other, concurrent.futures.ThreadPoolExecutor() as threads:
+        job = threads.submit(meet, address, 2, 1, 0.5)
+        other.settimeout(0.02)
+        while not job.done():
+            with contextlib.suppress(TimeoutError), other.accept()[0] as guest:
+                guest.recv(4096)
+                guest.sendall(b"\x00\x00\x12\x04")
+        assert "(something else answers). See its log" in str(job.exception())
+
+
+def test_a_port_that_is_taken_is_said(address):
+    with (
+        socket.create_server(("", int(address.rpartition(":")[2]))),
+        pytest.raises(TryAgainError, match=r"can't listen there \(Address already in use\)\. End what uses that port"),
+    ):
+        meet(address, 2, 0, 5)
+
+
+def test_one_that_is_started_again_takes_its_own_place(address, together):
+    """It was killed while it waited; nobody waits for what is left of it, and none takes it for a second one."""
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        first = threads.submit(meet, address, 3, 0, 20)
+        place = ("localhost", int(address.rpartition(":")[2]))
+        for said in (b"GET / HTTP/1.1\r\n", json.dumps({"index": 1, "count": 3, "who": "killed"}).encode() + b"\n"):
+            deadline = time.monotonic() + 10
+            while time.monotonic() < deadline:
+                try:
+                    with socket.create_connection(place) as guest:
+                        guest.sendall(said)
+                    break
+                except ConnectionRefusedError:
+                    time.sleep(0.01)
+        assert together((3, 2), (3, 1)) == [None, None] and first.exception() is None
+
+
+def test_codes_and_texts_of_any_error_are_passed_on(monkeypatch, together):
+    monkeypatch.setattr(rendezvous, "_misfit", lambda *args: UserError("some rule. Some mend."))
+    assert [str(error) for error in together((2, 0), (2, 1))] == ["some rule. Some mend."] * 2
