@@ -17,10 +17,11 @@ from flax import nnx
 
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
-from maxtrain.config import RunConfig, fit_to_devices, leaves
+from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.init import learning_rate_factors
+from maxtrain.observe.launches import usual_devices
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.parallel import distributed
@@ -133,7 +134,14 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
     """
     data, sets = open_data(config, saved)
     asked = with_vocabulary(config, data.vocab_size)
-    distributed.start(config.mesh, config.observe.compilation_cache, config.determinism == "full")
+    had = distributed.start(
+        config.mesh,
+        config.observe.compilation_cache,
+        config.determinism == "full",
+        lambda had, count: fit_to_fewer(asked, had, count, usual_devices(config)) is not None,
+    )
+    if (count := jax.process_count()) < had:  # no device gets more rows at a time than it had
+        asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     parts = make_parts(fit_to_devices(asked, jax.device_count()), jax.devices(), data.plan.num_steps, len(data.plan.names))
     return Job(**vars(parts), asked=asked, data=data, sets=sets)
 
@@ -161,7 +169,7 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
-    mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices)"
+    mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
     own = re.compile(rf"observe\..*|{mesh}|.*\.path|data\.cache(_bytes)?")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}

@@ -11,7 +11,6 @@ SIGTERM, it passes that on, waits, and returns what the command did. RUN/attempt
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import platform
 import random
@@ -26,12 +25,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from data_pipeline.errors import ConfigError, StorageError, TryAgainError, UsageError, UserError, run_command
+from data_pipeline.errors import StorageError, TryAgainError, UsageError, UserError, run_command
 from maxtrain import ATTEMPT, SLOT
-from maxtrain.config import fit_to_devices, load_config
+from maxtrain.config import fit_to_fewer, load_config
 from maxtrain.config.schema import RunConfig
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
-from maxtrain.observe.launches import read_launches
+from maxtrain.observe.launches import usual_devices
 
 _AGAIN = (TryAgainError.exit_code, StorageError.exit_code)
 _POLL = 0.1  # seconds
@@ -61,6 +60,7 @@ class Supervisor:
         if options.processes > 1 and (config.mesh.coordinator or config.mesh.num_processes):
             raise UsageError(f"--processes {options.processes} sets mesh.coordinator and mesh.num_processes. Leave them out.")
         self._options, self._command, self._config = options, list(command), config
+        self._least = options.min_processes or config.mesh.min_processes or options.processes
         self._slots, self._lost = list(range(options.processes)), None  # of this machine; the one that ended an attempt
         self._folder = Path(config.output_dir, config.run_name).expanduser()
         index = config.mesh.process_id or os.environ.get("JAX_PROCESS_ID") or os.environ.get("SLURM_PROCID") or 0
@@ -133,19 +133,14 @@ class Supervisor:
 
     def _go_on_without(self, slot: int | None) -> bool:
         """Whether the job can do without a process, as it then will: no device gets more rows at a time than it had."""
-        had, config, launches = self._options.processes, self._config, read_launches(self._folder)
-        each = config.mesh.simulated_devices or (
-            launches[-1]["devices"]["count"] // launches[-1]["processes"] if launches else 1
+        had, each, rest = (
+            self._options.processes,
+            usual_devices(self._config),
+            [other for other in self._slots if other != slot],
         )
-        rest, least = [other for other in self._slots if other != slot], config.optimizer.accumulation
-        for count in range(len(rest), self._options.min_processes - 1, -1):
-            for accumulation in range(-(-least * had // count), config.data.batch_size + 1):
-                optimizer = dataclasses.replace(config.optimizer, accumulation=accumulation)
-                try:
-                    fit_to_devices(dataclasses.replace(config, optimizer=optimizer), count * each)
-                except ConfigError:
-                    continue
-                name = "optimizer.accumulation="
+        for count in range(len(rest), self._least - 1, -1):
+            if fewer := fit_to_fewer(self._config, had, count, each):
+                name, accumulation = "optimizer.accumulation=", fewer.optimizer.accumulation
                 self._command = [*(word for word in self._command if not word.startswith(name)), f"{name}{accumulation}"]
                 self._slots = rest[:count]
                 self._tell(f"process {slot} is lost; goes on with {count} of {had} processes, {name}{accumulation}")
@@ -239,7 +234,10 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog, usage=usage, description=about, formatter_class=form)
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of a job on this machine")
     parser.add_argument(
-        "--min-processes", type=int, metavar="N", help="go on with as few when one is lost for good; default: all of them"
+        "--min-processes",
+        type=int,
+        metavar="N",
+        help="go on with as few when one is lost for good; default: mesh.min_processes, or all of them",
     )
     parser.add_argument("--max-restarts", type=int, default=100, metavar="N", help="default: %(default)s")
     parser.add_argument(
@@ -257,10 +255,9 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         "--grace", type=float, default=300, metavar="SECONDS", help="from a signal to the end of the command (%(default)s)"
     )
     options = parser.parse_args(argv)
-    options.min_processes = options.processes if options.min_processes is None else options.min_processes
     lows = {"processes": 1, "min_processes": 1, "max_restarts": 0, "crash_loop": 1, "backoff": 0, "max_backoff": 0, "grace": 0}
     for name, low in lows.items():
-        if not getattr(options, name) >= low:
+        if getattr(options, name) is not None and not getattr(options, name) >= low:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(f"{option} {getattr(options, name)} must be at least {low}. Set {option} to {low} or more.")
     return options

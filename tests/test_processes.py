@@ -27,6 +27,7 @@ import yaml
 from data_pipeline import prepare
 from data_pipeline.shards import Manifest
 from maxtrain.checkpoint.listing import latest_record, saved_digests
+from maxtrain.observe.launches import read_launches
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import read_metrics
 
@@ -72,11 +73,18 @@ def config(tmp_path_factory) -> Path:
 class Job:
     """A run on `count` processes that can't get far unobserved: what process 0 says goes to a pipe that soon is full.
 
-    `devices` are those of each process, `own` the overrides of each.
+    `devices` are those of each process, `own` the overrides of each; only those in `present` are started.
     """
 
     def __init__(
-        self, config: Path, run_name: str, count: int, *overrides: str, devices: Sequence[int] = (), own: Sequence[str] = ()
+        self,
+        config: Path,
+        run_name: str,
+        count: int,
+        *overrides: str,
+        devices: Sequence[int] = (),
+        own: Sequence[str] = (),
+        present: Sequence[int] = range(99),
     ):
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
@@ -90,7 +98,7 @@ class Job:
         environment = os.environ | cache | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONFAULTHANDLER": "1"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0, "cwd": REPOSITORY, "env": environment}
         self.processes, self.text = [], ""
-        for index in range(count):
+        for index in (index for index in range(count) if index in present):
             job = [f"mesh.coordinator=localhost:{port}", f"mesh.num_processes={count}", f"mesh.process_id={index}"]
             job = [*(job if count > 1 else ()), *own[index : index + 1]]
             job.append(f"mesh.simulated_devices={devices[index] if devices else DEVICES // count}")
@@ -164,11 +172,20 @@ def test_three_epochs_end_where_the_plan_says(alone):
     assert len(set(batches)) == step > 90 and losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_read_the_same_batches_and_end_together(config, alone, count):
-    with Job(config, f"on-{count}", count, "checkpoint_interval=0") as job:
+def test_processes_read_the_same_batches_and_end_together(config, alone):
+    with Job(config, "on-4", 4, "checkpoint_interval=0") as job:
         job.end()
-    assert_same(trained(config, f"on-{count}"), alone)
+    assert_same(trained(config, "on-4"), alone)
+
+
+def test_those_who_come_go_on_without_one_that_is_gone_for_good(config, alone):
+    fewer = ["mesh.min_processes=2", "mesh.connect_seconds=12", "checkpoint_interval=0"]
+    with Job(config, "on-2", 3, *fewer, devices=(2, 2, 2), present=(0, 2)) as job:
+        job.end()
+    assert "process 1 did not come in time; goes on with 2 of 3\n" in job.text
+    assert_same(trained(config, "on-2"), alone)
+    (launch,) = read_launches(config.parent / "runs" / "on-2")
+    assert launch["processes"] == 2 and "accumulation: 2\n" in launch["config"], "no device gets more rows than it would have"
 
 
 def test_evaluation_is_the_same_for_any_batch_size_and_number_of_processes(config, alone, request):

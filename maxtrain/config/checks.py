@@ -4,6 +4,7 @@ A rule yields messages with the values, the rule and the mend. What depends on t
 when its plan is solved (data_pipeline/plan.py).
 """
 
+import contextlib
 import dataclasses
 import math
 import operator
@@ -74,6 +75,19 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
     if problems := list(_parts(config)):
         raise ConfigError(problems)
     return config
+
+
+def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunConfig | None:
+    """The config for `count` of the `had` processes it is meant for, of so many devices each; None: it can't do with so few.
+
+    Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step stays as it is.
+    """
+    for accumulation in range(-(-config.optimizer.accumulation * had // count), config.data.batch_size + 1):
+        fewer = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, accumulation=accumulation))
+        with contextlib.suppress(ConfigError):
+            fit_to_devices(fewer, count * devices)
+            return fewer
+    return None
 
 
 def _run(c: RunConfig) -> Iterator[str]:
@@ -378,6 +392,9 @@ def _mesh(c: RunConfig) -> Iterator[str]:
     if mesh.simulated_devices and mesh.platform not in ("auto", "cpu"):
         mend = "Set mesh.platform=cpu, or mesh.simulated_devices=null"
         yield f"mesh.simulated_devices={mesh.simulated_devices} is not for mesh.platform={mesh.platform}. {mend}."
+    if (mesh.min_processes or 0) > (mesh.num_processes or math.inf):
+        mend = f"Set mesh.min_processes to at most {mesh.num_processes}"
+        yield f"mesh.min_processes={mesh.min_processes} is more than mesh.num_processes={mesh.num_processes}. {mend}."
     if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
         mend = f"Set mesh.process_id to at most {mesh.num_processes - 1}; it counts from 0"
         yield f"mesh.process_id={mesh.process_id} must be less than mesh.num_processes={mesh.num_processes}. {mend}."

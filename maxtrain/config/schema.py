@@ -218,6 +218,7 @@ class MeshConfig:
     coordinator: str | None = key(None, "host:port of process 0; null: JAX_COORDINATOR_ADDRESS, or the cluster's own")
     num_processes: int | None = key(None, "processes in the job; null: JAX_NUM_PROCESSES, or the cluster's own", low=1)
     process_id: int | None = key(None, "index of this process; null: JAX_PROCESS_ID, or the cluster's own", low=0)
+    min_processes: int | None = key(None, "go on with as few when others do not come at the start; null: all of them", low=1)
     connect_seconds: float = key(300.0, "how long processes wait for each other at the start", above=0)
     heartbeat_seconds: int = key(100, "a process that is silent for so long ends the job", low=1)
 

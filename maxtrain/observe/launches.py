@@ -30,7 +30,7 @@ _FLAGS = re.compile(
 _APART = re.compile(
     r"time|step|command|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
-    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes))"
+    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes))"
 )
 
 
@@ -76,6 +76,13 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / FILE_NAME
     lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
     return [json.loads(line) for line in lines[:-1]]
+
+
+def usual_devices(config: RunConfig) -> int:
+    """Devices of each process, by the run's last launch; 1 if there was none."""
+    launches = read_launches(Path(config.output_dir, config.run_name).expanduser())
+    had = launches[-1]["devices"]["count"] // launches[-1]["processes"] if launches else 1
+    return config.mesh.simulated_devices or had
 
 
 def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | None:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -20,14 +21,22 @@ GPU_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondetermini
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # names of glibc's mallopt(3)
 
 
-def start(config: MeshConfig, compilation_cache: str | None, deterministic: bool = False) -> None:
+def start(
+    config: MeshConfig,
+    compilation_cache: str | None,
+    deterministic: bool = False,
+    suffices: Callable[[int, int], bool] = lambda asked, count: False,
+) -> int:
     """Selects the platform, connects the processes, and turns on the cache of compiled programs.
+
+    Returns how many processes were asked for. There are fewer if some did not come, and at least mesh.min_processes did.
 
     Args:
         config: the `mesh` section; what is null there comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
             JAX_PROCESS_ID, and on TPU pods and Slurm from the cluster itself.
         compilation_cache: directory, or None.
         deterministic: only programs that give the same bits every time, with products in full precision.
+        suffices: of processes asked for and of those that came: whether the job can do with these.
 
     Raises:
         ConfigError: the platform asked for is not there, or only part of a multi-process job is described.
@@ -46,7 +55,7 @@ def start(config: MeshConfig, compilation_cache: str | None, deterministic: bool
         be_deterministic(config)
     if not accelerator_present() or config.platform == "cpu" or config.simulated_devices:
         keep_host_memory()
-    _connect(config)
+    asked = _connect(config, suffices)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # jax only asserts that a device exists when its plugin is not installed
@@ -60,6 +69,7 @@ def start(config: MeshConfig, compilation_cache: str | None, deterministic: bool
         # Only process 0 would find its programs there, and collectives of CPUs wait for the others, who compile, for 30 s at
         # most: a larger program would never start.
         jax.config.update("jax_enable_compilation_cache", False)
+    return asked or jax.process_count()
 
 
 def be_deterministic(config: MeshConfig) -> None:
@@ -75,30 +85,42 @@ def be_deterministic(config: MeshConfig) -> None:
         os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in flags if flag not in GPU_FLAGS), *GPU_FLAGS])
 
 
-def _connect(config: MeshConfig) -> None:
-    if jax.distributed.is_initialized():
-        return  # a run that begins again, from an older checkpoint
+def _connect(config: MeshConfig, suffices: Callable[[int, int], bool]) -> int | None:
+    """Connects the processes; how many were asked for, if that is known here."""
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself; see signals.py
     coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = config.num_processes or _whole_number("JAX_NUM_PROCESSES", example=2)
     index = config.process_id if config.process_id is not None else _whole_number("JAX_PROCESS_ID", example=0)
     given = {"mesh.coordinator": coordinator, "mesh.num_processes": count, "mesh.process_id": index}
     missing = [name for name, value in given.items() if value is None]
+    if jax.distributed.is_initialized():
+        return count  # a run that begins again, from an older checkpoint
     if len(missing) == 3:
         if any(map(os.environ.get, _CLUSTERS)) and config.platform != "cpu":
+            if config.min_processes:
+                rule = f"mesh.min_processes={config.min_processes} needs {' and '.join(missing)}"
+                raise ConfigError(f"{rule}, since a cluster's own start waits for all. Set these, or leave it out.")
             jax.distributed.initialize(heartbeat_timeout_seconds=config.heartbeat_seconds)  # the cluster says the rest
-        return
+        return None
     if missing:
         raise ConfigError(
             f"{', '.join(f'{k}={v}' for k, v in given.items() if v is not None)} describe only part of a job; "
             f"{' and '.join(missing)} must be known too. Set {' and '.join(missing)}, or none of the three."
         )
     begin = time.monotonic()
-    meet(str(coordinator), int(count or 0), int(index or 0), config.connect_seconds)
+    asked, least = int(count or 0), config.min_processes or math.inf
+    count, index = meet(
+        str(coordinator),
+        asked,
+        int(index or 0),
+        config.connect_seconds,
+        lambda count: count >= least and suffices(asked, count),
+    )
     left = max(10, math.ceil(config.connect_seconds - (time.monotonic() - begin)))
     jax.distributed.initialize(
         coordinator, count, index, initialization_timeout=left, heartbeat_timeout_seconds=config.heartbeat_seconds
     )
+    return asked
 
 
 def leave(code: int, seconds: float) -> None:

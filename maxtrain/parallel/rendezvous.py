@@ -13,6 +13,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from data_pipeline.errors import ConfigError, TryAgainError, UserError
@@ -22,14 +23,19 @@ _RETRY = 0.1  # seconds between two knocks
 _NEWS = 30.0  # seconds between two lines about who is missing
 
 
-def meet(address: str, count: int, index: int, seconds: float) -> None:
-    """Return when all processes of the job are here; otherwise all that are raise the same error.
+def meet(
+    address: str, count: int, index: int, seconds: float, suffices: Callable[[int], bool] = lambda count: False
+) -> tuple[int, int]:
+    """How many processes the job goes on with, and which of them this one is, once all that come are here.
+
+    Those that are, in their order, if some do not come; process 0 must. Otherwise all raise the same error.
 
     Args:
         address: host:port of process 0.
         count: processes in the job.
         index: which one this is.
         seconds: how long to wait for the others.
+        suffices: whether the job can do with so many, asked by process 0.
 
     Raises:
         ConfigError: a process is of a job of another size, or has a number that another one has.
@@ -38,13 +44,12 @@ def meet(address: str, count: int, index: int, seconds: float) -> None:
     host, _, port = address.rpartition(":")
     me = {"index": index, "count": count, "who": f"{os.getpid()} on {platform.node()}"}
     if index == 0:
-        _receive(address, int(port), me, time.monotonic() + seconds)
-    else:
-        _report(address, (host.strip("[]"), int(port)), me, time.monotonic() + seconds)
+        return _receive(address, int(port), me, time.monotonic() + seconds, suffices), 0
+    return _report(address, (host.strip("[]"), int(port)), me, time.monotonic() + seconds)
 
 
-def _receive(address: str, port: int, me: dict[str, Any], deadline: float) -> None:
-    """Process 0: hears all others, and gives all the same verdict."""
+def _receive(address: str, port: int, me: dict[str, Any], deadline: float, suffices: Callable[[int], bool]) -> int:
+    """Process 0: hears all others, and gives all the same verdict; how many it is for."""
     try:
         everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
         listener = socket.create_server(("", port), backlog=4096, **everywhere)
@@ -55,9 +60,12 @@ def _receive(address: str, port: int, me: dict[str, Any], deadline: float) -> No
     guests: dict[int, tuple[str, socket.socket]] = {}
     with contextlib.ExitStack() as held:
         held.enter_context(listener)
-        error, news = None, time.monotonic() + _NEWS
+        error, count, news = None, 0, time.monotonic() + _NEWS
         while not error and (missing := _missing(guests, me["count"])):
             left = deadline - time.monotonic()
+            if left <= 0 and (count := _enough(guests, suffices)):
+                _tell(f"{_names(missing)} did not come in time; goes on with {count} of {me['count']}")
+                break
             if left <= 0:
                 rule = f"{_names(missing)} did not come in time; {me['count']} are expected"
                 error = TryAgainError(f"mesh.coordinator={address}: {rule}. See their logs, {_AGAIN}.")
@@ -72,15 +80,28 @@ def _receive(address: str, port: int, me: dict[str, Any], deadline: float) -> No
                 index, who = int(said["index"]), str(said["who"])
                 error = error or _misfit(address, said, me, guests)
                 guests[-len(guests) - 1 if error else index] = who, guest  # one that does not fit is told so as well
-        verdict = {"code": error.exit_code if error else 0, "text": str(error)}
-        for _, guest in guests.values():
+        count = count or me["count"]
+        for place, index in enumerate(sorted(guests), 1):
+            verdict = {"code": 0, "count": count, "index": place}
+            if error or place >= count:
+                rule = f"the job goes on with {count} processes, without process {index}"
+                why = error or TryAgainError(f"mesh.coordinator={address}: {rule}.")
+                verdict = {"code": why.exit_code, "text": str(why)}
             with contextlib.suppress(OSError):
-                guest.sendall(json.dumps(verdict).encode() + b"\n")
+                guests[index][1].sendall(json.dumps(verdict).encode() + b"\n")
         for _, guest in guests.values():  # they hang up first: whoever does keeps the port taken for a while
             with contextlib.suppress(OSError):
                 guest.recv(1)
     if error:
         raise error
+    return count
+
+
+def _enough(guests: dict[int, tuple[str, socket.socket]], suffices: Callable[[int], bool]) -> int:
+    """The most of those who are here that the job can do with; 0: it can't."""
+    for index in [index for index, (_, guest) in guests.items() if _has_gone(guest)]:
+        del guests[index]
+    return next(filter(suffices, range(1 + len(guests), 0, -1)), 0)
 
 
 def _missing(guests: dict[int, tuple[str, socket.socket]], count: int) -> list[int]:
@@ -117,8 +138,8 @@ def _misfit(
     return None
 
 
-def _report(address: str, place: tuple[str, int], me: dict[str, Any], deadline: float) -> None:
-    """The others: tell process 0 who they are, until it is there, and wait for its verdict."""
+def _report(address: str, place: tuple[str, int], me: dict[str, Any], deadline: float) -> tuple[int, int]:
+    """The others: tell process 0 who they are, until it is there, and wait for its verdict: of how many it is which one."""
     verdict, why, news = None, "nobody answers", time.monotonic() + _NEWS
     while verdict is None and (left := deadline - time.monotonic()) > 0:
         try:
@@ -144,6 +165,7 @@ def _report(address: str, place: tuple[str, int], me: dict[str, Any], deadline: 
         error = UserError(verdict["text"])
         error.exit_code = verdict["code"]
         raise error
+    return verdict["count"], verdict["index"]
 
 
 def _tell(line: str) -> None:

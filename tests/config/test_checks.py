@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config import fit_to_devices, load_config
+from maxtrain.config import fit_to_devices, fit_to_fewer, load_config
 
 FIXED = {"steps": "300", "eval_interval": "100", "data.batch_size": "16", "schedule.warmup_steps": "30"}
 OTHER_END = ("schedule.min_learning_rate=3e-5",)  # the default, which the quickstart changes
@@ -290,6 +290,7 @@ def pieces(text: str) -> list[str]:
         (["mesh.tensor=2", "model.vocab_size=4097"], "mesh.tensor=2 must divide model.vocab_size=4097", "mesh.tensor to 1"),
         (["mesh.tensor=2", "model.mlp_dim=705"], "mesh.tensor=2 must divide model.mlp_dim=705", "mesh.tensor to 1"),
         (["mesh.simulated_devices=8", "mesh.platform=gpu"], "mesh.platform=gpu", "Set mesh.platform=cpu"),
+        (["mesh.num_processes=2", "mesh.min_processes=3"], "mesh.min_processes=3 is more than", "to at most 2"),
         (["mesh.num_processes=2", "mesh.process_id=2"], "mesh.process_id=2 must be less than", "at most 1"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
@@ -396,3 +397,23 @@ def test_the_free_axis_takes_what_is_left(sizes, free):
 def test_kernels_that_repeat_are_allowed_with_full_determinism(kernel):
     assert load("determinism=full", f"model.attention={kernel}").model.attention == kernel
     assert load("model.attention=cudnn", "data.packing=pad").determinism == "seeded"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "had", "count", "devices", "accumulation"),
+    [
+        ((), 4, 2, 1, 2),
+        ((), 4, 3, 1, 2),  # a device gets 8 rows instead of 12
+        (("optimizer.accumulation=2",), 4, 1, 1, 8),
+        (("optimizer.accumulation=3",), 8, 3, 8, None),  # 24 devices would need 72 rows at least
+        (("mesh.fsdp=8",), 4, 2, 2, None),
+    ],
+)
+def test_fewer_processes_accumulate_so_that_no_device_gets_more_rows_at_a_time(overrides, had, count, devices, accumulation):
+    config = load_config(["config=quickstart", "data.batch_size=48", *overrides])
+    fewer = fit_to_fewer(config, had, count, devices)
+    assert (fewer and fewer.optimizer.accumulation) == accumulation
+    if fewer:
+        rows = config.data.batch_size / config.optimizer.accumulation / (had * devices)
+        assert config.data.batch_size / fewer.optimizer.accumulation / (count * devices) <= rows
+        assert dataclasses.replace(fewer, optimizer=config.optimizer) == config

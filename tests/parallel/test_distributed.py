@@ -74,6 +74,8 @@ def test_a_cluster_says_the_rest_unless_a_cpu_is_asked_for(bare, name):
     assert calls == []
     start(MeshConfig(heartbeat_seconds=30), None)
     assert calls == [((), {"heartbeat_timeout_seconds": 30})]
+    with pytest.raises(ConfigError, match=r"mesh\.min_processes=2 needs mesh\.coordinator and .*, since a cluster's own start"):
+        start(MeshConfig(min_processes=2), None)
 
 
 @pytest.mark.parametrize(

@@ -22,28 +22,28 @@ def address():
 
 @pytest.fixture
 def together(address):
-    """Starts one of (count, index) each, a little after each other; what each raised, or None."""
+    """Starts one of (count, index) each, a little after each other; what each raised, or which of how many it is then."""
 
-    def start(*members, seconds=20.0):
+    def start(*members, seconds=20.0, suffices=lambda count: False):
         with concurrent.futures.ThreadPoolExecutor(len(members)) as threads:
             jobs = []
             for count, index in members:
-                jobs.append(threads.submit(meet, address, count, index, seconds))
+                jobs.append(threads.submit(meet, address, count, index, seconds, suffices))
                 time.sleep(0.05)
-        return [job.exception() for job in jobs]
+        return [job.exception() or job.result() for job in jobs]
 
     return start
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2)])
 def test_all_go_on_when_all_are_there_and_the_port_is_free_again(address, together, order):
-    assert together(*((4, index) for index in order)) == [None] * 4
+    assert together(*((4, index) for index in order)) == [(4, index) for index in order]
     with socket.create_server(("", int(address.rpartition(":")[2]))):
         pass
 
 
 def test_a_job_of_one_waits_for_nobody(together):
-    assert together((1, 0)) == [None]
+    assert together((1, 0)) == [(1, 0)]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,17 @@ def test_who_does_not_come_is_named_by_all(monkeypatch, capsys, together):
     assert all("process 1, 3 did not come in time; 4 are expected. See their logs" in str(error) for error in errors)
     assert [error.exit_code for error in errors] == [75, 75]
     assert "waiting for process 1, 3 of 4, 0 s more\n" in capsys.readouterr().err
+
+
+def test_those_who_come_go_on_if_they_suffice(capsys, together):
+    """In their order; of more than the job can do with, the last go."""
+    members = [(6, 5), (6, 0), (6, 3), (6, 2)]
+    assert together(*members, seconds=0.5, suffices=lambda count: count >= 3) == [(4, 3), (4, 0), (4, 2), (4, 1)]
+    assert "process 1, 4 did not come in time; goes on with 4 of 6\n" in capsys.readouterr().err
+    (*errors,) = together(*members, seconds=0.5, suffices=lambda count: count in (2, 3, 5))
+    assert errors[1:] == [(3, 0), (3, 2), (3, 1)] and errors[0].exit_code == 75
+    assert "the job goes on with 3 processes, without process 5." in str(errors[0])
+    assert {error.exit_code for error in together(*members, seconds=0.5, suffices=lambda count: count > 4)} == {75}
 
 
 def test_process_0_that_does_not_come_or_is_something_else_is_said(monkeypatch, capsys, address):
@@ -111,7 +122,7 @@ def test_one_that_is_started_again_takes_its_own_place(address, together):
                     break
                 except ConnectionRefusedError:
                     time.sleep(0.01)
-        assert together((3, 2), (3, 1)) == [None, None] and first.exception() is None
+        assert together((3, 2), (3, 1)) == [(3, 2), (3, 1)] and first.result() == (3, 0)
 
 
 def test_codes_and_texts_of_any_error_are_passed_on(monkeypatch, together):
