@@ -14,8 +14,10 @@ Entries = dict[str, Any]
 
 
 def _without_hashes(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
-    """Format 1 had neither hashes of files nor digests of arrays: what is not there is not checked."""
-    return commit, record
+    """Format 1 had no hashes of files, and digests of arrays, if any, in the record: what is not there is not checked."""
+    digests = record.get("digests", {})
+    arrays = commit.get("arrays", {})
+    return commit | {"arrays": {n: a | ({"digest": digests[n]} if n in digests else {}) for n, a in arrays.items()}}, record
 
 
 MIGRATIONS: dict[int, Callable[[Entries, Entries], tuple[Entries, Entries]]] = {1: _without_hashes}  # from n to n + 1

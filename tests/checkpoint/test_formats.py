@@ -10,7 +10,7 @@ from data_pipeline.errors import ConfigError, DamagedError
 from maxtrain.checkpoint import formats, integrity, manager
 from maxtrain.checkpoint.formats import MIGRATIONS, migrate, rename_arrays
 from maxtrain.checkpoint.integrity import FORMAT, encode_commit, read_commit
-from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.listing import latest_record, saved_digests
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 
@@ -42,6 +42,26 @@ def test_a_step_of_format_1_is_read_by_its_sizes(checkpoints):
     path.write_text(json.dumps(commit))
     state, record = checkpoints.restore({"w": jnp.zeros(20), "old": {"b": jnp.int32(0)}})
     assert state["old"]["b"] == 5 and record == {"step": 1, "cursor": 7}
+
+
+def test_digests_that_a_step_of_format_1_has_in_its_record_are_checked(checkpoints):
+    path, wanted = checkpoints.directory / "00000001", {"w": jnp.zeros(20), "old": {"b": jnp.int32(0)}}
+    digests = saved_digests(checkpoints.directory)
+    commit, record = read_commit(path), json.loads((path / "record.json").read_bytes())
+    old = {"format": 1, "step": 1, "versions": {}, "arrays": commit["arrays"]}
+    for array in old["arrays"].values():
+        del array["digest"]
+
+    def write(digests):
+        (path / "record.json").write_text(json.dumps(record | {"digests": digests}))
+        files = {name: {"bytes": (path / name).stat().st_size} for name in commit["files"]}
+        (path / "commit.json").write_text(json.dumps(old | {"files": files}))
+
+    write(digests[1])
+    assert saved_digests(checkpoints.directory) == digests and checkpoints.restore(wanted)[0]["old"]["b"] == 5
+    write(digests[1] | {"w": "0" * 16})
+    with pytest.raises(DamagedError, match="array w: digest 0000000000000000 was saved"):
+        checkpoints.restore(wanted)
 
 
 def test_a_step_of_a_made_up_older_format_is_read_under_its_new_names(checkpoints, monkeypatch):
