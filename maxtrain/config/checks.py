@@ -172,7 +172,7 @@ def _copies(c: RunConfig) -> Iterator[str]:
     elif is_url(to):
         mend = "Set checkpoint.copy_to to where it is mounted (gcsfuse, mountpoint-s3, rclone mount)"
         yield f"checkpoint.copy_to={to} must be a directory, not a URL. {mend}."
-    elif Path(to).expanduser().absolute() == Path(c.output_dir).expanduser().absolute():
+    elif Path(to).expanduser().resolve() == Path(c.output_dir).expanduser().resolve():
         yield f"checkpoint.copy_to={to} is output_dir itself. Set checkpoint.copy_to to a directory on another disk."
 
 

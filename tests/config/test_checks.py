@@ -240,6 +240,11 @@ def pieces(text: str) -> list[str]:
             "to where it is mounted",
         ),
         (["checkpoint.copy_to=runs"], "checkpoint.copy_to=runs is output_dir itself", "to a directory on another disk"),
+        (
+            ["checkpoint.copy_to=a/../runs"],
+            "checkpoint.copy_to=a/../runs is output_dir itself",
+            "to a directory on another disk",
+        ),
         (["schedule.timescale=1"], "schedule.timescale=1 is for inverse_sqrt", "Set schedule.name=inverse_sqrt"),
         (["schedule.pieces=[{}]"], "is for pieces, not for schedule.name=cosine", "Set schedule.name=pieces"),
         (
