@@ -61,7 +61,7 @@ def run(config: RunConfig) -> None:
         UserError: what went wrong, with the exit code that says whether the same command may be tried again.
     """
     failpoints.arm()
-    with StopRequest(config.checkpoint.grace_seconds) as stop:
+    with StopRequest(config.checkpoint.grace_seconds) as stop, losing_others():
         for attempt in itertools.count():  # each has a checkpoint less
             try:
                 return run_from_newest(config, f"launch {attempt}", stop)
@@ -84,7 +84,6 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
     rows, board = job.data.describe_rows, Board("watchdog") if jax.process_count() > 1 else None
     with (
         jax.set_mesh(job.mesh),
-        losing_others(),
         contextlib.ExitStack() as held,
         Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
@@ -98,7 +97,7 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
                 held.enter_context(RunLock(folder))
                 if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
                     held.enter_context(RunLock(second.parent, needed=False))
-        except StorageError as error:
+        except (StorageError, OSError) as error:
             refused = error
         raise_together(refused)
         for line in checkpoints.put_aside_incomplete():
@@ -379,18 +378,18 @@ class Loop:
 
 def main(config: RunConfig) -> int:
     """Runs, and turns what the user can mend into a message and an exit code."""
-    patience = 15.0  # seconds for the others to come to the same end
+    lost = False
 
     def job() -> None:
-        nonlocal patience
+        nonlocal lost
         try:
             run(config)
         except LostProcessError:
-            patience = 1.0  # one of them never will
+            lost = True
             raise
 
     if code := run_command(job):
-        leave(code, patience)
+        leave(code, lost)
     return code
 
 

@@ -1,5 +1,6 @@
 """Runs and their checkpoints, made by the clock, and damaged: going on ends at the same weights, bit for bit."""
 
+import errno
 import itertools
 import os
 import shutil
@@ -8,12 +9,15 @@ import sys
 import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from maxtrain import failpoints
+from maxtrain import train as train_module
 from maxtrain.checkpoint import manager
 from maxtrain.checkpoint.listing import saved_digests, saved_records
 from maxtrain.config import load_config
+from maxtrain.parallel import agreement
 from maxtrain.train import main
 
 ROOT = Path(__file__).parents[1]
@@ -156,3 +160,26 @@ def test_another_run_of_the_same_name_that_copies_to_the_same_place_is_refused(t
         process.communicate()
     assert train(trained, "double", f"checkpoint.copy_to={far}") == 0
     assert digests(far / "double" / "checkpoints") == digests(trained / "runs" / "whole" / "checkpoints")
+
+
+def test_a_process_that_is_lost_while_a_damaged_step_is_put_aside_is_no_error_of_this_one(trained, monkeypatch, capsys):
+    def lose(damage):
+        raise jax.errors.JaxRuntimeError("Gloo all-gather failed: Connection reset by peer")
+
+    checkpoints = copied(trained, "lost-meanwhile")
+    flip(checkpoints / "00000012")
+    monkeypatch.setattr(train_module, "put_aside", lose)
+    monkeypatch.setattr(agreement, "is_loss", lambda error: isinstance(error, jax.errors.JaxRuntimeError))
+    assert train(trained, "lost-meanwhile") == 75
+    assert "can't reach another process of this job" in capsys.readouterr().err
+
+
+def test_a_lock_that_can_not_be_written_is_an_error_of_all(trained, monkeypatch, capsys):
+    def full(lock):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    told = []
+    monkeypatch.setattr(train_module.RunLock, "__enter__", full)
+    monkeypatch.setattr(train_module, "raise_together", lambda error: told.append(error) or agreement.raise_together(error))
+    assert train(trained, "unlocked") == 74
+    assert [error.errno for error in told] == [errno.ENOSPC] and "Free space or mend access" in capsys.readouterr().err

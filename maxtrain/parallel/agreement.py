@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data_pipeline.errors import DataError, LostProcessError, StorageError, TryAgainError, UserError
 
 # What the runtime says when it can't reach another process, whichever way they talk.
-_LOST = re.compile(
+LOST = re.compile(
     r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)|heartbeat|coordination", re.I
 )
 
@@ -44,7 +44,7 @@ class Board:
 
 def is_loss(error: BaseException | None) -> bool:
     """Whether it is the runtime's error that another process of this job is out of reach."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1 and bool(_LOST.search(str(error)))
+    return isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1 and bool(LOST.search(str(error)))
 
 
 @contextlib.contextmanager

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import jax
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.agreement import LOST
 from maxtrain.parallel.rendezvous import meet
 
 _CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
@@ -40,6 +41,7 @@ def start(
 
     Raises:
         ConfigError: the platform asked for is not there, or only part of a multi-process job is described.
+        LostProcessError: another process connected, and then did not start its devices.
     """
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
@@ -59,6 +61,12 @@ def start(
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # jax only asserts that a device exists when its plugin is not installed
+        # A CPU is always there: where that is missing, jax has only logged why.
+        no_cpu = isinstance(error, AssertionError) and config.platform in ("auto", "cpu")
+        if jax.distributed.is_initialized() and (no_cpu or LOST.search(str(error))):
+            what = (str(error).strip() or "jax waits for two minutes").splitlines()[0][:300]
+            rule = f"the devices of another process of this job did not come ({what})"
+            raise LostProcessError(f"{rule}. See the others' logs, then run the same command again.") from error
         told = str(error) and "Unable to initialize backend" not in str(error)
         found = str(error) if told else "JAX found no such device"
         raise ConfigError(
@@ -123,18 +131,19 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool]) -> int | 
     return asked
 
 
-def leave(code: int, seconds: float) -> None:
+def leave(code: int, lost: bool = False, seconds: float = 15.0) -> None:
     """Takes leave of the other processes of a job after an error; ends this one with this code if they do not come by then.
 
-    They may never: what one process alone finds out, such as that another is out of reach, leaves them in a collective until it
-    has gone, and jax would wait for them for five minutes. Processes that all have the error meet here, and end in good order.
+    They may never: what one process alone finds out leaves them in a collective until it has gone, and jax would wait for them
+    for five minutes. Processes that all have the error meet here, and end in good order. If one is `lost`, this one ends within
+    a second in any case: a thread that waits for what is lost would be waited for.
     """
     if not jax.distributed.is_initialized():
         return
     goodbye = threading.Thread(target=jax.distributed.shutdown, daemon=True)
     goodbye.start()
-    goodbye.join(seconds)
-    if goodbye.is_alive():
+    goodbye.join(min(seconds, 1.0) if lost else seconds)
+    if lost or goodbye.is_alive():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

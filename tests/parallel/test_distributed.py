@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.distributed import GPU_FLAGS, be_deterministic, leave, start
 
@@ -190,11 +190,33 @@ def test_an_error_of_one_process_alone_does_not_wait_for_the_others(monkeypatch)
     ended, comes = [], threading.Event()
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(jax.distributed, "shutdown", lambda: comes.wait(60))
-    leave(70, 0.01)
+    leave(70, seconds=0.01)
     assert ended == []  # of a job of one process
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-    leave(75, 0.01)
+    leave(75, seconds=0.01)
     assert ended == [75]
     comes.set()
-    leave(65, 60)
+    leave(65, seconds=60)
     assert ended == [75], "the others have come"
+    leave(75, lost=True)
+    assert ended == [75, 75], "what is left of a save may still wait for the one that is lost"
+
+
+@pytest.mark.parametrize(
+    ("platform", "error", "said"),
+    [
+        ("auto", RuntimeError("Unable to initialize backend 'cuda': DEADLINE_EXCEEDED: GetKeyValue() of cuda/1"), "of cuda/1"),
+        ("cpu", AssertionError(), "jax waits for two minutes"),
+    ],
+)
+def test_a_process_that_stands_still_before_it_has_devices_is_no_error_of_the_config(bare, platform, error, said):
+    """As jax says it after two minutes; of a CPU it only logs that."""
+
+    def devices():
+        raise error
+
+    bare.setattr(jax.distributed, "is_initialized", lambda: True)
+    bare.setattr(jax, "devices", devices)
+    with pytest.raises(LostProcessError, match=rf"did not come \(.*{said}\).*run the same command again") as caught:
+        start(MeshConfig(platform=platform), None)
+    assert caught.value.exit_code == 75
