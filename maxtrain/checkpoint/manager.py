@@ -238,9 +238,10 @@ class Checkpoints:
             raise failure
 
     def abandon(self, seconds: float = 1.0) -> None:
-        """Wait so long for the last save, and then leave it as it is: it may be waiting for a process that is lost."""
+        """Wait so long for the last save, and then leave it and its copy as they are: it may be waiting for a lost process."""
         pending, self._pending = self._pending, None
-        self._abandoned = pending is not None and not concurrent.futures.wait([pending], seconds).done
+        concurrent.futures.wait([pending] if pending else [], seconds)
+        self._abandoned = True
 
     def close(self) -> None:
         """Finish this process's part of the last save, and end the background thread; raises StorageError if it failed here."""
@@ -252,8 +253,8 @@ class Checkpoints:
             self._thread.shutdown(wait=not self._abandoned)
             if not self._abandoned:
                 self._orbax.close()
-            if self._second:
-                self._second.close()
+                if self._second:
+                    self._second.close()
 
     def _path(self, step: int) -> Path:
         return self.directory / f"{step:08d}"
