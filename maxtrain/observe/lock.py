@@ -5,12 +5,14 @@ import errno
 import fcntl
 import os
 import platform
+import threading
 from pathlib import Path
 from typing import IO
 
 from data_pipeline.errors import LockedError, StorageError
 
 FILE_NAME = "lock"
+_PATIENCE = 10.0  # seconds
 
 
 class RunLock:
@@ -60,6 +62,12 @@ class RunLock:
         self._file.flush()
 
     def __exit__(self, *_: object) -> None:
+        # Apart: a file system that hangs does not keep a process from ending that may do without the lock.
+        free = threading.Thread(target=self._free, daemon=True)
+        free.start()
+        free.join(None if self._needed else _PATIENCE)
+
+    def _free(self) -> None:
         if self._file:
             with contextlib.suppress(OSError):  # who had it is of no use any more
                 self._file.truncate(0)
@@ -69,4 +77,4 @@ class RunLock:
 def holder(folder: Path) -> str:
     """Who writes to a run, or did when it was killed; empty if nobody."""
     path = folder / FILE_NAME
-    return path.read_text("utf-8") if path.exists() else ""
+    return path.read_text("utf-8", "replace") if path.exists() else ""

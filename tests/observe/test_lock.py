@@ -1,12 +1,15 @@
 """A run folder has one writer; a killed one leaves it free."""
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.errors import LockedError, StorageError
+from maxtrain.observe import lock
 from maxtrain.observe.lock import RunLock, holder
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +46,25 @@ def test_a_run_that_ended_leaves_its_folder_free(tmp_path):
         with RunLock(tmp_path / "new"):
             assert holder(tmp_path / "new").startswith("process ")
     assert holder(tmp_path) == ""
+
+
+def test_a_lock_that_is_not_needed_is_not_waited_for_at_the_end(tmp_path, monkeypatch):
+    """As when its file system hangs."""
+    back, freed, free = threading.Event(), threading.Event(), RunLock._free
+    monkeypatch.setattr(lock, "_PATIENCE", 0.01)
+    monkeypatch.setattr(RunLock, "_free", lambda self: (back.wait(60), free(self), freed.set()))
+    with RunLock(tmp_path, needed=False):
+        pass
+    assert holder(tmp_path), "it is not freed yet"
+    back.set()
+    assert freed.wait(60) and holder(tmp_path) == ""
+
+
+def test_a_damaged_lock_file_is_no_obstacle(tmp_path):
+    (tmp_path / "lock").write_bytes(b"process \xff")
+    assert holder(tmp_path) == "process \ufffd"
+    with RunLock(tmp_path):
+        assert holder(tmp_path).startswith(f"process {os.getpid()} on ")
 
 
 def test_a_place_that_can_not_have_a_lock_is_taken_without_unless_it_is_needed(tmp_path):
