@@ -121,7 +121,7 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
                 done = f"ended early, and would again. {records.ending}" if records.ending else f"has all {num_steps:,} steps."
                 progress.message(f"Nothing to do: {folder} {done}", style="yellow" if records.ending else "green")
             loop.settle()  # for all processes; `close` asks nobody, since it may come after an error of one
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
             if is_loss(error):
                 checkpoints.abandon()
             raise

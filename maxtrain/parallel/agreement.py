@@ -19,7 +19,7 @@ from data_pipeline.errors import DataError, LostProcessError, StorageError, TryA
 
 # What the runtime says when it can't reach another process, whichever way they talk.
 LOST = re.compile(
-    r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)|heartbeat|coordination", re.I
+    r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)|heartbeat|coordination|topolog", re.I
 )
 
 
@@ -42,9 +42,16 @@ class Board:
         return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(self._folder)}
 
 
-def is_loss(error: BaseException | None) -> bool:
-    """Whether it is the runtime's error that another process of this job is out of reach."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1 and bool(LOST.search(str(error)))
+def is_loss(error: BaseException) -> bool:
+    """Whether it says that another process of this job is out of reach: one of ours, or the runtime's.
+
+    Where a program is called, jax raises the runtime's errors as ValueErrors that begin with a status such as UNKNOWN.
+    """
+    runtime = isinstance(error, jax.errors.JaxRuntimeError) or (
+        type(error) is ValueError and re.match(r"[A-Z_]+: ", str(error)) is not None
+    )
+    lost = runtime and jax.process_count() > 1 and LOST.search(str(error)) is not None
+    return lost or isinstance(error, LostProcessError)
 
 
 @contextlib.contextmanager
@@ -52,8 +59,8 @@ def losing_others() -> Iterator[None]:
     """Turns the runtime's error that another process of this job is out of reach into one that says to try again."""
     try:
         yield
-    except jax.errors.JaxRuntimeError as error:
-        if not is_loss(error):
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if isinstance(error, UserError) or not is_loss(error):
             raise
         what = str(error).strip().splitlines()[0][:300]
         rule = f"process {jax.process_index()} on {platform.node()} can't reach another process of this job"
@@ -129,7 +136,7 @@ def gather_bytes(mine: np.ndarray) -> np.ndarray:
 
     On CPUs a program does not wait for the one before it, and two of them at a time, each with collectives, could read each
     other's messages: so this waits for all that is under way. Accelerators keep the order by themselves. An error of a program
-    under way is raised where its result is fetched.
+    under way is raised where its result is fetched. LostProcessError: a process does not come.
     """
     if jax.process_count() == 1:
         return mine[None]
@@ -139,7 +146,7 @@ def gather_bytes(mine: np.ndarray) -> np.ndarray:
                 array.block_until_ready()
     mesh, apart, replicate = _between_processes()
     rows = jax.make_array_from_callback((jax.process_count(), *mine.shape), apart, lambda _: mine[None])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), losing_others():
         return np.asarray(replicate(rows))
 
 

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
-from maxtrain.parallel.agreement import differences, gather, require_agreement
+from data_pipeline.errors import LostProcessError, StorageError
+from maxtrain.checkpoint.listing import as_storage_error
+from maxtrain.parallel import agreement
+from maxtrain.parallel.agreement import differences, gather, is_loss, losing_others, raise_together, require_agreement
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -46,6 +50,39 @@ except UserError as error:
 def test_a_single_process_agrees_with_itself():
     require_agreement("launch", {"seed": "1"})
     assert gather({"step": 1}) == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),
+        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),  # of a program that is called
+        (LostProcessError("process 0 did not come"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
+        (ValueError("the gloo of this config is no number"), False),
+        (StorageError("UNKNOWN: Gloo"), False),
+    ],
+)
+def test_the_loss_of_a_process_is_told_from_other_errors(monkeypatch, error, lost):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert is_loss(error) == lost
+    with pytest.raises(LostProcessError if lost else type(error)) as raised, losing_others():
+        raise error
+    assert (raised.value is error) == (not lost or isinstance(error, LostProcessError))
+
+
+def test_a_loss_while_processes_tell_each_other_is_no_error_of_what_they_tell(monkeypatch):
+    """Such as of the checkpoint that they read."""
+
+    def lose(rows):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+
+    mesh, apart, _ = agreement._between_processes()
+    monkeypatch.setattr(agreement, "_between_processes", lambda: (mesh, apart, lose))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: None)
+    with pytest.raises(LostProcessError, match="run the same command again"), as_storage_error("reading", "Remove it."):
+        raise_together(None)
 
 
 @pytest.mark.parametrize("text", ["\U0001f600" * 600, "\udcff" * 600, '"\n' * 600])
