@@ -146,7 +146,8 @@ class Watchdog:
             if self._ledger and beat % _LEDGER == 0:
                 self._ledger.write(self._step())
             if self._board:
-                self._board.say(json.dumps([beat, self._clock.doing()[0], self._step()]))
+                with contextlib.suppress(RuntimeError):  # process 0 is gone: whoever waits for it says so
+                    self._board.say(json.dumps([beat, self._clock.doing()[0], self._step()]))
 
     def _roll_call(self, board: Board) -> str:
         """Which processes give no sign of life, and where the others are: a line each."""

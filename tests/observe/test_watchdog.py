@@ -14,6 +14,7 @@ from maxtrain.config.schema import WatchdogConfig
 from maxtrain.observe import judge, watchdog
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.watchdog import Watchdog
+from maxtrain.parallel.agreement import Board
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -96,6 +97,23 @@ def test_progress_and_sleep_are_no_stall(tmp_path, monkeypatch):
     times[:], ticks[:] = [100.0], list(range(101, 124))
     dog._watch()
     assert ended[0] == ("save", 21)
+
+
+def test_the_beat_goes_on_when_nobody_can_hear_it(tmp_path, monkeypatch):
+    """Process 0 is gone: who waits for it says so, and a traceback of this thread would only hide that."""
+
+    class Gone(Board):
+        said = 0
+
+        def say(self, text):
+            self.said += 1
+            raise RuntimeError("UNAVAILABLE: connection refused")
+
+    board, beats = Gone("watchdog"), [False, False, True]
+    dog = Watchdog(WatchdogConfig(), tmp_path, Stopwatch(), str, 1, board)
+    monkeypatch.setattr(dog._ended, "wait", lambda seconds: beats.pop(0))
+    dog._beat()
+    assert board.said == 2
 
 
 @pytest.mark.processes
