@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
     job(folder, tally, asked)
     print(f"\n{tally.text()}\n\n{time.monotonic() - began:,.0f} s")
     if asked.write:
-        write(about, tally.text(), shlex.join(["python", "-m", "benchmarks.chaos", *argv]), load)
+        at = argv.index("--directory") if "--directory" in argv else len(argv)  # a place on this machine says nothing
+        write(about, tally.text(), shlex.join(["python", "-m", "benchmarks.chaos", *argv[:at], *argv[at + 2 :]]), load)
     if tally.failures:
         print(f"what failed is kept in {folder}", file=sys.stderr)
     elif asked.directory is None:
