@@ -41,6 +41,8 @@ def meet(
         ConfigError: a process is of a job of another size, or has a number that another one has.
         TryAgainError: some did not come; the port is taken; or process 0 is not there.
     """
+    if not 0 <= index < count:
+        raise ConfigError(f"mesh.process_id={index} must be less than mesh.num_processes={count}. It counts from 0.")
     host, _, port = address.rpartition(":")
     me = {"index": index, "count": count, "who": f"{os.getpid()} on {platform.node()}"}
     if index == 0:
@@ -150,9 +152,11 @@ def _report(address: str, place: tuple[str, int], me: dict[str, Any], deadline: 
             why = "it hung up"
             if said:  # else it has ended, and may be started again
                 why = "something else answers"  # as the service of a job that runs, or is about to end
-                verdict = json.loads(said)
-        except (OSError, ValueError) as error:
-            why = why if isinstance(error, ValueError) else error.strerror or str(error)
+                verdict = dict(json.loads(said))
+        except (ValueError, TypeError):
+            pass
+        except OSError as error:
+            why = error.strerror or str(error)
         if verdict is None:
             time.sleep(_RETRY)
             if time.monotonic() >= news:

@@ -42,6 +42,11 @@ def test_all_go_on_when_all_are_there_and_the_port_is_free_again(address, togeth
         pass
 
 
+def test_a_number_that_there_is_not_is_refused(address):
+    with pytest.raises(ConfigError, match=r"mesh\.process_id=2 must be less than mesh\.num_processes=2\. It counts from 0\."):
+        meet(address, 2, 2, 5)
+
+
 def test_a_job_of_one_waits_for_nobody(together):
     assert together((1, 0)) == [(1, 0)]
 
