@@ -65,7 +65,7 @@ def without_checks() -> Iterator[None]:
     """Nothing is hashed or compared."""
     patches = [
         (manager, "hash_files", sizes_only),
-        (manager, "digests", lambda tree: np.zeros((len(tree), 2), np.uint32)),
+        (manager, "digests", lambda tree: jnp.zeros((len(tree), 2), jnp.uint32)),
         (plain, "crc32", lambda *args: 0),
         (plain, "describe_damage", lambda *args: ""),
     ]
@@ -83,10 +83,11 @@ def by_orbax() -> Iterator[None]:
 
 
 def costs(directory: Path, mib: int, rounds: int) -> None:
-    """Medians over rounds, each of which does everything once, one after the other."""
+    """Medians over rounds, each of which does everything once, one after the other; with and without checks change places."""
     state = {f"w{i:02d}": jax.random.normal(jax.random.key(i), (mib // 16 << 8, 1024)) for i in range(16)}
     content = memoryview(b"".join(np.asarray(x).tobytes() for x in state.values()))
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep=1))
+    bare = Checkpoints(directory.with_name("bare"), CheckpointConfig(asynchronous=False, keep=1))
     behind = Checkpoints(directory.with_name("behind"), CheckpointConfig(asynchronous=True, keep=1))
     packed = Checkpoints(directory.with_name("packed"), CheckpointConfig(asynchronous=False, keep=1))
     packed._orbax.close()
@@ -105,22 +106,28 @@ def costs(directory: Path, mib: int, rounds: int) -> None:
     one.parent.mkdir()
     for number in range(rounds):
         note("one sequential write, fsync", functools.partial(write_one, one, content))
-        with without_checks():
-            note("save without checks", functools.partial(checkpoints.save, 2 * number, state, {}))
-        note("save", functools.partial(checkpoints.save, 2 * number + 1, state, {}))
+        for turn in (0, 1):
+            if turn == number % 2:
+                with without_checks():
+                    note("save without checks", functools.partial(bare.save, number, state, {}))
+            else:
+                note("save", functools.partial(checkpoints.save, number, state, {}))
         note("save, asynchronous: until training goes on", functools.partial(behind.save, number, state, {}))
         note("save, asynchronous: the rest, behind", behind.wait)
         note("save as before, compressed", functools.partial(packed.save, number, state, {}))
         note("one sequential read, 8 MiB at a time", functools.partial(read_one, one, None), one.parent)
         note("one sequential read, to memory of that size", lambda: read_one(one, memoryview(bytearray(mib << 20))), one.parent)
-        with without_checks():
-            note("restore without checks", functools.partial(restore, check=False), directory)
-        note("restore", restore, directory)
+        for turn in (0, 1):
+            if turn == number % 2:
+                with without_checks():
+                    note("restore without checks", functools.partial(restore, check=False), directory)
+            else:
+                note("restore", restore, directory)
         with by_orbax():
             note("restore by Orbax", restore, directory)
         note("restore as before, compressed", functools.partial(packed.restore, state), packed.directory)
         note("digests alone", functools.partial(tree_digests, state))
-    for each in (checkpoints, behind, packed):
+    for each in (checkpoints, bare, behind, packed):
         each.close()
     print(f"| what | s, median of {rounds} | least | GB/s | s of processors |\n|:--|--:|--:|--:|--:|")
     for what, all_times in times.items():

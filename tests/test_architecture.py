@@ -48,7 +48,7 @@ ROOMS_WITHOUT_JAX = ("data_pipeline", "maxtrain.config", "configs")
 
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
-MAX_CORE_LINES = 12_550  # of what a training run imports: an afternoon's reading; raise it only for a feature worth that
+MAX_CORE_LINES = 12_600  # of what a training run imports: an afternoon's reading; raise it only for a feature worth that
 
 # Calls that touch a device, the environment, the file system, the terminal or another package's settings.
 EFFECTS = re.compile(
