@@ -82,7 +82,8 @@ class Checkpoints:
         self.second = second
         self._second = SecondDirectory(self.directory, second, config.copy_keep) if second else None
         self._last = time.monotonic()  # when the last save, or this process, began
-        logging.getLogger("absl").addFilter(_not_of_orbax)
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_not_of_orbax)
         if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
             sys.unraisablehook = _without_late_writes(sys.unraisablehook)
 
@@ -416,8 +417,8 @@ def _writer(name: str) -> int:
 
 
 def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Leaves out what Orbax logs: tracebacks of failures that are raised here."""
-    return "orbax" not in record.pathname
+    """Leaves out what Orbax logs, and asyncio of its writes after the first that failed: tracebacks of what is raised here."""
+    return "orbax" not in (record.getMessage() if record.name == "asyncio" else record.pathname)
 
 
 def _without_late_writes(before: Callable[[Any], object]) -> Callable[[Any], object]:

@@ -1,6 +1,7 @@
 """Checkpoints: bitwise, onto any mesh, whole or not at all."""
 
 import json
+import logging
 import os
 import resource
 import shutil
@@ -455,3 +456,11 @@ def test_what_process_0_can_not_do_is_an_error_of_all(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"removing steps after 1 of .* failed: .*Permit that, then run") as unremoved:
         checkpoints.discard_after(1)
     assert told == [None, None, unsaved.value, unremoved.value]
+
+
+def test_writes_that_fail_after_the_first_one_are_no_tracebacks_and_other_tasks_are(tmp_path, caplog):
+    Checkpoints(tmp_path, SYNC).close()
+    for module in ("site-packages/orbax/checkpoint/serialization.py", "elsewhere.py"):
+        said = f"Task exception was never retrieved\nfuture: <Task coro=<write_fragment() done, defined at {module}:126>>"
+        logging.getLogger("asyncio").error(said)
+    assert ["elsewhere" in record.getMessage() for record in caplog.records] == [True]
