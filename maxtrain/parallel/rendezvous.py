@@ -101,17 +101,20 @@ def _receive(address: str, port: int, me: dict[str, Any], deadline: float, suffi
 
 def _enough(guests: dict[int, tuple[str, socket.socket]], suffices: Callable[[int], bool]) -> int:
     """The most of those who are here that the job can do with; 0: it can't."""
-    for index in [index for index, (_, guest) in guests.items() if _has_gone(guest)]:
-        del guests[index]
+    _forget_gone(guests)
     return next(filter(suffices, range(1 + len(guests), 0, -1)), 0)
 
 
 def _missing(guests: dict[int, tuple[str, socket.socket]], count: int) -> list[int]:
     """Who has not come; those who have gone again, which is looked at when nobody else is missing, have not."""
     if len(guests) == count - 1:
-        for index in [index for index, (_, guest) in guests.items() if _has_gone(guest)]:
-            del guests[index]
+        _forget_gone(guests)
     return [process for process in range(1, count) if process not in guests]
+
+
+def _forget_gone(guests: dict[int, tuple[str, socket.socket]]) -> None:
+    for index in [index for index, (_, guest) in guests.items() if _has_gone(guest)]:
+        del guests[index]
 
 
 def _has_gone(guest: socket.socket) -> bool:
