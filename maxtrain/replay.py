@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from data_pipeline.errors import DataError, DifferentError, UsageError, run_command
-from maxtrain.checkpoint.listing import saved_digests, saved_records
+from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.config import RunConfig
@@ -64,22 +64,22 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     if not 0 <= first < end <= max(records, default=0):
         known = f"0 to {max(records):,}" if records else "none"
         raise UsageError(f"--steps={first}:{end}: {folder} has steps {known}. Use A:B with 0 <= A < B, both among these.")
-    saved = {step: record for step, record in saved_records(folder / "checkpoints").items() if step <= end}
-    begin = max((step for step in saved if step <= first), default=0)
-    saved = {step: record for step, record in saved.items() if step >= begin}
-    stored = saved_digests(folder / "checkpoints")
+    steps = saved_steps(folder / "checkpoints")
+    begin = max((step for step in steps if step <= first), default=0)
+    steps = {step: both for step, both in steps.items() if begin <= step <= end}
+    saved = {step: array_digests(commit) for step, (commit, _) in steps.items()}
     launches = read_launches(folder)
     launch = _one_launch(launches, begin, end)
     config = _config(folder, launch, overrides)
     # Other data is replayed as well, so that the first batch that differs can be named.
     accepting = dataclasses.replace(config, data=dataclasses.replace(config.data, accept_changes=True))
-    job = open_job(accepting, saved.get(begin))
+    job = open_job(accepting, steps[begin][1] if begin in steps else None)
     findings = Findings()
     with jax.set_mesh(job.mesh):
-        state = _start(job, folder, begin, {step: stored.get(step, {}) for step in saved}, findings)
+        state = _start(job, folder, begin, saved, findings)
         now = launch_record(config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin)
         without = left_out(read_rollbacks(folder) or [])
-        _go(job, state, begin, end, without, records, stored, findings)
+        _go(job, state, begin, end, without, records, saved, findings)
     differences = launch_differences(launch, now) if launch else {}
     if findings.first() or findings.damaged:
         raise DifferentError(_verdict(folder, begin, findings, differences))

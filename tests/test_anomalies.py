@@ -23,7 +23,7 @@ from data_pipeline import prepare
 from data_pipeline.errors import StorageError
 from maxtrain import records
 from maxtrain import train as job
-from maxtrain.checkpoint.listing import saved_records
+from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks, went_with, write_rollbacks
 from maxtrain.config import load_config
@@ -310,8 +310,8 @@ def test_what_is_not_finite_is_saved_with_the_sums_by_source(config, monkeypatch
     monkeypatch.setenv("MAXTRAIN_FAILPOINT", "before_step:nan:7")
     folder = folder_of(config, "by-source")
     assert train(config, "by-source", "loss.by_source=true", "steps=10") == 0
-    saved, records = saved_records(folder / "checkpoints"), numbers(folder)
-    assert [nats for nats in saved[8]["by_source"][0] if isinstance(nats, str)] == ["nan"]
+    saved, records = saved_steps(folder / "checkpoints"), numbers(folder)
+    assert [nats for nats in saved[8][1]["by_source"][0] if isinstance(nats, str)] == ["nan"]
     shutil.rmtree(folder / "checkpoints" / "00000010")
     assert train(config, "by-source", "loss.by_source=true", "steps=10") == 0
     assert numbers(folder) == records and "loss/text" in str(records)

@@ -18,7 +18,7 @@ import yaml
 
 from data_pipeline import prepare
 from maxtrain import failpoints, signals
-from maxtrain.checkpoint.listing import saved_digests, saved_records
+from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.config import load_config
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import read_metrics
@@ -206,7 +206,7 @@ def test_stopped_anywhere_and_started_again_is_as_never_stopped(config, monkeypa
     evaluation = f", before the evaluation of {', '.join(left)}" if left else ""
     said = f"SIGTERM: stopped and saved at step {saved} of 9{evaluation}. Run the same command again to go on.\n"
     assert code == 75 and said in capsys.readouterr().err
-    (record,) = saved_records(folder / "checkpoints").values()
+    ((_, record),) = saved_steps(folder / "checkpoints").values()
     assert (record["step"], record["unevaluated"]) == (saved, left)
     for _ in range(2 if saved == 9 else 1):  # the second time, nothing is left to do
         assert train(config, monkeypatch, name, "")[0] == 0
@@ -223,4 +223,4 @@ def test_taken_back_to_before_an_evaluation_it_is_on_record_once(config, monkeyp
     monkeypatch.setattr(Records, "look", lambda *given: look(*given) or (found.pop() if found else None))
     assert train(config, monkeypatch, "back", "")[0] == 0 and not found
     assert [r["set"] for r in numbers(folder) if r["kind"] == "eval" and r["step"] == 6] == ["a", "b"]
-    assert [r["step"] for r in saved_records(folder / "checkpoints")[9]["rollbacks"]] == [8]
+    assert [r["step"] for r in saved_steps(folder / "checkpoints")[9][1]["rollbacks"]] == [8]

@@ -15,7 +15,7 @@ import pytest
 from maxtrain import failpoints
 from maxtrain import train as train_module
 from maxtrain.checkpoint import manager
-from maxtrain.checkpoint.listing import saved_digests, saved_records
+from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.config import load_config
 from maxtrain.parallel import agreement
 from maxtrain.train import main
@@ -115,7 +115,7 @@ def test_saves_by_the_clock_are_as_good_to_go_on_from(trained, monkeypatch, caps
     clock = ["checkpoint_interval=0", "checkpoint.minutes=1", "checkpoint.keep=20"]
     assert train(trained, "clocked", *clock) == 70 and "raised at after_step" in capsys.readouterr().err
     checkpoints = trained / "runs" / "clocked" / "checkpoints"
-    assert list(saved_records(checkpoints)) == [5, 10]
+    assert list(saved_steps(checkpoints)) == [5, 10]
     monkeypatch.delenv(failpoints.VARIABLE)
     assert train(trained, "clocked", *clock) == 0 and "Goes on from step 10" in capsys.readouterr().out
     assert digests(checkpoints) == digests(trained / "runs" / "whole" / "checkpoints")
@@ -137,7 +137,7 @@ def test_a_new_machine_goes_on_from_the_second_directory(trained, capfd, monkeyp
     out, err = capfd.readouterr()
     assert "00000008 is damaged" in err and "Goes on from step 8" in out and "far/moved/checkpoints" in out
     assert digests(run / "checkpoints") == digests(far / "moved" / "checkpoints")
-    assert list(saved_records(far / "moved" / "checkpoints")) == [8, 12]
+    assert list(saved_steps(far / "moved" / "checkpoints")) == [8, 12]
     shutil.rmtree(far / "moved" / "checkpoints" / "00000012")
     new = ["checkpoint.copy_keep=2", f"checkpoint.copy_to={elsewhere / 'far'}", f"output_dir={elsewhere / 'runs'}"]
     assert train(trained, "moved", *new) == 0

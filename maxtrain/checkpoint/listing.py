@@ -55,15 +55,14 @@ def latest_record(
     return found
 
 
-def saved_records(directory: Path) -> dict[int, dict[str, Any]]:
-    """The records of all complete checkpoints below a directory by step, ascending; StorageError: one can't be read."""
-    return {step: read_record(path) for step, path in complete(directory.expanduser()).items()}
+def saved_steps(directory: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+    """What `read_step` gives for all complete checkpoints below a directory, by step; StorageError: one can't be read."""
+    return {step: read_step(path) for step, path in complete(directory.expanduser()).items()}
 
 
 def saved_digests(directory: Path) -> dict[int, dict[str, str]]:
     """The digests of all arrays by name, of each complete checkpoint below a directory that has them, by step, ascending."""
-    steps = {step: read_step(path)[0] for step, path in complete(directory.expanduser()).items()}
-    return {step: arrays for step, commit in steps.items() if (arrays := array_digests(commit))}
+    return {step: arrays for step, (commit, _) in saved_steps(directory).items() if (arrays := array_digests(commit))}
 
 
 def array_digests(commit: dict[str, Any]) -> dict[str, str]:

@@ -46,10 +46,10 @@ from maxtrain.checkpoint.integrity import (
 )
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.checkpoint.listing import aligned, as_storage_error, complete, read_step
-from maxtrain.checkpoint.plain import read_plain
+from maxtrain.checkpoint.plain import Arrived, read_plain
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
-from maxtrain.ops.digest import by_name, digests, leaf_names, tree_digests
+from maxtrain.ops.digest import Digester, by_name, digests, leaf_names
 from maxtrain.parallel.agreement import await_first, gather, raise_together, report
 
 _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__}
@@ -118,13 +118,15 @@ class Checkpoints:
         text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
         arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
-        words = digests(state)  # the device works on them while files are written
-        if jax.process_count() > 1 and jax.default_backend() == "cpu":
-            words.block_until_ready()  # before another program that talks to other processes; see `gather`
         with self._saving(step):
-            # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
-            # good: jax does not reuse the buffer of a donated array that somebody still reads.
-            self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
+            try:
+                # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
+                # good: jax does not reuse the buffer of a donated array that somebody still reads.
+                self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
+            finally:  # all processes make them together, even where one of them can't write
+                words = digests(state)  # the device works on them while files are written, which began before
+                if jax.process_count() > 1 and jax.default_backend() == "cpu":
+                    words.block_until_ready()  # before another program that talks to other processes; see `gather`
         self._pending = self._thread.submit(self._commit, step, text, arrays, words, next(self._numbers))
         if not self._config.asynchronous:
             self.wait()
@@ -157,12 +159,17 @@ class Checkpoints:
         stored = [commit["arrays"][name].get("stored", name) for name in names]
         targets = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for n, x, s in zip(stored, leaves, shardings)}
         advice = f"Remove or rename {path} to go on from the checkpoint before it."
+        digester = Digester(sum(target.size * target.dtype.itemsize for target in targets.values()))
+        # Digests of arrays of many processes need them all, and one may fail to read the next array: not before all have.
+        early = digester.add if check and jax.process_count() == 1 else None
         with as_storage_error(f"reading the checkpoint {path}", advice):
-            arrays = self._read(path, commit, targets, partial)
-        restored = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
-        if check:
-            self._check_arrays(path, commit, restored)
-        return restored, record
+            arrays = self._read(path, commit, targets, early)
+        found = digester.finish(arrays) if check else {}
+        for name, there in zip(names, stored):
+            expected = commit["arrays"][name].get("digest")  # steps of format 1 have none
+            if check and expected not in (None, found[there]):
+                raise DamagedError(path, f"array {name}: digest {expected} was saved, {found[there]} was read")
+        return jax.tree.unflatten(treedef, [arrays[name] for name in stored]), record
 
     def require_space(self, abstract_state: PyTree) -> str:
         """A warning if the disk has no space for all checkpoints that are kept at once; empty if it has.
@@ -302,15 +309,16 @@ class Checkpoints:
         remove_step(self._path(step), lambda: failpoints.hit("during_removal", step))
 
     def _read(
-        self, path: Path, commit: dict[str, Any], targets: dict[str, jax.ShapeDtypeStruct], partial: bool
+        self, path: Path, commit: dict[str, Any], targets: dict[str, jax.ShapeDtypeStruct], arrived: Arrived | None
     ) -> dict[str, jax.Array]:
         """The arrays of a step; DamagedError in all processes if one finds damage to a file.
 
         Plain files are checked while they are read; others, of which every process takes a share, before Orbax reads them.
+        `arrived` is told of arrays while others are read.
         """
         what, error, arrays = "", None, None
         try:
-            arrays, what = read_plain(path, commit["files"], targets)
+            arrays, what = read_plain(path, commit["files"], targets, arrived)
             if arrays is None and not what:
                 what = find_damage(path, commit["files"], jax.process_index(), jax.process_count())
         except OSError as problem:
@@ -321,16 +329,9 @@ class Checkpoints:
         if what:
             raise DamagedError(path, what)
         if arrays is None:
-            how = ocp.args.PyTreeRestore(targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=partial)
+            how = ocp.args.PyTreeRestore(targets, ocp.checkpoint_utils.construct_restore_args(targets), partial_restore=True)
             arrays = self._orbax.restore(path / "arrays", args=how)
         return arrays
-
-    def _check_arrays(self, path: Path, commit: dict[str, Any], restored: PyTree[jax.Array]) -> None:
-        """Holds the arrays on the device against the digests of what was saved; steps of format 1 have none."""
-        for name, found in tree_digests(restored).items():
-            expected = commit["arrays"][name].get("digest", found)
-            if found != expected:
-                raise DamagedError(path, f"array {name}: digest {expected} was saved, {found} was read")
 
     def _saving(self, step: int) -> contextlib.AbstractContextManager[None]:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,9 @@ from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, Files, descr
 _ALIGNMENT = 64  # bytes; what lies so, a CPU device takes as it is
 
 
+Arrived = Callable[[str, jax.Array], object]  # is told the name of an array, and the array
+
+
 class Piece(NamedTuple):
     """A file with a part of an array, in C order: its name, and the part that it has."""
 
@@ -32,9 +35,11 @@ class Piece(NamedTuple):
 
 
 def read_plain(
-    path: Path, files: Files, targets: Mapping[str, jax.ShapeDtypeStruct]
+    path: Path, files: Files, targets: Mapping[str, jax.ShapeDtypeStruct], arrived: Arrived | None = None
 ) -> tuple[dict[str, jax.Array] | None, str]:
     """The arrays as asked for, None if they do not lie in plain files; and what is wrong with the files, empty if nothing is.
+
+    `arrived` is called with each array that is there while others are read; one of a damaged file may be among them.
 
     A process reads, of the large files, those with parts that its devices hold, and all small ones; what it has read of damaged
     files is of no use. OSError: one can't be read.
@@ -47,7 +52,7 @@ def read_plain(
         return None, what
     found = {name: _pieces(path, files, name) for name in targets}
     pieces = {name: pieces for name, pieces in found.items() if pieces is not None}
-    return _read(path, files, pieces, targets) if len(pieces) == len(targets) else (None, "")
+    return _read(path, files, pieces, targets, arrived) if len(pieces) == len(targets) else (None, "")
 
 
 def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
@@ -68,7 +73,11 @@ def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
 
 
 def _read(
-    path: Path, files: Files, pieces: Mapping[str, list[Piece]], targets: Mapping[str, jax.ShapeDtypeStruct]
+    path: Path,
+    files: Files,
+    pieces: Mapping[str, list[Piece]],
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    arrived: Arrived | None,
 ) -> tuple[dict[str, jax.Array], str]:
     arrays, damage = {}, []
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
@@ -82,6 +91,8 @@ def _read(
                 damage += filter(None, [future.result() for future in futures])
                 plan.spread(piece, flat)
             arrays[name] = plan.to_array()
+            if arrived:
+                arrived(name, arrays[name])
     return arrays, min(damage, default="")
 
 

@@ -9,7 +9,7 @@ constants would be cheaper, but would not see that the signs of two elements cha
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from maxtrain.parallel.sharding import constrain
 
 # Source: Appleby 2011, MurmurHash3's fmix32; Wellons 2018, https://github.com/skeeto/hash-prospector, lowbias32.
 _MURMUR, _LOWBIAS = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x7FEB352D, 15, 0x846CA68B, 16)
+_FEW_BYTES = 16 << 20  # are digested together
 
 
 def _mix(x: Array, constants: tuple[int, int, int, int, int]) -> Array:
@@ -90,6 +91,36 @@ def hash_text(words: ArrayLike) -> str:
 def tree_digests(tree: PyTree[Array]) -> dict[str, str]:
     """The digest of every leaf by its name, as 16 hex digits; waits for the device."""
     return by_name(leaf_names(tree), digests(tree))
+
+
+class Digester:
+    """Digests of named arrays that come one after another: the device works on some while others are awaited.
+
+    There is a program for about every eighth of the bytes, so that few are compiled, and one for all if they are few bytes.
+    """
+
+    def __init__(self, total_bytes: int):
+        self._at_once = max(total_bytes // 8, _FEW_BYTES)
+        self._waiting: dict[str, Array] = {}
+        self._begun: list[tuple[list[str], UInt32[Array, "leaves 2"]]] = []
+
+    def add(self, name: str, array: Array) -> None:
+        """Takes one array, and doesn't wait for the device."""
+        self._waiting[name] = array
+        if sum(waiting.nbytes for waiting in self._waiting.values()) >= self._at_once:
+            self._begin()
+
+    def finish(self, arrays: Mapping[str, Array]) -> dict[str, str]:
+        """The digest of every array, as 16 hex digits, of which any may have been added before; waits for the device."""
+        begun = {name for names, _ in self._begun for name in names}
+        self._waiting.update((name, array) for name, array in arrays.items() if name not in begun)
+        self._begin()
+        return {name: word for names, words in self._begun for name, word in by_name(names, words).items()}
+
+    def _begin(self) -> None:
+        if self._waiting:
+            self._begun.append((list(self._waiting), digests(list(self._waiting.values()))))
+        self._waiting = {}
 
 
 def by_name(names: Sequence[str], words: UInt32[Array, "leaves 2"]) -> dict[str, str]:

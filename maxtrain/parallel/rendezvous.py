@@ -79,8 +79,8 @@ def _receive(address: str, port: int, me: dict[str, Any], deadline: float, suffi
                 guest = held.enter_context(listener.accept()[0])
                 guest.settimeout(5)
                 said = json.loads(guest.makefile("rb").readline(4096))
-                index, who = int(said["index"]), str(said["who"])
-                error = error or _misfit(address, said, me, guests)
+                index, count_there, who = int(said["index"]), int(said["count"]), str(said["who"])
+                error = error or _misfit(address, index, count_there, who, me, guests)
                 guests[-len(guests) - 1 if error else index] = who, guest  # one that does not fit is told so as well
         count = count or me["count"]
         for place, index in enumerate(sorted(guests), 1):
@@ -130,10 +130,9 @@ def _has_gone(guest: socket.socket) -> bool:
 
 
 def _misfit(
-    address: str, said: dict[str, Any], me: dict[str, Any], guests: dict[int, tuple[str, socket.socket]]
+    address: str, index: int, count: int, who: str, me: dict[str, Any], guests: dict[int, tuple[str, socket.socket]]
 ) -> UserError | None:
     """What is wrong with one that came."""
-    index, count, who = int(said["index"]), int(said["count"]), str(said["who"])
     if count != me["count"]:
         rule = f"process {index} ({who}) is one of {count}, and process 0 ({me['who']}) one of {me['count']}"
         return ConfigError(f"mesh.num_processes: {rule}. Give all processes at mesh.coordinator={address} the same number.")

@@ -13,6 +13,7 @@ from data_pipeline.errors import DamagedError
 from maxtrain.checkpoint import integrity, manager, plain
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
+from maxtrain.ops import digest
 
 SYNC = CheckpointConfig(asynchronous=False, keep=100)
 DTYPES = ["float32", "bfloat16", "int32", "bool", "uint8", "float8_e4m3fn"]
@@ -86,5 +87,26 @@ def test_compressed_arrays_and_those_of_several_processes_are_read_too(tmp_path,
     )
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     with pytest.raises(DamagedError, match=file.name):
+        checkpoints.restore(state)
+    checkpoints.close()
+
+
+def test_digests_are_made_while_others_are_read_and_one_that_is_wrong_is_noticed(tmp_path, monkeypatch):
+    state = {f"w{i}": jnp.full((4, 4), i, jnp.float32) for i in range(16)}
+    checkpoints = Checkpoints(tmp_path, SYNC)
+    checkpoints.save(1, state, {})
+    events, to_array, begin = [], plain._Plan.to_array, digest.digests
+    monkeypatch.setattr(digest, "_FEW_BYTES", 0)
+    monkeypatch.setattr(plain._Plan, "to_array", lambda plan: events.append("read") or to_array(plan))
+    monkeypatch.setattr(digest, "digests", lambda tree: events.append(f"digest {len(tree)}") or begin(tree))
+    assert bits(checkpoints.restore(state)[0]) == bits(state)
+    assert events == ["read", "read", "digest 2"] * 8
+    checkpoints.restore(state, check=False)
+    assert events[24:] == ["read"] * 16
+    path = tmp_path / "00000001"
+    commit = integrity.read_commit(path)
+    commit["arrays"]["w3"]["digest"] = "0123456789abcdef"
+    (path / "commit.json").write_bytes(integrity.encode_commit(commit))
+    with pytest.raises(DamagedError, match=r"array w3: digest 0123456789abcdef was saved, [0-9a-f]{16} was read"):
         checkpoints.restore(state)
     checkpoints.close()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtrain.ops.digest import _compiled, digest, digests, hash_text, leaf_names, tree_digests
+from maxtrain.ops.digest import Digester, _compiled, digest, digests, hash_text, leaf_names, tree_digests
 
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.int16, np.uint8, np.uint32, np.int8, np.bool_]
 DTYPES += [ml_dtypes.float8_e4m3fn]
@@ -133,3 +133,21 @@ def test_a_tree_has_a_digest_for_each_leaf_and_one_for_all():
     assert len(hash_text(words)) == 16 and hash_text(words) != hash_text(words[::-1])
     changed = digests(tree | {"a": jnp.ones((), jnp.int32)})
     assert hash_text(changed) != hash_text(words) == hash_text(np.asarray(words))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    sizes=st.lists(st.integers(0, 5), max_size=8),
+    few=st.sampled_from([0, 20, 10**6]),
+    before=st.sets(st.integers(0, 7)),
+)
+def test_arrays_that_come_one_after_another_have_the_digests_of_the_tree(sizes, few, before):
+    tree = {f"w{i}": jnp.arange(size, dtype=jnp.int32) for i, size in enumerate(sizes)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("maxtrain.ops.digest._FEW_BYTES", few)
+        digester = Digester(sum(x.nbytes for x in tree.values()))
+        for i, (name, array) in enumerate(tree.items()):
+            if i in before:
+                digester.add(name, array)
+        found = digester.finish(tree)
+    assert found == (tree_digests(tree) if tree else {})
