@@ -1,6 +1,6 @@
 """Saving and restoring beside the disk's own speed, with and without checks, in turns; and flipped bits: how many are silent.
 
-    python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--flips 1000] [--directory DIR]
+    python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--pairs 20] [--flips 1000] [--directory DIR]
 
 prints the tables of benchmarks/results/checkpoint.md.
 """
@@ -82,58 +82,84 @@ def by_orbax() -> Iterator[None]:
         yield
 
 
-def costs(directory: Path, mib: int, rounds: int) -> None:
-    """Medians over rounds, each of which does everything once, one after the other; with and without checks change places."""
-    state = {f"w{i:02d}": jax.random.normal(jax.random.key(i), (mib // 16 << 8, 1024)) for i in range(16)}
-    content = memoryview(b"".join(np.asarray(x).tobytes() for x in state.values()))
-    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep=1))
-    bare = Checkpoints(directory.with_name("bare"), CheckpointConfig(asynchronous=False, keep=1))
-    behind = Checkpoints(directory.with_name("behind"), CheckpointConfig(asynchronous=True, keep=1))
-    packed = Checkpoints(directory.with_name("packed"), CheckpointConfig(asynchronous=False, keep=1))
-    packed._orbax.close()
-    packed._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())  # compressed, in few files
-    times: dict[str, list[tuple[float, float]]] = {}
+def make_state(mib: int) -> dict[str, jax.Array]:
+    return {f"w{i:02d}": jax.random.normal(jax.random.key(i), (mib // 16 << 8, 1024)) for i in range(16)}
 
-    def note(what: str, job: Callable[[], object], cold: Path | None = None) -> None:
+
+class Times:
+    """Seconds, and those of the processors, of everything that is done more than once."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, list[tuple[float, float]]] = {}
+
+    def note(self, what: str, job: Callable[[], object], cold: Path | None = None) -> None:
         if cold:
             forget(cold)
         begin, cpu = time.perf_counter(), time.process_time()
         jax.block_until_ready(job())
-        times.setdefault(what, []).append((time.perf_counter() - begin, time.process_time() - cpu))
-        print(f"{what}: {times[what][-1][0]:.2f} s", file=sys.stderr, flush=True)
+        self.all.setdefault(what, []).append((time.perf_counter() - begin, time.process_time() - cpu))
+        print(f"{what}: {self.all[what][-1][0]:.2f} s", file=sys.stderr, flush=True)
 
+    def table(self, mib: int) -> Iterator[str]:
+        yield "| what | times | s, median | quarter below | least | GB/s | s of processors |\n|:--|--:|--:|--:|--:|--:|--:|"
+        for what, times in self.all.items():
+            walls, cpu = sorted(wall for wall, _ in times), statistics.median(cpu for _, cpu in times)
+            wall, quarter, least = statistics.median(walls), walls[len(walls) // 4], walls[0]
+            speed = mib / 1024 * 1.0737 / wall
+            yield f"| {what} | {len(times)} | {wall:.2f} | {quarter:.2f} | {least:.2f} | {speed:.2f} | {cpu:.2f} |"
+
+
+def costs(directory: Path, mib: int, rounds: int) -> None:
+    """Each round does everything once, one after the other."""
+    state = make_state(mib)
+    content = memoryview(b"".join(np.asarray(x).tobytes() for x in state.values()))
+    checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep=1))
+    behind = Checkpoints(directory.with_name("behind"), CheckpointConfig(asynchronous=True, keep=1))
+    packed = Checkpoints(directory.with_name("packed"), CheckpointConfig(asynchronous=False, keep=1))
+    packed._orbax.close()
+    packed._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())  # compressed, in few files
+    times = Times()
     one, restore = directory.with_name("one") / "file", functools.partial(checkpoints.restore, state)
     one.parent.mkdir()
     for number in range(rounds):
-        note("one sequential write, fsync", functools.partial(write_one, one, content))
-        for turn in (0, 1):
-            if turn == number % 2:
-                with without_checks():
-                    note("save without checks", functools.partial(bare.save, number, state, {}))
-            else:
-                note("save", functools.partial(checkpoints.save, number, state, {}))
-        note("save, asynchronous: until training goes on", functools.partial(behind.save, number, state, {}))
-        note("save, asynchronous: the rest, behind", behind.wait)
-        note("save as before, compressed", functools.partial(packed.save, number, state, {}))
-        note("one sequential read, 8 MiB at a time", functools.partial(read_one, one, None), one.parent)
-        note("one sequential read, to memory of that size", lambda: read_one(one, memoryview(bytearray(mib << 20))), one.parent)
-        for turn in (0, 1):
-            if turn == number % 2:
-                with without_checks():
-                    note("restore without checks", functools.partial(restore, check=False), directory)
-            else:
-                note("restore", restore, directory)
+        times.note("one sequential write, fsync", functools.partial(write_one, one, content))
+        times.note("save", functools.partial(checkpoints.save, number, state, {}))
+        times.note("save, asynchronous: until training goes on", functools.partial(behind.save, number, state, {}))
+        times.note("save, asynchronous: the rest, behind", behind.wait)
+        times.note("save as before, compressed", functools.partial(packed.save, number, state, {}))
+        times.note("one sequential read, 8 MiB at a time", functools.partial(read_one, one, None), one.parent)
+        fresh = "one sequential read, to memory of that size"
+        times.note(fresh, lambda: read_one(one, memoryview(bytearray(mib << 20))), one.parent)
+        times.note("restore", restore, directory)
         with by_orbax():
-            note("restore by Orbax", restore, directory)
-        note("restore as before, compressed", functools.partial(packed.restore, state), packed.directory)
-        note("digests alone", functools.partial(tree_digests, state))
-    for each in (checkpoints, bare, behind, packed):
+            times.note("restore by Orbax", restore, directory)
+        times.note("restore as before, compressed", functools.partial(packed.restore, state), packed.directory)
+        times.note("digests alone", functools.partial(tree_digests, state))
+    for each in (checkpoints, behind, packed):
         each.close()
-    print(f"| what | s, median of {rounds} | least | GB/s | s of processors |\n|:--|--:|--:|--:|--:|")
-    for what, all_times in times.items():
-        wall, cpu = (statistics.median(column) for column in zip(*all_times))
-        least = min(wall for wall, _ in all_times)
-        print(f"| {what} | {wall:.2f} | {least:.2f} | {mib / 1024 * 1.0737 / wall:.2f} | {cpu:.2f} |")
+    print("\n".join(times.table(mib)))
+
+
+def checks(directory: Path, mib: int, pairs: int) -> None:
+    """Saves and then restores, with checks and without in turns, and nothing else between them: the first pair warms up."""
+    state, times = make_state(mib), Times()
+    config = CheckpointConfig(asynchronous=False, keep=1)
+    places = {what: Checkpoints(directory / what.replace(" ", "-"), config) for what in ("without checks", "with checks")}
+    orders = [list(places.items())[:: 1 - 2 * (number % 2)] for number in range(1 + pairs)]
+    for job in ("save", "restore"):
+        for number, order in enumerate(orders):
+            noted = times if number else Times()
+            for what, checkpoints in order:
+                bare = what == "without checks"
+                with without_checks() if bare else contextlib.nullcontext():
+                    if job == "save":
+                        noted.note(f"save {what}", functools.partial(checkpoints.save, number, state, {}))
+                    else:
+                        restore = functools.partial(checkpoints.restore, state, check=not bare)
+                        noted.note(f"restore {what}", restore, checkpoints.directory)
+    for each in places.values():
+        each.close()
+    print("\n" + "\n".join(times.table(mib)))
 
 
 def damage(directory: Path, count: int) -> None:
@@ -175,12 +201,16 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.checkpoint", description=__doc__)
     parser.add_argument("--mib", type=int, default=1024, help="size of the state, a multiple of 16 (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pairs", type=int, default=20, help="with checks and without (default: %(default)s)")
     parser.add_argument("--flips", type=int, default=1000)
     parser.add_argument("--directory", help="where to write (default: the system's temporary directory)")
     asked = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}; {asked.mib:,} MiB\n")
     with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
-        costs(Path(folder, "costs"), asked.mib, asked.rounds)
+        if asked.rounds:
+            costs(Path(folder, "costs"), asked.mib, asked.rounds)
+        if asked.pairs:
+            checks(Path(folder, "checks"), asked.mib, asked.pairs)
         if asked.flips:
             damage(Path(folder, "damage"), asked.flips)
     print(f"\nload at the end {os.getloadavg()[0]:.1f}")

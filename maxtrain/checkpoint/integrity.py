@@ -7,9 +7,10 @@ would read flipped bits without a word. What the arrays themselves must hold is 
 
 import concurrent.futures
 import json
+import mmap
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +79,10 @@ def defect(path: Path) -> str:
 
 
 def hash_files(path: Path, names: Iterable[str]) -> Files:
-    """Size and block hashes of files below a directory, by several threads. OSError: one can't be read."""
+    """Size and block hashes of files below a directory that were just written, by several threads."""
     files = {name: {"bytes": (path / name).stat().st_size, "crc32": []} for name in names}
     blocks = [(name, start) for name, entry in files.items() for start in range(0, entry["bytes"], BLOCK_BYTES)]
-    for (name, _), crc in zip(blocks, _hash_blocks(path, blocks), strict=True):
+    for (name, _), crc in zip(blocks, _hash_blocks(path, blocks, _hash_written), strict=True):
         files[name]["crc32"].append(crc)
     return files
 
@@ -92,7 +93,7 @@ def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
     Files of format 1 have no hashes and pass. OSError: one can't be read.
     """
     expected = [(name, i, crc) for name, entry in files.items() for i, crc in enumerate(entry.get("crc32", []))][part::parts]
-    found = _hash_blocks(path, [(name, i * BLOCK_BYTES) for name, i, _ in expected])
+    found = _hash_blocks(path, [(name, i * BLOCK_BYTES) for name, i, _ in expected], _hash_block)
     told = (describe_damage(name, files[name], i, now) for (name, i, _), now in zip(expected, found, strict=True))
     return next(filter(None, told), "")
 
@@ -104,9 +105,17 @@ def describe_damage(name: str, entry: dict[str, Any], block: int, now: str) -> s
     return f"{name}, bytes {start:,} to {end:,}: crc32 {crc} was written, {now} is there" if crc != now else ""
 
 
-def _hash_blocks(path: Path, blocks: list[tuple[str, int]]) -> list[str]:
+def _hash_blocks(path: Path, blocks: list[tuple[str, int]], hash_block: Callable[[Path, int], str]) -> list[str]:
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return list(threads.map(lambda block: _hash_block(path / block[0], block[1]), blocks))
+        return list(threads.map(lambda block: hash_block(path / block[0], block[1]), blocks))
+
+
+def _hash_written(path: Path, start: int) -> str:
+    """As `_hash_block`, where the kernel has it: a third faster than a copy. What a disk doesn't give would end the process."""
+    with path.open("rb") as file:
+        length = min(BLOCK_BYTES, path.stat().st_size - start)
+        with mmap.mmap(file.fileno(), length, prot=mmap.PROT_READ, offset=start) as block:
+            return f"{crc32(block):08x}"
 
 
 def _hash_block(path: Path, start: int) -> str:

@@ -52,7 +52,23 @@ def read_plain(
         return None, what
     found = {name: _pieces(path, files, name) for name in targets}
     pieces = {name: pieces for name, pieces in found.items() if pieces is not None}
-    return _read(path, files, pieces, targets, arrived) if len(pieces) == len(targets) else (None, "")
+    if len(pieces) < len(targets):
+        return None, ""
+    arrays, damage = {}, []
+    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        plans = {name: _Plan(target, pieces[name]) for name, target in targets.items()}
+        jobs = {
+            name: [(piece, flat, _submit(threads, path, files, piece, flat)) for piece, flat in plan.reads]
+            for name, plan in plans.items()
+        }
+        for name, plan in plans.items():
+            for piece, flat, futures in jobs.pop(name):
+                damage += filter(None, [future.result() for future in futures])
+                plan.spread(piece, flat)
+            arrays[name] = plan.to_array()
+            if arrived:
+                arrived(name, arrays[name])
+    return arrays, min(damage, default="")
 
 
 def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
@@ -70,30 +86,6 @@ def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
         part = tuple(slice(i * c, (i + 1) * c) for i, c in zip(place, chunks))
         pieces.append(Piece(f"{folder}/{zarr.get('dimension_separator', '.').join(map(str, place)) or '0'}", part))
     return pieces if all(piece.file in files for piece in pieces) else None
-
-
-def _read(
-    path: Path,
-    files: Files,
-    pieces: Mapping[str, list[Piece]],
-    targets: Mapping[str, jax.ShapeDtypeStruct],
-    arrived: Arrived | None,
-) -> tuple[dict[str, jax.Array], str]:
-    arrays, damage = {}, []
-    with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        plans = {name: _Plan(target, pieces[name]) for name, target in targets.items()}
-        jobs = {
-            name: [(piece, flat, _submit(threads, path, files, piece, flat)) for piece, flat in plan.reads]
-            for name, plan in plans.items()
-        }
-        for name, plan in plans.items():
-            for piece, flat, futures in jobs.pop(name):
-                damage += filter(None, [future.result() for future in futures])
-                plan.spread(piece, flat)
-            arrays[name] = plan.to_array()
-            if arrived:
-                arrived(name, arrays[name])
-    return arrays, min(damage, default="")
 
 
 class _Plan:

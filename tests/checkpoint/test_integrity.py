@@ -1,6 +1,7 @@
 """Damage of any kind to a checkpoint is noticed, by file and array, and nothing that is whole is refused."""
 
 import json
+import mmap
 import os
 import random
 import shutil
@@ -147,9 +148,9 @@ def test_files_of_another_step_are_noticed(checkpoints):
 
 
 def test_blocks_are_hashed_apart_and_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(integrity, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", mmap.PAGESIZE)
     monkeypatch.setattr(integrity, "CHUNK_BYTES", 300)
-    (tmp_path / "a").write_bytes(bytes(range(256)) * 10)
+    (tmp_path / "a").write_bytes(random.Random(1).randbytes(2 * mmap.PAGESIZE + 500))
     (tmp_path / "empty").touch()
     files = hash_files(tmp_path, ["a", "empty"])
     assert [len(files[name]["crc32"]) for name in ("a", "empty")] == [3, 0]
