@@ -124,9 +124,11 @@ def test_zero_prints_a_row_for_each_stage_and_later_ones_hold_less(monkeypatch, 
 
 
 def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(monkeypatch, capsys, tmp_path):
-    words = ["checkpoint", "--mib", "16", "--rounds", "1", "--flips", "10", "--directory", str(tmp_path)]
+    words = ["checkpoint", "--mib", "16", "--rounds", "1", "--pairs", "1", "--flips", "10", "--directory", str(tmp_path)]
     monkeypatch.setattr("sys.argv", words)
     assert checkpoint.main() == 0
     shown = capsys.readouterr().out
-    assert re.search(r"\| restore \| [\d.]+ \| [\d.]+ \| [\d.]+ \| [\d.]+ \|\n\| restore by Orbax", shown)
+    figures = r" \| 1( \| [\d.]+){5} \|\n"
+    assert re.search(rf"\| restore{figures}\| restore by Orbax{figures}", shown)
+    assert re.search(rf"\| restore with checks{figures}\| restore without checks{figures}", shown)
     assert "| flipped bit | 10 | 10 | 0 |" in shown and "| removed | 2 | 2 | 0 |" in shown
