@@ -1,10 +1,11 @@
-"""What the checks that are on by default cost in a training step: side by side, in one run, taking turns step by step.
+"""What checks cost in a training step, those that are on by default and those of `integrity`: taking turns step by step.
 
     python -m benchmarks.checks [--write] [--steps 12]
 
 The step is that of benchmarks.train_step in bfloat16. The bare one has the watch on anomalies replaced by constants; digests
 of parameters and batch are taken once per record, of which there is one in LOG_INTERVAL steps; the invariants of a batch are
-checked on the host while the device is at work, so that they cost a step nothing unless the host is the slower one.
+checked on the host while the device is at work, so that they cost a step nothing unless the host is the slower one. The
+checks of `integrity` are made once in INTEGRITY_INTERVAL steps; what copies between devices cost to compare is their digests.
 """
 
 import argparse
@@ -23,13 +24,15 @@ import numpy as np
 
 from benchmarks.train_step import LENGTH, MODEL, ROWS, Variant, processor
 from data_pipeline.guard import check_batch
-from maxtrain.config.schema import ANOMALIES, RunConfig
+from maxtrain.config.schema import ANOMALIES, IntegrityConfig, RunConfig
 from maxtrain.ops.digest import digests
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
+from maxtrain.training.integrity import Integrity
 from maxtrain.training.watch import Verdict
 
 RESULTS = Path(__file__).parent / "results" / "checks.md"
 LOG_INTERVAL = RunConfig().log_interval
+INTEGRITY_INTERVAL = 100
 
 
 def _no_judge(watch: Any, *_: Any) -> Verdict:
@@ -51,12 +54,16 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
     with mock.patch("maxtrain.training.step.judge", _no_judge):
         bare = Variant("bfloat16", "none")
     watched = Variant("bfloat16", "none")
+    mesh = watched.batch["inputs"].sharding.mesh
+    integrity = Integrity(IntegrityConfig(replicas_interval=INTEGRITY_INTERVAL, repeat_interval=INTEGRITY_INTERVAL), mesh)
     host = {name: np.asarray(x) for name, x in watched.batch.items()}
     calls: dict[str, Callable[[], Any]] = {
         "bare": bare.run,
         "watched": watched.run,
         "digests": lambda: (digests(watched.state.params), digests(watched.batch)),
         "guard": lambda: check_batch(host, MODEL.vocab_size or 0, str),
+        "copies": lambda: integrity.check(INTEGRITY_INTERVAL, watched.state),
+        "again": lambda: integrity.repeat(INTEGRITY_INTERVAL, watched.compiled, watched.state, watched.batch),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for step in range(steps + 2):
@@ -64,13 +71,19 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
             seconds[name].append(call() if name in ("bare", "watched") else _seconds(call))
         print(f"step {step + 1} of {steps + 2}", file=sys.stderr)
     step, watch = (np.array(seconds[name][2:]) for name in ("bare", "watched"))
-    digest, guard = (statistics.median(seconds[name][2:]) for name in ("digests", "guard"))
+    digest, guard, copies, again = (statistics.median(seconds[name][2:]) for name in ("digests", "guard", "copies", "again"))
     base = float(np.median(step))
     return [
         ("bare step", base, 0.0),
         ("step with the watch on anomalies", float(np.median(watch)), float(np.median(watch / step)) - 1),
         (f"digests of parameters and batch, once in {LOG_INTERVAL} steps", digest, digest / base / LOG_INTERVAL),
         ("invariants of a batch, on the host meanwhile", guard, guard / base),
+        (f"integrity.replicas_interval={INTEGRITY_INTERVAL}: copies compared", copies, copies / base / INTEGRITY_INTERVAL),
+        (
+            f"integrity.repeat_interval={INTEGRITY_INTERVAL}: a step made again and compared",
+            again + copies,
+            (again + copies) / base / INTEGRITY_INTERVAL,
+        ),
     ]
 
 

@@ -31,6 +31,7 @@ def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert re.search(r"\| bare step \| [\d.]+ \| \+0.00% \|", shown)
     assert re.search(r"watch on anomalies \| [\d.,]+ \| [+-]", shown) and "once in 10 steps" in shown
+    assert re.search(r"replicas_interval=100: [^|]+\| [\d.]+ \| \+", shown) and "repeat_interval=100: a step made" in shown
 
 
 def test_kind_tells_attention_from_head_and_weights():
