@@ -6,10 +6,12 @@ Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try 
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 _LASTING = {None, errno.EACCES, errno.EPERM, errno.EINVAL, errno.EISDIR, errno.ENOTDIR}  # of a file itself
 _PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
@@ -103,6 +105,17 @@ def blame_storage(path: str, error: Exception) -> None:
     if passing:
         mend = "Look at the disk or network file system that it is on, then run the same command again: it goes on where it was"
         raise StorageError(f"{path}: can't be read now ({reason}). {mend}.") from error
+
+
+def end_at_signals() -> None:
+    """Until somebody else handles them, SIGINT and SIGTERM end this process with exit 75: there is nothing to save yet."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, f"{signal.Signals(number).name}: nothing is left to save. Run the same command again.\n".encode())
+        os._exit(TryAgainError.exit_code)  # an exception would be a traceback of whatever is being imported
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end)
 
 
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:

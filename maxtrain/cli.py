@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from data_pipeline.errors import UsageError
+from data_pipeline.errors import UsageError, end_at_signals
 from maxtrain import __version__
 
 VERBS = {
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from maxtrain import show_plan
 
             return show_plan.main(config)
+        if argv is None:
+            end_at_signals()  # which may come while the next line takes seconds
         from maxtrain import train
 
         return train.main(config)

@@ -6,9 +6,11 @@ save] -> finish. The same command goes on where a stopped run was, to the same n
 
 import sys
 
+from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, to_yaml
 
-if __name__ == "__main__":  # before jax is imported, so that --help and config errors come at once
+if __name__ == "__main__":  # before jax is imported, so that --help, config errors and the end by a signal come at once
+    end_at_signals()
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
 
 import contextlib
@@ -21,14 +23,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import (
-    DamagedError,
-    DivergedError,
-    LostProcessError,
-    StorageError,
-    TryAgainError,
-    run_command,
-)
+from data_pipeline.errors import DamagedError, DivergedError, LostProcessError, StorageError, TryAgainError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_record, second_of

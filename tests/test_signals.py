@@ -148,6 +148,23 @@ def test_a_process_ends_even_if_python_does_not_get_to_it(grace, phase, sent, co
     assert process.returncode == code and said in err
 
 
+@pytest.mark.processes
+@pytest.mark.parametrize("number", StopRequest.SIGNALS, ids=lambda n: n.name)
+@pytest.mark.parametrize("command", [["-m", "maxtrain.train"], ["-m", "maxtrain.cli", "train"]], ids=lambda words: words[1])
+def test_while_it_is_imported_a_signal_ends_it_without_a_traceback(config, command, number):
+    words = [sys.executable, "-X", "importtime", *command, f"config={config}"]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr
+            assert any(line.split()[-1] == "jax.version" for line in process.stderr), "the first of jax's modules"
+            process.send_signal(number)
+            lines = process.communicate(timeout=60)[1].splitlines()
+        finally:
+            process.kill()
+    said = [line for line in lines if not line.startswith("import time:")]
+    assert (process.returncode, said) == (75, [f"{number.name}: nothing is left to save. Run the same command again."])
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     """9 steps of a tiny model, evaluated every 3 on two sets; no checkpoint but where it stops."""

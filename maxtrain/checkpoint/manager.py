@@ -35,15 +35,7 @@ import maxtrain
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from maxtrain import failpoints
 from maxtrain.checkpoint.copying import remove_step
-from maxtrain.checkpoint.integrity import (
-    FORMAT,
-    encode_commit,
-    find_damage,
-    hash_files,
-    read_commit,
-    survey,
-    sync,
-)
+from maxtrain.checkpoint.integrity import FORMAT, encode_commit, find_damage, hash_files, read_commit, survey, sync
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.checkpoint.listing import aligned, as_storage_error, complete, read_step
 from maxtrain.checkpoint.plain import Arrived, read_plain
