@@ -125,6 +125,7 @@ def test_results_replace_their_own_section_alone(tmp_path, monkeypatch):
         report.write(section, text, "python -m benchmarks.chaos", load=0.0)
     written = report.RESULTS.read_text()
     assert written.startswith(report.HEAD.rstrip()) and written.count("\n## ") == 2
+    assert "; load 0.0 before it began." in written
     assert "first" not in written and written.index("second") < written.index("A note.")
 
 
