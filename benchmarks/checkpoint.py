@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -141,24 +142,25 @@ def costs(directory: Path, mib: int, rounds: int) -> None:
 
 
 def checks(directory: Path, mib: int, pairs: int) -> None:
-    """Saves and then restores, with checks and without in turns, and nothing else between them: the first pair warms up."""
+    """Each job with checks and without in turns, and nothing else between them: the first pair warms up."""
     state, times = make_state(mib), Times()
-    config = CheckpointConfig(asynchronous=False, keep=1)
-    places = {what: Checkpoints(directory / what.replace(" ", "-"), config) for what in ("without checks", "with checks")}
-    orders = [list(places.items())[:: 1 - 2 * (number % 2)] for number in range(1 + pairs)]
-    for job in ("save", "restore"):
-        for number, order in enumerate(orders):
+    for job in ("save", "asynchronous save", "restore"):
+        config = CheckpointConfig(asynchronous=job == "asynchronous save", keep=1)
+        places = [Checkpoints(directory / f"{what}-{job}", config) for what in ("bare", "checked")]
+        for number in range(1 + pairs):
             noted = times if number else Times()
-            for what, checkpoints in order:
-                bare = what == "without checks"
-                with without_checks() if bare else contextlib.nullcontext():
-                    if job == "save":
-                        noted.note(f"save {what}", functools.partial(checkpoints.save, number, state, {}))
-                    else:
-                        restore = functools.partial(checkpoints.restore, state, check=not bare)
-                        noted.note(f"restore {what}", restore, checkpoints.directory)
-    for each in places.values():
-        each.close()
+            for turn in (number % 2, 1 - number % 2):
+                checkpoints, what = places[turn], f"{job} {('without', 'with')[turn]} checks"
+                with contextlib.nullcontext() if turn else without_checks():
+                    if job != "restore" or not number:
+                        noted.note(what, functools.partial(checkpoints.save, number, state, {}))
+                        checkpoints.wait()
+                    if job == "restore":
+                        restore = functools.partial(checkpoints.restore, state, check=bool(turn))
+                        noted.note(what, restore, checkpoints.directory)
+        for each in places:
+            each.close()
+            shutil.rmtree(each.directory)
     print("\n" + "\n".join(times.table(mib)))
 
 
