@@ -6,6 +6,7 @@ Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try 
 
 import errno
 import os
+import select
 import signal
 import sys
 import traceback
@@ -109,13 +110,17 @@ def blame_storage(path: str, error: Exception) -> None:
 
 def end_at_signals() -> None:
     """Until somebody else handles them, SIGINT and SIGTERM end this process with exit 75: there is nothing to save yet."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        os.write(2, f"{signal.Signals(number).name}: nothing is left to save. Run the same command again.\n".encode())
-        os._exit(TryAgainError.exit_code)  # an exception would be a traceback of whatever is being imported
-
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end)
+        signal.signal(number, end_by_signal)
+
+
+def end_by_signal(number: int, frame: FrameType | None) -> None:
+    """Ends the process, even if nobody reads stderr; an exception would be a traceback of whatever is being imported."""
+    try:
+        if select.select([], [2], [], 1)[1]:
+            os.write(2, f"{signal.Signals(number).name}: nothing is left to save. Run the same command again.\n".encode())
+    finally:
+        os._exit(TryAgainError.exit_code)
 
 
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:

@@ -23,7 +23,7 @@ from types import FrameType
 
 import jax
 
-from data_pipeline.errors import TryAgainError
+from data_pipeline.errors import TryAgainError, end_by_signal
 from maxtrain.parallel.agreement import gather
 
 _PACE = 3.0  # seconds after which processes ask each other
@@ -58,7 +58,7 @@ class StopRequest:
 
     def __exit__(self, *_: object) -> None:
         for number, old in self._old.items():
-            signal.signal(number, old)
+            signal.signal(number, signal.SIG_DFL if old is end_by_signal else old)  # Python's waits while jax says goodbye
         if self._old:
             signal.set_wakeup_fd(self._old_fd)
             self._theirs.close()

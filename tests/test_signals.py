@@ -1,5 +1,6 @@
 """Stopping: the first signal asks, the second one ends the process, and afterwards everything is as it was."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
+from data_pipeline.errors import end_at_signals, end_by_signal
 from maxtrain import failpoints, signals
 from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.config import load_config
@@ -163,6 +165,35 @@ def test_while_it_is_imported_a_signal_ends_it_without_a_traceback(config, comma
             process.kill()
     said = [line for line in lines if not line.startswith("import time:")]
     assert (process.returncode, said) == (75, [f"{number.name}: nothing is left to save. Run the same command again."])
+
+
+@pytest.mark.parametrize("stderr", ["closed", "full", "none"])
+def test_where_nobody_reads_stderr_a_signal_ends_it_before_it_has_begun(stderr):
+    program = "from data_pipeline.errors import end_at_signals\nend_at_signals(); import os, signal; "
+    program += ("os.close(2); " if stderr == "none" else "") + "\ntry: signal.raise_signal(15)\nexcept OSError: pass"
+    reader, writer = os.pipe()
+    if stderr == "full":
+        os.set_blocking(writer, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        os.set_blocking(writer, True)
+    if stderr == "closed":
+        os.close(reader)
+    process = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=writer, timeout=60)
+    assert process.returncode == 75
+
+
+def test_the_end_of_imports_by_a_signal_is_over_with_the_run():
+    before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
+    try:
+        end_at_signals()
+        with StopRequest():
+            assert end_by_signal not in {signal.getsignal(n) for n in StopRequest.SIGNALS}
+        assert {signal.getsignal(n) for n in StopRequest.SIGNALS} == {signal.SIG_DFL}
+    finally:
+        for n, handler in before.items():
+            signal.signal(n, handler)
 
 
 @pytest.fixture(scope="module")

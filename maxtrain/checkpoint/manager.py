@@ -111,14 +111,13 @@ class Checkpoints:
         names, leaves, _ = _flatten(state)
         arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
         with self._saving(step):
-            try:
-                # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
-                # good: jax does not reuse the buffer of a donated array that somebody still reads.
-                self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
-            finally:  # all processes make them together, even where one of them can't write
-                words = digests(state)  # the device works on them while files are written, which began before
-                if jax.process_count() > 1 and jax.default_backend() == "cpu":
-                    words.block_until_ready()  # before another program that talks to other processes; see `gather`
+            # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
+            # good: jax does not reuse the buffer of a donated array that somebody still reads.
+            self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
+        # Made while files are written. Who can't write does not come here: it would wait for those who wait for it in Orbax.
+        words = digests(state)
+        if jax.process_count() > 1 and jax.default_backend() == "cpu":
+            words.block_until_ready()  # before another program that talks to other processes; see `gather`
         self._pending = self._thread.submit(self._commit, step, text, arrays, words, next(self._numbers))
         if not self._config.asynchronous:
             self.wait()

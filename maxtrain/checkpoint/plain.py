@@ -22,8 +22,6 @@ from zlib_ng.zlib_ng import crc32
 from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, Files, describe_damage, find_damage
 
 _ALIGNMENT = 64  # bytes; what lies so, a CPU device takes as it is
-
-
 Arrived = Callable[[str, jax.Array], object]  # is told the name of an array, and the array
 
 
@@ -74,8 +72,6 @@ def read_plain(
 def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
     """The files of an array; None if it is compressed, or its files are not all there."""
     folder = f"arrays/{name}"
-    if f"{folder}/.zarray" not in files:
-        return None
     zarr = json.loads((path / folder / ".zarray").read_bytes())
     shape, chunks = zarr["shape"], zarr["chunks"]
     plain = zarr["order"] == "C" and not zarr.get("compressor") and not zarr.get("filters") and zarr["dtype"][0] != ">"

@@ -1,5 +1,6 @@
 """Checkpoints: bitwise, onto any mesh, whole or not at all."""
 
+import errno
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import time
 import types
 import zlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -314,6 +316,22 @@ def test_a_failed_save_never_removes_the_last_good_one(tmp_path, asynchronous, c
     checkpoints.wait()
     assert checkpoints.steps() == [2]
     checkpoints.close()
+
+
+def test_who_cannot_write_waits_for_nobody_and_a_lost_process_is_no_error_of_the_disk(tmp_path, monkeypatch):
+    checkpoints, begun = Checkpoints(tmp_path, SYNC), []
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "digests", begun.append)
+        patch.setattr(checkpoints._orbax, "save", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        with pytest.raises(StorageError, match=r"No space left on device\. .*Free space or permit writing there"):
+            checkpoints.save(1, small(), {})
+    assert not begun, "others may wait for this process in Orbax, and it would wait for them in a program"
+    lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: connection closed by peer")
+    with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError, match="connection closed by peer"):
+        patch.setattr(manager, "digests", Mock(side_effect=lost))
+        checkpoints.save(1, small(), {})
+    checkpoints.close()
+    assert checkpoints.steps() == []
 
 
 def test_a_place_that_cannot_be_made_is_a_storage_error(tmp_path):
