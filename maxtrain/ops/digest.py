@@ -100,14 +100,15 @@ class Digester:
     """
 
     def __init__(self, total_bytes: int):
-        self._at_once = max(total_bytes // 8, _FEW_BYTES)
+        self._at_once, self._bytes = max(total_bytes // 8, _FEW_BYTES), 0
         self._waiting: dict[str, Array] = {}
         self._begun: list[tuple[list[str], UInt32[Array, "leaves 2"]]] = []
 
     def add(self, name: str, array: Array) -> None:
         """Takes one array, and doesn't wait for the device."""
         self._waiting[name] = array
-        if sum(waiting.nbytes for waiting in self._waiting.values()) >= self._at_once:
+        self._bytes += array.nbytes
+        if self._bytes >= self._at_once:
             self._begin()
 
     def finish(self, arrays: Mapping[str, Array]) -> dict[str, str]:
@@ -120,7 +121,7 @@ class Digester:
     def _begin(self) -> None:
         if self._waiting:
             self._begun.append((list(self._waiting), digests(list(self._waiting.values()))))
-        self._waiting = {}
+        self._waiting, self._bytes = {}, 0
 
 
 def by_name(names: Sequence[str], words: UInt32[Array, "leaves 2"]) -> dict[str, str]:
