@@ -83,7 +83,7 @@ def write(section: str, text: str, command: str, load: float) -> None:
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     cores = os.cpu_count() or 1
     before = f"load {load:.1f} before it began"
-    busy = f"THE MACHINE WAS BUSY ({before}): its times say little" if load > cores else before
+    busy = f"THE MACHINE WAS BUSY ({before}): its times say little" if load > cores / 2 else before
     where = f"{cores} cores of {processor()}, Python {platform.python_version()}, {packages}, {now}; {busy}."
     old = RESULTS.read_text("utf-8") if RESULTS.exists() else HEAD
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", old, re.MULTILINE | re.DOTALL))
