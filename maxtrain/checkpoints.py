@@ -4,6 +4,7 @@ DIR is a run, such as runs/quickstart, or its folder `checkpoints`; for `show` a
 """
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -17,8 +18,10 @@ from rich.text import Text
 
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
 from maxtrain.checkpoint.copying import copy_step, remove_step
+from maxtrain.checkpoint.finite import find_non_finite
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
+from maxtrain.observe.lock import RunLock
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
@@ -116,7 +119,7 @@ def check(path: Path) -> str:
     commit = read_commit(path)
     if commit["format"] > FORMAT:
         raise StorageError(f"{path} has format {commit['format']}; this version reads up to {FORMAT}. Upgrade maxtrain.")
-    return find_damage(path, commit["files"])
+    return find_damage(path, commit["files"]) or find_non_finite(path, commit)
 
 
 def verify(directory: Path, console: Console) -> None:
@@ -144,7 +147,19 @@ def copy(directory: Path, target: Path, step: int | None, console: Console) -> N
 
 
 def prune(directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console) -> None:
-    """Removes whole steps but for the newest, every so manieth and the best of each evaluation; says so first."""
+    """Removes whole steps but for the newest, every Nth and the best of each evaluation; without `apply` only says so.
+
+    Removing takes the run's lock, so that nothing is removed that a training beside it goes by.
+
+    LockedError: such a training runs.
+    """
+    folder, _ = open_directory(directory)
+    run = folder.parent if folder.name == "checkpoints" else folder
+    with RunLock(run) if apply else contextlib.nullcontext():
+        _prune(directory, keep, keep_every, apply, console)
+
+
+def _prune(directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console) -> None:
     steps = [path for path in open_directory(directory)[1] if not defect(path)]
     best = {mark["step"] for mark in (read_record(steps[-1]).get("best", {}) if steps else {}).values()}
     kept = {path for path in steps if int(path.name) in best or (keep_every and int(path.name) % keep_every == 0)}

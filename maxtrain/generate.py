@@ -32,6 +32,7 @@ from maxtrain.models.layers import KVCache
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import batch_shards, constrain
+from maxtrain.run_folder import require_own_config
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
 
@@ -229,6 +230,7 @@ def load_run(directory: str | Path, step: int | None = None) -> tuple[Decoder, T
     if not (run / "config.yaml").exists():
         known = ", ".join(str(path.parent) for path in sorted(run.parent.glob("*/config.yaml"))[:5]) or "runs/quickstart"
         raise UsageError(f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}.")
+    require_own_config(run)
     config = load_config([f"config={run / 'config.yaml'}"])
     tokenizer = load_tokenizer(next(iter(config.data.sources.values())).path)
     graphdef, params = abstract_model(config.model, config.precision, make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]))

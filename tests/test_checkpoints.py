@@ -59,7 +59,7 @@ def test_list_has_every_step_and_says_which_count(run, capsys):
 
 def test_show_has_the_record_and_every_array(run, capsys):
     out = said(capsys, "show", run)
-    assert 'best: {"held": {"nll": 1.5, "step": 2}}' in out and "format 2, by maxtrain" in out
+    assert 'best: {"held": {"nll": 1.5, "step": 2}}' in out and "format 3, by maxtrain" in out
     assert re.search(r"w +float32 +4 x 8 +0.000 +\w{16}", out) and re.search(r"half +bfloat16 +3 ", out)
     assert "3 arrays" in out and "00000006" in out
     assert "00000002" in said(capsys, "show", run, "--step", 2)

@@ -236,6 +236,9 @@ class CheckpointConfig:
     copy_keep: int = key(3, "newest checkpoints kept there", low=1)
     grace_seconds: float = key(300.0, "from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit", low=0)
     init_from: str | None = key(None, "start from the weights of this run, checkpoint or Hugging Face directory; null: random")
+    start_over: bool = key(
+        False, "begin at step 1 although saved steps are gone; what the run left otherwise is kept in its folder, before-DATE"
+    )
     init_partial: tuple[str, ...] = key((), "regular expressions: parameters of init_from that may differ, and are new then")
 
 
