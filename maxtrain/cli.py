@@ -38,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in ("train", "plan"):
         from maxtrain.config.load import from_command_line
 
+        if argv is None:
+            end_at_signals()  # which may come while a config file runs, or while the import of jax takes seconds
         config = from_command_line(rest, f"maxtrain {verb}")  # before jax is imported
         if verb == "plan":
             from maxtrain import show_plan
 
             return show_plan.main(config)
-        if argv is None:
-            end_at_signals()  # which may come while the next line takes seconds
         from maxtrain import train
 
         return train.main(config)
