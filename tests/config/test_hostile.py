@@ -414,7 +414,7 @@ YAML_WORDS = st.sampled_from(
 
 
 @contextlib.contextmanager
-def only_messages():
+def check_only_messages():
     """Nothing but a UserError, each with whole sentences."""
     try:
         yield
@@ -434,7 +434,7 @@ def folder() -> Path:
 @example({"output_dir": "\0"})
 @example({"data.sources.stdlib.path": "\0", "checkpoint.copy_to": "\0"})
 def test_hostile_overrides(overrides):
-    with only_messages():
+    with check_only_messages():
         load_config(["config=quickstart", *(f"{key}={value}" for key, value in overrides.items())])
 
 
@@ -443,7 +443,7 @@ def test_hostile_overrides(overrides):
 def test_hostile_yaml(text):
     path = folder() / "c.yaml"
     path.write_text(text, "utf-8", errors="surrogatepass")
-    with only_messages():
+    with check_only_messages():
         load_config([f"config={path}", "data.sources.a.path=b"])
 
 
@@ -464,5 +464,5 @@ def test_hostile_values_of_a_file(values):
             (config[section] if section else config)[leaf] = value
     from maxtrain.config import resolve  # noqa: PLC0415
 
-    with only_messages():
+    with check_only_messages():
         resolve(config)

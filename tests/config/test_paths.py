@@ -90,7 +90,8 @@ def test_a_file_with_the_name_of_the_run(tmp_path):
 @pytest.mark.parametrize("key", [*LOCAL, *ANY])
 def test_nul_is_in_no_path(key, tmp_path):
     file = Path(tmp_path, "c.py")
-    body = "config = default_config()\n    config.data.sources.stdlib = {'path': 'x'}\n    config.eval.sets.heldout = {'path': 'y'}\n"
+    body = "config = default_config()\n    config.data.sources.stdlib = {'path': 'x'}\n"
+    body += "    config.eval.sets.heldout = {'path': 'y'}\n"
     section, _, leaf = key.rpartition(".")
     target = f"config.{section}" if section else "config"
     body += f"    {target}[{leaf!r}] = 'a\\0b'\n    return config\n"
