@@ -3,10 +3,11 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from data_pipeline.errors import UsageError, end_at_signals
+from data_pipeline.errors import UsageError, end_at_signals, run_command
 from maxtrain import __version__
 
 VERBS = {
@@ -24,6 +25,7 @@ VERBS = {
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {verb: f"maxtrain.{verb}" for verb in ("supervise", "status", "replay", "compare", "probe", "generate")}
 JOBS["checkpoint"] = "maxtrain.checkpoints"
+COMPUTING = ("supervise", "replay", "generate")  # train and probe look at the environment when they read their config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         from maxtrain import train
 
         return train.main(config)
+    if verb in COMPUTING:
+        from maxtrain.config.environment import check_environment
+
+        if code := run_command(lambda: check_environment(os.environ)):
+            return code
     if verb in JOBS:
         return importlib.import_module(JOBS[verb]).main(rest, f"maxtrain {verb}")
     if verb in ("help", "--help", "-h", "--version"):

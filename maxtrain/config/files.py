@@ -8,6 +8,7 @@ import contextlib
 import re
 import runpy
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Iterator
@@ -145,7 +146,7 @@ def _read_python(path: Path) -> dict:
     launch that did not train must not look as if it had.
     """
     try:
-        with _ending_at_ctrl_c():
+        with _ending_at_ctrl_c(), contextlib.redirect_stdout(sys.stderr):  # stdout is for what --print-config prints
             config = runpy.run_path(str(path)).get("get_config", dict)()
             tree = config.to_dict() if isinstance(config, ConfigDict) else None
     except BaseException as error:

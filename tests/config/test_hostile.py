@@ -13,7 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError, UserError
-from maxtrain.config import default_config, keys, load_config
+from maxtrain import cli
+from maxtrain.config import default_config, from_command_line, keys, load_config
 from maxtrain.config.checks import out_of_range
 from maxtrain.config.environment import check_environment
 
@@ -114,10 +115,19 @@ def test_ctrl_c_ends_a_file_that_never_ends(tmp_path, command):
     (tmp_path / "c.py").write_text("print('begun', flush=True)\nwhile True:\n    try: pass\n    except BaseException: pass\n")
     words = [sys.executable, "-m", *command, f"config={tmp_path}/c.py"]
     child = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stdout and child.stdout.readline() == "begun\n"
+    assert child.stderr and child.stderr.readline() == "begun\n"
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 75 and "Traceback" not in out + err and "Run the same command again" in err
+
+
+def test_what_a_file_prints_is_no_part_of_the_config(tmp_path, capsys):
+    body = "print('x')\n    config.data.sources.a = {'path': 'b'}\n    return config\n"
+    (tmp_path / "c.py").write_text(f"{HEAD}    {body}")
+    with pytest.raises(SystemExit):
+        from_command_line([f"config={tmp_path}/c.py", "--print-config"], "train")
+    said = capsys.readouterr()
+    assert said.err == "x\n" and said.out.startswith("run_name: run\n")
 
 
 def test_the_handler_of_ctrl_c_is_as_before(tmp_path):
@@ -385,6 +395,14 @@ def test_flags_that_xla_does_not_know(flags, said):
         check_environment(os.environ | {"XLA_FLAGS": flags})
     assert f"XLA_FLAGS={flags} in the environment" in str(caught.value) and said in str(caught.value)
     assert "Correct or unset it." in str(caught.value)
+
+
+@pytest.mark.parametrize("verb", ["generate", "replay", "supervise"])
+def test_verbs_that_compute_say_so(verb, monkeypatch, capsys):
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")
+    assert cli.main([verb, "x"]) == 78
+    assert "JAX_ENABLE_X64=1 in the environment" in capsys.readouterr().err
+    assert cli.main(["status", "/nowhere"]) not in (0, 78)
 
 
 def test_flags_that_xla_knows():
