@@ -30,7 +30,7 @@ from maxtrain.config.environment import check_environment
 from maxtrain.config.files import SUFFIXES, parse_yaml, read_config
 from maxtrain.config.help import help_text
 from maxtrain.config.keys import choices, describe, find, show, unknown
-from maxtrain.config.paths import expand_paths
+from maxtrain.config.paths import expand_paths, with_default_paths
 from maxtrain.config.schema import RunConfig
 
 _MAX_LISTED = 40  # problems that one message lists
@@ -63,7 +63,7 @@ def resolve(config: ConfigDict) -> RunConfig:
 
 def to_yaml(config: RunConfig) -> str:
     """Every key of a config as plain YAML, which `config=` reads back to an equal config."""
-    plain = dataclasses.asdict(config)
+    plain = dataclasses.asdict(with_default_paths(config))
     return yaml.safe_dump(plain, sort_keys=False, width=1000)  # escapes é, since U+0085 would not come back as it is
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from data_pipeline.remote import is_url
@@ -24,16 +24,26 @@ class PathKey(NamedTuple):
 
 def expand_paths(section: Any) -> Any:
     """A section of the config with a leading `~` or `~user` of every path replaced by that home directory."""
+    return _with_paths(section, lambda path, default: os.path.expanduser(path))
+
+
+def with_default_paths(section: Any) -> Any:
+    """A section with paths that are what `~` of their default means here as that default: so it means the same elsewhere."""
+    return _with_paths(section, lambda path, default: default if default and path == os.path.expanduser(default) else path)
+
+
+def _with_paths(section: Any, change: Callable[[str, str | None], str]) -> Any:
+    """A section with every path replaced by `change` of it and of its default."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if dataclasses.is_dataclass(value):
-            changes[field.name] = expand_paths(value)
+            changes[field.name] = _with_paths(value, change)
         elif isinstance(value, dict):
-            named = {n: expand_paths(v) if dataclasses.is_dataclass(v) else v for n, v in value.items()}
+            named = {n: _with_paths(v, change) if dataclasses.is_dataclass(v) else v for n, v in value.items()}
             changes[field.name] = named
         elif field.metadata["path"] and isinstance(value, str):
-            changes[field.name] = os.path.expanduser(value)
+            changes[field.name] = change(value, field.default)
     return dataclasses.replace(section, **changes)
 
 

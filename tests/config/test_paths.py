@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config import load_config
+from maxtrain.config import load_config, to_yaml
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_keys
 
@@ -55,6 +55,16 @@ def test_homes_in_files_are_expanded_and_stay_so(monkeypatch, tmp_path):
     assert found["output_dir"] == f"{tmp_path}/q"
     assert found["data.sources.a.path"] == f"{tmp_path}/d" and found["data.sources.b.path"] == "s3://x/~/y"
     assert found["data.cache"] == f"{tmp_path}/.cache/maxtrain/shards"
+
+
+def test_defaults_are_written_as_they_are_so_that_a_run_can_move_to_another_home(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path / "a"))
+    (tmp_path / "config.yaml").write_text(to_yaml(load("output_dir=~/q")))
+    monkeypatch.setenv("HOME", str(tmp_path / "b"))
+    found = paths(load_config([f"config={tmp_path}/config.yaml"]))
+    assert found["observe.compilation_cache"] == f"{tmp_path}/b/.cache/maxtrain/jax"
+    assert found["data.cache"] == f"{tmp_path}/b/.cache/maxtrain/shards"
+    assert found["output_dir"] == f"{tmp_path}/a/q"
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket", "file:///tmp/x", "memory://x"])
