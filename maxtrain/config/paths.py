@@ -29,10 +29,10 @@ def expand_paths(section: Any) -> Any:
 
 def with_default_paths(section: Any) -> Any:
     """A section with paths that are what `~` of their default means here as that default: so it means the same elsewhere."""
-    return _with_paths(section, lambda path, default: default if default and path == os.path.expanduser(default) else path)
+    return _with_paths(section, lambda path, default: default if path == os.path.expanduser(default) else path)
 
 
-def _with_paths(section: Any, change: Callable[[str, str | None], str]) -> Any:
+def _with_paths(section: Any, change: Callable[[str, str], str]) -> Any:
     """A section with every path replaced by `change` of it and of its default."""
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(section):
@@ -43,7 +43,8 @@ def _with_paths(section: Any, change: Callable[[str, str | None], str]) -> Any:
             named = {n: _with_paths(v, change) if dataclasses.is_dataclass(v) else v for n, v in value.items()}
             changes[field.name] = named
         elif field.metadata["path"] and isinstance(value, str):
-            changes[field.name] = change(value, field.default)
+            default = field.default if isinstance(field.default, str) else ""
+            changes[field.name] = change(value, default)
     return dataclasses.replace(section, **changes)
 
 
