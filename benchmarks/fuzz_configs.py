@@ -5,9 +5,9 @@
 A trial draws values for some keys, most of them usual and some at the very ends of their ranges. What the checks refuse must
 be refused with a mend; what they name is then taken out, until the config is accepted or nothing is left to take out.
 
-An accepted one trains two steps or so, with a checkpoint after each. Then the last checkpoint is removed, and the same command
-must come to the same numbers and the same arrays, bit for bit. It may also end with a message (a model that diverges, a document
-that is longer than a row), but never with a traceback, by a signal or not at all.
+An accepted one trains two steps or so, with a checkpoint after each. Then the last checkpoint is removed, and the same
+command must come to the same numbers and the same arrays, bit for bit. It may also end with a message (a model that diverges, a
+document that is longer than a row), but never with a traceback, by a signal or not at all.
 
 Exit code 1: something was found; its log and the command are named.
 """
