@@ -13,6 +13,7 @@ from data_pipeline.loader import EvaluationData, TrainingData
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
+from maxtrain.inputs import completion_tokens
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.anomaly import counted
 from maxtrain.observe.launches import describe_launch, read_launches
@@ -71,7 +72,8 @@ def finish(
     )
     console, launches = Console(highlight=False), read_launches(folder)
     if config.observe.prompts and model is not None and not problem:
-        options = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
+        tokens = completion_tokens(config.observe.prompts, data.tokenizer, config.model.max_length)
+        options = {"max_tokens": tokens, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
         show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
     made_by = describe_launch(launches[-1]) if launches else ""
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})

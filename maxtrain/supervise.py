@@ -62,7 +62,7 @@ class Supervisor:
         self._options, self._command, self._config = options, list(command), config
         self._least = options.min_processes or config.mesh.min_processes or options.processes
         self._slots, self._lost = list(range(options.processes)), None  # of this machine; the one that ended an attempt
-        self._folder = Path(config.output_dir, config.run_name).expanduser()
+        self._folder = Path(config.output_dir, config.run_name)
         index = config.mesh.process_id or os.environ.get("JAX_PROCESS_ID") or os.environ.get("SLURM_PROCID") or 0
         self._index = int(index)
         self._children: list[subprocess.Popen] = []

@@ -43,7 +43,7 @@ _FLAGS = re.compile(
 _APART = re.compile(
     r"time|step|command|run|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
-    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes))"
+    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes|cache|cache_bytes))"
 )
 
 
@@ -89,7 +89,7 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 
 def usual_devices(config: RunConfig) -> int:
     """Devices of each process, by the run's last launch; 1 if there was none."""
-    launches = read_launches(Path(config.output_dir, config.run_name).expanduser())
+    launches = read_launches(Path(config.output_dir, config.run_name))
     had = launches[-1]["devices"]["count"] // max(1, launches[-1]["processes"]) if launches else 1
     return config.mesh.simulated_devices or had
 
