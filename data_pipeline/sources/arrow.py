@@ -1,7 +1,6 @@
 """Arrow files, as Hugging Face's `datasets` saves them: each row is a document, in the column --key. Needs no `datasets`."""
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from data_pipeline.sources.document import (
     open_piece,
     record_documents,
 )
+from data_pipeline.strict_json import loads
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # what save_to_disk leaves in the folder of a Dataset, of a DatasetDict
 _FILE_MAGIC, _STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
@@ -74,7 +74,7 @@ def _load(path: str, get: Callable[[Any], Any]) -> Any:
     """What `get` finds in a JSON file."""
     content = place(path).read_bytes()
     try:
-        return get(json.loads(content))
+        return get(loads(content))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged(path, error, "what save_to_disk writes") from error
 

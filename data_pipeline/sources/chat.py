@@ -1,7 +1,6 @@
 """Conversations: JSON lines with `messages`, or with `conversations` as ShareGPT has them, written out by a chat template."""
 
 import functools
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ from data_pipeline.chat import MARKS, ChatError, Template, load_template, render
 from data_pipeline.errors import UsageError
 from data_pipeline.sources import jsonl
 from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, judge
+from data_pipeline.strict_json import loads
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -77,7 +77,7 @@ def _tools(record: dict[str, Any]) -> list[Any] | None:
     """The tools of a row, a list or a list in JSON; None: none. ChatError: something else."""
     tools = record.get("tools")
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+        tools = loads(tools) if isinstance(tools, str) and tools else tools or None
     except ValueError as error:
         raise ChatError("tools is not JSON") from error
     if not isinstance(tools, list | None):

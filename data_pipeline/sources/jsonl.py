@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gzip
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from data_pipeline.sources.document import (
     load_package,
     open_piece,
 )
+from data_pipeline.strict_json import StrictJsonError, loads
 
 _PACKED = (".gz", ".zst")
 
@@ -64,8 +64,10 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
     if not raw.strip():
         return EMPTY
     try:
-        record = json.loads(raw.decode(errors="replace"))
-    except (ValueError, RecursionError):
+        record = loads(raw.decode(errors="replace"))
+    except StrictJsonError as error:
+        return error.kind
+    except ValueError:
         return "broken JSON"
     return record if isinstance(record, dict) else "not a JSON object"
 

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator
 
@@ -10,7 +9,17 @@ import numpy as np
 import tokenizers
 
 from data_pipeline.errors import UsageError
-from data_pipeline.tokenizer.base import END_OF_DOCUMENT, Located, Tokenizer, cut, end_of_documents, splits_at_cuts
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer.base import (
+    END_OF_DOCUMENT,
+    MAX_VOCABULARY,
+    Located,
+    Tokenizer,
+    check_ids,
+    cut,
+    end_of_documents,
+    splits_at_cuts,
+)
 
 _PIECES_AT_ONCE = 64
 _WORDS, _LONGEST_WORD = 1 << 17, 64  # whose ids are kept, and their characters: some 30 MB
@@ -50,6 +59,7 @@ class JsonTokenizer(Tokenizer):
         self.inner = self._load()
         self.inner.encode_special_tokens = True
         vocabulary = self.inner.get_vocab(with_added_tokens=True)
+        check_ids(vocabulary)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.eod_id = end_of_documents(vocabulary, eod)
         self.special = {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
@@ -112,7 +122,7 @@ def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     """How a tokenizer divides ASCII text into words that are encoded each for itself; None: in a way that is not known here."""
     if any(not token.special for token in inner.get_added_tokens_decoder().values()):
         return None  # these are found in text, whatever the words
-    before = json.loads(inner.pre_tokenizer.__getstate__())
+    before = loads(inner.pre_tokenizer.__getstate__())
     *splits, level = before["pretokenizers"] if before["type"] == "Sequence" else [before]
     found = [split["pattern"].get("Regex") for split in splits if split["type"] == "Split" and split["behavior"] == "Isolated"]
     (given,) = found if len(found) == len(splits) == 1 and not splits[0]["invert"] else [None if splits else _GPT2]
@@ -123,13 +133,29 @@ def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     return re.compile(ascii, re.ASCII)
 
 
+def bpe_entries(spec: str) -> int:
+    """The number of entries in "bpe:4096". UsageError: there is none, or no tokenizer can have so many or few."""
+    entries = spec.removeprefix("bpe:")
+    if not re.fullmatch("[0-9]+", entries):
+        raise UsageError(f"--tokenizer {spec[:80]}: bpe takes its number of entries, such as bpe:4096.")
+    _check_entries(int(entries[:18]))  # the 18 first digits of a longer number are too many, too
+    return int(entries)
+
+
+def _check_entries(count: int) -> None:
+    least = 257  # 256 bytes and the end of documents
+    if not least <= count <= MAX_VOCABULARY:  # the library allocates for all of them at once, and aborts if it can't
+        rule = f"must have at least {least} entries (256 bytes and {END_OF_DOCUMENT}) and at most {MAX_VOCABULARY:,}"
+        raise UsageError(f"--tokenizer bpe:{count} {rule}. Give bpe:4096 or bpe:32000, for example.")
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Train a byte-level BPE tokenizer; the same texts in the same order give the same bytes.
 
-    `vocab_size` counts the 256 bytes and the end-of-document token (UsageError: below 257); fewer come out of little text.
+    `vocab_size` counts the 256 bytes and the end-of-document token; fewer come out of little text. UsageError: it is below 257
+    or above MAX_VOCABULARY.
     """
-    if vocab_size < 257:
-        raise UsageError(f"--tokenizer bpe:{vocab_size} must have at least 257 entries (256 bytes and {END_OF_DOCUMENT}).")
+    _check_entries(vocab_size)
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
