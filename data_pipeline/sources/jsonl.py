@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from data_pipeline.errors import DataError
 from data_pipeline.sources.document import (
     BOM,
     EMPTY,
@@ -45,12 +46,18 @@ def cut(piece: Piece, at: int) -> int | None:
 
 
 def read_lines(piece: Piece, parse: Callable[[bytes], Document]) -> Iterator[Document]:
-    """The documents that `parse` makes of the lines of the piece that belong to its part; it need not say where they are."""
+    """The documents that `parse` makes of the lines of the piece that belong to its part; it need not say where they are.
+
+    A DataError of `parse` ends all, whatever is to be done about bad documents.
+    """
     index, (reader, damage) = -1, _reader(piece.path)
     try:
         for index, raw in enumerate(_lines(piece, reader)):
             if piece.holds(raw.rstrip(b"\r\n")):
-                document = parse(raw)
+                try:
+                    document = parse(raw)
+                except DataError as error:
+                    raise DataError(f"{piece.path}:{_before(piece) + index + 1}: {error}") from error
                 place = _before(piece) + index + 1 if document.problem else f"line {index + 1} after byte {piece.start}"
                 yield document._replace(where=f"{piece.path}:{place}")
     except (OSError, EOFError, damage) as error:
