@@ -9,13 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.chat_template import MARKS, RANDOM_FILTERS, RANDOM_NAMES, ChatError, Contents, Span, Template
+from data_pipeline.chat_template import MARKS, RANDOM_FILTERS, RANDOM_NAMES, ChatError, Contents, Conversation, Span, Template
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.extras import load_package
 from data_pipeline.template_process import ask
 from data_pipeline.tokenizer import SETTINGS, named_token, read_settings, tokenizer_path
 
-__all__ = ["MARKS", "ChatError", "Span", "Template", "load_template", "render", "render_spans"]
+__all__ = ["MARKS", "ChatError", "Conversation", "Span", "Template", "load_template", "render", "render_all", "render_spans"]
 _CHATML = """
 {%- if tools %}{{ raise_exception('chatml has no form for tools') }}{% endif %}
 {%- for message in messages %}
@@ -116,6 +116,15 @@ def render(template: Template, messages: list[dict[str, Any]], tools: list[Any] 
     return ask("render", tuple(template), messages, tools, prompt)
 
 
+def render_all(template: Template, conversations: list[Conversation]) -> list[list[Span] | ChatError]:
+    """What `render_spans` gives or raises for each of them; several at a time, since a change of processes takes its time.
+
+    DataError: the template does not end for one of them, or takes all memory.
+    """
+    outcomes = ask("render_all", tuple(template), conversations)
+    return [ChatError(result) if isinstance(result, str) else result for result in outcomes]
+
+
 def render_spans(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Span]:
     """The text of a conversation in spans, of which those are targets that the assistant said, ends of turns included.
 
@@ -123,4 +132,7 @@ def render_spans(template: Template, messages: list[dict[str, Any]], tools: list
     ChatError: the template refuses, changes what it wrote once more messages follow, or there is nothing of the assistant's.
     DataError: the template does not end, or takes all memory.
     """
-    return ask("render_spans", tuple(template), messages, tools)
+    (spans,) = render_all(template, [(messages, tools)])
+    if isinstance(spans, ChatError):
+        raise spans
+    return spans

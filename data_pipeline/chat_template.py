@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from data_pipeline.extras import load_package
 
 Span = tuple[str, bool]  # text, and whether it is a training target
+Conversation = tuple[list[dict[str, Any]], list[Any] | None]  # messages, and tools
 RANDOM_FILTERS, RANDOM_NAMES = frozenset(["random"]), frozenset(["lipsum"])  # all that jinja2 has
 MAX_CHARACTERS = 1 << 26  # that a template may write for one conversation
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -166,6 +167,17 @@ def render_spans(template: Template, messages: list[dict[str, Any]], tools: list
     if not any(target for _, target in spans):
         raise ChatError("the chat template writes nothing of the assistant's")
     return spans
+
+
+def render_all(template: Template, conversations: list[Conversation]) -> list[list[Span] | str]:
+    """Of each conversation its spans, or the message of the ChatError."""
+    results: list[list[Span] | str] = []
+    for messages, tools in conversations:
+        try:
+            results.append(render_spans(template, messages, tools))
+        except ChatError as error:
+            results.append(str(error))
+    return results
 
 
 def _compare(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None, text: str) -> list[Span]:

@@ -22,7 +22,7 @@ from typing import Any
 from data_pipeline import chat_template
 from data_pipeline.errors import DataError, TryAgainError, UsageError
 
-CPU_SECONDS = 60  # of one request; a conversation takes some 100 microseconds
+CPU_SECONDS = 60  # of one request, of a few conversations: one takes some 100 microseconds
 MEMORY_BYTES = 1 << 31
 _OUT_OF_MEMORY = 99  # exit status
 _MEND = "A template is a program, and this one may not end: mend it"
@@ -62,7 +62,7 @@ def ask(function: str, *arguments: Any, what: str = "the chat template") -> Any:
     """The result of a function of `chat_template`, computed in the other process.
 
     Args:
-        function: "examine", "render" or "render_spans".
+        function: "examine", "render" or "render_all".
         arguments: its own, but a plain tuple for a Template; of types that JSON has.
         what: how a message calls the template.
 
@@ -114,9 +114,9 @@ def _close() -> None:
 def _explain(status: int, what: str) -> DataError | TryAgainError:
     """Why the process ended with this status."""
     if status == -signal.SIGXCPU:
-        return DataError(f"{what}: takes more than {CPU_SECONDS} s of CPU time for one conversation. {_MEND}.")
+        return DataError(f"{what}: takes more than {CPU_SECONDS} s of CPU time. {_MEND}.")
     if status == _OUT_OF_MEMORY:
-        return DataError(f"{what}: needs more than {MEMORY_BYTES:,} bytes of memory for one conversation. {_MEND}.")
+        return DataError(f"{what}: needs more than {MEMORY_BYTES:,} bytes of memory. {_MEND}.")
     if status in (-signal.SIGKILL, -signal.SIGTERM):
         mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept"
         return TryAgainError(f"{what}: its process was killed. {mend}.")

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.chat import MARKS, ChatError, Template, load_template, render_spans
+from data_pipeline.chat import MARKS, ChatError, Conversation, Template, load_template, render_all
 from data_pipeline.errors import UsageError
 from data_pipeline.sources import jsonl
 from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, judge
@@ -33,19 +33,35 @@ def documents(piece: Piece) -> Iterator[Document]:
     return jsonl.read_lines(piece, functools.partial(_parse, template=template))
 
 
-def _parse(raw: bytes, template: Template) -> Document:
-    record = jsonl.parse_object(raw)
-    if isinstance(record, str):
-        return Document(None, "", record)
-    problems: list[str] = []
-    try:
-        messages, tools = _messages(record), _tools(record)
-        spans = render_spans(template, _clean(messages, template, problems), _clean(tools, template, problems))
-    except ChatError as error:
-        return Document(None, "", str(error))
-    if not problems and not jsonl.is_utf8(raw):
-        problems.append("not UTF-8")
-    return Document(None, "", problems[0] if problems else "", spans=spans)
+def _parse(lines: list[bytes], template: Template) -> list[Document]:
+    """The documents of lines."""
+    documents: list[Document] = []
+    conversations: list[Conversation] = []
+    rendered: list[int] = []  # which documents the conversations are
+    for number, raw in enumerate(lines):
+        document = Document(None, "")
+        record = jsonl.parse_object(raw)
+        try:
+            if isinstance(record, str):
+                raise ChatError(record)
+            problems: list[str] = []
+            messages = _clean(_messages(record), template, problems)
+            tools = _clean(_tools(record), template, problems)
+            if not problems and not jsonl.is_utf8(raw):
+                problems.append("not UTF-8")
+            if problems:
+                document = document._replace(problem=problems[0])
+            conversations.append((messages, tools))
+            rendered.append(number)
+        except ChatError as error:
+            document = document._replace(problem=str(error))
+        documents.append(document)
+    for number, spans in zip(rendered, render_all(template, conversations), strict=True):
+        if isinstance(spans, ChatError):
+            documents[number] = Document(None, "", str(spans))
+        else:
+            documents[number] = documents[number]._replace(spans=spans)
+    return documents
 
 
 def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
