@@ -25,6 +25,7 @@ from data_pipeline.sources.document import (
 from data_pipeline.strict_json import StrictJsonError, loads
 
 _PACKED = (".gz", ".zst")
+LONGEST_LINE = 1 << 28  # bytes, with the line break
 _AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 20  # lines that are parsed together
 
 
@@ -93,6 +94,8 @@ def _parse_lines(
 
 def parse_object(raw: bytes) -> dict[str, Any] | str:
     """The object of a line, or what is wrong with it. Bytes that are not UTF-8 become U+FFFD."""
+    if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+        return f"a line of {LONGEST_LINE:,} bytes or more"
     raw = raw.removeprefix(BOM)
     if not raw.strip():
         return EMPTY
@@ -117,11 +120,14 @@ def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
 
 
 def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
+    """The lines from the piece's start on; of one that is too long, the beginning: a few packed bytes may hold any number."""
     packed = piece.path.endswith(_PACKED)
     with open_piece(piece) as raw_file, reader(raw_file) as file:
         file.seek(piece.start)
-        for raw in file:
+        while raw := file.readline(LONGEST_LINE):
             yield raw
+            while len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+                raw = file.readline(LONGEST_LINE)
             if not packed and file.tell() >= piece.stop:
                 return
 
