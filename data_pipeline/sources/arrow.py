@@ -62,12 +62,21 @@ def _saved(folder: str, options: Options) -> list[Piece]:
     if _load(state, lambda content: content.get("_indices_files")):
         raise DataError(f"--arrow {folder}: selects rows of its files. Save it with flatten_indices().save_to_disk(DIR).")
     pieces = []
-    for name in _load(state, lambda content: [entry["filename"] for entry in content["_data_files"]]):
+    for name in _load(state, _data_files):
         path = os.path.join(folder, name)
         if not place(path).exists():
             raise DataError(f"{path}: is missing, but {state} lists it. Restore it from a copy, or save the dataset again.")
         pieces += [piece._replace(name=name, beside=(state,)) for piece in find_files(glob.escape(path), "arrow", options)]
     return pieces
+
+
+def _data_files(content: Any) -> list[str]:
+    """The names of the files of a state.json. TypeError, LookupError: it is of another shape."""
+    names = [entry["filename"] for entry in content["_data_files"]]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"filename {name!r} is not a string")
+    return names
 
 
 def _load(path: str, get: Callable[[Any], Any]) -> Any:

@@ -103,6 +103,8 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
         if kind == "bytes":
             return ByteTokenizer()
         if kind == "chars":
+            if not isinstance(record["characters"], str):
+                raise ValueError("characters is not a string")
             return CharTokenizer(record["characters"], record["eod"])
         if kind == "sentencepiece":
             return SentencePieceTokenizer(base64.b64decode(record["model"]), name, record["special"], record["eod"])

@@ -1,5 +1,6 @@
 """Hugging Face's tokenizer.json, given, or trained here as byte-level BPE."""
 
+import contextlib
 import functools
 import itertools
 import re
@@ -8,7 +9,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import tokenizers
 
-from data_pipeline.errors import UsageError
+from data_pipeline.errors import DataError, UsageError
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer.base import (
     END_OF_DOCUMENT,
@@ -73,10 +74,8 @@ class JsonTokenizer(Tokenizer):
         self._words = _Words(self.inner, pattern) if pattern else None
 
     def _load(self) -> tokenizers.Tokenizer:
-        try:
+        with _library_errors(ValueError, ""):
             inner = tokenizers.Tokenizer.from_str(self.content.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(str(error)) from error
         if dropout := getattr(inner.model, "dropout", None):
             raise ValueError(f"its dropout={dropout:g} draws the ids of a text anew each time; set it to null in the file")
         inner.no_padding()
@@ -84,6 +83,10 @@ class JsonTokenizer(Tokenizer):
         return inner
 
     def encode(self, text: str) -> np.ndarray:
+        with _library_errors(DataError, f"tokenizer {self.name}: can't encode a text: "):
+            return self._encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
         words, ids = self._words, []
         for batch in itertools.batched(cut(text) if self._divisible else [text], _PIECES_AT_ONCE):
             parts = [part for piece in batch for part in self._parts(piece)]
@@ -113,9 +116,21 @@ class JsonTokenizer(Tokenizer):
         return self._located(self.inner, text)
 
     def _located(self, inner: tokenizers.Tokenizer, text: str) -> Located:
-        encoding = inner.encode(text, add_special_tokens=False)
+        with _library_errors(DataError, f"tokenizer {self.name}: can't encode a text: "):
+            encoding = inner.encode(text, add_special_tokens=False)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         return np.array(encoding.ids, np.int32), starts, stops
+
+
+@contextlib.contextmanager
+def _library_errors(kind: type[ValueError], prefix: str) -> Iterator[None]:
+    """What the library raises, as an error of this kind: bare Exceptions, and panics of Rust, which are no Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{prefix}{str(error)[:300]}. Mend its tokenizer.json, or take another.") from error
 
 
 def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
