@@ -59,7 +59,8 @@ def show_list(directory: Path, console: Console) -> None:
     whole = {path: not defect(path) for path in steps}
     records = {path: read_record(path) for path in steps if whole[path]}
     best = max(records.items(), default=(None, {}))[1].get("best", {})  # the newest knows of all before it
-    for path in [*steps, *sorted(folder.glob("*.damaged-*"))]:
+    put_aside = [path for path in sorted(folder.glob("*.damaged-*")) if path.name.partition(".")[0].isdecimal()]
+    for path in [*steps, *put_aside]:
         step = int(path.name.partition(".")[0])
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
         why = "put aside" if path not in whole else defect(path)
@@ -186,7 +187,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         "prune": "remove old steps, never the newest, nor the best of an evaluation; only says so without --apply",
     }
     for verb, text in about.items():
-        sub = verbs.add_parser(verb, help=text, description=text)
+        sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
         sub.add_argument("directory", metavar="DIR", type=Path, help="a run, or its folder checkpoints")
         if verb == "copy":
             sub.add_argument("to", metavar="TO", type=Path, help="folder that gets the step")
@@ -199,6 +200,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         asked, console = parser.parse_args(argv), Console(highlight=False, markup=False)
+        for name, low in (("step", 0), ("keep", 1), ("keep_every", 1)):
+            value = getattr(asked, name, None)
+            if value is not None and value < low:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option}={value} must be at least {low}. Use {option} {low} or more.")
         if asked.verb == "list":
             show_list(asked.directory, console)
         elif asked.verb == "show":
@@ -208,9 +214,6 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         elif asked.verb == "copy":
             copy(asked.directory, asked.to, asked.step, console)
         else:
-            for name, value in (("keep", asked.keep), ("keep-every", asked.keep_every)):
-                if value is not None and value < 1:
-                    raise UsageError(f"--{name}={value} must be at least 1. Use --{name} 1 or more.")
             prune(asked.directory, asked.keep, asked.keep_every, asked.apply, console)
 
     return run_command(job, resumes=False)
