@@ -57,19 +57,12 @@ class RunFolder:
 
     def _read(self) -> dict[str, Any]:
         """What run.json says; nothing if it is not there, or is not what this program writes."""
-        file = self.path / FILE_NAME
         try:
-            content = strict_json.loads(file.read_bytes())
-            if not isinstance(content, dict) or not isinstance(content.get("run"), str):
-                raise ValueError("it has no id of a run")
-            int(content.get("saved", 0))
-            [int(step) for step in content.get("adopted", ())]
-        except FileNotFoundError:
-            return {}
+            return _read_identity(self.path)
         except (OSError, ValueError, TypeError) as error:
+            file = self.path / FILE_NAME
             self.told.append(f"{file} can't be read ({error}). It is made anew from the other files of the run.")
             return {}
-        return content
 
     def _owners(self, own: str) -> Iterator[tuple[str, str]]:
         """The files that decide, and the id that each carries; empty for one that carries none and should."""
@@ -155,6 +148,27 @@ class RunFolder:
         (self.path / FILE_NAME).rename(target / FILE_NAME)
         self.id, self.saved, self._adopted = "", 0, []
         return target
+
+
+def _read_identity(run: Path) -> dict[str, Any]:
+    """The content of RUN/run.json, empty if there is none; OSError, ValueError or TypeError: it is not as it should be."""
+    file = run / FILE_NAME
+    if not file.exists():
+        return {}
+    content = strict_json.loads(file.read_bytes())
+    if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+        raise ValueError("it has no id of a run")
+    int(content.get("saved", 0))
+    [int(step) for step in content.get("adopted", ())]
+    return content
+
+
+def run_id(run: Path) -> str:
+    """The id of the run in this folder, empty if it has none or can't be read; for books about it."""
+    try:
+        return str(_read_identity(run).get("run", ""))
+    except (OSError, ValueError, TypeError):
+        return ""
 
 
 def require_own_config(run: Path) -> None:
