@@ -24,7 +24,7 @@ def chaos(folder, *words):
     """What it prints; it must find nothing."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.chaos", *words, "--directory", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     logs = "".join(path.read_text(errors="replace")[-4000:] for path in folder.rglob("failed/*/*.log"))
     assert result.returncode == 0, result.stdout + result.stderr + logs
     return result.stdout

@@ -1,6 +1,7 @@
 """Starting: the platform, and jobs of several processes."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,15 @@ import pytest
 
 from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
-from maxtrain.parallel.distributed import GPU_FLAGS, be_deterministic, leave, start
+from maxtrain.parallel.distributed import (
+    GPU_FLAGS,
+    PATIENCE_FLAG,
+    be_deterministic,
+    leave,
+    start,
+    wait_for_slow_devices,
+    xla_knows,
+)
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -184,6 +193,67 @@ def test_xla_knows_the_flags_of_gpus():
     environment = os.environ | {"XLA_FLAGS": " ".join(GPU_FLAGS), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+STALLS = """
+import functools, sys, time
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.distributed import start
+
+def late(index, x):
+    time.sleep(4 if index == 0 else 0)
+    return x
+
+start(MeshConfig(simulated_devices=2), None)
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+@jax.jit
+@functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+def total(x):
+    x = jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("data"), x)
+    return jax.lax.psum(x, "data")
+
+print(total(jnp.ones(2)))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="of CPUs")
+@pytest.mark.parametrize(("seconds", "code"), [(1, -signal.SIGABRT), (None, 0)])
+def test_devices_wait_for_a_slow_one_unless_the_user_says_how_long(seconds, code):
+    """The other device joins the collective four seconds late; XLA begins to count when it has waited for one second."""
+    flags = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
+    flags += f" --{PATIENCE_FLAG}={seconds}" if seconds else ""
+    environment = os.environ | {"XLA_FLAGS": flags}
+    result = subprocess.run([sys.executable, "-c", STALLS], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    assert ("Termination timeout for `all reduce" in result.stderr) == bool(code)
+    assert result.stdout == ("" if code else "[2.]\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", f"--{PATIENCE_FLAG}=86400"),
+        ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false --{PATIENCE_FLAG}=86400"),
+        (f"--{PATIENCE_FLAG}=7", f"--{PATIENCE_FLAG}=7"),
+        ("/etc/xla.flags", "/etc/xla.flags"),
+    ],
+)
+def test_the_limit_of_waiting_is_added_to_the_users_flags(bare, flags, expected):
+    bare.setenv("XLA_FLAGS", flags)
+    wait_for_slow_devices()
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_a_flag_that_xla_does_not_know_is_not_set(bare):
+    bare.setenv("XLA_FLAGS", "")
+    bare.setattr("maxtrain.parallel.distributed.PATIENCE_FLAG", "xla_cpu_not_a_flag")
+    wait_for_slow_devices()
+    assert os.environ["XLA_FLAGS"] == ""
+    assert xla_knows("xla_cpu_enable_fast_math") and not xla_knows("xla_cpu_enable_fast")
 
 
 def test_an_error_of_one_process_alone_does_not_wait_for_the_others(monkeypatch):
