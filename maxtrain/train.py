@@ -37,7 +37,7 @@ from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
-from maxtrain.parallel.agreement import Board, gather, is_loss, losing_others, raise_together, require_agreement
+from maxtrain.parallel.agreement import Board, connect_peers, gather, is_loss, losing_others, raise_together, require_agreement
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
@@ -86,6 +86,7 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         progress.message(job.data.describe())
         describe(progress, job)
         require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        connect_peers(job.mesh)
         refused = None
         try:
             if chief:  # not before it is known that all go on: this makes the folder

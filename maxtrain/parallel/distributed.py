@@ -81,8 +81,7 @@ def start(
             "set mesh.platform=auto."
         ) from error
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        # Only process 0 would find its programs there, and collectives of CPUs wait for the others, who compile, for 30 s at
-        # most: a larger program would never start.
+        # Only process 0 would find its programs there, and would then wait for the others, who compile.
         jax.config.update("jax_enable_compilation_cache", False)
     return asked or jax.process_count()
 

@@ -109,9 +109,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax._src import distributed
 
 from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.agreement import connect_peers
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
@@ -122,10 +123,19 @@ if len(sys.argv) > 2:
 start(MeshConfig(simulated_devices=2, **described), cache)
 assert jax.config.jax_compilation_cache_dir == cache and not jax.config.jax_enable_compilation_cache
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=1))
+
+def connected():
+    return {key for key, _ in distributed.global_state.client.key_value_dir_get_bytes("cpu:gloo")}
+
+connect_peers(mesh)
+groups = connected()
 rows = named_sharding(mesh, ("activation_batch", None), (4, 3))
 mine = np.full((2, 3), 10.0 ** jax.process_index(), np.float32)
 x = jax.make_array_from_process_local_data(rows, mine, (4, 3))
 total = jax.jit(jnp.sum, out_shardings=named_sharding(mesh, ()))(x)
+jax.jit(lambda x: x.sum(0), out_shardings=named_sharding(mesh, (None,)))(x).block_until_ready()
+jax.jit(lambda x: x @ x.T, out_shardings=named_sharding(mesh, ()))(x).block_until_ready()
+assert groups and connected() == groups, "a later program would fail if one process compiled 30 s longer than another"
 print(jax.process_index(), jax.process_count(), jax.device_count(), jax.local_device_count(), float(total))
 """
 
