@@ -328,6 +328,7 @@ class Loop:
             )
         if jax.process_index() == 0:
             write_rollbacks(self.checkpoints.directory.parent, rollbacks)
+        failpoints.hit("rollback", found.step)
         self.rollbacks = rollbacks
         done = f"back to step {back:,}; steps {first:,} to {found.step:,} are left out"
         count = f"rollback {len(rollbacks)} of at most {self.config.anomaly.max_rollbacks}"

@@ -37,7 +37,7 @@ def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, 
     for number, content in enumerate([FINE, FINE, FINE, last]):
         (tmp_path / "tests" / f"test_{number}.py").write_text(content)
     command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=2"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=700)
     assert result.returncode == 1, result.stdout + result.stderr
     assert all(text in result.stdout + result.stderr for text in said), result.stdout + result.stderr
     assert "1 failed" in result.stdout

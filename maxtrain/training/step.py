@@ -119,7 +119,7 @@ def make_train_step(
         measured = {"loss": nll.mean(), "grad_norm": jnp.sqrt(squares.sum())}
         if anomaly.weight_drift != "off":
             measured["weight_norm"] = jnp.sqrt(_squares(state.params).sum())
-        finite, counts = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all(), nll.weight > 0
+        finite, counts = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all(), nll.weight != 0  # NaN counts
         next_scale, lost = after_step(state.loss_scale, finite, jnp.isfinite(nll.total), loss_scale)
         verdict = judge(state.watch, anomaly, measured, finite & counts, lost & counts)
         apply = finite & counts & ~verdict.reject & ~verdict.halt
@@ -140,7 +140,7 @@ def make_train_step(
         next_state = next_state._replace(watch=next_state.watch._replace(halted=verdict.halt))
         metrics = {name: value.mean() for name, value in result.sums.items() if name != "nll"} | {
             "objective": result.loss / scaled,
-            "targets": nll.weight,
+            "targets": jnp.where(jnp.isfinite(nll.weight), nll.weight, 0),
             "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
             "bad_leaf": jnp.where(jnp.isfinite(squares).all(), -1, jnp.argmin(jnp.isfinite(squares))),
             "learning_rate": schedule(state.step - state.skipped),

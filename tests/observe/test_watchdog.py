@@ -146,7 +146,7 @@ def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_p
     """In a collective of a CPU's devices, too, where XLA itself has a day of patience."""
     with start(tmp_path / "run", where=where) as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=700)
         finally:
             process.kill()
     assert (process.returncode, out) == (75, "ready\n"), err
@@ -162,7 +162,7 @@ def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_p
 def test_a_process_that_keeps_pythons_lock_is_ended_from_outside_with_its_stacks(tmp_path):
     with start(tmp_path, seconds=4, where="c") as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=700)
         finally:
             process.kill()
     assert (process.returncode, out) == (-signal.SIGABRT, "ready\n"), err
@@ -206,7 +206,7 @@ def test_a_stopped_process_is_named_by_the_others(tmp_path):
         for process in processes:
             assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
         os.kill(processes[2].pid, signal.SIGSTOP)
-        said = [process.communicate(timeout=120) for process in processes[:2]]
+        said = [process.communicate(timeout=700) for process in processes[:2]]
     finally:
         for process in processes:
             process.kill()
