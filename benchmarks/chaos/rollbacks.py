@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.chaos.report import Tally
 from benchmarks.chaos.victim import PATIENCE, Forked, Left, Progress, Scene, end, make_data, put_away, wait_for
 from maxtrain.checkpoint.listing import latest_record
-from maxtrain.checkpoint.rollback import FILE_NAME, read_rollbacks, went_with
+from maxtrain.checkpoint.rollback import FILE_NAME, Rollback, read_rollbacks, went_with
 
 NOISE = [chr(code) for code in range(0x100, 0x800)]
 SPIKES = (33, 67)  # steps that read noise
@@ -133,7 +133,7 @@ class Victim:
         problems += [f"put aside: {name}" for name in left.aside()]
         if code == 0:
             return problems + left.unlike(self.reference, whole=True)
-        problems += self._unlike(left, len(found))
+        problems += unlike_so_far(left, self.reference, self.planned, len(found))
         for rollback in found[self.known :]:
             behind = (rollback["left_out"][0] - 1) // self.scene.interval * self.scene.interval
             self.counted = min(self.counted, behind)
@@ -145,22 +145,31 @@ class Victim:
         self.counted = newest
         return problems
 
-    def _unlike(self, left: Left, found: int) -> list[str]:
-        """How its records are not the reference's, before the first step that is to be left out and was not yet."""
-        losses = {record["step"]: record["loss"] for record in left.records if record["kind"] == "train"}
-        limit = self.scene.steps
-        for number, rollback in enumerate(self.planned):
-            first, last = rollback["left_out"]
-            applied = [losses[step] is None for step in range(first, last + 1) if step in losses]
-            if number >= found or not all(applied):
-                limit = first - 1
-                if left.last > last:
-                    return [f"there are records of step {left.last}, and step {last} should have taken the run back"]
-                break
-        left.records = [record for record in left.records if record["step"] <= limit]
-        left.steps = [step for step in left.steps if step <= limit]
-        left.last = left.steps[-1] if left.steps else 0
-        return left.unlike(self.reference, whole=False)
+
+def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written: int) -> list[str]:
+    """How records are not the reference's, before the first step that is to be left out and was not yet.
+
+    Args:
+        left: what a run has left that was killed; its records are cut.
+        reference: what is left of the run that was taken back and not killed.
+        planned: its rollbacks.
+        written: how many of them are written down in the run that was killed.
+    """
+    losses = {record["step"]: record["loss"] for record in left.records if record["kind"] == "train"}
+    limit = reference.last
+    for number, rollback in enumerate(planned):
+        first, last = rollback["left_out"]
+        there = [losses[step] for step in range(first, last + 1) if step in losses]
+        if number < written and all(loss is None for loss in there):
+            continue
+        if left.last > last:
+            return [f"there are records of step {left.last}, and step {last} should have taken the run back"]
+        limit = first - 1
+        break
+    left.records = [record for record in left.records if record["step"] <= limit]
+    left.steps = [step for step in left.steps if step <= limit]
+    left.last = left.steps[-1] if left.steps else 0
+    return left.unlike(reference, whole=False)
 
 
 def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
