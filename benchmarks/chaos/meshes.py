@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -74,7 +75,7 @@ class Job:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             address = f"localhost:{free.getsockname()[1]}"
-        self.members: list[Forked] = []
+        self.members: list[Forked | subprocess.Popen] = []
         for index in range(shape.processes):
             words = shape.overrides()
             if shape.processes > 1:
@@ -98,7 +99,10 @@ def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
     expected = {(record["kind"], record.get("set"), record["step"]): record for record in reference.records}
     for record in left.records:
         key = (record["kind"], record.get("set"), record["step"])
-        other = expected[key]
+        other = expected.get(key)
+        if other is None:
+            problems.append(f"there is a record that the reference has not: {key}")
+            continue
         for name in SAME:
             if record.get(name) != other.get(name):
                 problems.append(f"{name} differs at step {record['step']}: {record.get(name)}, {other.get(name)}")

@@ -10,6 +10,7 @@ import collections
 import random
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -56,7 +57,7 @@ class Taken(Scene):
         noise = {"path": str(folder / "noise" / "data" / "train"), "epochs": None}
         super().__init__(folder, **CHANGES, data={"sources": {"noise": noise}, "stages": stages})
 
-    def start(self, run: str, *overrides: str, fault: str = "", command: bool = False) -> Forked:
+    def start(self, run: str, *overrides: str, fault: str = "", command: bool = False) -> Forked | subprocess.Popen:
         """With the NaN, and with another fault if there is one."""
         faults = ",".join(filter(None, [FAULT, fault]))
         return super().start(run, *overrides, fault=faults, command=command)
@@ -106,7 +107,7 @@ class Victim:
             return f"{place}:kill:{behind}"
         return f"{place}:kill"
 
-    def _wait(self, aim: str, process: Forked, before: Left, upcoming: int) -> None:
+    def _wait(self, aim: str, process: Forked | subprocess.Popen, before: Left, upcoming: int) -> None:
         """Until the instant that is aimed at."""
         rng, written, progress = self.rng, self.run / FILE_NAME, Progress(self.run, before.newest)
         changed = written.stat().st_ino if written.exists() else 0
