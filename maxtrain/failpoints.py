@@ -26,7 +26,7 @@ from maxtrain import ATTEMPT
 
 VARIABLE = "MAXTRAIN_FAILPOINT"
 PLACES = {
-    "data": "while step STEP waits for its batch; nan and bitflip change the batch",
+    "data": "while step STEP waits for its batch; nan (in the weight of a target) and bitflip change the batch",
     "before_step": "before step STEP; nan and bitflip change the parameters",
     "after_step": "when step STEP is on its way; nan and bitflip change the parameters",
     "eval": "in an evaluation after step STEP",
@@ -36,6 +36,7 @@ PLACES = {
     "during_removal": "checkpoint STEP no longer counts, its files are still there",
     "during_copy": "checkpoint STEP is copied to checkpoint.copy_to but for its commit record",
     "after_copy": "the copy of checkpoint STEP counts, older ones are not removed yet",
+    "rollback": "an anomaly at step STEP is in rollbacks.json, and nothing else is done about it yet",
     "restore": "before the arrays of checkpoint STEP are read",
 }
 ACTIONS = ("kill", "term", "raise", "hang", "delay", "nan", "enospc", "bitflip")
@@ -118,16 +119,20 @@ def _act(fault: Fault, value: Any) -> Any:
         return value
     leaves, treedef = jax.tree.flatten(value)
     chosen = next(i for i, x in enumerate(leaves) if fault.action == "bitflip" or jnp.issubdtype(x.dtype, jnp.floating))
-    leaves[chosen] = _changed(leaves[chosen], fault.action)
+    leaves[chosen] = _changed(leaves[chosen], fault)
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _changed(array: jax.Array, action: str) -> jax.Array:
-    """The array with the first number on the first device of this process changed; copies on other devices are left alone."""
+def _changed(array: jax.Array, fault: Fault) -> jax.Array:
+    """The array with the first number on the first device of this process changed; copies on other devices are left alone.
+
+    Of a batch it is the weight of a target; a batch without targets, as of a step that is left out, stays as it is.
+    """
     parts = [shard.data for shard in array.addressable_shards]
     first = np.array(parts[0])
-    if action == "nan":
-        first.flat[0] = np.nan
+    if fault.action == "nan":
+        weighs = np.flatnonzero(first)[:1] if fault.place == "data" else 0
+        first.flat[weighs] = np.nan
     else:
         first.view(np.uint8).flat[0] ^= 1
     (device,) = parts[0].devices()

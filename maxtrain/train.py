@@ -39,7 +39,7 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.parallel.agreement import Board, gather, is_loss, losing_others, raise_together, require_agreement
+from maxtrain.parallel.agreement import Board, connect_peers, gather, is_loss, losing_others, raise_together, require_agreement
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
@@ -93,6 +93,7 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         progress.message(job.data.describe())
         describe(progress, job)
         require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        connect_peers(job.mesh)
         refused = None
         try:
             if chief:  # not before it is known that all go on: this makes the folder
@@ -127,12 +128,18 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         finally:
             loop.close()
     stop.save_first(None)
+    conclude(loop, state)
+
+
+def conclude(loop: "Loop", state: TrainState) -> None:
+    """What a run that has come to its end says. DivergedError: it has hardly trained."""
+    job, records = loop.job, loop.records
     problem = lack_of_progress(loop.step, records.skipped)
-    if chief:
+    if jax.process_index() == 0:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
         found, ending = records.guard.found, records.ending
-        finish(config, job.data, job.sets, loop.step, clock, ending, found, model, loop.rollbacks, problem)
+        finish(job.config, job.data, job.sets, loop.step, loop.clock, ending, found, model, loop.rollbacks, problem)
     if problem:
         raise DivergedError(problem)
 
@@ -424,6 +431,7 @@ class Loop:
             )
         if jax.process_index() == 0:
             write_rollbacks(self.checkpoints.directory.parent, rollbacks, self.run_folder.id)
+        failpoints.hit("rollback", found.step)
         self.rollbacks = rollbacks
         done = f"back to step {back:,}; steps {first:,} to {found.step:,} are left out"
         count = f"rollback {len(rollbacks)} of at most {self.config.anomaly.max_rollbacks}"

@@ -1,6 +1,7 @@
 """The harness of faults: it sees what is wrong where something is, and a small dose of each fault finds nothing."""
 
 import json
+import math
 import os
 import random
 import re
@@ -14,7 +15,10 @@ import pytest
 from benchmarks.chaos import report
 from benchmarks.chaos.flips import damage
 from benchmarks.chaos.goodput import Costs, best_interval, efficiency
+from benchmarks.chaos.meaning import Fault, judge_words
+from benchmarks.chaos.meshes import ROWS, shapes, unlike
 from benchmarks.chaos.report import Tally, quantile
+from benchmarks.chaos.rollbacks import unlike_so_far
 from benchmarks.chaos.victim import Left, kept
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +28,7 @@ def chaos(folder, *words):
     """What it prints; it must find nothing."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.chaos", *words, "--directory", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
     logs = "".join(path.read_text(errors="replace")[-4000:] for path in folder.rglob("failed/*/*.log"))
     assert result.returncode == 0, result.stdout + result.stderr + logs
     return result.stdout
@@ -35,6 +39,8 @@ def test_a_dose_of_each_fault(tmp_path):
     shown = chaos(tmp_path, "dose", "--seed", "1", "--commands", "0")
     for row in (
         "SIGKILL | 3 |",
+        "SIGKILL around rollbacks | 2 |",
+        "another mesh, accumulation or number of processes | 1 |",
         "signal in: step | 1 |",
         "disk full | 2 |",
         "checkpoint: no damage, no alarm | 2 |",
@@ -86,6 +92,80 @@ def test_an_end_that_is_not_the_references_is_seen(tmp_path):
     reference = left(tmp_path / "reference", records(3.0, 2.0))
     assert left(tmp_path / "same", records(3.0, 2.0)).unlike(reference, whole=True) == []
     assert left(tmp_path / "short", records(3.0)).unlike(reference, whole=True) == ["it has other records than the reference"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        (records(3.0, 2.0, seed=1), ""),
+        (records(3.0, 2.00001, seed=1), ""),
+        (records(3.0, 2.0001, seed=1), r"loss differs by 5\.0e-05 of itself at step 2"),
+        (records(3.0, math.nan, seed=1), "loss differs by nan"),
+        (records(3.0, 2.0, batch_hash="other"), "batch_hash differs at step 1"),
+        (records(3.0, 2.0, batch_hash=None), "step 1 has no digest of its batch"),
+        (records(3.0, 2.0)[1:], "have not every step up to 2 once"),
+    ],
+)
+def test_another_layout_changes_losses_by_roundings_and_batches_not_at_all(tmp_path, lines, problem):
+    reference = left(tmp_path / "reference", records(3.0, 2.0))
+    victim = left(tmp_path / "victim", [])
+    victim.records, victim.steps = lines, [line["step"] for line in lines]
+    victim.last = 2
+    found, largest = unlike(victim, reference)
+    assert any(re.search(problem, what) for what in found) if problem else not found and largest <= 1e-5
+
+
+def test_layouts_fit_the_batch_and_the_processes():
+    for processes in (1, 2):
+        found = shapes(processes)
+        assert len(found) > 20 and len({*found}) == len(found)
+        for shape in found:
+            devices = shape.data * shape.fsdp * shape.tensor
+            assert devices in (1, 2, 4, 8) and devices % processes == 0
+            assert ROWS % (shape.data * shape.fsdp * shape.accumulation) == 0 and shape.tensor in (1, 2)
+
+
+PLANNED = [{"step": 5, "kind": "loss_spike", "left_out": [3, 5]}]
+
+
+@pytest.mark.parametrize(
+    ("losses", "written", "problem"),
+    [
+        ([3.0, 2.0, None, None, None, 1.0], 1, ""),
+        ([3.0, 2.0, 1.9, 1.8], 0, ""),  # before the anomaly
+        ([3.0, 2.0, 1.9, 1.8], 1, ""),  # killed when the list was written, and the records not yet dropped
+        ([3.0, 2.0, None], 1, ""),
+        ([3.0, 2.1, None], 1, "loss differs"),
+        ([3.0, 2.0, 1.9, 1.8, 1.7, 1.0], 0, "step 5 should have taken the run back"),
+        ([3.0, 2.0, None, None, None, 1.1], 1, "loss differs"),
+    ],
+)
+def test_a_run_that_was_taken_back_is_compared_as_far_as_it_was(tmp_path, losses, written, problem):
+    reference = left(tmp_path / "reference", records(3.0, 2.0, None, None, None, 1.0))
+    victim = left(tmp_path / "victim", records(*losses))
+    found = unlike_so_far(victim, reference, PLANNED, written)
+    assert any(re.search(problem, what) for what in found) if problem else found == []
+
+
+SAYS_NOTHING = Fault("a fault", names=("clock.jsonl",), must_say=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "problem"),
+    [
+        (0, "clock.jsonl:3 is not a record. The file as it was is kept as ...", ""),
+        (0, "step 1", "SILENT: it says nothing of clock.jsonl"),
+        (74, "error: runs/a/checkpoints has no checkpoint. Bring it back.", ""),
+        (78, "error: 1 problem in the config:\n  * data.seq_length=0 must be at least 1", ""),
+        (74, "error: something went wrong", "no message that names"),
+        (1, "error: runs/a is gone", "ended with 1"),
+        (70, "Traceback (most recent call last):\n...\nerror: a/b", "there is a traceback"),
+        ("hangs", "", "ended with hangs"),
+    ],
+)
+def test_a_fault_that_nothing_is_said_of_is_seen(code, said, problem):
+    found = judge_words(SAYS_NOTHING, code, said)
+    assert any(problem in what for what in found) if problem else found == []
 
 
 def test_which_checkpoints_must_be_there():

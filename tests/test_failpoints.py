@@ -62,6 +62,15 @@ def test_nan_is_in_the_first_floating_array_alone(monkeypatch, dtype):
     assert changed["mask"].dtype == dtype and changed["z"] is batch["z"] and hit("data", 5, batch) is batch
 
 
+def test_nan_in_a_batch_is_in_the_weight_of_a_target(monkeypatch):
+    """One without targets, as of a step that is left out, stays what it is; of parameters it is the first number."""
+    armed(monkeypatch, "data:nan,before_step:nan")
+    changed = hit("data", 1, {"mask": jnp.array([[0.0, 1.0], [1.0, 1.0]])})
+    assert np.isnan(changed["mask"]).tolist() == [[False, True], [False, False]]
+    assert not np.isnan(hit("data", 1, {"mask": jnp.zeros((2, 2))})["mask"]).any()
+    assert np.isnan(hit("before_step", 1, jnp.zeros(3))).tolist() == [True, False, False]
+
+
 def test_a_bit_of_one_copy_of_a_replicated_array(monkeypatch):
     armed(monkeypatch, "before_step:bitflip:1")
     mesh = Mesh(np.array(jax.devices()[:2]), "data")

@@ -225,7 +225,7 @@ def train(config, run_name, faults, *options, devices=2, overrides=()):
         env=os.environ | cache,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=700,
     )
     folder = config.parent / "runs" / run_name
     print(result.stdout, result.stderr, *read_attempts(folder), sep="\n")

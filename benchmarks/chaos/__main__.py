@@ -21,12 +21,15 @@ from benchmarks.chaos.disk import disk
 from benchmarks.chaos.flips import flips_of_checkpoints, flips_of_shards
 from benchmarks.chaos.goodput import goodput
 from benchmarks.chaos.kills import kills
+from benchmarks.chaos.meaning import meaning
+from benchmarks.chaos.meshes import meshes
 from benchmarks.chaos.report import Tally, write
+from benchmarks.chaos.rollbacks import rollbacks
 from benchmarks.chaos.terms import terms
 
 Job = Callable[[Path, Tally, argparse.Namespace], None]  # a folder, what to count, the options
 
-DOSE = {"kills": 3, "terms": 4, "disk": 2, "checkpoints": 22, "shards": 22}
+DOSE = {"kills": 3, "rollbacks": 2, "meshes": 1, "terms": 4, "disk": 2, "checkpoints": 22, "shards": 22}
 
 
 def dose(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
@@ -43,6 +46,9 @@ FAULTS: dict[str, tuple[Job, int, str]] = {
     "terms": (terms, 105, "SIGTERM and SIGINT in every phase"),
     "deaths": (deaths, 200, "one of four processes killed"),
     "hangs": (hangs, 50, "one of four processes stopped"),
+    "rollbacks": (rollbacks, 100, "SIGKILL around rollbacks"),
+    "meshes": (meshes, 30, "gone on with another mesh, accumulation or number of processes"),
+    "meaning": (meaning, 300, "whole bytes of a wrong meaning: worthless weights, files of another run, or gone"),
     "disk": (disk, 20, "a full disk"),
     "checkpoints": (flips_of_checkpoints, 1000, "damaged checkpoints"),
     "shards": (flips_of_shards, 1000, "damaged data shards"),

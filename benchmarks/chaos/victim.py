@@ -128,9 +128,10 @@ class Scene:
         self.folder, self.runs = folder, folder / "runs"
         if not (folder / "data").exists():
             make_data(folder, megabytes)
-        sources = {"text": {"path": str(folder / "data" / "train"), "epochs": None}}
         values = {**CONFIG, "output_dir": str(self.runs), **changes}
-        values["data"] = {**CONFIG["data"], "sources": sources}
+        text = {"path": str(folder / "data" / "train"), "epochs": None}
+        data = {**CONFIG["data"], **changes.get("data", {})}
+        values["data"] = data | {"sources": {"text": text} | data.get("sources", {})}
         values["eval"] = {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}}
         self.steps, self.interval, self.values = values["steps"], values["checkpoint_interval"], values
         self.config = folder / "small.yaml"
@@ -165,13 +166,13 @@ class Scene:
         return Left(self.runs / "reference")
 
 
-def make_data(folder: Path, megabytes: float) -> None:
-    """Documents of common words, prepared as ever, with an evaluation set."""
+def make_data(folder: Path, megabytes: float, vocabulary: Sequence[str] = WORDS) -> None:
+    """Documents of these words, prepared as ever, with an evaluation set."""
     rng, count = random.Random(0), 120
     (folder / "text").mkdir(parents=True)
     mean = 1e6 * megabytes / count / 4  # words of a document
     for number in range(count):
-        words = rng.choices(WORDS, k=rng.randrange(int(0.3 * mean), int(1.7 * mean)))
+        words = rng.choices(vocabulary, k=rng.randrange(int(0.3 * mean), int(1.7 * mean)))
         (folder / "text" / f"{number}.txt").write_text(" ".join(words))
     words = [str(folder / "data"), "--text", f"{folder}/text/*.txt", "--tokenizer", "bytes", "--holdout", "0.1"]
     with open(folder / "prepare.log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):

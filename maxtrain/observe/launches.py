@@ -39,6 +39,8 @@ _FLAGS = re.compile(
     r"XLA_FLAGS|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|TF_CUDNN_\w+|NCCL_(ALGO|PROTO)"
     r"|JAX_(?!COORDINATOR|NUM_PROCESSES|PROCESS_ID|COMPILATION_CACHE|PERSISTENT_CACHE)\w+"
 )
+# How long devices wait for each other, which the program sets by itself; see parallel/distributed.py.
+_PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What says nothing about the numbers of training.
 _APART = re.compile(
     r"time|step|command|run|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
@@ -64,7 +66,7 @@ def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str
         "command": shlex.join(sys.argv),
         "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "git": git_revision(Path(maxtrain.__file__).parents[1]),
-        "flags": {name: value for name, value in sorted(os.environ.items()) if _FLAGS.fullmatch(name)},
+        "flags": _flags(),
         "kernels": {"attention": asked.model.attention},
         "devices": {"platform": devices[0].platform, "kind": kind, "count": len(devices)},
         "mesh": dict(mesh.shape),
@@ -74,6 +76,13 @@ def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str
         "data": data,
         "config": to_yaml(asked),
     }
+
+
+def _flags() -> dict[str, str]:
+    """Variables of the environment that change what is computed."""
+    flags = {name: value for name, value in sorted(os.environ.items()) if _FLAGS.fullmatch(name)}
+    xla = _PATIENCE.sub("", flags.pop("XLA_FLAGS", "")).strip()
+    return flags | ({"XLA_FLAGS": xla} if xla else {})
 
 
 def append_launch(run_dir: Path, record: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import itertools
 import json
 import platform
 import re
@@ -157,6 +158,32 @@ def _between_processes() -> tuple[Mesh, NamedSharding, jax.stages.Wrapped]:
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), "process")
     everywhere = NamedSharding(mesh, PartitionSpec())
     return mesh, NamedSharding(mesh, PartitionSpec("process")), jax.jit(lambda rows: rows, out_shardings=everywhere)
+
+
+def connect_peers(mesh: Mesh) -> None:
+    """Connects the processes of a job whose devices are CPUs, in all groups that axes of the mesh make.
+
+    A group is connected by the first program that needs it, and a process that comes there 30 s after another finds that one
+    gone; no setting changes this. So large programs, which one process may be much longer at compiling, find all connected.
+    To be called where all processes have just met. LostProcessError: a process does not come.
+    """
+    if jax.process_count() == 1 or jax.default_backend() != "cpu":
+        return
+    gather({})
+    axes = [axis for axis, size in mesh.shape.items() if size > 1]
+    for count in range(1, len(axes) + 1):
+        for group in itertools.combinations(axes, count):
+            everywhere = NamedSharding(mesh, PartitionSpec())
+            total = jax.shard_map(
+                functools.partial(jax.lax.psum, axis_name=group),
+                mesh=mesh,
+                in_specs=PartitionSpec(),
+                out_specs=PartitionSpec(),
+                check_vma=False,
+            )
+            with jax.set_mesh(mesh), losing_others():
+                one = jax.device_put(np.ones((), np.float32), everywhere)
+                jax.jit(total)(one).block_until_ready()
 
 
 def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:

@@ -1,7 +1,9 @@
 """Starting: the platform, the processes of a job, and the host's memory. Called once, before the first device is used."""
 
 import ctypes
+import functools
 import math
+import mmap
 import os
 import sys
 import threading
@@ -10,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jaxlib
 
 from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
@@ -19,6 +22,9 @@ from maxtrain.parallel.rendezvous import meet
 _CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 # No atomic additions in any order, no algorithm chosen by a race. https://openxla.org/xla/determinism
 GPU_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
+# In each collective, XLA waits for all devices of a CPU for 20 s, says so, and ends the process another 40 s later.
+PATIENCE_FLAG = "xla_cpu_collective_call_terminate_timeout_seconds"
+_PATIENCE_SECONDS = 86_400
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # names of glibc's mallopt(3)
 
 
@@ -57,6 +63,7 @@ def start(
         be_deterministic(config)
     if not accelerator_present() or config.platform == "cpu" or config.simulated_devices:
         keep_host_memory()
+        wait_for_slow_devices()
     asked = _connect(config, suffices)
     try:
         jax.devices()
@@ -74,8 +81,7 @@ def start(
             "set mesh.platform=auto."
         ) from error
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        # Only process 0 would find its programs there, and collectives of CPUs wait for the others, who compile, for 30 s at
-        # most: a larger program would never start.
+        # Only process 0 would find its programs there, and would then wait for the others, who compile.
         jax.config.update("jax_enable_compilation_cache", False)
     return asked or jax.process_count()
 
@@ -91,6 +97,36 @@ def be_deterministic(config: MeshConfig) -> None:
     ):
         flags = os.environ.get("XLA_FLAGS", "").split()
         os.environ["XLA_FLAGS"] = " ".join([*(flag for flag in flags if flag not in GPU_FLAGS), *GPU_FLAGS])
+
+
+def wait_for_slow_devices() -> None:
+    """Lets the devices of a CPU wait for each other for a day; to be called before the first device is used.
+
+    They are threads. On a busy machine one of them may get no time for a minute, after which XLA would abort the process
+    without a word about the run. If they never meet, the watchdog says where the run stands still, and ends it. A limit that
+    XLA_FLAGS already has is kept.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    names_a_file = flags != "" and not flags.lstrip().startswith("-")
+    if PATIENCE_FLAG in flags or names_a_file or not xla_knows(PATIENCE_FLAG):
+        return
+    os.environ["XLA_FLAGS"] = f"{flags} --{PATIENCE_FLAG}={_PATIENCE_SECONDS}".strip()
+
+
+@functools.cache
+def xla_knows(flag: str) -> bool:
+    """Whether the installed XLA has a flag of this name: it would end the process at one that it does not know.
+
+    Only its own parser could say so, and that ends the process; so the library is searched for the name, which takes 10 ms.
+    """
+    name = b"\0" + flag.encode() + b"\0"
+    folder = Path(jaxlib.__file__).parent
+    libraries = [path for path in folder.iterdir() if path.suffix in (".so", ".dylib", ".dll", ".pyd")]
+    for path in sorted(libraries, key=lambda path: path.stat().st_size, reverse=True):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(name) >= 0:
+                return True
+    return False
 
 
 def _connect(config: MeshConfig, suffices: Callable[[int, int], bool]) -> int | None:

@@ -24,7 +24,8 @@ from maxtrain.parallel.mesh import make_mesh
 
 @pytest.fixture
 def record(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"  # says nothing about numbers
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false {patience}")
     monkeypatch.setenv("JAX_PROCESS_ID", "3")
     monkeypatch.setattr("sys.argv", ["train.py", "config=a b"])
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))

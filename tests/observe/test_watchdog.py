@@ -18,9 +18,10 @@ from maxtrain.parallel.agreement import Board
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import ctypes, sys, time
+import ctypes, functools, sys, time
 from pathlib import Path
-import jax
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from maxtrain.config.schema import WatchdogConfig
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe import watchdog
@@ -33,6 +34,14 @@ folder, index, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 jax.config.update("jax_platforms", "cpu")
 if count > 1:
     jax.distributed.initialize(sys.argv[4], count, index)
+if sys.argv[6] == "collective":
+    jax.config.update("jax_num_cpu_devices", 2)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+def late(index, x):
+    time.sleep(600 if index == 0 else 0)
+    return x
+
 clock = Stopwatch()
 board = Board("watchdog") if count > 1 else None
 with Watchdog(WatchdogConfig(save_seconds=float(sys.argv[5])), folder, clock, "rows {}".format, index, board) as dog:
@@ -46,6 +55,15 @@ with Watchdog(WatchdogConfig(save_seconds=float(sys.argv[5])), folder, clock, "r
         lock, libc = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
         while sys.argv[6] == "python":
             time.sleep(600)
+        if sys.argv[6] == "collective":  # one of two devices never joins it
+
+            @jax.jit
+            @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+            def total(x):
+                x = jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("data"), x)
+                return jax.lax.psum(x, "data")
+
+            total(jnp.ones(2)).block_until_ready()
         time.sleep(2.5)  # so that the judge knows the limit
         for _ in range(2):  # for ever, with Python's lock
             libc.pthread_mutex_lock(lock)
@@ -117,17 +135,26 @@ def test_the_beat_goes_on_when_nobody_can_hear_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_path):
-    with start(tmp_path / "run") as process:
+@pytest.mark.parametrize(
+    ("where", "stacks"),
+    [
+        ("python", ['File "<string>", line 38 in <module>']),
+        ("collective", ['File "<string>", line 23 in late', 'File "<string>", line 47 in <module>']),
+    ],
+)
+def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_path, where, stacks):
+    """In a collective of a CPU's devices, too, where XLA itself has a day of patience."""
+    with start(tmp_path / "run", where=where) as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=700)
         finally:
             process.kill()
     assert (process.returncode, out) == (75, "ready\n"), err
     left = (tmp_path / "run" / "stalled-0.txt").read_text()
     for said in (left, err):
         assert "process 0 has stood still for 1 s after 7 steps, in: save (limit: 1 s, section watchdog)" in said
-        assert "Run the same command again" in said and 'File "<string>", line 29 in <module>' in said
+        assert "Run the same command again" in said
+        assert all(stack in said for stack in stacks)
         assert "Step 7: rows 6\nStep 8: rows 7\n" in said
 
 
@@ -135,12 +162,12 @@ def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_p
 def test_a_process_that_keeps_pythons_lock_is_ended_from_outside_with_its_stacks(tmp_path):
     with start(tmp_path, seconds=4, where="c") as process:
         try:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=700)
         finally:
             process.kill()
     assert (process.returncode, out) == (-signal.SIGABRT, "ready\n"), err
     assert f"process {process.pid} has not run Python for 6 s: something keeps the interpreter's lock." in err
-    assert 'File "<string>", line 32 in <module>' in err
+    assert 'File "<string>", line 50 in <module>' in err
 
 
 @pytest.mark.parametrize(
@@ -179,7 +206,7 @@ def test_a_stopped_process_is_named_by_the_others(tmp_path):
         for process in processes:
             assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
         os.kill(processes[2].pid, signal.SIGSTOP)
-        said = [process.communicate(timeout=120) for process in processes[:2]]
+        said = [process.communicate(timeout=700) for process in processes[:2]]
     finally:
         for process in processes:
             process.kill()

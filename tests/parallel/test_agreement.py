@@ -109,7 +109,7 @@ def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
     processes = [subprocess.Popen([sys.executable, "-c", PROGRAM, address, str(i)], **pipes) for i in range(2)]
     try:
-        outputs = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=700) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -1,6 +1,7 @@
 """Starting: the platform, and jobs of several processes."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,7 +13,15 @@ import pytest
 
 from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
-from maxtrain.parallel.distributed import GPU_FLAGS, be_deterministic, leave, start
+from maxtrain.parallel.distributed import (
+    GPU_FLAGS,
+    PATIENCE_FLAG,
+    be_deterministic,
+    leave,
+    start,
+    wait_for_slow_devices,
+    xla_knows,
+)
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -100,9 +109,10 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
+from jax._src import distributed
 
 from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.agreement import connect_peers
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
@@ -113,10 +123,19 @@ if len(sys.argv) > 2:
 start(MeshConfig(simulated_devices=2, **described), cache)
 assert jax.config.jax_compilation_cache_dir == cache and not jax.config.jax_enable_compilation_cache
 mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=1))
+
+def connected():
+    return {key for key, _ in distributed.global_state.client.key_value_dir_get_bytes("cpu:gloo")}
+
+connect_peers(mesh)
+groups = connected()
 rows = named_sharding(mesh, ("activation_batch", None), (4, 3))
 mine = np.full((2, 3), 10.0 ** jax.process_index(), np.float32)
 x = jax.make_array_from_process_local_data(rows, mine, (4, 3))
 total = jax.jit(jnp.sum, out_shardings=named_sharding(mesh, ()))(x)
+jax.jit(lambda x: x.sum(0), out_shardings=named_sharding(mesh, (None,)))(x).block_until_ready()
+jax.jit(lambda x: x @ x.T, out_shardings=named_sharding(mesh, ()))(x).block_until_ready()
+assert groups and connected() == groups, "a later program would fail if one process compiled 30 s longer than another"
 print(jax.process_index(), jax.process_count(), jax.device_count(), jax.local_device_count(), float(total))
 """
 
@@ -138,7 +157,7 @@ def test_two_processes_make_one_mesh(tmp_path):
     environment = dict(zip(JOB, (address, "2", "1")))
     processes = [launch(tmp_path / "cache", address, 0), launch(tmp_path / "cache", **environment)]
     try:
-        results = [process.communicate(timeout=120) for process in processes]
+        results = [process.communicate(timeout=700) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -154,7 +173,7 @@ def test_a_platform_that_is_not_there_is_named_with_its_mend():
         "from maxtrain.parallel.distributed import start\nfrom maxtrain.config.schema import MeshConfig\n"
         "try:\n    start(MeshConfig(platform='gpu'), None)\nexcept Exception as error:\n    print(type(error).__name__, error)"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=700)
     assert result.stdout.startswith("ConfigError 1 problem in the config:\n  * mesh.platform=gpu: JAX found no such device. ")
     assert "Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or set mesh.platform=auto." in result.stdout
 
@@ -184,6 +203,67 @@ def test_xla_knows_the_flags_of_gpus():
     environment = os.environ | {"XLA_FLAGS": " ".join(GPU_FLAGS), "JAX_PLATFORMS": "cpu"}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+STALLS = """
+import functools, sys, time
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.distributed import start
+
+def late(index, x):
+    time.sleep(4 if index == 0 else 0)
+    return x
+
+start(MeshConfig(simulated_devices=2), None)
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+@jax.jit
+@functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+def total(x):
+    x = jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), jax.lax.axis_index("data"), x)
+    return jax.lax.psum(x, "data")
+
+print(total(jnp.ones(2)))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="of CPUs")
+@pytest.mark.parametrize(("seconds", "code"), [(1, -signal.SIGABRT), (None, 0)])
+def test_devices_wait_for_a_slow_one_unless_the_user_says_how_long(seconds, code):
+    """The other device joins the collective four seconds late; XLA begins to count when it has waited for one second."""
+    flags = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
+    flags += f" --{PATIENCE_FLAG}={seconds}" if seconds else ""
+    environment = os.environ | {"XLA_FLAGS": flags}
+    result = subprocess.run([sys.executable, "-c", STALLS], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    assert ("Termination timeout for `all reduce" in result.stderr) == bool(code)
+    assert result.stdout == ("" if code else "[2.]\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("", f"--{PATIENCE_FLAG}=86400"),
+        ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false --{PATIENCE_FLAG}=86400"),
+        (f"--{PATIENCE_FLAG}=7", f"--{PATIENCE_FLAG}=7"),
+        ("/etc/xla.flags", "/etc/xla.flags"),
+    ],
+)
+def test_the_limit_of_waiting_is_added_to_the_users_flags(bare, flags, expected):
+    bare.setenv("XLA_FLAGS", flags)
+    wait_for_slow_devices()
+    assert os.environ["XLA_FLAGS"] == expected
+
+
+def test_a_flag_that_xla_does_not_know_is_not_set(bare):
+    bare.setenv("XLA_FLAGS", "")
+    bare.setattr("maxtrain.parallel.distributed.PATIENCE_FLAG", "xla_cpu_not_a_flag")
+    wait_for_slow_devices()
+    assert os.environ["XLA_FLAGS"] == ""
+    assert xla_knows("xla_cpu_enable_fast_math") and not xla_knows("xla_cpu_enable_fast")
 
 
 def test_an_error_of_one_process_alone_does_not_wait_for_the_others(monkeypatch):

@@ -132,6 +132,10 @@ def bad(batch, kind):
     """The batch, spoilt."""
     if kind == "all masked":
         return batch | {"loss_mask": np.zeros_like(batch["loss_mask"])}
+    if kind == "nan weight":
+        mask = batch["loss_mask"].copy()
+        mask[0, 0] = np.nan
+        return batch | {"loss_mask": mask}
     inputs = batch["inputs"].copy()
     inputs[0, 0] = {"nan": NAN, "inf": INF}[kind]
     return batch | {"inputs": inputs}
@@ -157,7 +161,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     first, second = tiny.batch(), tiny.batch(1)
     plain, plain_metrics = run(parts, first, second)
     before, _ = run(parts, first)
-    kinds = ["nan", "inf", "all masked", "nan"]
+    kinds = ["nan", "inf", "all masked", "nan weight"]
     state, metrics = run(parts, first, *(bad(second, kind) for kind in kinds))
     assert bits(state.params) == bits(before.params) and bits(state.opt_state) == bits(before.opt_state)
     assert (state.step, state.skipped) == (5, 4)
@@ -166,6 +170,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     assert [m["skipped_in_row"] for m in metrics] == [0, 1, 2, 2, 3]
     assert np.isnan(metrics[1]["loss"]) and not np.isfinite(metrics[1]["grad_norm"])
     assert np.isfinite(metrics[2]["loss"]) and not np.isfinite(metrics[2]["grad_norm"])
+    assert np.isnan(metrics[4]["loss"]) and np.isnan(metrics[4]["targets"]), "no step without targets"
     assert metrics[3]["loss"] == metrics[3]["targets"] == metrics[3]["grad_norm"] == 0
     assert all(m["learning_rate"] == plain_metrics[1]["learning_rate"] for m in metrics[1:])
 

@@ -1,0 +1,205 @@
+"""SIGKILL around rollbacks; the same command goes on to the numbers of the run that was taken back and never killed.
+
+Three steps of each run read noise instead of text, or have a NaN in their batch, in each of its attempts; the run goes back
+behind a checkpoint that had counted. Kills are aimed at the instants before and after the list of rollbacks is written, at
+the removal of the checkpoints after it, at the restore, and at the steps that are made again.
+"""
+
+import argparse
+import collections
+import random
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from benchmarks.chaos.report import Tally
+from benchmarks.chaos.victim import PATIENCE, Forked, Left, Progress, Scene, end, make_data, put_away, wait_for
+from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.rollback import FILE_NAME, Rollback, read_rollbacks, went_with
+
+NOISE = [chr(code) for code in range(0x100, 0x800)]
+SPIKES = (33, 67)  # steps that read noise
+NAN = 94  # a step whose batch has a NaN
+FAULT = f"data:nan:{NAN}"  # in every attempt, and in the reference
+CHANGES = {
+    "steps": 120,
+    "checkpoint_interval": 10,
+    "eval_interval": 30,
+    "optimizer": {"learning_rate": 1e-2},
+    "schedule": {"warmup_steps": 2},
+    "anomaly": {
+        "window": 8,
+        "min_steps": 6,
+        "loss_limit": 8.0,
+        "loss_spike": "rollback",
+        "non_finite": "rollback",
+        "leave_out": 6,
+    },
+}
+# How a kill is aimed, and how often.
+AIMS = {"instant": 1, "before": 2, "written": 4, "place": 4, "again": 2}
+PLACES = ("rollback", "during_removal", "restore", "data", "after_step", "after_commit")
+
+
+class Taken(Scene):
+    """A scene whose run is taken back three times."""
+
+    def __init__(self, folder: Path):
+        if not (folder / "noise").exists():
+            make_data(folder / "noise", 0.05, NOISE)
+        stages = []
+        for step in SPIKES:
+            stages.append({"until": step - 1, "weights": {"text": 1}})
+            stages.append({"until": step, "weights": {"noise": 1}})
+        stages.append({"weights": {"text": 1}})
+        noise = {"path": str(folder / "noise" / "data" / "train"), "epochs": None}
+        super().__init__(folder, **CHANGES, data={"sources": {"noise": noise}, "stages": stages})
+
+    def start(self, run: str, *overrides: str, fault: str = "", command: bool = False) -> Forked | subprocess.Popen:
+        """With the NaN, and with another fault if there is one."""
+        faults = ",".join(filter(None, [FAULT, fault]))
+        return super().start(run, *overrides, fault=faults, command=command)
+
+
+class Victim:
+    """One run and its attempts, each killed, until one is not."""
+
+    def __init__(self, scene: Taken, name: str, rng: random.Random, commands: float):
+        self.scene, self.name, self.rng, self.commands = scene, name, rng, commands
+        self.run = scene.runs / name
+        self.reference = scene.reference()
+        self.planned = read_rollbacks(self.reference.run) or []
+        self.known = 0  # rollbacks that are known to have been written down
+        self.counted = 0  # the newest step of the run as it is now that is known to have counted
+
+    def attempt(self) -> tuple[str, list[str]] | None:
+        """Starts it and kills it: where, and what is wrong. None: it came to its end, which is the reference's."""
+        rng = self.rng
+        aim = rng.choices(list(AIMS), list(AIMS.values()))[0]
+        place = rng.choice(PLACES) if aim == "place" else ""
+        before = Left(self.run)
+        upcoming = self.planned[self.known]["step"] if self.known < len(self.planned) else self.scene.steps
+        process = self.scene.start(
+            self.name,
+            fault=self._fault(place, before.newest, upcoming) if place else "",
+            command=rng.random() < self.commands,
+        )
+        if not place:
+            self._wait(aim, process, before, upcoming)
+            process.send_signal(signal.SIGKILL)
+        code = end(process)
+        problems = self._judge(code)
+        if code == 0 and not problems:
+            return None
+        return place or aim, problems
+
+    def _fault(self, place: str, newest: int, upcoming: int) -> str:
+        """A kill at a place, and at a step around the next rollback where the place has steps."""
+        if place in ("data", "after_step"):
+            return f"{place}:kill:{self.rng.randrange(max(newest + 1, upcoming - 6), upcoming + 4)}"
+        if place == "after_commit":
+            return f"{place}:kill:{min(self.scene.steps, newest + self.scene.interval)}"
+        if place == "restore" and newest:  # not the one at the start
+            interval = self.scene.interval
+            behind = (upcoming - CHANGES["anomaly"]["leave_out"]) // interval * interval
+            return f"{place}:kill:{behind}"
+        return f"{place}:kill"
+
+    def _wait(self, aim: str, process: Forked | subprocess.Popen, before: Left, upcoming: int) -> None:
+        """Until the instant that is aimed at."""
+        rng, written, progress = self.rng, self.run / FILE_NAME, Progress(self.run, before.newest)
+        changed = written.stat().st_ino if written.exists() else 0
+        if aim == "instant":
+            wait_for(lambda: False, process, rng.uniform(0, 4))
+        elif aim == "before":
+            near = Progress(self.run, upcoming - 2)
+            wait_for(near.has_made_a_step, process)
+            time.sleep(rng.uniform(0, 0.1))
+        else:
+            wait_for(lambda: written.exists() and written.stat().st_ino != changed, process)
+            if aim == "again":
+                wait_for(progress.has_made_a_step, process)
+            time.sleep(rng.uniform(0, 0.2))
+
+    def _judge(self, code: int | str) -> list[str]:
+        """What an attempt has left, held against the reference as far as the run has been taken back as that was."""
+        left = Left(self.run)
+        found = read_rollbacks(self.run) or []
+        problems = [] if code in (0, -signal.SIGKILL) else [f"ended with {code}"]
+        if found != self.planned[: len(found)] or len(found) < self.known:
+            problems.append(f"rollbacks are {found}, not the first of {self.planned}; {self.known} were known")
+        problems += [f"not whole: {what}" for what in left.bad]
+        problems += [f"put aside: {name}" for name in left.aside()]
+        if code == 0:
+            return problems + left.unlike(self.reference, whole=True)
+        problems += unlike_so_far(left, self.reference, self.planned, len(found))
+        for rollback in found[self.known :]:
+            behind = (rollback["left_out"][0] - 1) // self.scene.interval * self.scene.interval
+            self.counted = min(self.counted, behind)
+        self.known = len(found)
+        record = latest_record(self.run / "checkpoints", lambda record: went_with(record, found))
+        newest = record["step"] if record else 0
+        if newest < self.counted:
+            problems.append(f"goes on from step {newest}, and {self.counted} had counted")
+        self.counted = newest
+        return problems
+
+
+def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written: int) -> list[str]:
+    """How records are not the reference's, before the first step that is to be left out and was not yet.
+
+    Args:
+        left: what a run has left that was killed; its records are cut.
+        reference: what is left of the run that was taken back and not killed.
+        planned: its rollbacks.
+        written: how many of them are written down in the run that was killed.
+    """
+    losses = {record["step"]: record["loss"] for record in left.records if record["kind"] == "train"}
+    limit = reference.last
+    for number, rollback in enumerate(planned):
+        first, last = rollback["left_out"]
+        there = [losses[step] for step in range(first, last + 1) if step in losses]
+        if number < written and all(loss is None for loss in there):
+            continue
+        if left.last > last:
+            return [f"there are records of step {left.last}, and step {last} should have taken the run back"]
+        limit = first - 1
+        break
+    left.records = [record for record in left.records if record["step"] <= limit]
+    left.steps = [step for step in left.steps if step <= limit]
+    left.last = left.steps[-1] if left.steps else 0
+    return left.unlike(reference, whole=False)
+
+
+def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
+    """So many kills, over as many runs as that takes; the last of them goes on to its end."""
+    scene, rng = Taken(folder / "rollbacks"), random.Random(asked.seed)
+    where = collections.Counter[str]()
+    taken = runs = 0
+    scene.reference()
+    while not tally.done():
+        victim = Victim(scene, f"{tally.name}-{runs}", rng, asked.commands)
+        problems: list[str] = []
+        while not tally.done() and not problems:
+            struck = victim.attempt()
+            if struck is None:
+                break
+            aim, problems = struck
+            where[aim] += 1
+            tally.count(f"{victim.name}, {aim}: {'; '.join(problems)}" if problems else "", aim)
+        if not problems:
+            code = end(scene.start(victim.name), PATIENCE)
+            problems = Left(victim.run).unlike(victim.reference, whole=True)
+            problems += [f"ended with {code}"] if code else []
+            if problems:
+                tally.fail(f"{victim.name}, its end: {'; '.join(problems)}")
+        taken += victim.known
+        if problems:
+            tally.tell(f"kept in {put_away(scene, victim.name)}")
+        shutil.rmtree(victim.run, ignore_errors=True)
+        runs += 1
+    tally.rows = [("SIGKILL around rollbacks", tally.trials, len(tally.failures))]
+    aims = ", ".join(f"{aim} {count}" for aim, count in where.most_common())
+    tally.notes.append(f"{runs} runs of {scene.steps} steps, taken back {taken} times. Aimed at: {aims}")
