@@ -140,7 +140,7 @@ def make_train_step(
         next_state = next_state._replace(watch=next_state.watch._replace(halted=verdict.halt))
         metrics = {name: value.mean() for name, value in result.sums.items() if name != "nll"} | {
             "objective": result.loss / scaled,
-            "targets": jnp.where(jnp.isfinite(nll.weight), nll.weight, 0),
+            "targets": jnp.where(jnp.isfinite(nll.weight), nll.weight, _finite_sum(batch["loss_mask"])),
             "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
             "bad_leaf": jnp.where(jnp.isfinite(squares).all(), -1, jnp.argmin(jnp.isfinite(squares))),
             "learning_rate": schedule(state.step - state.skipped),
@@ -155,6 +155,11 @@ def make_train_step(
     (device, *_) = jax.tree.leaves(shardings(abstract))[0].device_set  # perhaps only described, and not of this machine
     options = compiler_options(device.platform)
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)
+
+
+def _finite_sum(weights: Array) -> Array:
+    """The sum of those that are numbers."""
+    return jnp.where(jnp.isfinite(weights), weights, 0).astype(jnp.float32).sum()
 
 
 def _squares(tree: nnx.State) -> Array:
