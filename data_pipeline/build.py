@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.dedupe import DUPLICATE, Digests, compare
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, StorageError
 from data_pipeline.remote import RemotePath, read_ranges
 from data_pipeline.runner import Job, Run, Tasks
 from data_pipeline.shards import ATTEMPT, TOKENIZER, Manifest, ShardEntry, ShardWriter, move_into, token_dtype, write_atomic
+from data_pipeline.shards.manifest import digest_of
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import HARMLESS, Document, Piece
-from data_pipeline.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, train_bpe
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer import CharTokenizer, Tokenizer, bpe_entries, load_tokenizer, train_bpe
 
 _UNIT_BYTES = (1 << 16, 1 << 28)
 _TRAINING_BYTES = 1 << 30  # a BPE tokenizer learns from about this much text, spread over the whole input
@@ -105,7 +107,7 @@ def train_tokenizer(
 
     if spec == "chars":
         return CharTokenizer(set().union(*texts()), eod == "append")
-    return train_bpe(texts(), int(spec.removeprefix("bpe:")))
+    return train_bpe(texts(), bpe_entries(spec))
 
 
 def find_duplicates(
@@ -149,7 +151,9 @@ def encode_unit(
         finally:
             writer.abort()
         move_into(directory, own.iterdir())
-        write_atomic(own / record.name, json.dumps({"shards": shards, "text_bytes": text_bytes, "problems": problems}).encode())
+        content = {"shards": shards, "text_bytes": text_bytes, "problems": problems}
+        content["digest"] = digest_of(content)
+        write_atomic(own / record.name, json.dumps(content).encode())
         move_into(record.parent, [own / record.name])
 
 
@@ -224,7 +228,7 @@ def build_part(
     seen(sum(map(unit_bytes, units)) - sum(unit_bytes(task[1]) for task in todo))
     _work(run, encode_unit, todo, seen)
     problems: Problems = {}
-    built = [json.loads(content) for content in _read_all(names)]
+    built = [_parse_record(name, content) for name, content in zip(names, _read_all(names))]
     for kind, entry in (item for record in built for item in record["problems"].items()):
         _count(problems, kind, **entry)
     shards = tuple(ShardEntry(**entry) for record in built for entry in record["shards"])
@@ -243,6 +247,19 @@ def _read_all(files: Sequence[Path | RemotePath]) -> list[bytes]:
     """The contents of files; those behind URLs at the same time."""
     here = [file.read_bytes() for file in files if isinstance(file, Path)]
     return here or read_ranges([(file, 0, None) for file in files if isinstance(file, RemotePath)])
+
+
+def _parse_record(path: Path | RemotePath, content: bytes) -> dict[str, Any]:
+    """The record of a finished unit. StorageError: it is not what `encode_unit` wrote."""
+    try:
+        record = loads(content)
+        whole = isinstance(record, dict) and record.pop("digest", "") == digest_of(record)
+    except ValueError:
+        whole = False
+    if not whole:
+        mend = "Remove it and run the same command again: what it tells of is made again"
+        raise StorageError(f"{path}: is not the record that prepare wrote: damaged, or of an older version. {mend}.")
+    return record
 
 
 def describe_problems(problems: Problems) -> str:

@@ -6,11 +6,27 @@ from typing import Any, Literal
 
 Verify = Literal["off", "size", "lazy", "full"]  # see shards.TokenShards.open
 CACHE, CACHE_BYTES = "~/.cache/maxtrain/shards", 1 << 36
+MAX_ROWS, MAX_TOKENS = 1 << 22, 1 << 24  # of a batch, and of a row: far above what anybody trains with
 
 
-def key(default: Any, help: str, *, low: float | None = None, high: float | None = None, above: float | None = None) -> Any:
-    """A config key: default (copied for each instance), line of --help, and bounds: low <= value <= high, value > above."""
-    metadata = {"help": help, "low": low, "high": high, "above": above}
+def key(
+    default: Any,
+    help: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    path: Literal["", "local", "any"] = "",
+) -> Any:
+    """A config key.
+
+    Args:
+        default: copied for each instance.
+        help: the line of --help.
+        low, high, above: bounds: low <= value <= high, value > above.
+        path: "local", "any": the value is a path of this machine, or that or a URL; a leading ~ is expanded when it is read.
+    """
+    metadata = {"help": help, "low": low, "high": high, "above": above, "path": path}
     if isinstance(default, dict | list) or dataclasses.is_dataclass(default):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -20,9 +36,11 @@ def key(default: Any, help: str, *, low: float | None = None, high: float | None
 class SourceConfig:
     """One training source: a directory of token shards."""
 
-    path: str = key("", "directory or URL with manifest.json, made by `prepare`")
+    path: str = key("", "directory or URL with manifest.json, made by `prepare`", path="any")
     weight: float = key(1.0, "share of tokens in the mixture, relative to the other sources", low=0)
-    epochs: float | None = key(1.0, "passes over the source before it is finished, may be fractional; null: no end", above=0)
+    epochs: float | None = key(
+        1.0, "passes over the source before it is finished, may be fractional; null: no end", above=0, high=1e9
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +50,10 @@ class StageConfig:
     until: float | None = key(None, "where the stage ends, counted from the start of the run; null: its end", above=0)
     unit: Literal["steps", "tokens", "fraction"] = key("steps", "unit of `until`; fraction is of `steps`")
     weights: dict[str, float] = key({}, "share of tokens of each source, one left out is not drawn; empty: the sources' own")
-    batch_size: int | None = key(None, "rows in a step of this stage; null: data.batch_size", low=1)
-    seq_length: int | None = key(None, "tokens in a row of this stage, with a fresh pass; null: data.seq_length", low=1)
+    batch_size: int | None = key(None, "rows in a step of this stage; null: data.batch_size", low=1, high=MAX_ROWS)
+    seq_length: int | None = key(
+        None, "tokens in a row of this stage, with a fresh pass; null: data.seq_length", low=1, high=MAX_TOKENS
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +74,8 @@ class DataConfig:
     on_exhausted: Literal["stop", "renormalize", "repeat", "error"] = key(
         "stop", "when a source ends its epochs: end the run, share its weight among the rest, repeat it, or refuse to start"
     )
-    seq_length: int = key(1024, "tokens in a row", low=1)
-    batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1)
+    seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
+    batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1, high=MAX_ROWS)
     packing: Literal["stream", "bins", "pad"] = key(
         "stream", "rows: windows of one token stream, whole documents by best fit, or one document each"
     )
@@ -77,20 +97,22 @@ class DataConfig:
     fill_patience: int = key(8, "steps that min_fill looks at together", low=1, high=1000)
     max_empty_rows: float = key(1.0, "largest share of a batch's rows that may have no target", low=0, high=1)
     verify: Verify = key("lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch")
-    cache: str = key(CACHE, "folder of the host for blocks of shards behind URLs; processes share it")
-    cache_bytes: int = key(CACHE_BYTES, "most that the cache may hold: what was unused for longest goes first", low=1 << 24)
-    workers: int = key(0, "grain worker processes; 0: threads of this process", low=0)
-    prefetch: int = key(4, "batches kept ready on the host, and copied to the device ahead of use", low=1)
+    cache: str = key(CACHE, "folder of the host for blocks of shards behind URLs; processes share it", path="local")
+    cache_bytes: int = key(
+        CACHE_BYTES, "most that the cache may hold: what was unused for longest goes first", low=1 << 24, high=1 << 60
+    )
+    workers: int = key(0, "grain worker processes; 0: threads of this process", low=0, high=1024)
+    prefetch: int = key(4, "batches kept ready on the host, and copied to the device ahead of use", low=1, high=1024)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSetConfig:
     """One evaluation set: a directory of token shards."""
 
-    path: str = key("", "directory or URL with manifest.json, made by `prepare`")
+    path: str = key("", "directory or URL with manifest.json, made by `prepare`", path="any")
     interval: int | None = key(None, "steps between its evaluations, 0: only at the end; null: eval_interval", low=0)
     steps: int | None = key(None, "batches of each evaluation, -1: the whole set, exactly once; null: eval_steps", low=-1)
-    batch_size: int | None = key(None, "rows in one of its batches; null: eval.batch_size", low=1)
+    batch_size: int | None = key(None, "rows in one of its batches; null: eval.batch_size", low=1, high=MAX_ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,5 +120,5 @@ class EvalConfig:
     """What is held out; when is said by eval_interval and eval_steps at the root, unless a set says so itself."""
 
     sets: dict[str, EvalSetConfig] = key({}, "evaluation sets by name: eval.sets.NAME.path=DIR")
-    batch_size: int | None = key(None, "rows in one evaluation batch; null: data.batch_size", low=1)
-    seq_length: int | None = key(None, "positions in one of its rows; null: data.seq_length", low=1)
+    batch_size: int | None = key(None, "rows in one evaluation batch; null: data.batch_size", low=1, high=MAX_ROWS)
+    seq_length: int | None = key(None, "positions in one of its rows; null: data.seq_length", low=1, high=MAX_TOKENS)

@@ -5,6 +5,7 @@ Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try 
 """
 
 import errno
+import io
 import os
 import select
 import signal
@@ -128,6 +129,9 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
 
     `resumes`: the same command goes on where it was interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may be bytes that are no text in any encoding
     again = "the same command again: it goes on where it was." if resumes else "the same command again."
     try:
         job()

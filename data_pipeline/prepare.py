@@ -36,7 +36,8 @@ from data_pipeline.runner import RUNNERS, Run, open_runner
 from data_pipeline.shards import ATTEMPT, MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Options, Piece, held_out
-from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer import Tokenizer, bpe_entries, load_tokenizer
 
 _PROGRAM = "python -m data_pipeline.prepare"
 _EXAMPLES = "examples:\n" + "".join(f"  {_PROGRAM} OUT {format.example}\n" for format in FORMATS.values())
@@ -130,8 +131,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
-    if re.match(r"bpe(:|$)", arguments.tokenizer or "") and not re.fullmatch(r"bpe:\d+", arguments.tokenizer):
-        raise UsageError(f"--tokenizer {arguments.tokenizer}: bpe takes its number of entries, such as bpe:4096.")
+    if re.match(r"bpe(:|$)", arguments.tokenizer or ""):
+        bpe_entries(arguments.tokenizer)
     words = []
     for name, value in vars(arguments).items():
         if name not in ("out", "workers", "runner", "runner_options", "cache", "overwrite") and value != parser.get_default(
@@ -272,15 +273,15 @@ def _tidy(own: Path) -> None:
         lock = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            of = json.loads((folder / _OF).read_bytes())
+            of = loads((folder / _OF).read_bytes())
             out, wanted = RemotePath(of["out"]), of["wanted"]
-            begun = (out / _STATE).exists() and json.loads((out / _STATE).read_bytes()) == wanted
+            begun = (out / _STATE).exists() and loads((out / _STATE).read_bytes()) == wanted
             if begun and not all((out / part / MANIFEST).exists() for part in (_PARTS if wanted["holdout"] else ("",))):
                 raise StorageError("it is not finished")
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
             pass  # a prepare is at work there
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # the last two: JSON of another shape
             mend = "Run its command again, or remove the folder"
             print(f"{folder}: is kept of a prepare that was interrupted ({error}). {mend}.", file=sys.stderr)
         finally:
@@ -310,7 +311,7 @@ def _make_way(out: Path | RemotePath, wanted: dict[str, Any], request: _Request,
     if foreign := [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]:
         raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. Choose a new or empty directory.")
     if not overwrite and (state.exists() or any(path.name == MANIFEST for path in _files(out))):
-        there = json.loads(state.read_bytes()) if state.exists() else {}
+        there = _begun(state) if state.exists() else {}
         names = [name for name in there | wanted if there.get(name) != wanted.get(name)]
         if names == ["stamps"]:
             raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
@@ -330,6 +331,17 @@ def _make_way(out: Path | RemotePath, wanted: dict[str, Any], request: _Request,
     else:
         _remove(out)
         write_atomic(state, json.dumps(wanted).encode())
+
+
+def _begun(state: Path | RemotePath) -> dict[str, Any]:
+    """What an output was begun from. DataError: the file that says so is damaged."""
+    try:
+        begun = loads(state.read_bytes())
+    except ValueError:
+        begun = None
+    if not isinstance(begun, dict):
+        raise DataError(f"{state}: is not what prepare wrote: damaged. Choose another OUT, or give --overwrite.")
+    return begun
 
 
 def _files(out: Path | RemotePath) -> list[Path | RemotePath]:

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -24,6 +23,7 @@ from typing import Any
 from data_pipeline.errors import StorageError, TryAgainError, UsageError
 from data_pipeline.extras import load_package
 from data_pipeline.remote import is_url
+from data_pipeline.strict_json import loads
 
 RUNNERS = ("local", "ray")
 _AHEAD = 2  # tasks that Ray knows of, for each CPU: the next one is there when one ends, and a cluster that can grow does
@@ -59,7 +59,7 @@ def _option(text: str) -> tuple[str, Any]:
     if not name.isidentifier() or not value:
         raise UsageError(f"--runner-options {text}: must be KEY=VALUE, such as address=auto.")
     try:
-        return name, json.loads(value)
+        return name, loads(value)
     except ValueError:
         return name, value
 

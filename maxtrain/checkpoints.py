@@ -4,6 +4,7 @@ DIR is a run, such as runs/quickstart, or its folder `checkpoints`; for `show` a
 """
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -17,8 +18,10 @@ from rich.text import Text
 
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
 from maxtrain.checkpoint.copying import copy_step, remove_step
+from maxtrain.checkpoint.finite import find_non_finite
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
+from maxtrain.observe.lock import RunLock
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
@@ -56,7 +59,8 @@ def show_list(directory: Path, console: Console) -> None:
     whole = {path: not defect(path) for path in steps}
     records = {path: read_record(path) for path in steps if whole[path]}
     best = max(records.items(), default=(None, {}))[1].get("best", {})  # the newest knows of all before it
-    for path in [*steps, *sorted(folder.glob("*.damaged-*"))]:
+    put_aside = [path for path in sorted(folder.glob("*.damaged-*")) if path.name.partition(".")[0].isdecimal()]
+    for path in [*steps, *put_aside]:
         step = int(path.name.partition(".")[0])
         made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
         why = "put aside" if path not in whole else defect(path)
@@ -116,7 +120,7 @@ def check(path: Path) -> str:
     commit = read_commit(path)
     if commit["format"] > FORMAT:
         raise StorageError(f"{path} has format {commit['format']}; this version reads up to {FORMAT}. Upgrade maxtrain.")
-    return find_damage(path, commit["files"])
+    return find_damage(path, commit["files"]) or find_non_finite(path, commit)
 
 
 def verify(directory: Path, console: Console) -> None:
@@ -144,7 +148,19 @@ def copy(directory: Path, target: Path, step: int | None, console: Console) -> N
 
 
 def prune(directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console) -> None:
-    """Removes whole steps but for the newest, every so manieth and the best of each evaluation; says so first."""
+    """Removes whole steps but for the newest, every Nth and the best of each evaluation; without `apply` only says so.
+
+    Removing takes the run's lock, so that nothing is removed that a training beside it goes by.
+
+    LockedError: such a training runs.
+    """
+    folder, _ = open_directory(directory)
+    run = folder.parent if folder.name == "checkpoints" else folder
+    with RunLock(run) if apply else contextlib.nullcontext():
+        _prune(directory, keep, keep_every, apply, console)
+
+
+def _prune(directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console) -> None:
     steps = [path for path in open_directory(directory)[1] if not defect(path)]
     best = {mark["step"] for mark in (read_record(steps[-1]).get("best", {}) if steps else {}).values()}
     kept = {path for path in steps if int(path.name) in best or (keep_every and int(path.name) % keep_every == 0)}
@@ -171,7 +187,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         "prune": "remove old steps, never the newest, nor the best of an evaluation; only says so without --apply",
     }
     for verb, text in about.items():
-        sub = verbs.add_parser(verb, help=text, description=text)
+        sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
         sub.add_argument("directory", metavar="DIR", type=Path, help="a run, or its folder checkpoints")
         if verb == "copy":
             sub.add_argument("to", metavar="TO", type=Path, help="folder that gets the step")
@@ -184,6 +200,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         asked, console = parser.parse_args(argv), Console(highlight=False, markup=False)
+        for name, low in (("step", 0), ("keep", 1), ("keep_every", 1)):
+            value = getattr(asked, name, None)
+            if value is not None and value < low:
+                option = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{option}={value} must be at least {low}. Use {option} {low} or more.")
         if asked.verb == "list":
             show_list(asked.directory, console)
         elif asked.verb == "show":
@@ -193,9 +214,6 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         elif asked.verb == "copy":
             copy(asked.directory, asked.to, asked.step, console)
         else:
-            for name, value in (("keep", asked.keep), ("keep-every", asked.keep_every)):
-                if value is not None and value < 1:
-                    raise UsageError(f"--{name}={value} must be at least 1. Use --{name} 1 or more.")
             prune(asked.directory, asked.keep, asked.keep_every, asked.apply, console)
 
     return run_command(job, resumes=False)

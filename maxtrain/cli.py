@@ -3,10 +3,11 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
-from data_pipeline.errors import UsageError, end_at_signals
+from data_pipeline.errors import UsageError, end_at_signals, run_command
 from maxtrain import __version__
 
 VERBS = {
@@ -24,6 +25,7 @@ VERBS = {
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {verb: f"maxtrain.{verb}" for verb in ("supervise", "status", "replay", "compare", "probe", "generate")}
 JOBS["checkpoint"] = "maxtrain.checkpoints"
+COMPUTING = ("supervise", "replay", "generate")  # train and probe look at the environment when they read their config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,16 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in ("train", "plan"):
         from maxtrain.config.load import from_command_line
 
+        if argv is None:
+            end_at_signals()  # which may come while a config file runs, or while the import of jax takes seconds
         config = from_command_line(rest, f"maxtrain {verb}")  # before jax is imported
         if verb == "plan":
             from maxtrain import show_plan
 
             return show_plan.main(config)
-        if argv is None:
-            end_at_signals()  # which may come while the next line takes seconds
         from maxtrain import train
 
         return train.main(config)
+    if verb in COMPUTING:
+        from maxtrain.config.environment import check_environment
+
+        if code := run_command(lambda: check_environment(os.environ)):
+            return code
     if verb in JOBS:
         return importlib.import_module(JOBS[verb]).main(rest, f"maxtrain {verb}")
     if verb in ("help", "--help", "-h", "--version"):

@@ -13,6 +13,7 @@ from data_pipeline.loader import EvaluationData, TrainingData
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
+from maxtrain.inputs import completion_tokens
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.anomaly import counted
 from maxtrain.observe.launches import describe_launch, read_launches
@@ -39,14 +40,17 @@ def finish(
     found: int,
     model: Decoder | None,
     rollbacks: Sequence[Mapping[str, Any]] = (),
+    problem: str = "",
 ) -> None:
-    """Draws curves.png; prints completions of observe.prompts, and the summary.
+    """Draws curves.png; prints completions of observe.prompts, the summary, and what to try next.
 
     `step` is the number of finished steps, `ending` why these are not all, or empty, `found` at how many of them something was
     wrong with the batch. `model` is None where this process does not hold all of it. `rollbacks` are
-    those of checkpoint/rollback.py.
+    those of checkpoint/rollback.py. With a `problem`, the weights are of no use: no completions, and nothing to try.
     """
     notes = [f"Something was wrong with the batches of {found:,} steps (data.zero_weight)."] if found else []
+    if problem:
+        notes.append(problem)
     if ending:
         notes.append(f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}")
     folder = Path(config.output_dir, config.run_name)
@@ -67,15 +71,17 @@ def finish(
         if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES
     )
     console, launches = Console(highlight=False), read_launches(folder)
-    if config.observe.prompts and model is not None:
-        options = {"max_tokens": 64, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
+    if config.observe.prompts and model is not None and not problem:
+        tokens = completion_tokens(config.observe.prompts, data.tokenizer, config.model.max_length)
+        options = {"max_tokens": tokens, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
         show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
     made_by = describe_launch(launches[-1]) if launches else ""
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})
     notes += filter(None, [counted(last, rollbacks)])
     words = {"comparison": comparison, "ending": "\n".join(notes), "made_by": made_by}
     console.print(summary(config.run_name, step, records, seconds, **words, files=files))
-    for what, command in _next_commands(config, folder).items():
+    commands = {} if problem else _next_commands(config, folder)
+    for what, command in commands.items():
         console.print(Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True)  # to be copied whole
     if ending:
         console.print(Text(notes[-1], "bold yellow"), soft_wrap=True)

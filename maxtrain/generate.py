@@ -32,10 +32,13 @@ from maxtrain.models.layers import KVCache
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import batch_shards, constrain
+from maxtrain.run_folder import require_own_config
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
 
 _PROMPT_UNIT = 64  # prompts are padded to a multiple, so that a few compiled programs serve all lengths
+_MOST_TOKENS = 1 << 31  # positions are int32
+_COLDEST = 1e-6  # as a divisor of logits; in float32, much less gives infinities
 _LOOK_EVERY = 16  # tokens between looks at what came, to see which rows have ended
 
 
@@ -55,7 +58,9 @@ class _Choice(NamedTuple):
             logits, ids = jax.lax.top_k(logits, min(self.top_k or size, size))
         if self.top_p is not None:
             weights = jax.nn.softmax(logits, axis=-1)
-            logits = jnp.where(jnp.cumsum(weights, axis=-1) - weights < self.top_p, logits, -jnp.inf)
+            before = jnp.cumsum(weights, axis=-1) - weights
+            kept = (before < self.top_p).at[:, 0].set(True)  # also where top_p is 0 in the numbers of the logits
+            logits = jnp.where(kept, logits, -jnp.inf)
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(jnp.arange(rows))
         picked = jax.vmap(jax.random.categorical)(keys, logits)
         return jnp.take_along_axis(ids, picked[:, None], axis=-1)[:, 0].astype(jnp.int32)
@@ -88,9 +93,9 @@ def generate(
         model: on one device, or split over the current mesh.
         prompts: ids, at least one each; lengths may differ.
         max_tokens: new tokens of each prompt, at most.
-        temperature: that logits are divided by; 0: always the likeliest token.
+        temperature: that logits are divided by, at least 1e-6; 0: always the likeliest token.
         top_k, top_p: choose among so many likeliest tokens, and the likeliest of these that together have this probability.
-        seed: of the random choices.
+        seed: of the random choices, in [0, 2**32).
         stop_ids: a row ends before any of these.
         stop: called with a row's new tokens every few tokens; the row ends when it says True.
         report: called with the number of tokens that came one by one, and the seconds they took, without compiling.
@@ -99,8 +104,9 @@ def generate(
         UsageError: an empty prompt, an id outside the vocabulary, more tokens than the model's max_length, or an option
             outside its range.
     """
+    _check_options(max_tokens, temperature, top_k, top_p, seed)
+    _check_lengths(model, prompts, max_tokens)
     choice = _Choice(temperature, top_k, top_p)
-    _check(model, prompts, max_tokens, choice)
     padding = [prompts[0]] * (-len(prompts) % batch_shards())  # rows that nobody wants, to share a mesh evenly
     rows = [list(ids) for ids in (*prompts, *padding)]
     width = -(-max(map(len, rows)) // _PROMPT_UNIT) * _PROMPT_UNIT
@@ -122,19 +128,35 @@ def generate(
     return made
 
 
-def _check(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int, choice: _Choice) -> None:
-    vocab, length, longest = model.config.vocab_size or 0, model.config.max_length, max(map(len, prompts), default=0)
-    temperature, top_k, top_p = choice
+def _check_options(max_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> None:
+    """What can be said of options without a model. UsageError: one is outside its range."""
+    room = "Set 64, for example."
+    for good, problem in (
+        (max_tokens >= 1, f"max_tokens={max_tokens} must be at least 1. {room}"),
+        (max_tokens < _MOST_TOKENS, f"max_tokens={max_tokens} must be below {_MOST_TOKENS}. {room}"),
+        (
+            temperature == 0 or _COLDEST <= temperature < float("inf"),
+            f"temperature={temperature} must be 0 or a number of at least {_COLDEST}. Set 0 (the likeliest token) or 0.8.",
+        ),
+        (top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1. Set 40, for example, or leave it out."),
+        (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1. Set 0.95, or leave it out."),
+        (0 <= seed < 1 << 32, f"seed={seed} must be in [0, 4294967295]. Set 0, for example."),
+    ):
+        if not good:
+            raise UsageError(problem)
+
+
+def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    """UsageError: a prompt is empty or not of the model's vocabulary, or does not fit into it with the new tokens."""
+    vocab = model.config.vocab_size or 0
+    length = model.config.max_length
+    longest = max(map(len, prompts), default=0)
     room = f"Set max_tokens to {length - longest} or less." if longest < length else "Shorten the prompt."
     for good, problem in (
         (longest and all(map(len, prompts)), "a prompt is empty: there must be a token to go on from. Give some text."),
         (all(0 <= i < vocab for p in prompts for i in p), f"prompt: ids beyond model.vocab_size={vocab}. Use its tokenizer."),
-        (max_tokens >= 1, f"max_tokens={max_tokens} must be at least 1. Set 64, for example."),
         (longest + max_tokens <= length, f"max_tokens={max_tokens} + prompt of {longest} > model.max_length={length}. {room}"),
-        (0 <= temperature < float("inf"), f"temperature={temperature} must be at least 0. Set 0 (the likeliest token) or 0.8."),
-        (top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1. Set 40, for example, or leave it out."),
-        (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1. Set 0.95, or leave it out."),
-    ):  # fmt: skip
+    ):
         if not good:
             raise UsageError(problem)
 
@@ -229,6 +251,7 @@ def load_run(directory: str | Path, step: int | None = None) -> tuple[Decoder, T
     if not (run / "config.yaml").exists():
         known = ", ".join(str(path.parent) for path in sorted(run.parent.glob("*/config.yaml"))[:5]) or "runs/quickstart"
         raise UsageError(f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}.")
+    require_own_config(run)
     config = load_config([f"config={run / 'config.yaml'}"])
     tokenizer = load_tokenizer(next(iter(config.data.sources.values())).path)
     graphdef, params = abstract_model(config.model, config.precision, make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]))
@@ -250,7 +273,7 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     add = parser.add_argument
     add("run", metavar="RUN", nargs="?", help="directory of a training run")
     add("--hf", metavar="DIR", help="instead of RUN: a Hugging Face directory with weights and tokenizer.json")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="number format for --hf (default: %(default)s)")
+    add("--dtype", choices=["float32", "bfloat16"], help="number format for --hf (default: float32)")
     add("--prompt", metavar="TEXT", action="append", required=True, help="beginning of a document; may be given several times")
     add("--max-tokens", metavar="N", type=int, default=64, help="new tokens of each prompt, at most (default: %(default)s)")
     add("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
@@ -262,7 +285,31 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if (arguments.run is None) == (arguments.hf is None):
         parser.error("name what generates: either RUN or --hf DIR")
+    if arguments.hf is not None and arguments.step is not None:
+        raise UsageError(f"--step {arguments.step}: is a checkpoint of RUN, but --hf is what generates. Leave one out.")
+    if arguments.run is not None and arguments.dtype is not None:
+        raise UsageError(f"--dtype {arguments.dtype}: belongs to --hf; RUN has its own. Leave it out.")
+    if arguments.step is not None and arguments.step < 0:
+        raise UsageError(f"--step {arguments.step}: must be at least 0. Leave it out for the newest checkpoint.")
+    if "" in arguments.stop:
+        raise UsageError("--stop '': every text begins with nothing, so nothing would come. Give some text, or leave it out.")
+    for option, texts in (("--prompt", arguments.prompt), ("--stop", arguments.stop)):
+        for text in texts:
+            _check_text(option, text)
+    _check_options(arguments.max_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     return arguments
+
+
+def _check_text(option: str, text: str) -> None:
+    """UsageError: a text of the command line is none that a tokenizer could have seen."""
+    if "\0" in text:
+        raise UsageError(f"{option}: has a NUL character at {text.index(chr(0))}. Leave it out.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # Python keeps bytes of the command line that are not UTF-8 as lone surrogates
+        code = ord(text[error.start])
+        what = f"the byte 0x{code - 0xDC00:02X}" if 0xDC80 <= code <= 0xDCFF else f"the lone surrogate U+{code:04X}"
+        raise UsageError(f"{option}: has {what} at character {error.start}, which is not UTF-8. Give text in UTF-8.") from error
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.generate") -> int:
@@ -275,7 +322,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.gene
         if asked.hf is None:
             model, tokenizer = load_run(asked.run, asked.step)
         else:
-            tokenizer, (model, _) = load_tokenizer(asked.hf), load_pretrained(asked.hf, asked.dtype)
+            tokenizer, (model, _) = load_tokenizer(asked.hf), load_pretrained(asked.hf, asked.dtype or "float32")
             begin = tokenizer.inner.encode("", add_special_tokens=True).ids if isinstance(tokenizer, JsonTokenizer) else []
         options = {name: getattr(asked, name) for name in ("stop", "max_tokens", "temperature", "top_k", "top_p", "seed")}
         speed: list[float] = []

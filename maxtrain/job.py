@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
@@ -24,6 +25,7 @@ from maxtrain.models.init import learning_rate_factors
 from maxtrain.observe.launches import usual_devices
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
+from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
@@ -60,7 +62,11 @@ class Parts:
             )
 
         if config.checkpoint.init_from is None:
-            return fresh()
+            state = fresh()
+            if bad := non_finite_names({"params": state.params}):
+                mend = "Lower init.scale or init.std"
+                raise ConfigError(f"init: the initial weights are not finite, first those of {bad[0]}. {mend}.")
+            return state
         params = starting_params(self.abstract.params, config.checkpoint, config.model, lambda: fresh().params, tell)
         return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
 

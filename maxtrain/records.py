@@ -16,7 +16,7 @@ from maxtrain.config.schema import ANOMALIES
 from maxtrain.job import Job
 from maxtrain.models.cost import token_flops
 from maxtrain.observe.anomaly import Anomalies, Finding
-from maxtrain.observe.metrics import MetricsLog, Stopwatch
+from maxtrain.observe.metrics import Kept, MetricsLog, Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
 from maxtrain.ops.digest import hash_text, leaf_names
@@ -34,7 +34,8 @@ class Records:
         self._job, self._config, self._data = job, job.config, job.data
         self._clock, self._progress = clock, progress
         self._flops = {length: token_flops(self._config.model, length) for _, length in job.layouts}
-        self._leaves = leaf_names(job.abstract.params)
+        moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
+        self._leaves = [*leaf_names(job.abstract.params), *moments]
         self.peak = math.nan  # FLOP/s of one device, which the speed is compared with
         self._waited = 0.0  # seconds that steps had waited for their batches at the last record
         self._logs: list[MetricsLog | TensorBoard] = []
@@ -50,12 +51,15 @@ class Records:
         self._rollbacks, self.left_out = rollbacks, left_out(rollbacks)
         self._window: list[tuple[HostBatch, Metrics]] = []  # since the last look, on the device
         self._lap: list[tuple[int, int, int]] = []  # targets, rows and length of each step since the last record
+        self.skipped_in_row = 0  # non-finite steps, up to the last one that was looked at
+        self.skipped = saved.get("skipped", 0)  # steps of the whole run that changed nothing, likewise
         nothing = np.zeros((2, len(self._data.plan.names)))
         # Nats and targets of each source since the last record. Those of steps that were not finite are saved as words.
         self._by_source = np.array(saved.get("by_source", nothing), np.float64)
         if self._by_source.shape != nothing.shape:  # other data, by data.accept_changes
             self._by_source = nothing
         self._tokens_seen = saved.get("tokens_seen", 0)
+        self._kept = Kept(**saved["metrics"]) if saved.get("metrics") else None  # of the log, when the checkpoint was saved
         ending = saved.get("ending", "")
         policy = data.repeated if "(data.repeated)" in ending else data.zero_weight  # it names what ended the run
         changed = self._data.start == saved.get("cursor")
@@ -63,19 +67,28 @@ class Records:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's record has to hold of them."""
+        log = next((log for log in self._logs if isinstance(log, MetricsLog)), None)
         return {
+            "metrics": log.kept()._asdict() if log else None,
             "tokens_seen": self._tokens_seen,
+            "skipped": self.skipped,
             "guard": self.guard.state(),
             "ending": self.ending,
             "by_source": [[x if math.isfinite(x) else str(x) for x in row] for row in self._by_source.tolist()],
         }
 
-    def open_logs(self, step: int, again: Sequence[str] = ()) -> None:
-        """Logs that go on from this step; what they said of later ones is dropped, and of sets evaluated `again` there."""
+    def open_logs(self, step: int, again: Sequence[str] = (), run: str = "") -> None:
+        """Logs that go on from this step; what they said of later ones is dropped, and of sets evaluated `again` there.
+
+        `run` is the id of the run. Records that are not there any more, or can't be read, are told of.
+        """
         self.close_logs()
         folder = Path(self._config.output_dir, self._config.run_name)
         if jax.process_index() == 0:
-            self._logs.append(MetricsLog(folder, step, again))  # makes the folder
+            log = MetricsLog(folder, step, again, run, self._kept)  # makes the folder
+            for problem in log.problems:
+                self._progress.message(problem, style="bold red")
+            self._logs.append(log)
             if self._config.observe.tensorboard:
                 self._logs.append(TensorBoard(folder, step))
         self._progress.update(step)
@@ -116,18 +129,23 @@ class Records:
 
     def _judge(self, origin: HostBatch, value: dict[str, Any], repeats: bool) -> Finding | None:
         step, shape = origin.step + 1, self._job.layout(origin.step).shape
+        self.skipped_in_row = int(value["skipped_in_row"])
+        self.skipped = int(value["skipped"])
         findings, limit = self._anomalies.observe(step, value), self._config.anomaly.max_skipped
         if value["halted"]:
             return next(found for found in findings if found.policy in ("rollback", "stop"))
         for found in findings:
             self._progress.message(f"{found.message} {found.mend}.", style="yellow")
-        self._lap.append((int(value["targets"]), *shape))
+        targets = float(value["targets"])
+        is_known = math.isfinite(targets)  # else the batch itself is damaged, and the step was not made
+        self._lap.append((int(targets) if is_known else 0, *shape))
         self._tokens_seen += self._lap[-1][0]
         if self._config.loss.by_source:
             self._by_source += np.stack([value["source_nll"], value["source_targets"]])
         if origin.step in self.left_out:
             return None
-        verdict = self.guard.observe(step, float(value["targets"]), float(value["empty_rows"]), shape, repeats)
+        empty_rows = float(value["empty_rows"])
+        verdict = self.guard.observe(step, targets, empty_rows, shape, repeats) if is_known else None
         if verdict is not None and verdict.back:
             mend = "Look for the same text in several sources (prepare --dedupe), or set data.repeated=warn"
             return Finding(step, "repeated", verdict.back, f"{verdict.message} {self._data.describe_rows(step - 1)}", mend)

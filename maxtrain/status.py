@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from data_pipeline.errors import DataError, run_command
+from maxtrain.observe.attempts import attempts as book_of_attempts
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
-from maxtrain.observe.goodput import goodput, read_clock
-from maxtrain.observe.launches import launch_changes, read_launches
+from maxtrain.observe.goodput import CLOCK, goodput, read_clock
+from maxtrain.observe.launches import LAUNCHES, launch_changes, read_launches
 
 _ABOUT = {
     "step": "steps that count",
@@ -62,6 +63,9 @@ def status(folder: Path, console: Console) -> None:
         console.print(table)
     for line in history(folder)[-_MOST:]:
         console.print(line, soft_wrap=True, markup=False)
+    for book in (CLOCK, LAUNCHES, book_of_attempts()):
+        for problem in book.problems(folder)[:_MOST]:
+            console.print(f"{problem}; left out here", style="yellow", soft_wrap=True, markup=False)
 
 
 def history(folder: Path) -> list[str]:

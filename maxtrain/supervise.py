@@ -30,7 +30,9 @@ from maxtrain import ATTEMPT, SLOT
 from maxtrain.config import fit_to_fewer, load_config
 from maxtrain.config.schema import RunConfig
 from maxtrain.observe.attempts import append_attempt, reached_step, read_attempts, saved_step
+from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import usual_devices
+from maxtrain.run_folder import run_id
 
 _AGAIN = (TryAgainError.exit_code, StorageError.exit_code)
 _POLL = 0.1  # seconds
@@ -62,7 +64,7 @@ class Supervisor:
         self._options, self._command, self._config = options, list(command), config
         self._least = options.min_processes or config.mesh.min_processes or options.processes
         self._slots, self._lost = list(range(options.processes)), None  # of this machine; the one that ended an attempt
-        self._folder = Path(config.output_dir, config.run_name).expanduser()
+        self._folder = Path(config.output_dir, config.run_name)
         index = config.mesh.process_id or os.environ.get("JAX_PROCESS_ID") or os.environ.get("SLURM_PROCID") or 0
         self._index = int(index)
         self._children: list[subprocess.Popen] = []
@@ -128,6 +130,8 @@ class Supervisor:
             "saved_step": saved,
             "lost_seconds": 0.0 if code == 0 else max(0.0, end - max(start, since)),
         }
+        if run := run_id(self._folder):
+            record[RUN] = run
         append_attempt(self._folder, record, self._index)
         return code
 

@@ -15,6 +15,7 @@ if __name__ == "__main__":  # before jax is imported, so that --help, config err
 
 import contextlib
 import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +25,6 @@ import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import DamagedError, DivergedError, LostProcessError, StorageError, TryAgainError, run_command
-from data_pipeline.shards import write_atomic
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_record, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
@@ -32,21 +32,34 @@ from maxtrain.checkpoint.rollback import Rollback, read_rollbacks, went_with, wr
 from maxtrain.finish import finish
 from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.observe.anomaly import Finding
+from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import append_launch, launch_record
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
-from maxtrain.parallel.agreement import Board, connect_peers, gather, is_loss, losing_others, raise_together, require_agreement
+from maxtrain.ops.finite import non_finite_names
+from maxtrain.parallel.agreement import (
+    Board,
+    connect_peers,
+    gather,
+    is_loss,
+    losing_others,
+    raise_together,
+    require_agreement,
+)
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
+from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.objective import Batch
 from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import TrainState, zero_summary
 from maxtrain.validation import Validation
+
+_MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
 
 def run(config: RunConfig) -> None:
@@ -68,14 +81,16 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
     """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is not what was saved."""
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
-    rollbacks = read_rollbacks(folder)
     second = second_of(folder / "checkpoints", config.checkpoint)
+    run_folder = RunFolder(folder, second)
+    run_folder.require_checkpoints(config.checkpoint.start_over)
+    rollbacks = read_rollbacks(folder)
     saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks), second)
     rollbacks = (saved or {}).get("rollbacks", []) if rollbacks is None else rollbacks
     with clock.during("start"):
         job = open_job(config, saved)
     config, num_steps, chief = job.config, job.data.plan.num_steps, jax.process_index() == 0
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, second)
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, second, run_folder.note_saved)
     rows, board = job.data.describe_rows, Board("watchdog") if jax.process_count() > 1 else None
     with (
         jax.set_mesh(job.mesh),
@@ -83,39 +98,35 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
-        progress.message(job.data.describe())
         describe(progress, job)
         require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
         connect_peers(job.mesh)
         refused = None
         try:
             if chief:  # not before it is known that all go on: this makes the folder
-                held.enter_context(RunLock(folder))
-                if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
-                    held.enter_context(RunLock(second.parent, needed=False))
+                take_locks(held, folder, second)
+                run_folder.begin(lambda text: progress.message(text, style="bold red"))
         except (StorageError, OSError) as error:
             refused = error
         raise_together(refused)
         for line in checkpoints.put_aside_incomplete():
             progress.message(line, style="bold red")
-        loop = Loop(job, checkpoints, progress, clock, stop, rollbacks)
+        loop = Loop(job, checkpoints, progress, clock, stop, rollbacks, run_folder)
         records = loop.records
         try:
             state = loop.restore(saved)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
-            watchdog.begin(lambda: loop.step)
-            records.open_logs(loop.step, loop.unevaluated)
-            if chief and loop.step < num_steps:  # what was asked for is saved: it fits other machines too
-                write_atomic(folder / "config.yaml", to_yaml(job.asked).encode())
-                append_launch(folder, launch_record(job.asked, job.mesh, job.data.fingerprint_at(num_steps), loop.step))
+            watchdog.begin(lambda: loop.step, run_folder.id)
+            records.open_logs(loop.step, loop.unevaluated, run_folder.id)
+            if chief and loop.step < num_steps:
+                note_launch(job, run_folder, loop.step)
             if not loop.done():
                 if warning := checkpoints.require_space(job.abstract):
                     progress.message(warning, style="yellow")
                 while not loop.done():
                     state = loop.train(state)  # once, and once more for every rollback
             else:
-                done = f"ended early, and would again. {records.ending}" if records.ending else f"has all {num_steps:,} steps."
-                progress.message(f"Nothing to do: {folder} {done}", style="yellow" if records.ending else "green")
+                progress.message(f"Nothing to do: {folder} {loop.why_done()}", style="yellow" if records.ending else "green")
             loop.settle()  # for all processes; `close` asks nobody, since it may come after an error of one
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             if is_loss(error):
@@ -124,14 +135,34 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         finally:
             loop.close()
     stop.save_first(None)
+    problem = lack_of_progress(loop.step, records.skipped)
     if chief:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
-        finish(config, job.data, job.sets, loop.step, clock, records.ending, records.guard.found, model, loop.rollbacks)
+        found, ending = records.guard.found, records.ending
+        finish(config, job.data, job.sets, loop.step, clock, ending, found, model, loop.rollbacks, problem)
+    if problem:
+        raise DivergedError(problem)
+
+
+def take_locks(held: contextlib.ExitStack, folder: Path, second: Path | None) -> None:
+    """Nobody else writes to the run's folder, nor to that of its copies, until `held` ends."""
+    held.enter_context(RunLock(folder))
+    if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
+        held.enter_context(RunLock(second.parent, needed=False))
+
+
+def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
+    """Writes down what is launched after `step` finished steps: as it was asked for, which fits other machines, too."""
+    run_folder.write_config(to_yaml(job.asked))
+    data = job.data.fingerprint_at(job.data.plan.num_steps)
+    record = launch_record(job.asked, job.mesh, data, step)
+    append_launch(run_folder.path, record | {RUN: run_folder.id})
 
 
 def describe(progress: Progress, job: Job) -> None:
-    """What is about to train, and on what."""
+    """What is about to train, on which data and devices."""
+    progress.message(job.data.describe())
     config, devices = job.config, jax.devices()
     millions = sum(x.size for x in jax.tree.leaves(job.abstract.params)) / 1e6
     axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
@@ -155,22 +186,28 @@ class Loop:
         clock: Stopwatch,
         stop: StopRequest,
         rollbacks: list[Rollback],
+        run_folder: RunFolder,
     ):
         self.job, self.config, self.data = job, job.config, job.data
         self.checkpoints, self.progress, self.clock, self.stop = checkpoints, progress, clock, stop
         self.rollbacks = rollbacks  # of the run, in their order
+        self.run_folder = run_folder  # known as a whole to process 0, which writes all that it tells of
         self.records, self.validation = Records(job, clock, progress), Validation(job, clock, progress, stop)
         self.integrity = Integrity(job.config.integrity, job.mesh)
         self.step = 0
         self.unevaluated: list[str] = []  # evaluation sets that are to be read after this step, and are not yet
+        self.postponed = False  # a save was due when steps were not finite: it is made after the next good one
         self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}  # the step, by shape of batch
 
     def restore(self, record: dict[str, Any] | None) -> TrainState:
         """The checkpoint of this record if there is one, else imported weights, else random ones; with what goes with it."""
         self.records.restore(record, self.rollbacks)
-        self.step, self.validation.best = (record["step"], record.get("best", {})) if record else (0, {})
+        self.validation.restore(record)
+        self.step = record["step"] if record else 0
         self.unevaluated = record.get("unevaluated", []) if record else []
         if self.rollbacks:
+            if jax.process_index() == 0:
+                self.run_folder.note_discarded_after(self.step)
             self.checkpoints.discard_after(record["step"] if record else -1)
         if record is None:
             weights = self.config.checkpoint.init_from
@@ -192,18 +229,30 @@ class Loop:
 
     def done(self) -> bool:
         """Whether nothing of the run is left to do."""
-        return not self.unevaluated and (self.step == self.data.plan.num_steps or bool(self.records.ending))
+        return not self.unevaluated and (self.step >= self.data.plan.num_steps or bool(self.records.ending))
+
+    def why_done(self) -> str:
+        """What to say of a run that has nothing left to do."""
+        asked = self.data.plan.num_steps
+        if self.records.ending:
+            return f"ended early, and would again. {self.records.ending}"
+        if self.step > asked:
+            return f"has {self.step:,} steps, more than the {asked:,} that are asked for. Nothing of it is dropped."
+        return f"has all {asked:,} steps."
 
     def train(self, state: TrainState) -> TrainState:
         """Steps until the plan's end, until somebody asks to stop, or until an anomaly takes the run back.
 
         Raises:
-            TryAgainError: asked to stop; everything is saved.
-            DivergedError, DataError: see `Records.look` and `halt`.
+            TryAgainError: asked to stop, everything is saved; or weights that memory has damaged.
+            DivergedError: see `Records.look`, `evaluate` and `halt`; or the last steps were not finite.
+            DataError: see `Records.look`.
         """
         config, total, compiled, records = self.config, self.data.plan.num_steps, self.compiled, self.records
         if self.unevaluated and not self.evaluate(self.unevaluated, state):
             raise KeyboardInterrupt
+        if self.done():
+            return state
         first, step, batches = self.step, self.job.make_step(), self.job.batches(self.step, left_out=records.left_out)
         while self.step < total and not records.ending:
             try:
@@ -213,11 +262,7 @@ class Loop:
             except KeyboardInterrupt:
                 if self.step == first:
                     raise
-                found = records.look(False)
-                if found:
-                    return self.halt(found, state)
-                self.evaluate((), state)  # nothing; but what ends here is written down
-                return self.leave(state)
+                return self.leave_between_steps(state)
             shape = self.job.layout(self.step).shape
             if shape not in compiled:
                 compiled[shape] = self.compile(step, state, batch)
@@ -235,40 +280,99 @@ class Loop:
             save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
             self.stop.save_first(lambda: self.clock.doing()[0])
             stop, by_clock = (asked and not last for asked in self.stop.agreed(save=self.checkpoints.due()))
-            save_due = save_due or by_clock
+            save_due = save_due or by_clock or self.postponed
             self.progress.update(self.step)
-            if (log_due or eval_due or save_due or stop) and (found := records.look(log_due)):
-                del batches  # ends reading ahead
-                return self.halt(found, state)
+            if log_due or eval_due or save_due or stop:
+                found = self.look(state, write=log_due)
+                if found:
+                    del batches  # ends reading ahead
+                    return self.halt(found, state)
             self.integrity.check(self.step, state, repeated)
             self.unevaluated = eval_due
             if (stop and eval_due) or not self.evaluate(eval_due, state):
                 return self.leave(state)
             if save_due or records.ending:  # after which nothing is written of this step any more
                 self.save(state)
+                if eval_due:
+                    self.checkpoints.confirm(self.step)  # an evaluation judges a step as the next step would
             if stop:
                 return self.leave(state)
+        self.require_saved()
         return state
 
+    def require_saved(self) -> None:
+        """DivergedError: the run has come to its end, and its last steps were not finite, so that nothing is saved of it."""
+        if self.postponed:
+            rule = f"the last {self.records.skipped_in_row:,} steps were not finite and changed nothing"
+            raise DivergedError(
+                f"{rule}, so the run ends without a checkpoint of its last step, {self.step:,}. "
+                f"{self.newest()} Lower optimizer.learning_rate, or look at the data of these steps."
+            )
+
+    def look(self, state: TrainState, *, write: bool) -> Finding | None:
+        """What `Records.look` finds.
+
+        Raises:
+            TryAgainError: steps are not finite because the weights are not, and no update has made them so.
+            DivergedError, DataError, UserError: as `Records.look`.
+        """
+        try:
+            found = self.records.look(write)
+        except DivergedError:
+            require_finite(state)
+            raise
+        if self.records.skipped_in_row:
+            require_finite(state)
+        else:
+            self.checkpoints.confirm(self.step - 1)
+        return found
+
+    def newest(self) -> str:
+        """A sentence about the newest checkpoint."""
+        self.checkpoints.wait()
+        step = self.checkpoints.latest()
+        return "There is no checkpoint." if step is None else f"The newest checkpoint is that of step {step:,}."
+
     def evaluate(self, names: Sequence[str], state: TrainState) -> bool:
-        """Reads these sets, and writes down what ends here; False if somebody asks to stop: what is left is `unevaluated`."""
+        """Reads these sets, and writes down what ends here; False if somebody asks to stop: what is left is `unevaluated`.
+
+        Raises:
+            DivergedError: the loss of one is not finite. Nothing is saved of this step.
+            TryAgainError: likewise, because memory has damaged the weights.
+        """
         for done, name in enumerate(names):
             self.unevaluated = list(names[done:])
             if (result := self.validation.evaluate(name, self.step, eval_params(state))) is None:
                 return False
             self.records.write(self.step, result, "eval")
+            if not math.isfinite(result["nll"]):
+                require_finite(state)
+                rule = f"step {self.step:,}: the loss on eval.sets.{name} is {result['nll']}, so this step is not saved"
+                raise DivergedError(
+                    f"{rule}. {self.newest()} Lower optimizer.learning_rate, or go on from an earlier step with other settings."
+                )
         self.unevaluated = []
         if self.records.ending:
             planned = self.data.plan.num_steps
             self.records.write(self.step, {"ending": self.records.ending, "planned_steps": planned}, "end")
         return True
 
+    def leave_between_steps(self, state: TrainState) -> TrainState:
+        """As `leave`, while the next batch is awaited, and nobody has looked at the last steps yet."""
+        found = self.look(state, write=False)
+        if found:
+            return self.halt(found, state)
+        self.evaluate((), state)  # reads no set, but writes down what ends here
+        return self.leave(state)
+
     def leave(self, state: TrainState) -> NoReturn:
         """Saves, since somebody asks to stop. TryAgainError: always."""
-        self.save(state)
+        saved = self.save(state)
         self.settle()
         asked, left = self.stop.name or "a signal to another process", ", ".join(self.unevaluated)
         done = f"stopped and saved at step {self.step:,} of {self.data.plan.num_steps:,}"
+        if not saved:
+            done = f"stopped at step {self.step:,}, which is not saved: steps before it were not finite. {self.newest()}"
         done += f", before the evaluation of {left}" if left else ""
         raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
 
@@ -296,13 +400,14 @@ class Loop:
                 used = f"{count} rollbacks, and anomaly.max_rollbacks allows no more"
                 raise DivergedError(f"{found.message}\n  The run stops after {used}; nothing was saved. {found.mend}.")
         self.step = found.step - 1
+        is_saved = False
         if self.step:
             halted = state.watch.halted
             watch = state.watch._replace(halted=jax.device_put(np.zeros((), bool), halted.sharding))
-            self.save(state._replace(watch=watch))
+            is_saved = self.save(state._replace(watch=watch))
             self.checkpoints.wait()
         used = f" after {count} rollbacks; anomaly.max_rollbacks allows no more" if found.policy == "rollback" else ""
-        saved = f"saved as it was before, at step {self.step:,}" if self.step else "nothing was saved"
+        saved = f"saved as it was before, at step {self.step:,}" if is_saved else "nothing was saved"
         raise DivergedError(f"{found.message}\n  The run stops{used}, {saved}. {found.mend}.")
 
     def roll_back(self, found: Finding, state: TrainState) -> TrainState:
@@ -327,7 +432,7 @@ class Loop:
                 f"{found.message}\n  The run {rule}. Give all hosts the same view of {self.checkpoints.directory}."
             )
         if jax.process_index() == 0:
-            write_rollbacks(self.checkpoints.directory.parent, rollbacks)
+            write_rollbacks(self.checkpoints.directory.parent, rollbacks, self.run_folder.id)
         failpoints.hit("rollback", found.step)
         self.rollbacks = rollbacks
         done = f"back to step {back:,}; steps {first:,} to {found.step:,} are left out"
@@ -336,13 +441,26 @@ class Loop:
         jax.tree.map(lambda x: x.delete(), state)  # there may be no room for two
         state = self.restore(record)
         self.clock.lap()
-        self.records.open_logs(self.step, self.unevaluated)
+        self.records.open_logs(self.step, self.unevaluated, self.run_folder.id)
         return state
 
-    def save(self, state: TrainState) -> None:
-        """A checkpoint of this step; in the background if the config says so."""
+    def save(self, state: TrainState) -> bool:
+        """A checkpoint of this step, in the background if the config says so.
+
+        False: the last steps were not finite, which weights may be the cause of that are finite and yet worthless. They
+        would take the place of good ones, so the save is postponed to the next good step.
+        """
+        if count := self.records.skipped_in_row:
+            if not self.postponed:
+                rule = f"step {self.step:,} is not saved, since the last {count:,} steps were not finite"
+                self.progress.message(f"checkpoint: {rule}; the next good step is.", style="yellow")
+            self.postponed = True
+            return False
+        self.postponed = False
         self.integrity.check(self.step, state, save=True)
+        self.checkpoints.confirm(self.step - 1)
         record = {
+            "run": self.run_folder.id,
             "step": self.step,
             "num_steps": self.data.plan.num_steps,
             **self.records.state(),
@@ -350,6 +468,7 @@ class Loop:
             "cursor": self.data.cursor_at(self.step),
             "start": self.data.start,
             "best": self.validation.best,
+            "read": self.validation.read,
             "unevaluated": self.unevaluated,
             "rollbacks": self.rollbacks,
             "seed": self.config.seed,
@@ -358,6 +477,7 @@ class Loop:
         with self.clock.during("save"):
             if self.checkpoints.save(self.step, state, record):
                 self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
+        return True
 
     def settle(self) -> None:
         """Waits for the last save, and a while for the copy of it."""
@@ -368,9 +488,29 @@ class Loop:
 
     def close(self) -> None:
         """Waits for the last save, closes the logs."""
-        with self.clock.during("save"):
-            self.checkpoints.close()
-        self.records.close_logs()
+        try:
+            with self.clock.during("save"):
+                self.checkpoints.close()
+        finally:
+            self.records.close_logs()
+
+
+def require_finite(state: TrainState) -> None:
+    """TryAgainError: weights or moments are not finite. Updates that would make them so are never made (training/step.py)."""
+    if bad := non_finite_names({"params": state.params, "opt_state": state.opt_state}):
+        more = f" and {len(bad) - 1:,} more arrays are" if len(bad) > 1 else " is"
+        rule = f"{bad[0]}{more} not finite, although every update was: that is a fault of memory or of a device"
+        mend = "Run the same command again: it goes on from the last checkpoint. If it comes again, test this machine"
+        raise TryAgainError(f"{rule}. Nothing of it is saved. {mend}.")
+
+
+def lack_of_progress(steps: int, skipped: int) -> str:
+    """What is wrong with a run most of whose steps changed nothing; empty if nothing is."""
+    if steps == 0 or skipped <= _MOST_SKIPPED * steps:
+        return ""
+    rule = f"{skipped:,} of the run's {steps:,} steps changed nothing, so it has hardly trained"
+    mend = "Look at the warnings above and at anomalies/* in metrics.jsonl, lower optimizer.learning_rate, or use other data"
+    return f"{rule}. {mend}."
 
 
 def main(config: RunConfig) -> int:

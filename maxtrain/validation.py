@@ -27,6 +27,25 @@ class Validation:
         self._layouts = {n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()}
         self._step = make_eval_step(job.graphdef, job.objective)
         self.best: dict[str, dict[str, Any]] = {}
+        self.read = {name: self._describe(name) for name in job.sets}  # what losses of each set are losses of
+
+    def restore(self, record: dict[str, Any] | None) -> None:
+        """As it was at a checkpoint with this record; None: as before the first step."""
+        saved = record or {}
+        self.best = dict(saved.get("best", {}))
+        for name, before in saved.get("read", {}).items():
+            now = self.read.get(name, before)
+            if now != before:
+                rule = f"eval.sets.{name} was {before}, and is {now}"
+                mend = "its losses begin another series, and its best so far is forgotten"
+                self._progress.message(f"{rule}: they can't be compared, so {mend}.", style="yellow")
+                self.best.pop(name, None)
+
+    def _describe(self, name: str) -> str:
+        """Losses of a set can be compared where this is the same."""
+        held_out, layout, steps = self._sets[name], self._layouts[name], self._steps(name)
+        part = "whole" if steps < 0 else f"{steps} batches of {layout.shape[0]} rows"
+        return f"{held_out.manifest.uid}, {part}, in rows of {held_out.config.seq_length}"
 
     def due(self, step: int, last: bool) -> list[str]:
         """Names of the sets that are to be read after this step: all after the last one."""
@@ -78,4 +97,4 @@ class Validation:
             self.best[name] = {"step": step, "nll": result["nll"]}
         self._progress.evaluated(step, name, result)
         self._progress.phase("")
-        return {"set": name, **result, "best_step": self.best.get(name, {}).get("step")}
+        return {"set": name, **result, "best_step": self.best.get(name, {}).get("step"), "data": self.read[name]}

@@ -129,7 +129,7 @@ def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(
     assert read_rollbacks(taken_back) == [{"step": BAD, "kind": "loss_spike", "left_out": [BAD - 2, BAD]}]
     folder = folder_of(config, "known")
     folder.mkdir()
-    write_rollbacks(folder, read_rollbacks(taken_back))
+    write_rollbacks(folder, read_rollbacks(taken_back), "")
     assert train(config, "known", *ROLLBACK) == 0
     assert f"back from step {BAD} (loss_spike), left out {BAD - 2} to {BAD}" in capsys.readouterr().out
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
@@ -236,7 +236,7 @@ def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(config,
     assert read_rollbacks(folder_of(config, run)) == [{"step": 10, "kind": "repeated", "left_out": left}]
     known = folder_of(config, f"{run}-known")
     known.mkdir()
-    write_rollbacks(known, read_rollbacks(folder_of(config, run)))
+    write_rollbacks(known, read_rollbacks(folder_of(config, run)), "")
     assert train(config, known.name, *overrides) == 0, "what is left out is not judged"
     assert state_at(known)[0] == state_at(folder_of(config, run))[0]
     assert numbers(known)[-1]["skipped"] == 11 - first

@@ -51,6 +51,7 @@ def test_list_has_every_step_and_says_which_count(run, capsys):
     folder = run / "checkpoints"
     (folder / "00000003" / "commit.json").unlink()
     (folder / "00000004").rename(folder / "00000004.damaged-20260101-000000-1")
+    (folder / "notes.damaged-disk").mkdir()  # not ours
     out = said(capsys, "list", run)
     assert re.search(r"^ +2  \d{4}-\d\d-\d\d .* whole +held *$", out, re.MULTILINE), out
     assert "commit.json is" in out and "put aside" in out and "4 whole of 5" in out
@@ -59,7 +60,7 @@ def test_list_has_every_step_and_says_which_count(run, capsys):
 
 def test_show_has_the_record_and_every_array(run, capsys):
     out = said(capsys, "show", run)
-    assert 'best: {"held": {"nll": 1.5, "step": 2}}' in out and "format 2, by maxtrain" in out
+    assert 'best: {"held": {"nll": 1.5, "step": 2}}' in out and "format 3, by maxtrain" in out
     assert re.search(r"w +float32 +4 x 8 +0.000 +\w{16}", out) and re.search(r"half +bfloat16 +3 ", out)
     assert "3 arrays" in out and "00000006" in out
     assert "00000002" in said(capsys, "show", run, "--step", 2)
@@ -104,6 +105,23 @@ def test_prune_says_first_and_keeps_the_newest_and_the_best(run, capsys):
     assert "so nothing is removed" in said(capsys, "prune", run, "--keep", 1, "--apply", code=74)
     assert steps(run / "checkpoints") == [2, 3, 5, 6]
     assert "Use --keep 1 or more" in said(capsys, "prune", run, "--keep", 0, code=64)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["prune", "RUN", "--keep", "2", "--app"], "unrecognized arguments: --app"),  # not --apply
+        (["prune", "RUN", "--keep-every", "0"], "--keep-every=0 must be at least 1. Use --keep-every 1 or more"),
+        (["prune", "RUN", "--keep", str(-(10**30))], "must be at least 1. Use --keep 1 or more"),
+        (["show", "RUN", "--step", "-1"], "--step=-1 must be at least 0. Use --step 0 or more"),
+        (["copy", "RUN", "TO", "--step", "-1"], "--step=-1 must be at least 0"),
+        (["show", "RUN", "--step", str(10**30)], "there is no such checkpoint. Use one of 1, 2, 3"),
+        (["show", "RUN", "--step", "x"], "invalid int value"),
+    ],
+)
+def test_numbers_that_can_not_be_meant_are_refused(run, capsys, tmp_path, argv, message):
+    assert message in said(capsys, *[{"RUN": run, "TO": tmp_path / "to"}.get(word, word) for word in argv], code=64)
+    assert steps(run / "checkpoints") == [1, 2, 3, 4, 5, 6] and not (tmp_path / "to").exists()
 
 
 def test_a_directory_without_checkpoints_is_refused(tmp_path, capsys):

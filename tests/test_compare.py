@@ -5,13 +5,15 @@ import json
 import pytest
 
 from maxtrain import compare
+from maxtrain.checkpoint.integrity import FORMAT, encode_commit
 from maxtrain.config import to_yaml
 from maxtrain.config.schema import OptimizerConfig, RunConfig
 from maxtrain.observe.metrics import MetricsLog
 
 
 def launch(config, jax="1.0"):
-    return {"step": 0, "time": "now", "versions": {"jax": jax}, "seed": 0, "config": to_yaml(config)}
+    where = {"devices": {"kind": "cpu", "count": 1}, "processes": 1, "determinism": "full"}
+    return {"step": 0, "time": "now", "versions": {"jax": jax}, "seed": 0, "config": to_yaml(config), **where}
 
 
 def make_run(folder, losses, *, launched=None, digests=None, nlls=(), seconds=1.0):
@@ -27,8 +29,8 @@ def make_run(folder, losses, *, launched=None, digests=None, nlls=(), seconds=1.
         path = folder / "checkpoints" / f"{step:08d}"
         path.mkdir(parents=True)
         (path / "record.json").write_text(json.dumps({"step": step}))
-        arrays = {name: {"digest": digest} for name, digest in leaves.items()}
-        (path / "commit.json").write_text(json.dumps({"format": 1, "step": step, "arrays": arrays, "files": {}}))
+        arrays = {name: {"shape": [], "dtype": "float32", "digest": digest} for name, digest in leaves.items()}
+        (path / "commit.json").write_bytes(encode_commit({"format": FORMAT, "step": step, "arrays": arrays, "files": {}}))
     return folder
 
 

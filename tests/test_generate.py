@@ -113,6 +113,7 @@ def frequencies(choice, logits, draws=4000):
         ((1.0, 99, None), [0, 1, 2, 3, 4]),
         ((0.5, None, None), [0, 1, 2, 3, 4]),
         ((1.0, None, 1e-6), [2]),
+        ((1.0, None, 1e-50), [2]),  # 0 in float32
         ((0.001, None, None), [2]),
     ],
 )
@@ -161,11 +162,14 @@ def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be at least 1"),
         ([[1] * 150], {"max_tokens": 51}, "> model.max_length=200. Set max_tokens to 50 or less"),
         ([[1] * 200], {"max_tokens": 1}, "Shorten the prompt"),
-        ([[1]], {"temperature": -0.1}, "temperature=-0.1 must be at least 0. Set 0"),
+        ([[1]], {"temperature": -0.1}, "temperature=-0.1 must be 0 or a number of at least 1e-06. Set 0"),
         ([[1]], {"temperature": float("nan")}, "temperature=nan must be"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Set 0.95"),
         ([[1]], {"top_p": 1.5}, "top_p=1.5 must be"),
         ([[1]], {"top_k": 0}, "top_k=0 must be at least 1. Set 40"),
+        ([[1]], {"temperature": 1e-40}, "temperature=1e-40 must be 0 or"),
+        ([[1]], {"seed": -1}, r"seed=-1 must be in \[0, 4294967295\]. Set 0"),
+        ([[1]], {"seed": 2**32}, "seed=4294967296 must be in"),
     ],
 )
 def test_bad_input_is_refused(prompts, options, message):
@@ -174,7 +178,7 @@ def test_bad_input_is_refused(prompts, options, message):
 
 
 def test_a_prompt_may_fill_the_model_up_to_its_last_token():
-    assert job._check(tiny(), [[1] * 150], 50, job._Choice(0.0, None, None)) is None
+    assert job._check_lengths(tiny(), [[1] * 150], 50) is None
 
 
 def test_on_a_mesh_the_tokens_are_the_same():
@@ -305,6 +309,40 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
 def test_what_the_command_refuses(run, command, argv, code, message):
     found, _, err = command(*[run[0] if argument == "RUN" else argument for argument in argv])
     assert found == code and message in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--seed", str(2**70)], f"seed={2**70} must be in [0, 4294967295]. Set 0"),
+        (["--seed", "-1"], "seed=-1 must be in [0, 4294967295]. Set 0"),
+        (["--seed", "1.5"], "invalid int value"),
+        (["--prompt", "caf\udcff"], "--prompt: has the byte 0xFF at character 3, which is not UTF-8. Give text in UTF-8"),
+        (["--prompt", "a\ud800"], "--prompt: has the lone surrogate U+D800 at character 1"),
+        (["--prompt", "a\0b"], "--prompt: has a NUL character at 1. Leave it out"),
+        (["--max-tokens", str(10**30)], "must be below 2147483648. Set 64"),
+        (["--max-tokens", "-1"], "max_tokens=-1 must be at least 1. Set 64"),
+        (["--temperature", "nan"], "temperature=nan must be 0 or a number of at least 1e-06. Set 0"),
+        (["--temperature", "inf"], "temperature=inf must be 0 or a number"),
+        (["--top-p", "nan"], "top_p=nan must be above 0 and at most 1. Set 0.95"),
+        (["--top-k", "-3"], "top_k=-3 must be at least 1"),
+        (["--step", "-1"], "--step -1: must be at least 0. Leave it out for the newest checkpoint"),
+        (["--stop", ""], "--stop '': every text begins with nothing, so nothing would come. Give some text"),
+        (["--stop", "\udc80"], "--stop: has the byte 0x80 at character 0"),
+        (["--dtype", "float32"], "--dtype float32: belongs to --hf; RUN has its own. Leave it out"),
+        (["--hf", "DIR", "--step", "1"], "--step 1: is a checkpoint of RUN, but --hf is what generates. Leave one out"),
+    ],
+)
+def test_what_no_model_could_do_is_refused_before_one_is_loaded(command, monkeypatch, argv, message):
+    def load(*args):
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr(job, "load_run", load)
+    monkeypatch.setattr(job, "load_pretrained", load)
+    monkeypatch.setattr(job, "start", load)
+    run = [] if "--hf" in argv else ["RUN"]
+    code, out, err = command(*run, "--prompt", "a", *argv)
+    assert code == 64 and message in err and "Traceback" not in err and not out
 
 
 def test_help_says_what_there_is(command):

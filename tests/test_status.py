@@ -19,8 +19,9 @@ def test_where_the_time_went_and_what_the_attempts_ended_with(tmp_path, capsys, 
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 10}\n')
     append_attempt(tmp_path, ATTEMPT | {"reason": "SIGKILL"})
     append_attempt(tmp_path, ATTEMPT | {"reason": "exit 0", "attempt": 2, "lost_seconds": 0.0})
-    launch = {"time": "noon", "command": "a", "step": 0, "versions": {"jax": "1"}, "config": "steps: 10\nseed: 1\n"}
-    later = {"time": "one", "command": "b", "step": 4, "versions": {"jax": "1"}, "config": "steps: 12\nseed: 1\n"}
+    made_by = {"versions": {"jax": "1"}, "devices": {"kind": "cpu", "count": 1}, "processes": 1, "determinism": "full"}
+    launch = {"time": "noon", "command": "a", "step": 0, "config": "steps: 10\nseed: 1\n", **made_by}
+    later = {"time": "one", "command": "b", "step": 4, "config": "steps: 12\nseed: 1\n", **made_by}
     for record in (launch, launch | {"step": 2}, later):
         append_launch(tmp_path, record)
     assert status.main([str(tmp_path)], "status") == 0

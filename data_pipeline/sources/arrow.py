@@ -1,7 +1,6 @@
 """Arrow files, as Hugging Face's `datasets` saves them: each row is a document, in the column --key. Needs no `datasets`."""
 
 import glob
-import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +18,7 @@ from data_pipeline.sources.document import (
     open_piece,
     record_documents,
 )
+from data_pipeline.strict_json import loads
 
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # what save_to_disk leaves in the folder of a Dataset, of a DatasetDict
 _FILE_MAGIC, _STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
@@ -62,7 +62,7 @@ def _saved(folder: str, options: Options) -> list[Piece]:
     if _load(state, lambda content: content.get("_indices_files")):
         raise DataError(f"--arrow {folder}: selects rows of its files. Save it with flatten_indices().save_to_disk(DIR).")
     pieces = []
-    for name in _load(state, lambda content: [entry["filename"] for entry in content["_data_files"]]):
+    for name in _load(state, _data_files):
         path = os.path.join(folder, name)
         if not place(path).exists():
             raise DataError(f"{path}: is missing, but {state} lists it. Restore it from a copy, or save the dataset again.")
@@ -70,11 +70,20 @@ def _saved(folder: str, options: Options) -> list[Piece]:
     return pieces
 
 
+def _data_files(content: Any) -> list[str]:
+    """The names of the files of a state.json. TypeError, LookupError: it is of another shape."""
+    names = [entry["filename"] for entry in content["_data_files"]]
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"filename {name!r} is not a string")
+    return names
+
+
 def _load(path: str, get: Callable[[Any], Any]) -> Any:
     """What `get` finds in a JSON file."""
     content = place(path).read_bytes()
     try:
-        return get(json.loads(content))
+        return get(loads(content))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise damaged(path, error, "what save_to_disk writes") from error
 

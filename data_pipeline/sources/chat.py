@@ -1,14 +1,14 @@
 """Conversations: JSON lines with `messages`, or with `conversations` as ShareGPT has them, written out by a chat template."""
 
 import functools
-import json
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.chat import MARKS, ChatError, Template, load_template, render_spans
+from data_pipeline.chat import MARKS, ChatError, Conversation, Template, load_template, render_all
 from data_pipeline.errors import UsageError
 from data_pipeline.sources import jsonl
 from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, judge
+from data_pipeline.strict_json import loads
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -33,19 +33,35 @@ def documents(piece: Piece) -> Iterator[Document]:
     return jsonl.read_lines(piece, functools.partial(_parse, template=template))
 
 
-def _parse(raw: bytes, template: Template) -> Document:
-    record = jsonl.parse_object(raw)
-    if isinstance(record, str):
-        return Document(None, "", record)
-    problems: list[str] = []
-    try:
-        messages, tools = _messages(record), _tools(record)
-        spans = render_spans(template, _clean(messages, template, problems), _clean(tools, template, problems))
-    except ChatError as error:
-        return Document(None, "", str(error))
-    if not problems and not jsonl.is_utf8(raw):
-        problems.append("not UTF-8")
-    return Document(None, "", problems[0] if problems else "", spans=spans)
+def _parse(lines: list[bytes], template: Template) -> list[Document]:
+    """The documents of lines."""
+    documents: list[Document] = []
+    conversations: list[Conversation] = []
+    rendered: list[int] = []  # which documents the conversations are
+    for number, raw in enumerate(lines):
+        document = Document(None, "")
+        record = jsonl.parse_object(raw)
+        try:
+            if isinstance(record, str):
+                raise ChatError(record)
+            problems: list[str] = []
+            messages = _clean(_messages(record), template, problems)
+            tools = _clean(_tools(record), template, problems)
+            if not problems and not jsonl.is_utf8(raw):
+                problems.append("not UTF-8")
+            if problems:
+                document = document._replace(problem=problems[0])
+            conversations.append((messages, tools))
+            rendered.append(number)
+        except ChatError as error:
+            document = document._replace(problem=str(error))
+        documents.append(document)
+    for number, spans in zip(rendered, render_all(template, conversations), strict=True):
+        if isinstance(spans, ChatError):
+            documents[number] = Document(None, "", str(spans))
+        else:
+            documents[number] = documents[number]._replace(spans=spans)
+    return documents
 
 
 def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -77,7 +93,7 @@ def _tools(record: dict[str, Any]) -> list[Any] | None:
     """The tools of a row, a list or a list in JSON; None: none. ChatError: something else."""
     tools = record.get("tools")
     try:
-        tools = json.loads(tools) if isinstance(tools, str) and tools else tools or None
+        tools = loads(tools) if isinstance(tools, str) and tools else tools or None
     except ValueError as error:
         raise ChatError("tools is not JSON") from error
     if not isinstance(tools, list | None):

@@ -8,7 +8,10 @@ from data_pipeline.remote import is_url
 from data_pipeline.sources.document import Piece, load_package, open_piece
 
 _BATCH_BYTES = 1 << 22
-_TEXT = {"string", "large_string", "string_view", "binary", "large_binary", "binary_view"}
+_BYTES = {  # the type that a column of text has without the promise of being UTF-8
+    "string": "binary", "large_string": "large_binary", "string_view": "binary_view",
+    "binary": "binary", "large_binary": "large_binary", "binary_view": "binary_view",
+}  # fmt: skip
 
 
 def arrow(name: str, wanted_by: str) -> tuple[Any, tuple[type[Exception], ...]]:
@@ -38,7 +41,7 @@ def check_column(schema: Any, piece: Piece) -> None:
     if key not in schema.names:
         raise DataError(f"{piece.path}: has no column {key!r}, but {', '.join(schema.names)}. Name one of them with --key.")
     kind = schema.field(key).type
-    if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _TEXT:
+    if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _BYTES:
         raise DataError(f"{piece.path}: column {key!r} holds {kind}, not text. Name a column of text with --key.")
 
 
@@ -53,9 +56,22 @@ def values(piece: Piece, first: int, columns: Iterable[Any]) -> Iterator[bytes |
     for column in columns:
         low, high = max(piece.start - first, 0), min(piece.stop - first, len(column))
         for at in range(low, high, step):
-            part = column.slice(at, min(step, high - at))
-            part = part.dictionary_decode() if hasattr(part, "dictionary_decode") else part
-            yield from part.cast("large_binary").to_pylist()  # bytes: text may not be UTF-8, whatever the type says
+            yield from _as_bytes(column.slice(at, min(step, high - at)))
         first += len(column)
         if first >= piece.stop:
             return
+
+
+def _as_bytes(part: Any) -> list[bytes | None]:
+    """The values of an array of text as bytes: they may not be UTF-8, whatever its type says.
+
+    An ArrowException if they lie outside its memory. pyarrow does not look: it would read there, and end the process.
+    """
+    if hasattr(part, "dictionary_decode"):
+        dictionary = part.dictionary.view(_BYTES[str(part.dictionary.type)])
+        part = type(part).from_arrays(part.indices, dictionary, safe=False)
+        part.validate(full=True)
+        part = part.dictionary_decode()
+    part = part.view(_BYTES[str(part.type)])
+    part.validate(full=True)
+    return part.cast("large_binary").to_pylist()

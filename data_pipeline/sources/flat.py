@@ -56,9 +56,9 @@ def _open(piece: Piece) -> Any:
     if head.startswith(_NUMPY):
         try:
             tokens = _load(piece, head)
-        except UserError:
+        except (UserError, OSError):
             raise
-        except (ValueError, EOFError) as error:
+        except Exception as error:  # a damaged header is parsed as Python, which ends in errors of many kinds
             raise DataError(
                 f"{piece.path}: has numpy's header, but {error}. Restore it from a copy, or make it again."
             ) from error

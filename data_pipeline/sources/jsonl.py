@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import gzip
-import json
 import sys
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from data_pipeline.errors import DataError
 from data_pipeline.sources.document import (
     BOM,
     EMPTY,
@@ -22,8 +22,11 @@ from data_pipeline.sources.document import (
     load_package,
     open_piece,
 )
+from data_pipeline.strict_json import StrictJsonError, loads
 
 _PACKED = (".gz", ".zst")
+LONGEST_LINE = 1 << 28  # bytes, with the line break
+_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 20  # lines that are parsed together
 
 
 def find(pattern: str, options: Options, format: str = "jsonl") -> list[Piece]:
@@ -36,7 +39,8 @@ def find(pattern: str, options: Options, format: str = "jsonl") -> list[Piece]:
 
 def documents(piece: Piece) -> Iterator[Document]:
     """Documents of the lines of the piece that belong to its part."""
-    return read_lines(piece, functools.partial(_parse, key=piece.options.key))
+    key = piece.options.key
+    return read_lines(piece, lambda lines: [_parse(raw, key) for raw in lines])
 
 
 def cut(piece: Piece, at: int) -> int | None:
@@ -44,28 +48,62 @@ def cut(piece: Piece, at: int) -> int | None:
     return None if piece.path.endswith(_PACKED) else line_start(piece, at)
 
 
-def read_lines(piece: Piece, parse: Callable[[bytes], Document]) -> Iterator[Document]:
-    """The documents that `parse` makes of the lines of the piece that belong to its part; it need not say where they are."""
-    index, (reader, damage) = -1, _reader(piece.path)
+def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterator[Document]:
+    """The documents that `parse` makes of the lines of the piece that belong to its part; it need not say where they are.
+
+    It gets some lines at a time, and gives a document for each. A DataError of it, which is about one of them, ends all,
+    whatever is to be done about bad documents.
+    """
+    index = -1
+    lines: list[tuple[int, bytes]] = []
+    size = 0
+    reader, damage = _reader(piece.path)
+    problem = None
     try:
         for index, raw in enumerate(_lines(piece, reader)):
             if piece.holds(raw.rstrip(b"\r\n")):
-                document = parse(raw)
-                place = _before(piece) + index + 1 if document.problem else f"line {index + 1} after byte {piece.start}"
-                yield document._replace(where=f"{piece.path}:{place}")
+                lines.append((index, raw))
+                size += len(raw)
+            if len(lines) == _AT_ONCE or size >= _BYTES_AT_ONCE:
+                yield from _parse_lines(piece, lines, parse)
+                lines, size = [], 0
     except (OSError, EOFError, damage) as error:
         reason = getattr(error, "strerror", None) or error
-        yield Document(None, f"{piece.path}:{_before(piece) + index + 2}", f"can't be read ({reason})")
+        problem = Document(None, f"{piece.path}:{_before(piece) + index + 2}", f"can't be read ({reason})")
+    yield from _parse_lines(piece, lines, parse)
+    if problem:
+        yield problem
+
+
+def _parse_lines(
+    piece: Piece, lines: list[tuple[int, bytes]], parse: Callable[[list[bytes]], list[Document]]
+) -> Iterator[Document]:
+    """The documents of lines, each with its number in the piece; with the places that they are from."""
+    try:
+        documents = parse([raw for _, raw in lines])
+    except DataError as error:
+        if len(lines) == 1:
+            raise DataError(f"{piece.path}:{_before(piece) + lines[0][0] + 1}: {error}") from error
+        for line in lines:  # which of them it is about
+            yield from _parse_lines(piece, [line], parse)
+        return
+    for (index, _), document in zip(lines, documents, strict=True):
+        place = _before(piece) + index + 1 if document.problem else f"line {index + 1} after byte {piece.start}"
+        yield document._replace(where=f"{piece.path}:{place}")
 
 
 def parse_object(raw: bytes) -> dict[str, Any] | str:
     """The object of a line, or what is wrong with it. Bytes that are not UTF-8 become U+FFFD."""
+    if len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+        return f"a line of {LONGEST_LINE:,} bytes or more"
     raw = raw.removeprefix(BOM)
     if not raw.strip():
         return EMPTY
     try:
-        record = json.loads(raw.decode(errors="replace"))
-    except (ValueError, RecursionError):
+        record = loads(raw.decode(errors="replace"))
+    except StrictJsonError as error:
+        return error.kind
+    except ValueError:
         return "broken JSON"
     return record if isinstance(record, dict) else "not a JSON object"
 
@@ -82,11 +120,14 @@ def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
 
 
 def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
+    """The lines from the piece's start on; of one that is too long, the beginning: a few packed bytes may hold any number."""
     packed = piece.path.endswith(_PACKED)
     with open_piece(piece) as raw_file, reader(raw_file) as file:
         file.seek(piece.start)
-        for raw in file:
+        while raw := file.readline(LONGEST_LINE):
             yield raw
+            while len(raw) == LONGEST_LINE and not raw.endswith(b"\n"):
+                raw = file.readline(LONGEST_LINE)
             if not packed and file.tell() >= piece.stop:
                 return
 

@@ -7,22 +7,22 @@ Only in what a chat template wrote (`encode_spans`) do special tokens become the
 """
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import DataError, UserError, blame_storage
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest
-from data_pipeline.tokenizer.base import END_OF_DOCUMENT, Tokenizer
-from data_pipeline.tokenizer.huggingface import JsonTokenizer, train_bpe
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer.base import END_OF_DOCUMENT, MAX_VOCABULARY, Tokenizer
+from data_pipeline.tokenizer.huggingface import JsonTokenizer, bpe_entries, train_bpe
 from data_pipeline.tokenizer.plain import ByteTokenizer, CharTokenizer
 from data_pipeline.tokenizer.sentencepiece import SentencePieceTokenizer
 from data_pipeline.tokenizer.tiktoken import TiktokenTokenizer, is_ranks, ranks_settings
 
 __all__ = [
-    "END_OF_DOCUMENT", "ByteTokenizer", "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer", "TiktokenTokenizer",
-    "Tokenizer", "load_tokenizer", "train_bpe",
+    "END_OF_DOCUMENT", "MAX_VOCABULARY", "ByteTokenizer", "CharTokenizer", "JsonTokenizer", "SentencePieceTokenizer",
+    "TiktokenTokenizer", "Tokenizer", "bpe_entries", "load_tokenizer", "train_bpe",
 ]  # fmt: skip
 SETTINGS = "tokenizer_config.json"
 _MODEL = "tokenizer.model"
@@ -77,7 +77,7 @@ def read_settings(path: Path | RemotePath) -> dict[str, Any]:
     beside = path.with_name(SETTINGS)
     content = beside.read_bytes() if beside.exists() else b"{}"
     try:
-        settings = json.loads(content)
+        settings = loads(content)
     except ValueError as error:
         raise ValueError(f"{SETTINGS} beside it is not JSON: {error}") from error
     if not isinstance(settings, dict):
@@ -98,11 +98,13 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
     """The tokenizer of a file. ValueError, KeyError, TypeError, AttributeError: it is not usable."""
     name = path.parent.name or path.stem
     if content.lstrip(b" \t\r\n")[:1] in (b"{", b"["):
-        record = json.loads(content)
+        record = loads(content)
         kind = record.get("type") if isinstance(record, dict) else None
         if kind == "bytes":
             return ByteTokenizer()
         if kind == "chars":
+            if not isinstance(record["characters"], str):
+                raise ValueError("characters is not a string")
             return CharTokenizer(record["characters"], record["eod"])
         if kind == "sentencepiece":
             return SentencePieceTokenizer(base64.b64decode(record["model"]), name, record["special"], record["eod"])

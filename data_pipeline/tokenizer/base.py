@@ -18,6 +18,7 @@ LINE_CUT, SPACE_CUT = r"\S\n(?=\S)", r"[A-Za-z](?= [A-Za-z])"
 # Where byte-level pre-tokenizers always split, so that a long text may be encoded in pieces, in bounded memory.
 BYTE_LEVEL_CUT = re.compile(f"{LINE_CUT}|{SPACE_CUT}")
 _PIECE_CHARACTERS = 1 << 14
+MAX_VOCABULARY = 1 << 24  # entries: many times those of any tokenizer there is, and tables of them fit into memory
 
 Located = tuple[
     np.ndarray, np.ndarray, np.ndarray
@@ -93,6 +94,15 @@ class Tokenizer(abc.ABC):
     def save(self, directory: Path | RemotePath) -> None:
         """Write directory/tokenizer.json."""
         write_atomic(directory / TOKENIZER, self.content)
+
+
+def check_ids(vocabulary: dict[str, int]) -> None:
+    """ValueError: a token has no id that there can be."""
+    if not vocabulary:
+        raise ValueError("it has no tokens")
+    for token, i in vocabulary.items():
+        if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
+            raise ValueError(f"the token {token[:80]!r} has the id {i!r}, not an integer in [0, {MAX_VOCABULARY:,})")
 
 
 def end_of_documents(vocabulary: dict[str, int], eod: str | None) -> int | None:

@@ -1,16 +1,26 @@
 """Hugging Face's tokenizer.json, given, or trained here as byte-level BPE."""
 
+import contextlib
 import functools
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import tokenizers
 
-from data_pipeline.errors import UsageError
-from data_pipeline.tokenizer.base import END_OF_DOCUMENT, Located, Tokenizer, cut, end_of_documents, splits_at_cuts
+from data_pipeline.errors import DataError, UsageError
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer.base import (
+    END_OF_DOCUMENT,
+    MAX_VOCABULARY,
+    Located,
+    Tokenizer,
+    check_ids,
+    cut,
+    end_of_documents,
+    splits_at_cuts,
+)
 
 _PIECES_AT_ONCE = 64
 _WORDS, _LONGEST_WORD = 1 << 17, 64  # whose ids are kept, and their characters: some 30 MB
@@ -50,6 +60,7 @@ class JsonTokenizer(Tokenizer):
         self.inner = self._load()
         self.inner.encode_special_tokens = True
         vocabulary = self.inner.get_vocab(with_added_tokens=True)
+        check_ids(vocabulary)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.eod_id = end_of_documents(vocabulary, eod)
         self.special = {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
@@ -63,10 +74,8 @@ class JsonTokenizer(Tokenizer):
         self._words = _Words(self.inner, pattern) if pattern else None
 
     def _load(self) -> tokenizers.Tokenizer:
-        try:
+        with _library_errors(ValueError, ""):
             inner = tokenizers.Tokenizer.from_str(self.content.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise ValueError(str(error)) from error
         if dropout := getattr(inner.model, "dropout", None):
             raise ValueError(f"its dropout={dropout:g} draws the ids of a text anew each time; set it to null in the file")
         inner.no_padding()
@@ -74,6 +83,10 @@ class JsonTokenizer(Tokenizer):
         return inner
 
     def encode(self, text: str) -> np.ndarray:
+        with _library_errors(DataError, f"tokenizer {self.name}: can't encode a text: "):
+            return self._encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
         words, ids = self._words, []
         for batch in itertools.batched(cut(text) if self._divisible else [text], _PIECES_AT_ONCE):
             parts = [part for piece in batch for part in self._parts(piece)]
@@ -103,16 +116,28 @@ class JsonTokenizer(Tokenizer):
         return self._located(self.inner, text)
 
     def _located(self, inner: tokenizers.Tokenizer, text: str) -> Located:
-        encoding = inner.encode(text, add_special_tokens=False)
+        with _library_errors(DataError, f"tokenizer {self.name}: can't encode a text: "):
+            encoding = inner.encode(text, add_special_tokens=False)
         starts, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
         return np.array(encoding.ids, np.int32), starts, stops
+
+
+@contextlib.contextmanager
+def _library_errors(kind: type[ValueError], prefix: str) -> Iterator[None]:
+    """What the library raises, as an error of this kind: bare Exceptions, and panics of Rust, which are no Exceptions."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{prefix}{str(error)[:300]}. Mend its tokenizer.json, or take another.") from error
 
 
 def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     """How a tokenizer divides ASCII text into words that are encoded each for itself; None: in a way that is not known here."""
     if any(not token.special for token in inner.get_added_tokens_decoder().values()):
         return None  # these are found in text, whatever the words
-    before = json.loads(inner.pre_tokenizer.__getstate__())
+    before = loads(inner.pre_tokenizer.__getstate__())
     *splits, level = before["pretokenizers"] if before["type"] == "Sequence" else [before]
     found = [split["pattern"].get("Regex") for split in splits if split["type"] == "Split" and split["behavior"] == "Isolated"]
     (given,) = found if len(found) == len(splits) == 1 and not splits[0]["invert"] else [None if splits else _GPT2]
@@ -123,13 +148,29 @@ def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
     return re.compile(ascii, re.ASCII)
 
 
+def bpe_entries(spec: str) -> int:
+    """The number of entries in "bpe:4096". UsageError: there is none, or no tokenizer can have so many or few."""
+    entries = spec.removeprefix("bpe:")
+    if not re.fullmatch("[0-9]+", entries):
+        raise UsageError(f"--tokenizer {spec[:80]}: bpe takes its number of entries, such as bpe:4096.")
+    _check_entries(int(entries[:18]))  # the 18 first digits of a longer number are too many, too
+    return int(entries)
+
+
+def _check_entries(count: int) -> None:
+    least = 257  # 256 bytes and the end of documents
+    if not least <= count <= MAX_VOCABULARY:  # the library allocates for all of them at once, and aborts if it can't
+        rule = f"must have at least {least} entries (256 bytes and {END_OF_DOCUMENT}) and at most {MAX_VOCABULARY:,}"
+        raise UsageError(f"--tokenizer bpe:{count} {rule}. Give bpe:4096 or bpe:32000, for example.")
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Train a byte-level BPE tokenizer; the same texts in the same order give the same bytes.
 
-    `vocab_size` counts the 256 bytes and the end-of-document token (UsageError: below 257); fewer come out of little text.
+    `vocab_size` counts the 256 bytes and the end-of-document token; fewer come out of little text. UsageError: it is below 257
+    or above MAX_VOCABULARY.
     """
-    if vocab_size < 257:
-        raise UsageError(f"--tokenizer bpe:{vocab_size} must have at least 257 entries (256 bytes and {END_OF_DOCUMENT}).")
+    _check_entries(vocab_size)
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()

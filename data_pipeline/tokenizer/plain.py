@@ -32,6 +32,8 @@ class CharTokenizer(Tokenizer):
     """One id per character, in sorted order; with `eod` one more id, the last, that ends a document."""
 
     def __init__(self, characters: Iterable[str], eod: bool = False):
+        if not isinstance(eod, bool):
+            raise ValueError(f"eod is {eod!r}, neither true nor false")
         self.special = {}
         self.characters = "".join(sorted(set(characters)))
         self.name, self.eod_id = "chars", len(self.characters) if eod else None

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.extras import load_package
-from data_pipeline.tokenizer.base import LINE_CUT, SPACE_CUT, Located, Tokenizer, cut, end_of_documents
+from data_pipeline.tokenizer.base import LINE_CUT, SPACE_CUT, Located, Tokenizer, check_ids, cut, end_of_documents
 
 _NO_PREFIX = b"\x1a\x02\x18\x00"  # protobuf, to append to a model: normalizer_spec { add_dummy_prefix: false }
 
@@ -36,6 +36,7 @@ class SentencePieceTokenizer(Tokenizer):
             if vocabulary.get(token, i) != i or (i < len(pieces) and token not in vocabulary):
                 raise ValueError(f"the model gives {token!r} another id than {i}")
         vocabulary |= special
+        check_ids(vocabulary)
         own = pieces[self.inner.eos_id()] if self.inner.eos_id() >= 0 else None
         self.name, self.vocab_size, self.eod_id = name, max(vocabulary.values()) + 1, end_of_documents(vocabulary, eod or own)
         end = next((piece for piece, i in vocabulary.items() if i == self.eod_id), None)

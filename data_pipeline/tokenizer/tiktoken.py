@@ -16,11 +16,14 @@ import numpy as np
 from data_pipeline.errors import DataError
 from data_pipeline.extras import load_package
 from data_pipeline.remote import RemotePath
+from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer.base import (
     END_OF_DOCUMENT,
+    MAX_VOCABULARY,
     Located,
     Tokenizer,
     character_of_bytes,
+    check_ids,
     cut,
     end_of_documents,
     splits_at_cuts,
@@ -53,7 +56,7 @@ def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
     """Pattern and special tokens of a file of ranks. ValueError: its settings are no such. DataError: there are none."""
     beside = path.with_name(f"{path.name}.json")
     if beside.exists():
-        settings = json.loads(beside.read_bytes())
+        settings = loads(beside.read_bytes())
         if not isinstance(settings, dict) or settings.keys() != {"pattern", "special_tokens"}:
             raise ValueError(f'{beside.name} must be {{"pattern": ..., "special_tokens": {{...}}}}')
         return settings["pattern"], settings["special_tokens"]
@@ -75,8 +78,9 @@ class TiktokenTokenizer(Tokenizer):
     def __init__(self, content: bytes, name: str, pattern: str, special: dict[str, int], eod: str | None = None):
         package, regex = (load_package(p, "tiktoken", f"tokenizer {name}") for p in ("tiktoken", "regex"))
         ranks = _parse(content)
-        if not isinstance(pattern, str) or not all(t and isinstance(i, int) and i >= 0 for t, i in special.items()):
+        if not isinstance(pattern, str) or not isinstance(special, dict) or "" in special:
             raise ValueError("the pattern must be text, and special tokens must be text with an id")
+        check_ids(special or {END_OF_DOCUMENT: 0})
         if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
             raise ValueError("two tokens have the same id")
         pattern = PATTERNS.get(pattern, pattern)
@@ -126,6 +130,8 @@ def _parse(content: bytes) -> dict[bytes, int]:
             ranks[base64.b64decode(token, validate=True)] = int(rank)
         except ValueError as error:
             raise ValueError(f"line {number} is not a token in base64 and its rank") from error
+        if not 0 <= int(rank) < MAX_VOCABULARY:
+            raise ValueError(f"line {number} has a rank outside [0, {MAX_VOCABULARY:,})")
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"it has no token for the byte 0x{missing[0]:02X}")
     return ranks

@@ -20,7 +20,13 @@ def _without_hashes(commit: Entries, record: Entries) -> tuple[Entries, Entries]
     return commit | {"arrays": {n: a | ({"digest": digests[n]} if n in digests else {}) for n, a in arrays.items()}}, record
 
 
-MIGRATIONS: dict[int, Callable[[Entries, Entries], tuple[Entries, Entries]]] = {1: _without_hashes}  # from n to n + 1
+def _of_no_run(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
+    """Format 2 did not say of which run a step is, and whether arrays are finite: what is not there is not checked."""
+    return commit, record
+
+
+# From n to n + 1.
+MIGRATIONS: dict[int, Callable[[Entries, Entries], tuple[Entries, Entries]]] = {1: _without_hashes, 2: _of_no_run}
 
 
 def migrate(commit: Entries, record: Entries) -> tuple[Entries, Entries]:

@@ -17,9 +17,10 @@ from typing import Any
 
 from zlib_ng.zlib_ng import crc32
 
+from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
 
-FORMAT = 2  # 1 had only the sizes of files
+FORMAT = 3  # 1 had only the sizes of files; 2 did not say whether arrays are finite, nor of which run they are
 BLOCK_BYTES = 64 << 20  # hashed at once; files of gigabytes are hashed by several threads
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
 SMALL_FILES = ("record.json",)
@@ -36,13 +37,37 @@ def encode_commit(commit: dict[str, Any]) -> bytes:
 def read_commit(path: Path) -> dict[str, Any]:
     """The commit record of a step directory; ValueError: it is not what was written. OSError: it can't be read."""
     text = (path / "commit.json").read_bytes()
-    commit = json.loads(text)
-    if not isinstance(commit, dict) or not isinstance(commit.get("format"), int):
+    commit = strict_json.loads(text)
+    if not isinstance(commit, dict) or type(commit.get("format")) is not int or commit["format"] < 1:
         raise ValueError("it is not a commit record")
-    intact = encode_commit(commit) == text if "crc32" in commit else commit["format"] != FORMAT
+    intact = encode_commit(commit) == text if "crc32" in commit else commit["format"] == 1 or commit["format"] > FORMAT
     if not intact:
         raise ValueError("it is not what was written: its crc32 is another")
+    if commit["format"] <= FORMAT:
+        _check_types(commit)
     return commit
+
+
+def _check_types(commit: dict[str, Any]) -> None:
+    """ValueError: a field that the program goes by is not there, or is not of its type."""
+    if type(commit.get("step")) is not int:
+        raise ValueError("step must be a whole number")
+    for field in ("files", "arrays"):
+        entries = commit.get(field)
+        if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
+            raise ValueError(f"{field} must be objects by name")
+    for name, entry in commit["files"].items():
+        if type(entry.get("bytes")) is not int or not _is_list(entry.get("crc32", []), str):
+            raise ValueError(f"files: {name!r:.80} must have bytes and crc32")
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"files: {name!r:.80} is not below the step")
+    for name, entry in commit["arrays"].items():
+        if not _is_list(entry.get("shape"), int) or not isinstance(entry.get("dtype"), str):
+            raise ValueError(f"arrays: {name!r:.80} must have shape and dtype")
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def survey(directory: Path) -> dict[int, str]:
@@ -74,9 +99,23 @@ def defect(path: Path) -> str:
         if size != entry["bytes"]:
             return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
     try:
-        return find_damage(path, {name: files[name] for name in SMALL_FILES if name in files})
-    except OSError as error:
+        damage = find_damage(path, {name: files[name] for name in SMALL_FILES if name in files})
+        return damage or _without_hashes(path, commit)
+    except (OSError, ValueError) as error:
         return f"a file is not readable ({error})"
+
+
+def _without_hashes(path: Path, commit: dict[str, Any]) -> str:
+    """Why a step of a format with fewer checks is none; empty if it is what it says."""
+    if commit["format"] >= FORMAT:
+        return ""
+    record = strict_json.loads((path / "record.json").read_bytes())
+    saved = record.get("format") if isinstance(record, dict) else None
+    if type(saved) is int and saved > commit["format"]:
+        return f"commit.json says format {commit['format']}, but the step was saved with format {saved}"
+    if commit["format"] == 1 and not (isinstance(record, dict) and record.get("digests")):
+        return "commit.json says format 1 and has no hashes, and record.json no digests: nothing says that it is whole"
+    return ""
 
 
 def hash_files(path: Path, names: Iterable[str]) -> Files:

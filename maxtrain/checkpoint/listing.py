@@ -1,13 +1,13 @@
 """Which steps there are, in a directory and perhaps a second one, and their records: known without a device."""
 
 import contextlib
-import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from data_pipeline import strict_json
 from data_pipeline.errors import StorageError, UserError
 from maxtrain.checkpoint.formats import migrate
 from maxtrain.checkpoint.integrity import damaged, read_commit, survey
@@ -78,7 +78,11 @@ def read_record(path: Path) -> dict[str, Any]:
 def read_step(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The commit record of a step, and what the caller saved beside the arrays; those of older formats as of this one."""
     with as_storage_error(f"reading {path}", "Check the file's permissions."):
-        return migrate(read_commit(path), json.loads((path / "record.json").read_bytes()))
+        record = strict_json.loads((path / "record.json").read_bytes())
+        if not isinstance(record, dict):
+            raise ValueError("record.json is no JSON object")
+        record.pop("format", None)  # of the whole step: integrity.py looks at it
+        return migrate(read_commit(path), record)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

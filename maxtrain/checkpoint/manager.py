@@ -24,17 +24,18 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import PyTree
+from jaxtyping import Array, Bool, PyTree, UInt32
 
 import maxtrain
-from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.errors import ConfigError, DamagedError, StorageError, TryAgainError
 from maxtrain import failpoints
 from maxtrain.checkpoint.copying import remove_step
+from maxtrain.checkpoint.finite import must_be_finite
 from maxtrain.checkpoint.integrity import FORMAT, encode_commit, find_damage, hash_files, read_commit, survey, sync
 from maxtrain.checkpoint.integrity import put_aside as rename_aside
 from maxtrain.checkpoint.listing import aligned, as_storage_error, complete, read_step
@@ -42,6 +43,7 @@ from maxtrain.checkpoint.plain import Arrived, read_plain
 from maxtrain.checkpoint.second import SecondDirectory
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import Digester, by_name, digests, leaf_names
+from maxtrain.ops.finite import begin_finite, non_finite_names
 from maxtrain.parallel.agreement import await_first, gather, raise_together, report
 
 _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": ocp.__version__, "numpy": np.__version__}
@@ -50,14 +52,22 @@ _VERSIONS = {"maxtrain": maxtrain.__version__, "jax": jax.__version__, "orbax": 
 class Checkpoints:
     """The checkpoints below one directory, which the first one makes: saving, finding, restoring, and removing old ones.
 
-    Those below a second directory are found and restored as well, and new ones are copied there.
+    Those below a second directory are found and restored as well, and new ones are copied there. `on_commit` is called on
+    process 0, in the background, with each step that has come to count.
     """
 
     _numbers = itertools.count()  # of the saves of this process, below any directory
 
-    def __init__(self, directory: str | Path, config: CheckpointConfig, second: Path | None = None):
+    def __init__(
+        self,
+        directory: str | Path,
+        config: CheckpointConfig,
+        second: Path | None = None,
+        on_commit: Callable[[int], object] = lambda step: None,
+    ):
         self.directory = Path(directory).expanduser().absolute()
         self._config = config
+        self._on_commit = on_commit
         # All processes, by name: they then wait for each other at the coordinator. Left to itself, Orbax has all devices take
         # part, and fails where processes have different numbers of them.
         together = set(range(jax.process_count())) if jax.process_count() > 1 else None
@@ -74,6 +84,9 @@ class Checkpoints:
         self.second = second
         self._second = SecondDirectory(self.directory, second, config.copy_keep) if second else None
         self._last = time.monotonic()  # when the last save, or this process, began
+        self._newest = -1  # the last step that this process began to save
+        self._confirmed = -1  # up to this step, checkpoints are known to be good by the steps after them
+        self._best: set[int] = set()  # the steps of the best evaluations, by the newest record
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_not_of_orbax)
         if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
@@ -102,23 +115,26 @@ class Checkpoints:
 
         Raises:
             StorageError: this save, or the one before it, failed. Earlier checkpoints are untouched.
+            TryAgainError: likewise, because weights are not finite.
         """
         self.wait()
         self._last = time.monotonic()
         if not self._prepare(step):
             return False
-        text = json.dumps(record, indent=1, sort_keys=True, allow_nan=False)
+        text = json.dumps(record | {"format": FORMAT}, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
         arrays = {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in zip(names, leaves)}
         with self._saving(step):
             # An accelerator's arrays are on the host when this returns. A CPU's are read in place meanwhile, which is as
             # good: jax does not reuse the buffer of a donated array that somebody still reads.
             self._orbax.save(self._staging(step) / "arrays", args=ocp.args.PyTreeSave(dict(zip(names, leaves))))
-        # Made while files are written. Who can't write does not come here: it would wait for those who wait for it in Orbax.
-        words = digests(state)
+        # Computed while files are written. A process whose save failed has raised by now: here it would wait for its peers,
+        # who wait for it in Orbax.
+        found = _Found(digests(state), begin_finite(state))
         if jax.process_count() > 1 and jax.default_backend() == "cpu":
-            words.block_until_ready()  # before another program that talks to other processes; see `gather`
-        self._pending = self._thread.submit(self._commit, step, text, arrays, words, next(self._numbers))
+            jax.block_until_ready(found)  # before another program that talks to other processes; see `gather`
+        self._newest = step
+        self._pending = self._thread.submit(self._commit, step, text, arrays, found, next(self._numbers))
         if not self._config.asynchronous:
             self.wait()
         return True
@@ -137,7 +153,7 @@ class Checkpoints:
 
         Raises:
             ConfigError: the state differs from the saved one; the message has a table. Nothing is padded, truncated or cast.
-            DamagedError: files or arrays are not what was saved; in all processes.
+            DamagedError: files or arrays are not what was saved, or weights are not finite; in all processes.
             StorageError: there is no such checkpoint, it is not whole, unreadable, or written by a newer version.
         """
         path, commit, record = self._open(step)
@@ -160,6 +176,8 @@ class Checkpoints:
             expected = commit["arrays"][name].get("digest")  # steps of format 1 have none
             if check and expected not in (None, found[there]):
                 raise DamagedError(path, f"array {name}: digest {expected} was saved, {found[there]} was read")
+        if check:
+            _require_finite(path, {name: arrays[there] for name, there in zip(names, stored)})
         return jax.tree.unflatten(treedef, [arrays[name] for name in stored]), record
 
     def require_space(self, abstract_state: PyTree) -> str:
@@ -288,7 +306,7 @@ class Checkpoints:
                 there = jax.process_index() == 0 and step in self.steps()
                 if jax.process_index() == 0 and not there:
                     for leftover in self.directory.glob(".*.partial"):  # of a process that was killed
-                        shutil.rmtree(leftover)
+                        shutil.rmtree(leftover, ignore_errors=True)
                     self._staging(step).mkdir(parents=True)
         except StorageError as problem:
             error = problem
@@ -328,15 +346,17 @@ class Checkpoints:
         advice = "Earlier checkpoints are untouched. Free space or permit writing there, then run the same command again."
         return as_storage_error(f"saving step {step} to {self.directory}", advice, self._staging(step))
 
-    def _commit(self, step: int, record: str, arrays: dict[str, dict[str, Any]], words: jax.Array, number: int) -> None:
+    def _commit(self, step: int, record: str, arrays: dict[str, dict[str, Any]], found: "_Found", number: int) -> None:
         """In the background: when the arrays are written, write the rest, make it a checkpoint, and retire old ones.
 
-        Every process hashes the files that it wrote. `words` are the digests of the arrays; `number` counts the saves.
+        Every process hashes the files that it wrote. `number` counts the saves.
         """
         with self._saving(step):
             self._orbax.wait_until_finished()
             failpoints.hit("during_save", step)
             staging, path = self._staging(step), self._path(step)
+            finite = dict(zip(arrays, jax.device_get(found.finite).tolist(), strict=True))
+            self._refuse_non_finite(step, finite)
             if jax.process_index() == 0:
                 (staging / "record.json").write_text(record, encoding="utf-8")
             entries = sorted(staging.rglob("*"))
@@ -346,8 +366,8 @@ class Checkpoints:
             if jax.process_index() != 0:
                 return
             files = {name: entry for theirs in said for name, entry in json.loads(theirs).items()}
-            for name, digest in by_name(list(arrays), words).items():
-                arrays[name]["digest"] = digest
+            for name, digest in by_name(list(arrays), found.digests).items():
+                arrays[name] |= {"digest": digest, "finite": finite[name]}
             commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
             commit["files"] = {name: files[name] for name in names}
             sync(*entries)
@@ -359,12 +379,69 @@ class Checkpoints:
             os.rename(staging, path)
             sync(self.directory)
             failpoints.hit("after_commit", step, path)
-            every, best = self._config.keep_every, json.loads(record).get("best", {}) if self._config.keep_best else {}
-            kept = {mark["step"] for mark in best.values()} | ({self._second.copying} if self._second else set())
-            for old in self.steps()[: -self._config.keep]:
-                if old not in kept and (every is None or old % every):
-                    self._remove(old)
-            self.copy_newest()
+        self._on_commit(step)
+        self._best = {mark["step"] for mark in json.loads(record).get("best", {}).values()}
+        self._retire()
+        self.copy_newest()
+
+    def _refuse_non_finite(self, step: int, finite: dict[str, bool]) -> None:
+        """TryAgainError, in all processes, if arrays that must be finite are not: what is being written never counts."""
+        bad = [name for name, is_finite in finite.items() if must_be_finite(name) and not is_finite]
+        if not bad:
+            return
+        if jax.process_index() == 0:
+            shutil.rmtree(self._staging(step), ignore_errors=True)
+        listed = ", ".join(bad[:5]) + (f" and {len(bad) - 5:,} more" if len(bad) > 5 else "")
+        rule = f"step {step:,} is not saved: {listed} not finite, although every update was"
+        mend = "Run the same command again: it goes on from the last checkpoint. If it comes again, test this machine's memory"
+        raise TryAgainError(f"{rule}. That is a fault of memory or of a device. {mend}.")
+
+    def confirm(self, step: int) -> None:
+        """To be called when a step after the checkpoint of this step has been made and found good.
+
+        A checkpoint can only be judged by the step after it. Until then the one before it is kept, whatever
+        `checkpoint.keep` says.
+        """
+        newly = self._confirmed < self._newest <= step
+        self._confirmed = max(self._confirmed, step)
+        if newly and self._config.keep == 1 and jax.process_index() == 0:
+            self._thread.submit(self._retire)
+
+    def _retire(self) -> None:
+        """Removes the steps that the config does not keep. One that can't be removed is told of, and stays."""
+        try:
+            for step in self._superfluous():
+                self._remove(step)
+        except (OSError, RuntimeError) as error:
+            what = f"removing old checkpoints from {self.directory} failed ({error})"
+            print(f"WARNING: {what}. Training goes on; they take space until they are removed.", file=sys.stderr, flush=True)
+
+    def _superfluous(self) -> list[int]:
+        steps = self.steps()
+        kept = set(steps[-self._config.keep :])
+        confirmed = [step for step in steps if step <= self._confirmed]
+        kept.update(confirmed[-1:])
+        if self._config.keep_best:
+            kept |= self._best
+        if self._second and self._second.copying is not None:
+            kept.add(self._second.copying)
+        every = self._config.keep_every
+        return [step for step in steps if step not in kept and (every is None or step % every)]
+
+
+class _Found(NamedTuple):
+    """What a device finds out of the arrays that are saved, in their order."""
+
+    digests: UInt32[Array, "leaves 2"]
+    finite: Bool[Array, " leaves"]
+
+
+def _require_finite(path: Path, arrays: dict[str, jax.Array]) -> None:
+    """DamagedError: a step holds weights that are not finite."""
+    checked = {name: array for name, array in arrays.items() if must_be_finite(name)}
+    if checked and (bad := non_finite_names(checked)):
+        more = f", and {len(bad) - 1:,} arrays more" if len(bad) > 1 else ""
+        raise DamagedError(path, f"array {bad[0]} holds NaN or infinity{more}")
 
 
 def put_aside(damage: DamagedError) -> None:

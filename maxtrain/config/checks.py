@@ -1,7 +1,7 @@
 """What must hold across keys and needs neither device nor data; problems are gathered, never raised one by one.
 
-A rule yields messages with the values, the rule and the mend. What depends on the data, as sources and stages do, is checked
-when its plan is solved (data_pipeline/plan.py).
+A rule yields messages with the values, the rule and the mend; or an `Idle`, for a key that was set and that nothing reads.
+What depends on the data, as sources and stages do, is checked when its plan is solved (data_pipeline/plan.py).
 """
 
 import contextlib
@@ -10,31 +10,63 @@ import math
 import operator
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_pipeline.errors import ConfigError
 from data_pipeline.remote import is_url
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.keys import choices, show
+from maxtrain.config.paths import path_problems
 from maxtrain.config.schema import ANOMALIES, MeshConfig, RunConfig, ScheduleConfig
 
 _LIMITS = (("low", operator.lt, "at least"), ("above", operator.le, "more than"), ("high", operator.gt, "at most"))
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # smaller ones are flushed to 0 on most devices
+
+
+class Idle(NamedTuple):
+    """A key that was set although nothing reads it. An error or a note, as load.py decides; `str` is the error."""
+
+    key: str
+    value: Any
+    cause: str  # the key and value that leave it without a reader
+    problem: str
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+Problem = str | Idle
 
 
 def out_of_range(path: str, value: Any, limits: Mapping[str, Any]) -> str | None:
-    """The problem with a value outside its key's limits, None if it is inside or not a number."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        for name, outside, words in _LIMITS:
-            if limits[name] is not None and outside(value, limits[name]):
-                return f"{path}={value} must be {words} {limits[name]}. Set {path} to {words} {limits[name]}."
+    """The problem with a value outside its key's limits, None if it is inside or not a number.
+
+    Numbers end on devices as float32 and int32, so what these don't hold is outside, where the key has no limit of its own.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    for name, outside, words in _LIMITS:
+        if limits[name] is not None and outside(value, limits[name]):
+            return f"{path}={value} must be {words} {limits[name]}. Set {path} to {words} {limits[name]}."
+    if isinstance(value, int) and limits["high"] is None and value > _INT32_MAX:
+        return f"{path}={value} must be at most {_INT32_MAX} (int32). Set {path} to at most {_INT32_MAX}."
+    if isinstance(value, float) and abs(value) > _FLOAT32_MAX:
+        return f"{path}={value} must be at most {_FLOAT32_MAX:.4g} (float32). Set {path} to at most {_FLOAT32_MAX:.4g}."
+    if isinstance(value, float) and 0 < abs(value) < _FLOAT32_MIN:
+        zero = "" if limits["above"] == 0 else "0 or "
+        rule = f"{zero}at least {_FLOAT32_MIN:.4g}"
+        return f"{path}={value} must be {rule}: float32 makes 0 of what is smaller. Set {path} to {rule}."
     return None
 
 
-def problems_across(config: RunConfig) -> list[str]:
+def problems_across(config: RunConfig) -> list[Problem]:
     """Every cross-field problem of a config whose values are inside their own types and ranges."""
     rules = (
+        path_problems,
         _run,
         _model,
         _kernel,
@@ -90,12 +122,15 @@ def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunCo
     return None
 
 
-def _run(c: RunConfig) -> Iterator[str]:
+def _run(c: RunConfig) -> Iterator[Problem]:
     if c.run_name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", c.run_name):
         yield f"run_name={c.run_name!r} must be the name of one folder. Set run_name=NAME, and output_dir for where it is."
+    if len(c.run_name.encode()) > 200:
+        yield f"run_name={show(c.run_name)} must be the name of a folder, at most 200 bytes. Set run_name to a shorter one."
     if c.eval_interval and not c.eval.sets:
         mend = "Add eval.sets.NAME.path=DIR, or set eval_interval=0"
-        yield f"eval_interval={c.eval_interval} needs an evaluation set, but eval.sets is empty. {mend}."
+        problem = f"eval_interval={c.eval_interval} needs an evaluation set, but eval.sets is empty. {mend}."
+        yield Idle("eval_interval", c.eval_interval, "eval.sets={}", problem)
     if c.eval_interval and c.eval_steps == 0 and any(s.steps is None for s in c.eval.sets.values()):
         mend = "Set eval_steps=-1 for every set whole, or eval_interval=0"
         yield f"eval_steps=0 would evaluate nothing, every eval_interval={c.eval_interval} steps. {mend}."
@@ -104,12 +139,26 @@ def _run(c: RunConfig) -> Iterator[str]:
             yield f"eval.sets.{name}.steps=0 would evaluate nothing. Set it to -1 for the whole set, or leave the set out."
     if not c.data.sources:
         yield "data.sources is empty, but a run reads at least one. Add data.sources.NAME.path=DIR, made by `prepare`."
-    paths = {f"data.sources.{name}.path": source.path for name, source in c.data.sources.items()}
-    runs = os.path.abspath(os.path.expanduser(c.output_dir))
-    for key, path in (paths | {f"eval.sets.{name}.path": held_out.path for name, held_out in c.eval.sets.items()}).items():
-        if path and not is_url(path) and os.path.abspath(os.path.expanduser(path)) in (runs, os.path.join(runs, c.run_name)):
+    sources = {f"data.sources.{name}.path": source.path for name, source in c.data.sources.items()}
+    held_out = {f"eval.sets.{name}.path": held_out.path for name, held_out in c.eval.sets.items()}
+    runs = os.path.abspath(c.output_dir)
+    for key, path in (sources | held_out).items():
+        if path and not is_url(path) and os.path.abspath(path) in (runs, os.path.join(runs, c.run_name)):
             place = f"output_dir={c.output_dir} with run_name={c.run_name}"
             yield f"{place} is the data directory {key}={path}. Set output_dir to another one."
+    seen: dict[str, str] = {}
+    for key, path in sources.items():
+        where = path.rstrip("/") if is_url(path) else os.path.realpath(path) if "\0" not in path else path
+        first = seen.setdefault(where, key)
+        if path and first != key:
+            mend = f"Keep one of them, with the sum of both weights, or set {key} to other data"
+            yield f"{key}={path} is the directory of {first} too, and would be read twice in the same order. {mend}."
+    sets: dict[str, str] = {}
+    for name, held_out_set in c.eval.sets.items():
+        first = sets.setdefault(str(held_out_set), name)
+        if held_out_set.path and first != name:
+            rule = f"is eval.sets.{first} once more, with the same interval, steps and batch_size"
+            yield f"eval.sets.{name}.path={held_out_set.path} {rule}. Leave one of them out."
 
 
 def _integrity(c: RunConfig) -> Iterator[str]:
@@ -164,39 +213,44 @@ def _kernel(c: RunConfig) -> Iterator[str]:
         yield f"{name} {rule}, and model.head_dim is {size}. Set model.head_dim=64, for example, or model.attention=xla."
 
 
-def _copies(c: RunConfig) -> Iterator[str]:
+def _copies(c: RunConfig) -> Iterator[Problem]:
     to = c.checkpoint.copy_to
     if to is None:
         for name, value in _changed(c.checkpoint, "copy_keep"):
-            yield f"checkpoint.{name}={value} is not used without checkpoint.copy_to. Set checkpoint.copy_to, or leave it out."
-    elif is_url(to):
-        mend = "Set checkpoint.copy_to to where it is mounted (gcsfuse, mountpoint-s3, rclone mount)"
-        yield f"checkpoint.copy_to={to} must be a directory, not a URL. {mend}."
-    elif Path(to).expanduser().resolve() == Path(c.output_dir).expanduser().resolve():
+            mend = "Set checkpoint.copy_to, or leave it out"
+            problem = f"checkpoint.{name}={value} is not used without checkpoint.copy_to. {mend}."
+            yield Idle(f"checkpoint.{name}", value, "checkpoint.copy_to=null", problem)
+    elif not is_url(to) and "\0" not in to + c.output_dir and Path(to).resolve() == Path(c.output_dir).resolve():
         yield f"checkpoint.copy_to={to} is output_dir itself. Set checkpoint.copy_to to a directory on another disk."
 
 
-def _init(c: RunConfig) -> Iterator[str]:
+def _init(c: RunConfig) -> Iterator[Problem]:
     init = c.init
     fixed = init.name in ("truncated_normal", "normal")
     if fixed and init.std is None:
         yield f"init.name={init.name} needs init.std=null to be a number. Set init.std=0.02, for example."
     if not fixed and init.std is not None:
         mend = "Set init.name=truncated_normal or normal, or init.std=null"
-        yield f"init.std={init.std} is not used by init.name={init.name}, which counts fans. {mend}."
+        problem = f"init.std={init.std} is not used by init.name={init.name}, which counts fans. {mend}."
+        yield Idle("init.std", init.std, f"init.name={init.name}", problem)
     if c.checkpoint.init_from is None and c.checkpoint.init_partial:
+        partial = show(c.checkpoint.init_partial)
         mend = "Set checkpoint.init_from, or leave it out"
-        yield f"checkpoint.init_partial={show(c.checkpoint.init_partial)} is not used without checkpoint.init_from. {mend}."
+        problem = f"checkpoint.init_partial={partial} is not used without checkpoint.init_from. {mend}."
+        yield Idle("checkpoint.init_partial", c.checkpoint.init_partial, "checkpoint.init_from=null", problem)
     if c.checkpoint.init_from is not None and not c.checkpoint.init_partial:
+        cause = f"checkpoint.init_from={c.checkpoint.init_from}"
         for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale"):
             mend = "Set checkpoint.init_from=null, or leave it out"
-            yield f"init.{name}={show(value)} is not used with checkpoint.init_from={c.checkpoint.init_from}. {mend}."
+            yield Idle(f"init.{name}", value, cause, f"init.{name}={show(value)} is not used with {cause}. {mend}.")
     bases = {"init.mup_base_head_dim": init.mup_base_head_dim, "init.mup_base_depth": init.mup_base_depth}
     for key, value in bases.items():
         if value is not None and init.mup_base_width is None:
-            yield f"{key}={value} needs init.mup_base_width. Set init.mup_base_width={c.model.embed_dim}, or {key}=null."
+            mend = f"Set init.mup_base_width={c.model.embed_dim}, or {key}=null"
+            problem = f"{key}={value} needs init.mup_base_width. {mend}."
+            yield Idle(key, value, "init.mup_base_width=null", problem)
     name = c.optimizer.name
-    if init.mup_base_depth is not None and name in ("sgd", "momentum", "nesterov"):
+    if init.mup_base_width is not None and init.mup_base_depth is not None and name in ("sgd", "momentum", "nesterov"):
         mend = "Set optimizer.name=adamw, adam or lion, or init.mup_base_depth=null"
         yield f"init.mup_base_depth={init.mup_base_depth} has no rule for optimizer.name={name}. {mend}."
 
@@ -208,7 +262,7 @@ def _loss(c: RunConfig) -> Iterator[str]:
         yield f"optimizer.normalize=sequences {rule}. {mend}."
 
 
-def _unread(c: RunConfig) -> Iterator[str]:
+def _unread(c: RunConfig) -> Iterator[Idle]:
     """Keys that another one, at this value, leaves without a reader."""
     d, rope = c.data, ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
     for prefix, section, names, key, off, mend in (
@@ -218,24 +272,29 @@ def _unread(c: RunConfig) -> Iterator[str]:
         ("data.", d, ("fill_patience",), "data.min_fill", 0.0, 0.5),
         ("data.", d, ("on_long",), "data.packing", "stream", "bins"),
     ):
-        for name, value in _changed(section, *names) if getattr(section, key.rpartition(".")[2]) == off else ():
-            yield f"{prefix}{name}={show(value)} is not used with {key}={off}. Set {key}={mend}, or leave it out."
+        if getattr(section, key.rpartition(".")[2]) != off:
+            continue
+        for name, value in _changed(section, *names):
+            problem = f"{prefix}{name}={show(value)} is not used with {key}={off}. Set {key}={mend}, or leave it out."
+            yield Idle(f"{prefix}{name}", value, f"{key}={off}", problem)
 
 
 def _regularization(c: RunConfig) -> Iterator[str]:
     r = c.regularization
     for name in ("attention_dropout", "residual_dropout", "embedding_dropout", "stochastic_depth"):
-        if (rate := getattr(r, name)) >= 1:
+        rate = getattr(r, name)
+        if _float32(rate) >= 1:
             yield f"regularization.{name}={rate} must be less than 1. Set regularization.{name}=0.1, for example."
     if r.attention_dropout and c.model.attention != "eager":
         rule = f"needs an attention kernel that can drop weights, and model.attention={c.model.attention} can't"
         yield f"regularization.attention_dropout={r.attention_dropout} {rule}. Set model.attention=eager, or the rate to 0."
 
 
-def _optimizer(c: RunConfig) -> Iterator[str]:
+def _optimizer(c: RunConfig) -> Iterator[Problem]:
     o = c.optimizer
     for name, usual in (("beta1", 0.9), ("beta2", 0.95), ("momentum", 0.95), ("ema_decay", 0.999)):
-        if (value := getattr(o, name)) is not None and value >= 1:
+        value = getattr(o, name)
+        if value is not None and _float32(value) >= 1:
             yield f"optimizer.{name}={value} must be less than 1. Set for example optimizer.{name}={usual}."
     betas, roots = "adamw adam lion muon", "adamw adam muon"
     yield from _only(
@@ -259,17 +318,20 @@ def _optimizer(c: RunConfig) -> Iterator[str]:
         yield f"optimizer.beta2={o.beta2} {rule}. Set optimizer.beta2=0.95, or precision.params=float32."
     if o.stochastic_rounding and c.precision.params != "bfloat16":
         mend = "Set precision.params=bfloat16, or optimizer.stochastic_rounding=false"
-        yield f"optimizer.stochastic_rounding=true is for bfloat16 weights, not precision.params={c.precision.params}. {mend}."
+        cause = f"precision.params={c.precision.params}"
+        problem = f"optimizer.stochastic_rounding=true is for bfloat16 weights, not {cause}. {mend}."
+        yield Idle("optimizer.stochastic_rounding", True, cause, problem)
     if c.init.mup_base_width is not None and o.name in ("adafactor", "muon"):
         rule = "muP has the rates of Adam, Lion and SGD"
         mend = "Set optimizer.name=adamw, adam, lion, sgd, momentum or nesterov, or init.mup_base_width=null"
         yield f"optimizer.name={o.name} is not for init.mup_base_width={c.init.mup_base_width}: {rule}. {mend}."
     if o.zero and c.mesh.data == 1:
         mend = "Set mesh.data=-1 and mesh.fsdp=1, for example, or optimizer.zero=0"
-        yield f"optimizer.zero={o.zero} splits over mesh.data, which is 1. {mend}."
+        problem = f"optimizer.zero={o.zero} splits over mesh.data, which is 1. {mend}."
+        yield Idle("optimizer.zero", o.zero, "mesh.data=1", problem)
 
 
-def _schedule(c: RunConfig) -> Iterator[str]:
+def _schedule(c: RunConfig) -> Iterator[Problem]:
     s, peak, warmup = c.schedule, c.optimizer.learning_rate, f"schedule.warmup_steps={c.schedule.warmup_steps}"
     to_the_minimum = "linear cosine exponential inverse_sqrt polynomial wsd"
     owners = {"min_learning_rate": to_the_minimum, "decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"}
@@ -287,18 +349,22 @@ def _schedule(c: RunConfig) -> Iterator[str]:
     if s.name in to_the_minimum.split() and s.min_learning_rate > peak:
         mend = f"Set for example schedule.min_learning_rate={peak / 10:.3g}"
         yield f"schedule.min_learning_rate={s.min_learning_rate} must be at most optimizer.learning_rate={peak}. {mend}."
-    names = {s.name} | {piece.name for piece in s.pieces}
+    pieces = s.pieces if s.name == "pieces" else ()
+    names = {s.name} | {piece.name for piece in pieces}
     if s.timescale is not None and "inverse_sqrt" not in names:
         mend = "Set schedule.name=inverse_sqrt, or leave it out"
-        yield f"schedule.timescale={s.timescale} is for inverse_sqrt, not for schedule.name={s.name}. {mend}."
+        problem = f"schedule.timescale={s.timescale} is for inverse_sqrt, not for schedule.name={s.name}. {mend}."
+        yield Idle("schedule.timescale", s.timescale, f"schedule.name={s.name}", problem)
     if s.name == "pieces" and not s.pieces:
         mend = "Set for example 'schedule.pieces=[{name: constant, until: 0.8, unit: fraction}, {name: linear}]'"
         yield f"schedule.name=pieces needs at least one piece, but schedule.pieces is empty. {mend}."
-    for i, piece in enumerate(s.pieces):
+    for i, piece in enumerate(pieces):
         yield from _only(f"schedule.pieces[{i}].", piece, piece.name, {"power": "polynomial"})
         if piece.name == "constant" and piece.end:
             mend = f"Set schedule.pieces[{i}].name=linear, or leave it out"
-            yield f"schedule.pieces[{i}].end={piece.end} is not for a constant piece, which ends as it starts. {mend}."
+            key = f"schedule.pieces[{i}].end"
+            problem = f"{key}={piece.end} is not for a constant piece, which ends as it starts. {mend}."
+            yield Idle(key, piece.end, f"schedule.pieces[{i}].name=constant", problem)
 
 
 def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
@@ -336,22 +402,29 @@ def _changed(section: Any, *names: str) -> list[tuple[str, Any]]:
     return [(name, value) for name in names if (value := getattr(section, name)) != getattr(default, name)]
 
 
-def _only(prefix: str, section: Any, name: str, owners: Mapping[str, str]) -> Iterator[str]:
+def _only(prefix: str, section: Any, name: str, owners: Mapping[str, str]) -> Iterator[Idle]:
     """Keys that were set although only the choices named in `owners` (separated by blanks) read them."""
     for key, value in _changed(section, *owners):
         if name not in (owner := owners[key]).split():
             default = f"{prefix}{key}={show(getattr(type(section)(), key))}"
             mend = f"Set {prefix}name={choices(owner.split())}, or leave it out ({default})"
-            yield f"{prefix}{key}={show(value)} is for {choices(owner.split())}, not for {prefix}name={name}. {mend}."
+            problem = f"{prefix}{key}={show(value)} is for {choices(owner.split())}, not for {prefix}name={name}. {mend}."
+            yield Idle(f"{prefix}{key}", value, f"{prefix}name={name}", problem)
 
 
-def _loss_scale(c: RunConfig) -> Iterator[str]:
+def _float32(value: float) -> float:
+    """The number that a device sees."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def _loss_scale(c: RunConfig) -> Iterator[Problem]:
     s, auto = c.loss_scale, "dynamic" if c.precision.compute == "float16" else "none"
     mode = auto if s.mode == "auto" else s.mode
     for name, value in _changed(s, "initial", "window", "factor", "backoff", "hysteresis", "min", "max"):
         if mode == "none" or (mode == "static" and name != "initial"):
-            rule = f"is not used by loss_scale.mode={s.mode} with precision.compute={c.precision.compute}"
-            yield f"loss_scale.{name}={value:g} {rule}. Set loss_scale.mode=dynamic, or leave it out."
+            cause = f"loss_scale.mode={s.mode} with precision.compute={c.precision.compute}"
+            problem = f"loss_scale.{name}={value:g} is not used by {cause}. Set loss_scale.mode=dynamic, or leave it out."
+            yield Idle(f"loss_scale.{name}", value, cause, problem)
     if mode == "dynamic" and not s.min <= s.initial <= s.max:
         rule = f"must be between loss_scale.min={s.min:g} and loss_scale.max={s.max:g}"
         yield f"loss_scale.initial={s.initial:g} {rule}. Set it in between, or loss_scale.mode=static."
@@ -359,7 +432,7 @@ def _loss_scale(c: RunConfig) -> Iterator[str]:
         yield f"loss_scale.backoff={s.backoff:g} must be less than 1. Set for example loss_scale.backoff=0.5."
 
 
-def _anomaly(c: RunConfig) -> Iterator[str]:
+def _anomaly(c: RunConfig) -> Iterator[Problem]:
     a = c.anomaly
     limits = {"loss_limit": "loss_spike", "grad_limit": "grad_spike", "drift_limit": "weight_drift", "dead_steps": "dead"}
     limits |= {"diverging_limit": "diverging", "patience": "loss_spike grad_spike"}
@@ -367,15 +440,18 @@ def _anomaly(c: RunConfig) -> Iterator[str]:
         kinds = limits[name].split()
         if all(getattr(a, kind) == "off" for kind in kinds):
             off = " and ".join(f"anomaly.{kind}=off" for kind in kinds)
-            yield f"anomaly.{name}={value} is not used by {off}. Set anomaly.{kinds[0]}=warn, or leave it out."
+            problem = f"anomaly.{name}={value} is not used by {off}. Set anomaly.{kinds[0]}=warn, or leave it out."
+            yield Idle(f"anomaly.{name}", value, off, problem)
     if a.non_finite != "skip":
         for name, value in _changed(a, "max_skipped"):
+            cause = f"anomaly.non_finite={a.non_finite}"
             mend = "Set anomaly.non_finite=skip, or leave it out"
-            yield f"anomaly.{name}={value} is not used by anomaly.non_finite={a.non_finite}. {mend}."
+            yield Idle(f"anomaly.{name}", value, cause, f"anomaly.{name}={value} is not used by {cause}. {mend}.")
     if "rollback" not in (*(getattr(a, kind) for kind in ANOMALIES), c.data.repeated):
         for name, value in _changed(a, "leave_out", *(() if c.data.repeated == "skip" else ("max_rollbacks",))):
             mend = "Set anomaly.loss_spike=rollback, for example, or leave it out"
-            yield f"anomaly.{name}={value} is for the policy rollback, which no anomaly has. {mend}."
+            problem = f"anomaly.{name}={value} is for the policy rollback, which no anomaly has. {mend}."
+            yield Idle(f"anomaly.{name}", value, "no policy rollback", problem)
     if a.min_steps > a.window:
         mend = f"Set anomaly.min_steps to at most {a.window}, or anomaly.window to at least {a.min_steps}"
         yield f"anomaly.min_steps={a.min_steps} must be at most anomaly.window={a.window}, which it fills. {mend}."

@@ -65,7 +65,11 @@ def describe(kind: Any) -> str:
 def show(value: Any) -> str:
     """A value as one would type it, shortened."""
     words = {"True": "true", "False": "false", "None": "null", "()": "[]"}
-    text = words.get(str(value), str(value))
+    try:
+        text = str(value)
+    except Exception:  # a number of more digits than Python writes, or an object of a config file's own
+        text = f"<{type(value).__name__}>"
+    text = words.get(text, text)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -77,7 +81,11 @@ def choices(values: Iterable[Any]) -> str:
 
 def unknown(path: str) -> str:
     """What to say of a key that does not exist: the right name, wherever one can be guessed."""
+    if len(path) > 200:
+        return f"{show(path)} is not a key. `--help` lists those there are."
     parts = path.split(".")
+    if not all(parts):
+        return f"{show(path)} is not a key: a name in it is empty. Write for example data.sources.NAME.path."
     leaf = parts[-1].lower().replace("-", "_")
 
     def likeness(key: str) -> tuple[float, float]:  # the right leaf in a wrong section counts almost as much as the right path

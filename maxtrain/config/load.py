@@ -2,44 +2,46 @@
 
 A config file is Python with `get_config()`, which returns `default_config()` with some values set, or YAML, for example the
 resolved config in a run directory. Types are checked here, alike for all of them.
+
+A key that nothing reads is an error if it was typed for this run, or if the file has it so by itself. If it is an override
+that made a key of the file idle, that is said in one line, and the key goes back to its default.
 """
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import math
+import os
 import re
-import runpy
 import sys
-import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from ml_collections import ConfigDict
 
 from data_pipeline.errors import ConfigError, UsageError, UserError
-from maxtrain.config.checks import out_of_range, problems_across
+from maxtrain.config.checks import Idle, out_of_range, problems_across
+from maxtrain.config.environment import check_environment
+from maxtrain.config.files import SUFFIXES, parse_yaml, read_config
 from maxtrain.config.help import help_text
 from maxtrain.config.keys import choices, describe, find, show, unknown
+from maxtrain.config.paths import expand_paths, with_default_paths
 from maxtrain.config.schema import RunConfig
 
-_SUFFIXES = (".py", ".yaml", ".yml")
+_MAX_LISTED = 40  # problems that one message lists
 _Problems = list[tuple[str, str]]  # key and message
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML that refuses a key given twice; the parser alone would keep the last."""
+class Loaded(NamedTuple):
+    """A checked config, and what to tell the user about it, a line each."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [name.value for name, _ in node.value]
-        for name, _ in node.value:
-            if names.count(name.value) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"{name.value} is given twice", name.start_mark)
-        return super().construct_mapping(node, deep)
+    config: RunConfig
+    notes: list[str]
 
 
 def default_config() -> ConfigDict:
@@ -56,12 +58,12 @@ def default_config() -> ConfigDict:
 
 def resolve(config: ConfigDict) -> RunConfig:
     """The checked RunConfig of a ConfigDict; raises ConfigError with every problem."""
-    return _checked(config.to_dict(), [])
+    return _checked(config.to_dict(), []).config
 
 
 def to_yaml(config: RunConfig) -> str:
     """Every key of a config as plain YAML, which `config=` reads back to an equal config."""
-    plain = dataclasses.asdict(config)
+    plain = dataclasses.asdict(with_default_paths(config))
     return yaml.safe_dump(plain, sort_keys=False, width=1000)  # escapes é, since U+0085 would not come back as it is
 
 
@@ -86,34 +88,25 @@ def load_config(argv: Sequence[str]) -> RunConfig:
         UsageError: something is not `key=value`, or `config=` is missing.
         ConfigError: with every problem of the file, of the overrides and across both.
     """
-    given: dict[str, str] = {}
+    return load_with_notes(argv).config
+
+
+def load_with_notes(argv: Sequence[str]) -> Loaded:
+    """As `load_config`; with what a user should be told once, when the run is launched."""
     problems: _Problems = []
-    for argument in argv:
-        name, equals, value = argument.partition("=")
-        if not equals or name.startswith("-") or not name:
-            mend = f"Write {name.lstrip('-') or 'key'}={value or 'value'}, without dashes or spaces; `--help` lists the keys"
-            raise UsageError(f"{argument!r} can't be understood; arguments are key=value. {mend}.")
-        if name in given:
-            problems.append((name, f"{name} is given twice, {show(given[name])} and {show(value)}. Keep one of them."))
-        given[name] = value
+    given = _parse(argv, problems)
     if not (reference := given.pop("config", None)):
         raise UsageError(f"no config is given. Add config=NAME, for example config=quickstart. {_available()}.")
     try:
-        tree = _read(reference)
+        tree = read_config(_find_file(reference))
     except ConfigError as error:
         tree = {}
         problems.append(("", error.problems[0]))
+    alone = copy.deepcopy(tree)
+    problems += _overlaps(given)
     for path, text in given.items():
-        if (kind := find(path)) is None:
-            problems.append((path, unknown(path)))
-            continue
-        *parents, leaf = path.split(".")
-        node = tree
-        for part in parents:
-            node[part] = node.get(part) or {}  # a section left empty in YAML is null
-            node = node[part] if isinstance(node[part], dict) else {}  # if not, it is complained about below
-        node[leaf] = _from_text(kind, text)
-    return _checked(tree, problems)
+        _override(tree, path, text, problems)
+    return _checked(tree, problems, given, alone)
 
 
 def from_command_line(argv: Sequence[str], prog: str) -> RunConfig:
@@ -129,59 +122,79 @@ def from_command_line(argv: Sequence[str], prog: str) -> RunConfig:
             section = arguments[asked[0] + 1] if len(arguments) > asked[0] + 1 else None
             print(help_text(prog, section, sorted(_shipped())))
             raise SystemExit(0)
-        config = load_config(arguments)
+        config, notes = load_with_notes(arguments)
+        check_environment(os.environ)
     except UserError as error:
         print(f"{prog}: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    for note in notes:
+        print(f"{prog}: {note}", file=sys.stderr)
     if len(arguments) < len(argv):
         print(to_yaml(config), end="")
         raise SystemExit(0)
     return config
 
 
+def _parse(argv: Sequence[str], problems: _Problems) -> dict[str, str]:
+    """The words of a command line by their keys; UsageError: one is no `key=value`."""
+    given: dict[str, str] = {}
+    for argument in argv:
+        name, equals, value = argument.partition("=")
+        if not equals or name.startswith("-") or not name:
+            mend = f"Write {name.lstrip('-') or 'key'}={value or 'value'}, without dashes or spaces; `--help` lists the keys"
+            raise UsageError(f"{argument!r} can't be understood; arguments are key=value. {mend}.")
+        if name in given:
+            problems.append((name, f"{name} is given twice, {show(given[name])} and {show(value)}. Keep one of them."))
+        given[name] = value
+    return given
+
+
+def _overlaps(given: Mapping[str, str]) -> _Problems:
+    """Overrides of which one sets what the other is a part of: which one counts would depend on their order."""
+    problems = []
+    for whole in given:
+        for part in given:
+            if part.startswith(f"{whole}.") and find(part) is not None:
+                rule = f"{whole}={show(given[whole])} and {part}={show(given[part])} set the same twice"
+                problems.append(
+                    (part, f"{rule}. Put {part.removeprefix(whole + '.')} into the value of {whole}, or leave one out.")
+                )
+    return problems
+
+
+def _override(tree: dict, path: str, text: str, problems: _Problems) -> None:
+    """Puts the value of an override where the file would have it."""
+    if (kind := find(path)) is None:
+        problems.append((path, unknown(path)))
+        return
+    *parents, leaf = path.split(".")
+    node = tree
+    for part in parents:
+        node[part] = node.get(part) or {}  # a section left empty in YAML is null
+        node = node[part] if isinstance(node[part], dict) else {}  # if not, it is complained about below
+    node[leaf] = _from_text(kind, text)
+
+
 def _shipped() -> dict[str, Path]:
     """Config files by name: those that come with the package (installed, or in its repository), then those of ./configs."""
     package = Path(__file__).parents[1]
     folder = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
-    return {p.stem: p for place in (folder, Path("configs")) for p in sorted(place.glob("*")) if p.suffix in _SUFFIXES}
+    return {p.stem: p for place in (folder, Path("configs")) for p in sorted(place.glob("*")) if p.suffix in SUFFIXES}
 
 
 def _available() -> str:
     return f"Available: {', '.join(sorted(_shipped())) or 'none'}; or the path of a .py or .yaml file"
 
 
-def _read(reference: str) -> dict:
-    """The plain values of a config file; raises ConfigError."""
+def _find_file(reference: str) -> Path:
+    """The config file of `config=reference`; raises ConfigError."""
     shipped = _shipped()
-    path = shipped.get(reference) or Path(reference).expanduser()
-    if path.suffix not in _SUFFIXES or not path.is_file():
+    path = shipped.get(reference) or Path(os.path.expanduser(reference))
+    if path.suffix not in SUFFIXES or not os.path.isfile(path):
         close = difflib.get_close_matches(reference, shipped, 1)
         mend = f"Did you mean config={close[0]}? {_available()}" if close else _available()
-        raise ConfigError(f"config={reference} is neither a known name nor a .py or .yaml file. {mend}.")
-    if path.suffix == ".py":
-        return _read_python(path)
-    try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config={path} is not valid YAML: {' '.join(str(error).split())}. Correct it there.") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"config={path} must be a mapping of keys to values. `--print-config` shows one.")
-    return raw
-
-
-def _read_python(path: Path) -> dict:
-    try:
-        config = runpy.run_path(str(path)).get("get_config", dict)()
-    except Exception as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        where = f"config={path} line {lines[-1] if lines else getattr(error, 'lineno', '?')}"
-        if "ml_collections" in frames[-1].filename and (name := re.search(r"\w+(?=\\?['\"])", str(error))):
-            raise ConfigError(f"{where}: {unknown(name[0])}") from None  # not a key of the locked ConfigDict
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}. Correct it there.") from error
-    if not isinstance(config, ConfigDict):
-        raise ConfigError(f"config={path} has no get_config() that returns a ConfigDict. Return default_config() with changes.")
-    return config.to_dict()
+        raise ConfigError(f"config={show(reference)} is neither a known name nor a .py or .yaml file. {mend}.")
+    return path
 
 
 def _from_text(kind: Any, text: str) -> Any:
@@ -192,21 +205,57 @@ def _from_text(kind: Any, text: str) -> Any:
         return text
     listed = f"[{text.strip('()')}]" if origin is tuple and not text.startswith("[") else text
     try:
-        return yaml.load(listed, _Loader)
+        return parse_yaml(listed)
     except yaml.YAMLError:
         return text
 
 
-def _checked(tree: dict, problems: _Problems) -> RunConfig:
-    """Plain values to a RunConfig; `problems` are those found before, "" for a file that could not be read."""
-    config = _section(RunConfig, tree, "", problems)
+def _checked(tree: dict, problems: _Problems, typed: Iterable[str] = (), alone: dict | None = None) -> Loaded:
+    """Plain values to a RunConfig.
+
+    Args:
+        tree: of the file, with the overrides in it.
+        problems: those found before, with the key "" for a file that could not be read.
+        typed: the keys of the overrides.
+        alone: the file without the overrides; None: there are none.
+    """
+    config = expand_paths(_section(RunConfig, tree, "", problems))
+    made_idle = [] if alone is None else _made_idle(config, list(typed), alone)
+    for idle in made_idle:
+        config = _with_default(config, idle.key)
     texts = [text for _, text in problems]
     if all(path for path, _ in problems):  # a value refused above is not the user's: no judgement on it
         bad = re.compile("|".join(rf"(?<![\w.]){re.escape(path)}(?!\w)" for path, _ in problems) or "(?!)")
-        texts += [text for text in problems_across(config) if not bad.search(text)]
+        texts += [text for text in map(str, problems_across(config)) if not bad.search(text)]
+    if len(texts) > _MAX_LISTED:
+        texts[_MAX_LISTED:] = [f"And {len(texts) - _MAX_LISTED:,} problems more. Mend these first."]
     if texts:
         raise ConfigError(texts)
-    return config
+    words = ", ".join(f"{idle.key}={show(idle.value)} (not read with {idle.cause})" for idle in made_idle)
+    return Loaded(config, [f"idle: {words}"] if words else [])
+
+
+def _made_idle(config: RunConfig, typed: list[str], alone: dict) -> list[Idle]:
+    """Keys of the file that nothing reads any more because of an override, which did not set them itself."""
+    now = [found for found in problems_across(config) if isinstance(found, Idle)]
+    own = [idle for idle in now if not any(_covers(key, idle.key) for key in typed)]
+    if not own:
+        return []
+    file_alone = expand_paths(_section(RunConfig, alone, "", []))
+    before = {found.key for found in problems_across(file_alone) if isinstance(found, Idle)}
+    return [idle for idle in own if idle.key not in before]
+
+
+def _covers(path: str, key: str) -> bool:
+    """Whether setting `path` sets `key`."""
+    return key == path or key.startswith((f"{path}.", f"{path}["))
+
+
+def _with_default(section: Any, path: str) -> Any:
+    """A section with one of its keys as if it had not been set."""
+    name, _, rest = path.partition(".")
+    value = _with_default(getattr(section, name), rest) if rest else getattr(type(section)(), name)
+    return dataclasses.replace(section, **{name: value})
 
 
 def _section(cls: Any, raw: Any, path: str, problems: _Problems) -> Any:
@@ -221,14 +270,15 @@ def _section(cls: Any, raw: Any, path: str, problems: _Problems) -> Any:
     for name, value in raw.items():
         key = f"{path}.{name}" if path else str(name)
         if name not in fields:
-            problems.append((key, unknown(key)))
+            guess = len(problems) < _MAX_LISTED  # each takes a while
+            problems.append((key, unknown(key) if guess else f"{show(key)} is not a key. `--help` lists those there are."))
             continue
         try:
             values[name] = _convert(fields[name].type, value, key, problems)
             problem = out_of_range(key, values[name], fields[name].metadata)
         except ValueError as error:
             words = describe(fields[name].type)
-            close = difflib.get_close_matches(str(value).lower(), words.split(" | "), 1)
+            close = difflib.get_close_matches(show(value).lower(), words.split(" | "), 1)
             mend = f"Did you mean {key}={close[0]}?" if close else f"Write for example {key}={show(getattr(default, name))}."
             problem = f"{key}={show(value)} must be: {words}{f' ({error})' if str(error) else ''}. {mend}"
         if problem:
@@ -245,9 +295,9 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
     if origin is tuple and isinstance(raw, list | tuple):
         return tuple(_convert(inner[0], item, f"{path}[{i}]", problems) for i, item in enumerate(raw))
     if origin is dict and isinstance(raw, dict):
-        if wrong := [name for name in raw if not re.fullmatch(r"[\w-]+", str(name))]:
-            raise ValueError(f"the name {wrong[0]!r} is not letters, digits, _ and -")
-        return {str(name): _convert(inner[1], value, f"{path}.{name}", problems) for name, value in raw.items()}
+        if wrong := [name for name in raw if not (isinstance(name, str) and re.fullmatch(r"[\w-]{1,100}", name))]:
+            raise ValueError(f"the name {show(repr(wrong[0]))} is not letters, digits, _ and -, at most 100")
+        return {name: _convert(inner[1], value, f"{path}.{name}", problems) for name, value in raw.items()}
     if origin is Literal:
         text = "off" if raw is False else raw  # what YAML makes of a bare off
         if isinstance(text, str) and text in inner:
@@ -256,7 +306,9 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
         for option in inner:
             with contextlib.suppress(ValueError):
                 return _convert(option, raw, path, problems)
-    elif kind is type(raw) and kind in (bool, str, type(None)):
+    elif kind is str and type(raw) is str:
+        return _utf8(raw)
+    elif kind is type(raw) and kind in (bool, type(None)):
         return raw
     elif kind is bool and isinstance(raw, str) and raw.lower() in ("true", "false"):
         return raw.lower() == "true"
@@ -265,14 +317,29 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
     raise ValueError
 
 
+def _utf8(text: str) -> str:
+    """A text that can be written down; raises ValueError. Bytes of a command line that are no UTF-8 come as surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("not UTF-8") from None
+    return text
+
+
 def _number(kind: type, raw: int | float | str) -> int | float:
     """A finite number; raises ValueError. Whole numbers stay exact, and 1e6 and 10_000 are such."""
+    if isinstance(raw, int) and raw.bit_length() > 1024:
+        raise ValueError("too many digits")
+    if isinstance(raw, str) and len(raw) > 400:
+        raise ValueError("too many digits")
     try:
         number = Decimal(raw)
     except ArithmeticError:
         raise ValueError from None
     if not number.is_finite() or (kind is float and math.isinf(float(number))):
         raise ValueError("nan and inf are not allowed")
+    if kind is float and number and not float(number):
+        raise ValueError("0, or not that small")
     if kind is int and not -(2**63) < number < 2**63:
         raise ValueError("less than 2^63")
     if kind is int and number != int(number):

@@ -15,20 +15,20 @@ class ModelConfig:
 
     family: Literal["llama", "qwen3"] = key("llama", "block choices and Hugging Face names")
     vocab_size: int | None = key(None, "V; null: the vocabulary of the training data's tokenizer", low=1)
-    num_layers: int = key(4, "L", low=1)
-    embed_dim: int = key(256, "D, model width", low=1)
-    mlp_dim: int = key(704, "F, feed-forward width", low=1)
-    num_heads: int = key(4, "N, query heads", low=1)
-    num_kv_heads: int = key(4, "K, key/value heads; must divide num_heads", low=1)
-    head_dim: int | None = key(None, "H; null: embed_dim / num_heads", low=2)
+    num_layers: int = key(4, "L", low=1, high=10_000)
+    embed_dim: int = key(256, "D, model width", low=1, high=1 << 20)
+    mlp_dim: int = key(704, "F, feed-forward width", low=1, high=1 << 22)
+    num_heads: int = key(4, "N, query heads", low=1, high=1 << 14)
+    num_kv_heads: int = key(4, "K, key/value heads; must divide num_heads", low=1, high=1 << 14)
+    head_dim: int | None = key(None, "H; null: embed_dim / num_heads", low=2, high=1 << 14)
     tie_embeddings: bool = key(False, "use the embedding table as the output head")
     max_length: int = key(8192, "longest sequence the model is meant for, tokens", low=1)
-    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", above=0)
-    rope_theta: float = key(500_000.0, "base of the rotary frequencies", above=0)
+    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", low=1e-12, high=1)
+    rope_theta: float = key(500_000.0, "base of the rotary frequencies", low=1, high=1e15)
     rope_scaling: Literal["none", "llama3"] = key("none", "stretch of the rotary frequencies for long contexts")
-    rope_factor: float = key(8.0, "llama3 rope scaling: stretch of the long wavelengths", low=1)
-    rope_low_freq_factor: float = key(1.0, "llama3 rope scaling: below this many turns, stretch fully", above=0)
-    rope_high_freq_factor: float = key(4.0, "llama3 rope scaling: above this many turns, do not stretch", above=0)
+    rope_factor: float = key(8.0, "llama3 rope scaling: stretch of the long wavelengths", low=1, high=1e6)
+    rope_low_freq_factor: float = key(1.0, "llama3 rope scaling: below this many turns, stretch fully", above=0, high=1e6)
+    rope_high_freq_factor: float = key(4.0, "llama3 rope scaling: above this many turns, do not stretch", above=0, high=1e6)
     rope_original_length: int = key(8192, "llama3 rope scaling: context of the unstretched model, tokens", low=1)
     attention: Literal["eager", "xla", "cudnn", "flash"] = key(
         "xla", "kernel: the plain oracle, XLA's blocks, cuDNN's on GPUs, or flash attention on TPUs"
@@ -47,10 +47,10 @@ class InitConfig:
     name: Literal[
         "lecun_normal", "xavier_normal", "xavier_uniform", "kaiming_normal", "kaiming_uniform", "truncated_normal", "normal"
     ] = key("lecun_normal", "distribution of matrices; all but the uniform ones and `normal` are cut at 2 deviations")
-    std: float | None = key(None, "standard deviation for truncated_normal and normal; null for the others", above=0)
+    std: float | None = key(None, "standard deviation for truncated_normal and normal; null for the others", above=0, high=1000)
     residual: Literal["none", "depth"] = key("depth", "outputs of attention and mlp: as the rest, or 1 / sqrt(2 L) of it")
-    embedding_std: float | None = key(None, "standard deviation of the embedding table; null: 1 / sqrt(D)", above=0)
-    scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0)
+    embedding_std: float | None = key(None, "standard deviation of the embedding table; null: 1 / sqrt(D)", above=0, high=1000)
+    scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0, high=1000)
     mup_base_width: int | None = key(None, "muP: embed_dim that the learning rate was chosen at; null: no muP", low=1)
     mup_base_head_dim: int | None = key(
         None, "muP: scores by 1 / head_dim, as usual at this head_dim; null: by its root", low=2
@@ -66,7 +66,7 @@ class RegularizationConfig:
     residual_dropout: float = key(0.0, "probability of dropping each number that a block adds to the residual stream", low=0)
     embedding_dropout: float = key(0.0, "probability of dropping each number of the embedded tokens", low=0)
     stochastic_depth: float = key(0.0, "probability of leaving out the last layer's blocks for a row; less before it", low=0)
-    embedding_noise: float = key(0.0, "NEFTune's alpha: uniform noise of alpha / sqrt(T D) on embedded tokens", low=0)
+    embedding_noise: float = key(0.0, "NEFTune's alpha: uniform noise of alpha / sqrt(T D) on embedded tokens", low=0, high=1e6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,8 +74,8 @@ class GroupConfig:
     """Parameters that are updated in another way, chosen by their paths, such as `layers.attention.q`."""
 
     pattern: str = key("", "regular expression, searched in the path of a parameter; no parameter may be in two groups")
-    lr_factor: float = key(1.0, "multiplies the learning rate; 0: left as they are", low=0)
-    weight_decay: float | None = key(None, "of these, vectors too; null: as the rest", low=0)
+    lr_factor: float = key(1.0, "multiplies the learning rate; 0: left as they are", low=0, high=1e6)
+    weight_decay: float | None = key(None, "of these, vectors too; null: as the rest", low=0, high=1e6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +85,14 @@ class OptimizerConfig:
     name: Literal["adamw", "adam", "sgd", "momentum", "nesterov", "adafactor", "lion", "muon"] = key(
         "adamw", "update rule; muon: of the layers' matrices, AdamW of the rest; see docs/numerics.md"
     )
-    learning_rate: float = key(3e-4, "peak", above=0)
+    learning_rate: float = key(3e-4, "peak", above=0, high=1e6)
     momentum: float = key(0.95, "momentum, nesterov, muon: decay of the sum or mean of gradients", low=0)
     beta1: float = key(0.9, "decay of the mean of gradients", low=0)
     beta2: float = key(0.95, "decay of the mean of squared gradients", low=0)
-    eps: float = key(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = key(0.1, "of matrices, decoupled, or in the gradient for adam, sgd, momentum and nesterov", low=0)
+    eps: float = key(1e-8, "added to the root of the second moment", above=0, high=1e6)
+    weight_decay: float = key(
+        0.1, "of matrices, decoupled, or in the gradient for adam, sgd, momentum and nesterov", low=0, high=1e6
+    )
     no_decay: tuple[str, ...] = key((), "regular expressions: no decay for parameters in whose path one is found")
     groups: dict[str, GroupConfig] = key({}, "parameters with rates of their own, by a name of yours")
     clip_norm: float | None = key(1.0, "largest global norm of the gradient; null: no such clipping", above=0)
@@ -112,10 +114,16 @@ class LossConfig:
     """What is minimised beside, and instead of, the plain cross-entropy of the next token."""
 
     label_smoothing: float = key(0.0, "share of a target's probability that all entries of the vocabulary share", low=0, high=1)
-    z_loss: float = key(0.0, "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4", low=0)
-    adversarial: float = key(0.0, "factor of the loss at the worst embeddings nearby; see training/adversarial.py", low=0)
-    adversarial_radius: float = key(1.0, "farthest that a row's embeddings are moved, Euclidean", above=0)
-    adversarial_steps: int = key(1, "1: along the gradient at once (FGM); more: step by step, projected (PGD)", low=1)
+    z_loss: float = key(
+        0.0, "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4", low=0, high=1000
+    )
+    adversarial: float = key(
+        0.0, "factor of the loss at the worst embeddings nearby; see training/adversarial.py", low=0, high=1000
+    )
+    adversarial_radius: float = key(1.0, "farthest that a row's embeddings are moved, Euclidean", above=0, high=1e6)
+    adversarial_steps: int = key(
+        1, "1: along the gradient at once (FGM); more: step by step, projected (PGD)", low=1, high=1000
+    )
     by_source: bool = key(False, "record the loss of each training source's rows too")
 
 
@@ -126,9 +134,9 @@ class PieceConfig:
     name: Literal["constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial"] = key("linear", "its shape")
     until: float | None = key(None, "where it ends, counted from the start of the run; null: the run's end", above=0)
     unit: Literal["steps", "fraction"] = key("steps", "unit of `until`; fraction is of all steps")
-    start: float | None = key(None, "factor of its first update; null: of the last one before it", low=0)
-    end: float = key(0.0, "factor of its last update; inverse_sqrt: the least", low=0)
-    power: float = key(2.0, "polynomial: exponent of what is left", above=0)
+    start: float | None = key(None, "factor of its first update; null: of the last one before it", low=0, high=1e6)
+    end: float = key(0.0, "factor of its last update; inverse_sqrt: the least", low=0, high=1e6)
+    power: float = key(2.0, "polynomial: exponent of what is left", above=0, high=1000)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +149,7 @@ class ScheduleConfig:
     warmup_steps: int = key(100, "steps of linear warm-up", low=0)
     min_learning_rate: float = key(3e-5, "at the end of the decay", low=0)
     decay_fraction: float = key(0.2, "wsd: share of the run spent decaying", above=0, high=1)
-    power: float = key(2.0, "polynomial: exponent of what is left", above=0)
+    power: float = key(2.0, "polynomial: exponent of what is left", above=0, high=1000)
     timescale: int | None = key(None, "inverse_sqrt: updates that halve the square; null: those before it began", low=1)
     pieces: tuple[PieceConfig, ...] = key((), "pieces: what follows the warm-up, in order")
 
@@ -210,32 +218,45 @@ class AnomalyConfig:
 class MeshConfig:
     """How devices are arranged. At most one axis may be -1: whatever is left."""
 
-    data: int = key(1, "replicas of the model, each with its own rows")
-    fsdp: int = key(-1, "parameters split and gathered layer by layer, each part with its own rows")
-    tensor: int = key(1, "heads, mlp and vocabulary split inside each layer")
+    data: int = key(1, "replicas of the model, each with its own rows", high=1 << 20)
+    fsdp: int = key(-1, "parameters split and gathered layer by layer, each part with its own rows", high=1 << 20)
+    tensor: int = key(1, "heads, mlp and vocabulary split inside each layer", high=1 << 20)
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key("auto", "required device kind; auto: the best there is")
-    simulated_devices: int | None = key(None, "CPU only: pretend to have this many devices", low=1)
+    simulated_devices: int | None = key(None, "CPU only: pretend to have this many devices", low=1, high=4096)
     coordinator: str | None = key(None, "host:port of process 0; null: JAX_COORDINATOR_ADDRESS, or the cluster's own")
-    num_processes: int | None = key(None, "processes in the job; null: JAX_NUM_PROCESSES, or the cluster's own", low=1)
+    num_processes: int | None = key(
+        None, "processes in the job; null: JAX_NUM_PROCESSES, or the cluster's own", low=1, high=1 << 20
+    )
     process_id: int | None = key(None, "index of this process; null: JAX_PROCESS_ID, or the cluster's own", low=0)
     min_processes: int | None = key(None, "go on with as few when others do not come at the start; null: all of them", low=1)
-    connect_seconds: float = key(300.0, "how long processes wait for each other at the start", above=0)
-    heartbeat_seconds: int = key(100, "a process that is silent for so long ends the job", low=1)
+    connect_seconds: float = key(300.0, "how long processes wait for each other at the start", above=0, high=1e6)
+    heartbeat_seconds: int = key(100, "a process that is silent for so long ends the job", low=1, high=1_000_000)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved beside the root's checkpoint_interval. A final checkpoint is always written."""
 
-    minutes: float | None = key(None, "also save when so many minutes passed since the last save; null: never", above=0)
+    minutes: float | None = key(
+        None, "also save when so many minutes passed since the last save; null: never", above=0, high=1e6
+    )
     keep: int = key(3, "newest checkpoints kept", low=1)
     keep_every: int | None = key(None, "also keep every checkpoint whose step is a multiple of this; null: none", low=1)
     keep_best: bool = key(False, "also keep the saved steps at which an evaluation set's loss is the best so far")
     asynchronous: bool = key(True, "write in the background while training goes on")
-    copy_to: str | None = key(None, "directory on another disk that good steps are copied to meanwhile; null: none")
+    copy_to: str | None = key(
+        None, "directory on another disk that good steps are copied to meanwhile; null: none", path="local"
+    )
     copy_keep: int = key(3, "newest checkpoints kept there", low=1)
-    grace_seconds: float = key(300.0, "from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit", low=0)
-    init_from: str | None = key(None, "start from the weights of this run, checkpoint or Hugging Face directory; null: random")
+    grace_seconds: float = key(
+        300.0, "from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit", low=0, high=1e8
+    )
+    init_from: str | None = key(
+        None, "start from the weights of this run, checkpoint or Hugging Face directory; null: random", path="local"
+    )
+    start_over: bool = key(
+        False, "begin at step 1 although saved steps are gone; what the run left otherwise is kept in its folder, before-DATE"
+    )
     init_partial: tuple[str, ...] = key((), "regular expressions: parameters of init_from that may differ, and are new then")
 
 
@@ -243,11 +264,11 @@ class CheckpointConfig:
 class WatchdogConfig:
     """How long a run may stand still before it says where and ends with exit 75; see observe/watchdog.py."""
 
-    factor: float = key(10.0, "limit of a step, as so many times the usual time between two records; 0: none", low=0)
-    step_seconds: float = key(300.0, "limit of a step, at least", low=0)
-    compile_seconds: float = key(3600.0, "limit of compiling, and of a step before the third record; 0: none", low=0)
-    eval_seconds: float = key(3600.0, "limit of one evaluation set; 0: none", low=0)
-    save_seconds: float = key(1800.0, "limit of waiting for a save, and of a restore; 0: none", low=0)
+    factor: float = key(10.0, "limit of a step, as so many times the usual time between two records; 0: none", low=0, high=1e6)
+    step_seconds: float = key(300.0, "limit of a step, at least", low=0, high=1e8)
+    compile_seconds: float = key(3600.0, "limit of compiling, and of a step before the third record; 0: none", low=0, high=1e8)
+    eval_seconds: float = key(3600.0, "limit of one evaluation set; 0: none", low=0, high=1e8)
+    save_seconds: float = key(1800.0, "limit of waiting for a save, and of a restore; 0: none", low=0, high=1e8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,9 +291,11 @@ class ObserveConfig:
     tensorboard: bool = key(True, "write TensorBoard event files")
     plot: bool = key(True, "draw the curves to curves.png")
     prompts: tuple[str, ...] = key((), "texts that the finished model completes at the end of the run")
-    peak_tflops: float | None = key(None, "TFLOP/s of one device for MFU; null: from the table, or measured on a CPU", above=0)
+    peak_tflops: float | None = key(
+        None, "TFLOP/s of one device for MFU; null: from the table, or measured on a CPU", above=0, high=1e9
+    )
     compilation_cache: str | None = key(
-        "~/.cache/maxtrain/jax", "directory that keeps compiled programs between runs; null: none"
+        "~/.cache/maxtrain/jax", "directory that keeps compiled programs between runs; null: none", path="local"
     )
 
 
@@ -281,7 +304,7 @@ class RunConfig:
     """The loop's own keys, and one section for each part."""
 
     run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
-    output_dir: str = key("runs", "where run directories are made")
+    output_dir: str = key("runs", "where run directories are made", path="local")
     seed: int = key(0, "of parameters, data order and everything else random", low=0, high=2**32 - 1)
     steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
     eval_interval: int = key(0, "steps between evaluations; 0: none while training", low=0)

@@ -29,7 +29,13 @@ class Finding(NamedTuple):
 
 
 class Anomalies:
-    """Turns metrics into findings. `leaves` are the parameters' names; `rows` says what data a step (from 0) reads."""
+    """Turns metrics into findings.
+
+    Args:
+        config: what is done about which anomaly.
+        leaves: names of the parameters, and after them of the arrays of the optimizer's state.
+        rows: says what data a step (from 0) reads.
+    """
 
     def __init__(self, config: AnomalyConfig, leaves: Sequence[str], rows: Callable[[int], str]):
         self.config, self._leaves, self._rows = config, leaves, rows
@@ -53,8 +59,11 @@ class Anomalies:
         config, median, deviation = self.config, value["median"], value["deviation"]
         numbers = f"loss {value['loss']:.4g}, gradient norm {value['grad_norm']:.4g}"
         if kind == "non_finite":
-            leaf = f", first in {self._leaves[value['bad_leaf']]}" if value["bad_leaf"] >= 0 else ""
-            return numbers + leaf
+            if value["bad_leaf"] >= 0:
+                return f"{numbers}, first in {self._leaves[value['bad_leaf']]}"
+            if value["bad_update"] >= 0:
+                return f"{numbers}, but the update would make {self._leaves[value['bad_update']]} so"
+            return numbers
         if kind in ("loss_spike", "grad_spike"):
             key, i = ("loss", 0) if kind == "loss_spike" else ("grad", 1)
             limit = getattr(config, f"{key}_limit")

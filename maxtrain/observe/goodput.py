@@ -3,37 +3,45 @@
 The line of the launch that runs is written anew every few seconds: one that is killed loses no more than these.
 """
 
-import json
+import contextlib
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from data_pipeline.shards import write_atomic
+from maxtrain.observe.books import RUN, Book, encode
 from maxtrain.observe.metrics import Stopwatch
 
 FILE_NAME = "clock.jsonl"
+CLOCK = Book(FILE_NAME, {"start": float, "first": int, "step": int, "seconds": dict})
 
 
 class Ledger:
-    """The line of this launch, which began with `first` finished steps."""
+    """The line of this launch, which began with `first` finished steps; `run` is the run's id."""
 
-    def __init__(self, folder: Path, clock: Stopwatch, first: int):
-        self._path, self._clock, self._first = folder / FILE_NAME, clock, first
+    def __init__(self, folder: Path, clock: Stopwatch, first: int, run: str = ""):
+        self._path, self._clock, self._first, self._run = folder / FILE_NAME, clock, first, run
         self._start = time.time() - sum(clock.seconds().values())
-        self._before = b"".join(_line(record) for record in read_clock(folder))
+        self._before = "".join(encode(record) for record in read_clock(folder))
 
     def write(self, step: int) -> None:
-        """What is known now, with `step` finished steps."""
+        """What is known now, with `step` finished steps. What can't be written, on a full disk, is left to the next time."""
         record = {"start": self._start, "first": self._first, "step": step, "seconds": self._clock.seconds()}
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(self._path, self._before + _line(record))
+        if self._run:
+            record[RUN] = self._run
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._path, (self._before + encode(record)).encode())
 
 
 def read_clock(folder: Path) -> list[dict[str, Any]]:
-    """The launches of a run in order; empty if none was recorded."""
-    path = folder / FILE_NAME
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    """The launches of a run in order, as far as they can be read; empty if none was recorded."""
+    return [record for record in CLOCK.read(folder) if _are_seconds(record["seconds"])]
+
+
+def _are_seconds(seconds: dict[str, Any]) -> bool:
+    return all(isinstance(spent, int | float) for spent in seconds.values())
 
 
 def goodput(launches: list[dict[str, Any]]) -> dict[str, float]:
@@ -55,7 +63,3 @@ def goodput(launches: list[dict[str, Any]]) -> dict[str, float]:
                 seconds["lost"] += lost
             seconds["down"] += max(0.0, after["start"] - launch["start"] - sum(launch["seconds"].values()))
     return {cause: spent for cause, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent}
-
-
-def _line(record: dict[str, Any]) -> bytes:
-    return json.dumps(record, allow_nan=False).encode() + b"\n"

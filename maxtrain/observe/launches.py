@@ -2,7 +2,6 @@
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -18,8 +17,22 @@ import yaml
 import maxtrain
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
+from maxtrain.observe.books import Book, encode
 
 FILE_NAME = "launches.jsonl"
+LAUNCHES = Book(
+    FILE_NAME,
+    {
+        "time": str,
+        "step": int,
+        "config": str,
+        "versions.jax": str,
+        "devices.kind": str,
+        "devices.count": int,
+        "processes": int,
+        "determinism": str,
+    },
+)
 _PACKAGES = ("maxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
 # What in the environment changes what is computed; not which process this is, and where it keeps its cache.
 _FLAGS = re.compile(
@@ -30,9 +43,9 @@ _FLAGS = re.compile(
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What says nothing about the numbers of training.
 _APART = re.compile(
-    r"time|step|command|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
+    r"time|step|command|run|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
-    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes))"
+    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes|cache|cache_bytes))"
 )
 
 
@@ -74,23 +87,19 @@ def _flags() -> dict[str, str]:
 
 def append_launch(run_dir: Path, record: Mapping[str, Any]) -> None:
     """Adds a line to RUN/launches.jsonl."""
-    path = run_dir / FILE_NAME
-    text = path.read_text("utf-8") if path.exists() else ""
-    whole = text[: text.rfind("\n") + 1]  # what follows was torn by a kill: that launch did not get to a step
-    write_atomic(path, (whole + json.dumps(record, allow_nan=False) + "\n").encode())
+    before = "".join(encode(launch) for launch in read_launches(run_dir))
+    write_atomic(run_dir / FILE_NAME, (before + encode(record)).encode())
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
-    """The launches of a run in order, without a torn last line; empty if none was recorded."""
-    path = run_dir / FILE_NAME
-    lines = path.read_text("utf-8").split("\n") if path.exists() else [""]
-    return [json.loads(line) for line in lines[:-1]]
+    """The launches of a run in order, as far as they can be read; empty if none was recorded."""
+    return LAUNCHES.read(run_dir)
 
 
 def usual_devices(config: RunConfig) -> int:
     """Devices of each process, by the run's last launch; 1 if there was none."""
-    launches = read_launches(Path(config.output_dir, config.run_name).expanduser())
-    had = launches[-1]["devices"]["count"] // launches[-1]["processes"] if launches else 1
+    launches = read_launches(Path(config.output_dir, config.run_name))
+    had = launches[-1]["devices"]["count"] // max(1, launches[-1]["processes"]) if launches else 1
     return config.mesh.simulated_devices or had
 
 
@@ -106,14 +115,24 @@ def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str
 
 def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """All that is not the same in two launches, but for when and from where they started: both values by dotted path."""
-    a, b = (_flat(launch | {"config": yaml.safe_load(launch["config"])}) if launch else {} for launch in (before, after))
+    a, b = (_flat(launch | {"config": _settings(launch)}) if launch else {} for launch in (before, after))
     values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in a | b}
-    return {name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in ("time", "step", "command")}
+    return {
+        name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in ("time", "step", "command", "run")
+    }
+
+
+def _settings(launch: Mapping[str, Any]) -> Any:
+    """The config of a launch as plain values; its text where that is no YAML any more."""
+    try:
+        return yaml.safe_load(launch["config"])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return launch["config"]
 
 
 def describe_launch(launch: Mapping[str, Any]) -> str:
     """A line for people."""
-    devices, git = launch["devices"], launch["git"] or ""
+    devices, git = launch["devices"], launch.get("git") or ""
     words = [
         f"{devices['count']} x {devices['kind']}",
         f"jax {launch['versions']['jax']}",

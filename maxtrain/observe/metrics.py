@@ -1,11 +1,13 @@
 """What a run measures, on disk and on the clock. No jax: every number comes in as an argument.
 
-RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval" or "end"), `step` and numbers. Floats that
-JSON lacks are the strings "nan", "inf" and "-inf"; `read_metrics` gives them back as floats. Names that others rely on:
+RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval" or "end"), `step` and numbers; the first
+line has the id of the run instead, which `read_metrics` leaves out. Floats that JSON lacks are the strings "nan", "inf" and
+"-inf"; `read_metrics` gives them back as floats. Names that others rely on:
 
     train   loss (nats per token), learning_rate, tokens_per_second, mfu (0..1), step_seconds, tokens_seen (since step 0),
             data_wait_seconds (of each of step_seconds, how much it waited for its batch)
-    eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated)
+    eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated), data (what the set was: another text after
+            it was exchanged begins another series)
     end     ending (why the run ends early), planned_steps
 """
 
@@ -16,13 +18,28 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from zlib_ng.zlib_ng import crc32
+
+from data_pipeline import strict_json
 from data_pipeline.errors import DataError
 from data_pipeline.shards import write_atomic
+from maxtrain.observe.books import put_aside
 
 FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+KINDS = ("train", "eval", "end")
+_HEADER = "run"  # the kind of the first line
+
+
+class Kept(NamedTuple):
+    """What a checkpoint remembers of the records up to it, so that it is noticed if they are not there any more."""
+
+    records: int
+    crc32: str  # of their lines
 
 
 class MetricsLog:
@@ -31,22 +48,45 @@ class MetricsLog:
     The run goes on from `resume_step`, where the evaluation of the sets in `again` is left to do: records of what comes after
     it are dropped, and so is a torn last line. A missing directory is made.
 
-    Raises:
-        DataError: a line before the last one is not JSON.
+    Args:
+        run_dir: folder of the run.
+        resume_step: finished steps.
+        again: evaluation sets that are to be evaluated again after that step.
+        run: id of the run.
+        kept: what the checkpoint of that step remembers of the records; None: nothing.
+
+    `problems` has a text for everything that was found to be wrong with the file; it is put aside as it was.
     """
 
-    def __init__(self, run_dir: str | Path, resume_step: int = 0, again: Sequence[str] = ()):
+    def __init__(
+        self, run_dir: str | Path, resume_step: int = 0, again: Sequence[str] = (), run: str = "", kept: Kept | None = None
+    ):
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_metrics(run_dir) if record["step"] <= resume_step]
-        kept = [r for r in kept if not (again and r["step"] == resume_step and (r["kind"] == "end" or r.get("set") in again))]
-        write_atomic(path, "".join(map(_line, kept)).encode())
+        records, self.problems = _read(path)
+        if self.problems:
+            aside = put_aside(path, copy=True)
+            self.problems.append(f"{path} as it was is kept as {aside.name}; the run goes on without what can't be read.")
+        before = [record for record in records if not _comes_again(record, resume_step, again)]
+        lines = [_line(record) for record in before]
+        if kept and Kept(len(lines[: kept.records]), _crc(lines[: kept.records])) != kept:
+            self.problems.append(_gap(path, before, resume_step, kept))
+        header = [_line({"kind": _HEADER, "step": 0, "run": run})] if run else []
+        write_atomic(path, "".join([*header, *lines]).encode())
+        self._records, self._crc = len(lines), crc32("".join(lines).encode())
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train") -> None:
         """Write one record, of names to numbers (of Python, numpy or a jax array of one element), strings or None."""
-        self._file.write(_line({"kind": kind, "step": step, **values}))
+        line = _line({"kind": kind, "step": step, **values})
+        self._file.write(line)
         self._file.flush()
+        self._records += 1
+        self._crc = crc32(line.encode(), self._crc)
+
+    def kept(self) -> Kept:
+        """Of all records that are there now."""
+        return Kept(self._records, f"{self._crc:08x}")
 
     def close(self) -> None:
         """Close the file."""
@@ -57,19 +97,75 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     """All records of a run in the order they were written; a torn last line is left out. None without a metrics file.
 
     Raises:
-        DataError: a line before the last one is not JSON.
+        DataError: a line before the last one is not a record.
     """
+    records, problems = _read(Path(run_dir) / FILE_NAME)
+    if problems:
+        raise DataError(
+            f"{problems[0]} Delete that line, or let the run go on: it puts the file aside and leaves the line out."
+        )
+    return records
+
+
+def metrics_owner(run_dir: str | Path) -> str:
+    """The id of the run that RUN/metrics.jsonl is of; empty if it does not say, or is not there."""
     path = Path(run_dir) / FILE_NAME
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        first = file.readline()
+    try:
+        header = strict_json.loads(first)
+    except ValueError:
+        return ""
+    is_header = isinstance(header, dict) and header.get("kind") == _HEADER
+    return str(header.get("run", "")) if is_header else ""
+
+
+def _read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records of a file that can be read, and a text about each line that can't."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
-    records = []
+    records, problems = [], []
     for number, line in enumerate(lines[:-1], 1):  # what follows the last line break is empty or torn
         try:
-            record = json.loads(line)
-            record["step"] = int(record["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}:{number} is not a record of metrics ({error}). Delete that line.") from error
-        records.append({k: _NOT_IN_JSON.get(v, v) if isinstance(v, str) else v for k, v in record.items()})
-    return records
+            record = _record(line)
+        except ValueError as error:
+            problems.append(f"{path}:{number} is not a record of metrics ({error}).")
+        else:
+            if record["kind"] != _HEADER:
+                records.append(record)
+    return records, problems
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record = strict_json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("it is no JSON object")
+    if record.get("kind") not in (*KINDS, _HEADER):
+        raise ValueError(f"kind must be {', '.join(KINDS)}, not {record.get('kind')!r:.40}")
+    if type(record.get("step")) is not int or record["step"] < 0:
+        raise ValueError(f"step must be a whole number, not {record.get('step')!r:.40}")
+    return {name: _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+
+
+def _comes_again(record: Mapping[str, Any], resume_step: int, again: Sequence[str]) -> bool:
+    """Whether a run that goes on from this step will write the record once more."""
+    if record["step"] != resume_step:
+        return record["step"] > resume_step
+    return bool(again) and (record["kind"] == "end" or record.get("set") in again)
+
+
+def _gap(path: Path, records: Sequence[Mapping[str, Any]], resume_step: int, kept: Kept) -> str:
+    """What to say of records that are not those that were there when a checkpoint was saved."""
+    if len(records) >= kept.records:
+        return f"{path}: records up to step {resume_step:,} are not those that were there when it was saved."
+    steps = [record["step"] for record in records if record["kind"] == "train"]
+    there = f"{len(records):,} are there, the last of step {max(steps):,}" if steps else "none of training is there"
+    return f"{path}: of {kept.records:,} records up to step {resume_step:,}, {there}: the others are lost."
+
+
+def _crc(lines: Sequence[str]) -> str:
+    return f"{crc32(''.join(lines).encode()):08x}"
 
 
 def same(a: Any, b: Any) -> bool:

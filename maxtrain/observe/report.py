@@ -41,8 +41,8 @@ def plot_curves(
     steps, losses = _columns(train, "loss")
     top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
     top.plot(steps, _smooth(losses), label="train, smoothed")
-    for name in dict.fromkeys(record["set"] for record in evals):
-        steps, values = _columns([record for record in evals if record["set"] == name], "nll")
+    for name, series in evaluation_series(evals).items():
+        steps, values = _columns(series, "nll")
         last = f", at the end {values[-1]:.4f}" if len(values) else ""
         top.plot(steps, values, ":o", markersize=5, label=f"eval {name}{last}")
     for i, (first, last) in enumerate(left_out):
@@ -63,6 +63,20 @@ def plot_curves(
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     write_atomic(Path(path), picture.getvalue())
+
+
+def evaluation_series(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Records of evaluations that can be compared, by set; one that was exchanged goes on under a name of its own."""
+    series: dict[str, list[Mapping[str, Any]]] = {}
+    names: dict[str, list[str]] = {}  # of each set, the different texts that it was, in their order
+    for record in evals:
+        texts = names.setdefault(record["set"], [])
+        text = record.get("data", texts[-1] if texts else "")
+        if text not in texts:
+            texts.append(text)
+        number = texts.index(text) + 1
+        series.setdefault(record["set"] if number == 1 else f"{record['set']} ({number})", []).append(record)
+    return series
 
 
 def _columns(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:

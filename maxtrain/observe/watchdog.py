@@ -76,11 +76,11 @@ class Watchdog:
         if self._ledger:
             self._ledger.write(self._step())
 
-    def begin(self, step: Callable[[], int]) -> None:
-        """From now on, `step` tells how many steps were begun, and process 0 keeps the ledger of this launch."""
+    def begin(self, step: Callable[[], int], run: str = "") -> None:
+        """From now on, `step` tells how many steps were begun, and process 0 keeps the ledger of this launch of the run."""
         self._step = step
         if self._process == 0:
-            self._ledger = Ledger(self._folder, self._clock, step())
+            self._ledger = Ledger(self._folder, self._clock, step(), run)
 
     def limit(self, cause: str) -> float:
         """Seconds that the run may spend at once on a cause; infinite if none is set."""

@@ -2,8 +2,8 @@
 
 What each term of the loss is divided by is counted over all micro-batches before the first gradient, so that each token
 weighs the same however the batch is split. Whether the update is applied is decided on the device: a step with a non-finite
-loss or gradient, without any target, or with an anomaly that says so (see `watch.py`), leaves parameters, optimizer state and
-schedule bit for bit as they were.
+loss, gradient or result, without any target, or with an anomaly that says so (see `watch.py`), leaves parameters, optimizer
+state and schedule bit for bit as they were. That the result is finite costs one more pass over parameters and optimizer state.
 """
 
 import jax
@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
+from maxtrain.ops.finite import finite_leaves
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import after_step
@@ -102,7 +103,8 @@ def make_train_step(
     The metrics are loss (nats per target), objective (what was minimised), the mean of each further term, source_nll and
     source_targets (sums by source) if there are such, targets, empty_rows (without a target), grad_norm (before clipping),
     learning_rate, skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to now
-    without a good one between), bad_leaf (index of the first non-finite gradient, or -1), loss_scale if there is one,
+    without a good one between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite gradient:
+    index of the first array of parameters, then optimizer state, that would not be finite, or -1), loss_scale if there is one,
     weight_norm (before the update) if something depends on it, and what `watch.judge` says.
     """
     places = shardings(spread_tree(abstract.params)) if zero >= 2 else None
@@ -119,30 +121,38 @@ def make_train_step(
         measured = {"loss": nll.mean(), "grad_norm": jnp.sqrt(squares.sum())}
         if anomaly.weight_drift != "off":
             measured["weight_norm"] = jnp.sqrt(_squares(state.params).sum())
-        finite, counts = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all(), nll.weight != 0  # NaN counts
-        next_scale, lost = after_step(state.loss_scale, finite, jnp.isfinite(nll.total), loss_scale)
-        verdict = judge(state.watch, anomaly, measured, finite & counts, lost & counts)
-        apply = finite & counts & ~verdict.reject & ~verdict.halt
+        finite = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all()
+        counts = ~(nll.weight <= 0)  # a number of targets that is NaN is no batch without targets: it is a bad one
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         key = jax.random.fold_in(step_key(seed, state.step), _UPDATE) if stochastic_rounding else None
         params = apply_updates(state.params, updates, key)
+        before = (state.params, state.opt_state)
+        # Adam's moments of bfloat16 parameters come out in float32.
+        after = jax.tree.map(lambda new, old: new.astype(old.dtype), (params, opt_state), before)
+        written = finite_leaves(after)
+        sound = finite & written.all()
+
+        next_scale, lost = after_step(state.loss_scale, finite, jnp.isfinite(nll.total), loss_scale)
+        lost |= finite & ~sound  # no lower loss scale would mend what is not the gradient's fault
+        verdict = judge(state.watch, anomaly, measured, sound & counts, lost & counts)
+        apply = sound & counts & ~verdict.reject & ~verdict.halt
 
         def keep(new: Array, old: Array) -> Array:
-            return jnp.where(apply, new.astype(old.dtype), old)  # Adam's moments of bfloat16 parameters come out in float32
+            return jnp.where(apply, new, old)
 
         in_row = jnp.where(apply, 0, state.skipped_in_row + (lost & counts))
         counters = (state.step + 1, state.skipped + ~apply, in_row, verdict.watch, next_scale)
         next_state = TrainState(
-            jax.tree.map(keep, params, state.params),
-            jax.tree.map(keep, opt_state, state.opt_state),
+            *jax.tree.map(keep, after, before),
             *jax.tree.map(lambda new, old: jnp.where(verdict.halt, old, new), counters, state[2:]),
         )
         next_state = next_state._replace(watch=next_state.watch._replace(halted=verdict.halt))
         metrics = {name: value.mean() for name, value in result.sums.items() if name != "nll"} | {
             "objective": result.loss / scaled,
-            "targets": jnp.where(jnp.isfinite(nll.weight), nll.weight, _finite_sum(batch["loss_mask"])),
+            "targets": nll.weight,
             "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
-            "bad_leaf": jnp.where(jnp.isfinite(squares).all(), -1, jnp.argmin(jnp.isfinite(squares))),
+            "bad_leaf": _first_false(jnp.isfinite(squares)),
+            "bad_update": jnp.where(finite, _first_false(written), -1),
             "learning_rate": schedule(state.step - state.skipped),
             "skipped": next_state.skipped,
             "skipped_in_row": next_state.skipped_in_row,
@@ -157,9 +167,9 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)
 
 
-def _finite_sum(weights: Array) -> Array:
-    """The sum of those that are numbers."""
-    return jnp.where(jnp.isfinite(weights), weights, 0).astype(jnp.float32).sum()
+def _first_false(found: Array) -> Array:
+    """The index of the first element that is false, or -1."""
+    return jnp.where(found.all(), -1, jnp.argmin(found))
 
 
 def _squares(tree: nnx.State) -> Array:

@@ -25,6 +25,7 @@ from maxtrain.models.families.family import IGNORED, Settings, Tensor
 from maxtrain.models.init import head_dim
 from maxtrain.models.registry import FAMILIES
 from maxtrain.ops.digest import leaf_names
+from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 
@@ -109,7 +110,11 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
-    return jax.tree.unflatten(treedef, [load(table[name], leaf) for name, leaf in leaves.items()])
+    loaded = jax.tree.unflatten(treedef, [load(table[name], leaf) for name, leaf in leaves.items()])
+    if bad := non_finite_names(loaded):
+        more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
+        raise DataError(f"{directory}: {table[bad[0]].name} holds NaN or infinity{more}. {_AGAIN}, or use other weights.")
+    return loaded
 
 
 def _read_part(there: Any, inputs: int | None, dims: tuple[int, ...], parts: list[range]) -> np.ndarray:

@@ -9,7 +9,7 @@ import pytest
 from data_pipeline.errors import ConfigError, DamagedError
 from maxtrain.checkpoint import formats, integrity, manager
 from maxtrain.checkpoint.formats import MIGRATIONS, migrate, rename_arrays
-from maxtrain.checkpoint.integrity import FORMAT, encode_commit, read_commit
+from maxtrain.checkpoint.integrity import FORMAT, defect, encode_commit, read_commit
 from maxtrain.checkpoint.listing import latest_record, saved_digests
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
@@ -30,24 +30,71 @@ def test_every_older_format_has_a_way_here():
     assert migrate(newer, {"a": 1}) == (newer, {"a": 1})
 
 
-def test_a_step_of_format_1_is_read_by_its_sizes(checkpoints):
-    path = checkpoints.directory / "00000001" / "commit.json"
-    commit = json.loads(path.read_text())
+def without_hashes(path, number):
+    """Rewrites a commit record as one of an older format, which drops all that a step is checked by."""
+    commit = json.loads((path / "commit.json").read_text())
     del commit["crc32"]
-    commit["format"] = 1
+    commit["format"] = number
     for entry in commit["files"].values():
         del entry["crc32"]
     for array in commit["arrays"].values():
         del array["digest"]
-    path.write_text(json.dumps(commit))
-    state, record = checkpoints.restore({"w": jnp.zeros(20), "old": {"b": jnp.int32(0)}})
-    assert state["old"]["b"] == 5 and record == {"step": 1, "cursor": 7}
+    text = encode_commit(commit) if number > 1 else json.dumps(commit).encode()
+    (path / "commit.json").write_bytes(text)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_commit_record_rewritten_as_an_older_format_counts_for_nothing(checkpoints, number):
+    path = checkpoints.directory / "00000001"
+    without_hashes(path, number)
+    assert defect(path) == f"commit.json says format {number}, but the step was saved with format {FORMAT}"
+    assert checkpoints.steps() == []
+
+
+def test_a_step_of_format_1_that_nothing_vouches_for_counts_for_nothing(checkpoints):
+    """Also one of format 2 that was rewritten so: its digests were not in the record."""
+    path = checkpoints.directory / "00000001"
+    (path / "record.json").write_text('{"step": 1}')
+    without_hashes(path, 1)
+    commit = json.loads((path / "commit.json").read_text())
+    commit["files"]["record.json"]["bytes"] = (path / "record.json").stat().st_size
+    (path / "commit.json").write_text(json.dumps(commit))
+    assert "has no hashes, and record.json no digests" in defect(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"format": 0}, "it is not a commit record"),
+        ({"format": True}, "it is not a commit record"),
+        ({"format": "3"}, "it is not a commit record"),
+        ({"step": "1"}, "step must be a whole number"),
+        ({"files": []}, "files must be objects by name"),
+        ({"files": {"record.json": 5}}, "files must be objects by name"),
+        ({"files": {"record.json": {"bytes": "7"}}}, "must have bytes and crc32"),
+        ({"files": {"record.json": {"bytes": 7, "crc32": 5}}}, "must have bytes and crc32"),
+        ({"files": {"../../other": {"bytes": 7}}}, "is not below the step"),
+        ({"arrays": None}, "arrays must be objects by name"),
+        ({"arrays": {"w": {"shape": "x", "dtype": "float32"}}}, "must have shape and dtype"),
+    ],
+)
+def test_a_commit_record_with_wrong_types_counts_for_nothing(checkpoints, change, problem):
+    path = checkpoints.directory / "00000001"
+    (path / "commit.json").write_bytes(encode_commit(read_commit(path) | change))
+    assert problem in defect(path) and checkpoints.steps() == []
+
+
+def test_deep_nesting_in_records_is_damage_and_no_crash(checkpoints):
+    path = checkpoints.directory / "00000001"
+    (path / "commit.json").write_bytes(b"[" * 100_000)
+    assert "commit.json is not readable (lists or objects are more than" in defect(path)
 
 
 def test_digests_that_a_step_of_format_1_has_in_its_record_are_checked(checkpoints):
     path, wanted = checkpoints.directory / "00000001", {"w": jnp.zeros(20), "old": {"b": jnp.int32(0)}}
     digests = saved_digests(checkpoints.directory)
     commit, record = read_commit(path), json.loads((path / "record.json").read_bytes())
+    del record["format"]
     old = {"format": 1, "step": 1, "versions": {}, "arrays": commit["arrays"]}
     for array in old["arrays"].values():
         del array["digest"]

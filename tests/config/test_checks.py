@@ -248,7 +248,7 @@ def pieces(text: str) -> list[str]:
         (["schedule.timescale=1"], "schedule.timescale=1 is for inverse_sqrt", "Set schedule.name=inverse_sqrt"),
         (["schedule.pieces=[{}]"], "is for pieces, not for schedule.name=cosine", "Set schedule.name=pieces"),
         (
-            ["schedule.name=constant"],
+            ["schedule.name=constant", "schedule.min_learning_rate=2e-4"],
             "schedule.min_learning_rate=0.0002 is for linear, cosine, exponential, inverse_sqrt, polynomial or wsd, not for",
             "or leave it out (schedule.min_learning_rate=3e-05).",
         ),

@@ -3,14 +3,16 @@
 import json
 import re
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline import template_process
 from data_pipeline.chat import ChatError, Template, load_template, render, render_spans
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.errors import DataError, TryAgainError, UsageError
 from data_pipeline.tokenizer import JsonTokenizer
 
 # Made with transformers: texts, ids and masks of `templates` and `conversations`, with `tokenizer`.
@@ -106,6 +108,82 @@ def test_templates_are_other_people_s_programs():
     assert render(Template("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}"), messages) == "True"
 
 
+@pytest.fixture
+def quick_limit(monkeypatch):
+    """A template may take one second."""
+    monkeypatch.setattr(template_process, "CPU_SECONDS", 1)
+    template_process._close()
+    yield
+    template_process._close()
+
+
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% if b > a * 9 %}x{% endif %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_end_is_ended_in_any_thread(quick_limit):
+    messages = [{"role": "user", "content": "a"}]
+    found = []
+
+    def work():
+        try:
+            render(Template(LOOPS), messages)
+        except DataError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert re.search(r"takes more than 1 s of CPU time.*mend it", found[0])
+    assert render(Template("{{ messages[0].content }}"), messages) == "a"  # by another process
+
+
+def test_a_template_that_does_not_end_while_it_is_compiled_is_ended(tmp_path, quick_limit):
+    (tmp_path / "t.jinja").write_text("{{ 9 ** (9 ** 9) }}")
+    with pytest.raises(DataError, match=r"--chat-template .*t.jinja: takes more than 1 s of CPU time"):
+        load_template(str(tmp_path / "t.jinja"), "bytes", [])
+
+
+def test_a_template_gets_no_more_memory_than_there_is_for_it(monkeypatch):
+    with pytest.raises(DataError, match=r"needs more than 2,147,483,648 bytes of memory.*mend it"):
+        render(Template("{{ ('x' * (messages | length + 1) * 2000000000) | length }}"), [{"role": "user"}])
+    with pytest.raises(ChatError, match="writes more than 67,108,864 characters"):
+        render(Template("{{ 'x' * 67108865 }}"), [])
+
+
+def test_a_process_that_was_killed_is_told_and_replaced():
+    assert render(Template("a"), []) == "a"
+    template_process._running[0]._process.kill()
+    with pytest.raises(TryAgainError, match=r"its process was killed. Run the same command again, with fewer --workers"):
+        render(Template("a"), [])
+    assert render(Template("a"), []) == "a"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% macro m(n) %}{{ m(n + 1) }}{% endmacro %}{{ m(0) }}", "recursion"),
+        ("{{ raise_exception('no') }}", "no"),
+        ("{{ now() }}", "'now' is undefined"),
+        ("{{ ('a' | list).append }}{{ joiner() }}", "address in memory"),
+        ("{{ messages | map(attribute='role') }}", "address in memory"),
+        ("{{ messages | map(attribute='role') | string }}", "address in memory"),
+        ("{{ [1, 2, 3] | map('random') | list }}", "its filter random gives another text each time"),
+        ("{{ 'a'.encode() }}", "it writes bytes, not text"),
+        ("{{ undefined_thing.a }}", "'undefined_thing' is undefined"),
+    ],
+)
+def test_templates_that_give_no_text_or_another_each_time_are_refused(source, message):
+    with pytest.raises(ChatError, match=message):
+        render(Template(source), [{"role": "user", "content": "a"}])
+
+
+def test_an_address_that_a_conversation_has_is_text():
+    messages = [{"role": "user", "content": "<object at 0x7f00>"}]
+    assert render(Template("{{ messages[0].content }}<a at 0x12>"), messages) == "<object at 0x7f00><a at 0x12>"
+    with pytest.raises(ChatError, match="address in memory"):
+        render(Template("{{ messages[0].content }}{{ joiner() }}"), messages)
+
+
 def test_where_a_template_comes_from(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     settings = {
@@ -136,6 +214,12 @@ def test_where_a_template_comes_from(tmp_path):
         ("chatml", "", r"no special token <\|im_end\|>.*Give a tokenizer that has it, or --chat-template FILE"),
         ("FILE", "x\n{% if %}", "line 2 is not jinja .*Mend the template"),
         ("FILE", "{{ bos_token }}", 'bos_token, which no tokenizer_config.json.*Add "bos_token" there, with null'),
+        ("FILE", "{{ [1, 2] | random }}", "uses the filter random, which gives another text each time. Take it out"),
+        ("FILE", "{{ lipsum(1) }}", "uses lipsum, which gives another text each time. Take it out"),
+        ("FILE", "(" * 9000 + "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}", "nested too deep.*Mend the template"),
+        ("FILE", "{{ " + "9" * 5000 + " }}", "is not jinja .*digits.*Mend the template"),
+        ("FILE", "{% for a in b %}" * 30 + "{% endfor %}" * 30, "is not jinja .*too many statically nested blocks"),
+        ("FILE", "{% import 'os' as os %}{{ x | nothing }}", "No filter named 'nothing'.*Mend the template"),
         ("FILE", "{{ strftime_now('%d') }}", "writes the date. Give --chat-date YYYY-MM-DD"),
     ],
 )

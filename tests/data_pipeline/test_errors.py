@@ -1,5 +1,8 @@
 """Every way in which a command can end, as its exit code and what it says."""
 
+import io
+import sys
+
 import pytest
 
 from data_pipeline.errors import ConfigError, TryAgainError, run_command
@@ -44,3 +47,10 @@ def test_a_command_that_starts_anew_does_not_promise_to_go_on(capsys):
 def test_a_bug_shows_where_it_is(capsys):
     assert run_command(lambda: 1 // 0) == 70
     assert "ZeroDivisionError" in (text := capsys.readouterr().err) and "Traceback" in text and "error: " not in text
+
+
+def test_a_name_that_is_no_text_is_printed_all_the_same(monkeypatch):
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, "ascii"))
+    assert run_command(lambda: print("out\udcff é", flush=True)) == 0
+    assert printed.getvalue() == b"out\\udcff \\xe9\n"

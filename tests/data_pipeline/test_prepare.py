@@ -219,6 +219,12 @@ BAD = [
     ("null.jsonl", b'{"text": "fine"}\n{"text": null}\n', "key 'text' is null", 2, None),
     ("number.jsonl", b'{"text": "fine"}\n{"text": 3}\n', "key 'text' is not a string", 2, None),
     ("list.jsonl", b'{"text": "fine"}\n[1]\n', "not a JSON object", 2, None),
+    ("twice.jsonl", b'{"text": "fine"}\n{"text": "a", "text": "b"}\n', "a key is there twice", 2, None),
+    ("inner.jsonl", b'{"text": "fine"}\n{"text": "a", "meta": {"k": 1, "k": 2}}\n', "a key is there twice", 2, None),
+    ("nan.jsonl", b'{"text": "fine"}\n{"text": "a", "x": NaN}\n', "NaN or Infinity, which JSON does not have", 2, None),
+    ("big.jsonl", b'{"text": "fine"}\n{"text": "a", "x": 1e999}\n', "a number is beyond 64-bit floats", 2, None),
+    ("long.jsonl", b'{"text": "fine"}\n{"text": "a", "x": ' + b"9" * 5000 + b"}\n", "a number has too many digits", 2, None),
+    ("deep.jsonl", b'{"text": "fine"}\n' + b"[" * 100_000 + b"\n", "lists or objects are more than 200 deep", 2, None),
     ("bytes.jsonl", b'{"text": "fine"}\n{"text": "\xff"}\n', "not UTF-8", 2, "\ufffd"),
     ("surrogate.jsonl", b'{"text": "fine"}\n{"text": "a\\ud800b"}\n', "lone surrogate", 2, "a\ufffd\ufffd\ufffdb"),
     ("nulls.jsonl", b'{"text": "fine"}\n{"text": "a\\u0000b"}\n', "NUL character", 2, "a\ufffdb"),
@@ -263,6 +269,41 @@ def test_harmless_oddities_are_kept_or_counted(tmp_path, capsys):
     assert texts(tmp_path / "two") == ["mark\r\nkept\r\n", "name"]
 
 
+@pytest.mark.parametrize("content", ["", "[]", "null", '{"key": NaN}', "[" * 100_000, "\xff"])
+def test_a_damaged_note_of_what_an_output_is_made_from_is_told(tmp_path, capsys, content):
+    (tmp_path / "a.txt").write_text("text")
+    out = tmp_path / "out"
+    command = [str(out), "--text", f"{tmp_path}/a.txt"]
+    assert prepare.main(command) == 0
+    (out / ".prepare.json").write_text(content, encoding="latin-1")
+    assert prepare.main(command) == 65
+    error = capsys.readouterr().err
+    assert ".prepare.json: is not what prepare wrote: damaged. Choose another OUT, or give --overwrite." in error
+    assert prepare.main([*command, "--overwrite"]) == 0
+
+
+def test_a_damaged_record_of_a_finished_unit_is_told_and_made_again(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+    out = tmp_path / "out"
+    command = [str(out), "--text", f"{tmp_path}/a.txt"]
+
+    def interrupt(self, directory):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Manifest, "save", interrupt)
+        assert prepare.main(command) == 75
+    (record,) = out.glob(".prepare/all/*.json")
+    good = record.read_bytes()
+    for bad in (b"", b"[]", b"{", good.replace(b'"tokens": 5', b'"tokens": 6'), b"[" * 100_000):
+        assert bad != good
+        record.write_bytes(bad)
+        assert prepare.main(command) == 74
+        assert "00000.json: is not the record that prepare wrote" in capsys.readouterr().err
+    record.unlink()
+    assert prepare.main(command) == 0 and texts(out) == ["text"]
+
+
 def test_broken_archive_and_unreadable_file(tmp_path, capsys, monkeypatch):
     (tmp_path / "good.jsonl").write_text('{"text": "good"}\n')
     packed = gzip.compress(b'{"text": "one"}\n' * 1000)
@@ -295,6 +336,12 @@ def test_commands_that_can_not_be_done(tmp_path, capsys):
         ([out, *text, "--workers", "0"], 64, "--workers 0: must be at least 1"),
         ([out, *text, "--tokenizer", "bpe"], 64, "such as bpe:4096"),
         ([out, *text, "--tokenizer", "bpe:100"], 64, "at least 257"),
+        ([out, *text, "--tokenizer", "bpe:0"], 64, "at least 257.*Give bpe:4096"),
+        ([out, *text, "--tokenizer", "bpe:"], 64, "number of entries, such as bpe:4096"),
+        ([out, *text, "--tokenizer", "bpe:-5"], 64, "number of entries, such as bpe:4096"),
+        ([out, *text, "--tokenizer", "bpe:1e3"], 64, "number of entries, such as bpe:4096"),
+        ([out, *text, "--tokenizer", "bpe:99999999999999"], 64, "bpe:99999999999999 must have .* at most 16,777,216"),
+        ([out, *text, "--tokenizer", "bpe:" + "9" * 5000], 64, "at most 16,777,216"),
         ([out, *text, "--tokenizer", "absent.json"], 65, "tokenizer=absent.json: can't be read.*or `bytes`"),
         ([out, *text, "--tokenizer", str(tmp_path)], 65, "no end-of-document token.*Name it as eos_token.*--eod none"),
         ([out, *text, "--holdout", "0.01"], 65, "nothing is left for eval, out of 1 files.*--holdout-by tail"),

@@ -1,6 +1,7 @@
 """Tokenizers: round trips, identity, and errors a user can act on."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -160,6 +161,54 @@ def test_bad_tokenizers_say_what_to_do(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match=r"bpe:100 must have at least 257"):
         train_bpe([], 100)
+    with pytest.raises(UsageError, match=r"bpe:100000000 must have .* at most 16,777,216. Give bpe:4096"):
+        train_bpe([], 100_000_000)
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"type": "chars", "characters": {"ab": 1}, "eod": true}', "characters is not a string"),
+        ('{"type": "chars", "characters": "ab", "eod": 5}', "eod is 5, neither true nor false"),
+        ('{"type": "chars", "characters": "\\ud800", "eod": true}', "surrogates not allowed"),
+        ('{"type": "chars", "characters": "ab", "characters": "abc", "eod": true}', "a key is there twice: 'characters'"),
+        ('{"type": "chars", "characters": "ab", "eod": NaN}', "NaN or Infinity, which JSON does not have"),
+        (DEEP, "lists or objects are more than 200 deep"),
+        ('{"type": ' + DEEP, "lists or objects are more than 200 deep"),
+        ('{"type": "chars", "eod": ' + "1" * 5000 + "}", "a number has too many digits"),
+    ],
+)
+def test_tokenizers_in_json_that_means_nothing_or_two_things(tmp_path, content, message):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=re.escape(message)) as caught:
+        load_tokenizer(tmp_path)
+    assert "Name a tokenizer.json" in str(caught.value) and len(str(caught.value)) < 600
+
+
+def test_what_the_library_can_not_encode_is_a_matter_of_the_tokenizer(tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[U]": 1}, unk_token="[U]"))
+    content = json.loads(inner.to_str())
+    del content["model"]["vocab"]["[U]"]
+    with pytest.raises(DataError, match=r"tokenizer x: can't encode a text: .*Mend its tokenizer.json"):
+        JsonTokenizer(json.dumps(content).encode(), "x").encode("b")
+
+
+def test_a_panic_of_the_library_is_an_error():
+    content = json.loads(BPE.content)
+    content["model"]["continuing_subword_prefix"] = "a prefix that is longer than the tokens"
+    with pytest.raises(ValueError, match=r"out of range.*Mend its tokenizer.json"):
+        JsonTokenizer(json.dumps(content).encode(), "x")
+
+
+def test_ids_that_no_table_can_have_are_refused(tmp_path):
+    content = json.loads(BPE.content)
+    content["model"]["vocab"]["the"] = 1 << 31
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"'the' has the id 2147483648, not an integer in \[0, 16,777,216\)"):
+        load_tokenizer(tmp_path)
 
 
 def test_tokenizer_beside_a_manifest_must_be_its_own(tmp_path):

@@ -8,7 +8,15 @@ from maxtrain.observe.anomaly import Anomalies, counted
 
 def value(*kinds, halted=False):
     found = np.array([kind in kinds for kind in ANOMALIES])
-    numbers = {"loss": 9.5, "grad_norm": 4.0, "weight_norm": 7.0, "bad_leaf": 1, "halted": halted, "found": found}
+    numbers = {
+        "loss": 9.5,
+        "grad_norm": 4.0,
+        "weight_norm": 7.0,
+        "bad_leaf": 1,
+        "bad_update": -1,
+        "halted": halted,
+        "found": found,
+    }
     return numbers | {"median": np.array([2.0, 1.0, 5.0]), "deviation": np.array([0.5, 0.1, 0.0])}
 
 
@@ -26,6 +34,12 @@ def test_every_kind_has_its_numbers_its_key_and_a_mend():
     }
     for kind, text in expected.items():
         assert f"step 8: {kind}: " in words[kind].message and text in words[kind].message
+
+
+def test_an_update_that_would_not_be_finite_is_named():
+    told = Anomalies(AnomalyConfig(), ["embedding", "opt_state.mu.embedding"], lambda step: "")
+    (found,) = told.observe(8, value("non_finite") | {"bad_leaf": -1, "bad_update": 1})
+    assert "but the update would make opt_state.mu.embedding so; the step changed nothing" in found.message
 
 
 def test_what_lasts_is_told_once_and_what_halts_the_run_always():

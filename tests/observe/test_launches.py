@@ -87,11 +87,11 @@ def test_the_revision_is_that_of_a_checkout_of_ours(tmp_path):
     assert git_revision(tmp_path) == f"{revision}+changes"
 
 
-def test_a_launch_after_a_torn_line_is_a_line_of_its_own(tmp_path):
-    append_launch(tmp_path, {"step": 0})
+def test_a_launch_after_a_torn_line_is_a_line_of_its_own(record, tmp_path):
+    append_launch(tmp_path, record | {"step": 0})
     with open(tmp_path / "launches.jsonl", "a") as file:
         file.write('{"step": 7, "ver')
-    append_launch(tmp_path, {"step": 8})
+    append_launch(tmp_path, record | {"step": 8})
     assert [launch["step"] for launch in read_launches(tmp_path)] == [0, 8]
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from maxtrain.observe.metrics import MetricsLog, Stopwatch, read_metrics
+from maxtrain.observe.metrics import MetricsLog, Stopwatch, metrics_owner, read_metrics
 
 
 def refuse(name):
@@ -55,11 +55,38 @@ def test_a_run_without_metrics_has_none(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-@pytest.mark.parametrize("line", ["{broken", "3", '{"loss": 1}'])
-def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text(f'{{"kind": "train", "step": 1}}\n{line}\n{{"kind": "train", "step": 2}}\n')
+BROKEN = ["{broken", "3", '{"loss": 1}', '{"step": 2, "loss": 1}', '{"kind": "train", "step": "2"}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
+def test_a_broken_line_in_the_middle_is_named_and_put_aside(tmp_path, line):
+    before = f'{{"kind": "train", "step": 1}}\n{line}\n{{"kind": "train", "step": 2}}\n'
+    (tmp_path / "metrics.jsonl").write_text(before)
     with pytest.raises(DataError, match=r"metrics.jsonl:2 .*Delete that line"):
-        MetricsLog(tmp_path, resume_step=1)
+        read_metrics(tmp_path)
+    log = MetricsLog(tmp_path, resume_step=2)
+    log.close()
+    assert "metrics.jsonl:2 is not a record of metrics" in log.problems[0]
+    (aside,) = tmp_path.glob("metrics.jsonl.damaged-*")
+    assert aside.read_text() == before and aside.name in log.problems[1]
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_a_log_knows_whether_its_records_are_those_that_were_saved(tmp_path):
+    log = MetricsLog(tmp_path, run="a")
+    for step in (1, 2):
+        log.append(step, {"loss": float("nan"), "set": "é"})
+    kept = log.kept()
+    log.append(3, {"loss": 1.0})
+    log.close()
+    assert metrics_owner(tmp_path) == "a" and kept.records == 2
+    for again in (MetricsLog(tmp_path, 3, kept=kept), MetricsLog(tmp_path, 2, kept=kept)):
+        again.close()
+        assert again.problems == []
+    assert again.kept() == kept
+    lost = MetricsLog(tmp_path, 1, kept=kept)
+    lost.close()
+    assert len(lost.problems) == 1 and "of 2 records up to step 1, 1 are there, the last of step 1" in lost.problems[0]
 
 
 class Clock:

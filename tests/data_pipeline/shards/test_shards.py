@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,6 +22,7 @@ from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import DataError
 from data_pipeline.loader import open_training
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter, TokenShards, checked, files, token_dtype
+from data_pipeline.shards.manifest import digest_of
 
 
 def build(directory, shards_of_documents, vocab_size=1000, masks=None, eod="append"):
@@ -310,6 +312,79 @@ def test_directories_that_are_not_shards(tmp_path):
         TokenShards.open(build(tmp_path / "empty", []))
     with pytest.raises(DataError, match=r"document 7 does not exist. Choose one of 0 to 0"):
         TokenShards.open(build(tmp_path / "one", [[[1]]])).document(7)
+
+
+def _places(value, path=()):
+    """Where the values inside a JSON value are."""
+    if isinstance(value, dict | list):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield (*path, key)
+            yield from _places(inner, (*path, key))
+
+
+def _replaced(value, place, wrong):
+    """A copy of a JSON value in which another one is at a place."""
+    copy = json.loads(json.dumps(value))
+    *before, last = place
+    inner = copy
+    for key in before:
+        inner = inner[key]
+    inner[last] = wrong
+    return copy
+
+
+def test_a_manifest_with_a_wrong_value_anywhere_is_told(tmp_path):
+    """Even where its digest is that of what it says: then it was not damaged, but written by another program."""
+    directory = build(tmp_path, [[[1, 2, 3], [4]], [[5, 6]]], masks=[[[True, False, True], [True]], [None]])
+    path = directory / "manifest.json"
+    problems = {"NUL character": {"count": 1, "left_out": 1, "examples": ["a.txt:1"]}}
+    manifest = dataclasses.replace(Manifest.load(directory), problems=problems, sources=[{"kind": "text"}], settings={"n": 1})
+    manifest.save(directory)
+    good = json.loads(path.read_text())
+    accepted = []
+    for place in _places(good):
+        for wrong in (None, -1, 1e400, 10**30, 0.5, True, "x", "../x.bin", [], {}):
+            content = _replaced(good, place, wrong)
+            if place != ("digest",):
+                content["digest"] = digest_of({key: value for key, value in content.items() if key != "digest"})
+            path.write_text(json.dumps(content))
+            try:
+                TokenShards.open(directory, "off")
+                accepted.append((place, wrong))
+            except DataError as error:
+                assert re.search(r"Restore it from a copy|Name a directory|Update the program", str(error)), error
+                assert len(str(error)) < 500
+    # What says nothing of the tokens, and is of the type that it should be of, may be anything.
+    for place, wrong in accepted:
+        if place[:-1] in [("sources", 0), ("settings",)]:
+            assert wrong != 1e400
+        elif wrong is None:
+            assert place in [("shards", 1, "targets"), ("shards", 1, "first_targets")], place
+        elif isinstance(wrong, str):
+            texts = [("tokenizer", "name"), ("command",), ("problems", "NUL character", "examples", 0)]
+            assert place in texts, place
+        else:
+            assert (place, wrong) in [
+                (("sources",), []), (("sources", 0), {}), (("settings",), {}), (("problems",), {}),
+                (("problems", "NUL character", "examples"), []),
+            ], (place, wrong)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"version": 1, "version": 1}', "is not JSON .a key is there twice: 'version'"),
+        ("[" * 100_000, "is not JSON .lists or objects are more than 200 deep"),
+        ('{"version": ' + "9" * 5000 + "}", "is not JSON .a number has too many digits"),
+        ('{"version": 1, "shards": [], "digest": {}}', "changed after it was built"),
+        ("\ufeff{}", "is not a manifest"),
+        ("\ud800", "is not JSON"),
+    ],
+)
+def test_a_manifest_that_is_hardly_json_is_told(tmp_path, text, message):
+    (tmp_path / "manifest.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(DataError, match=message):
+        TokenShards.open(tmp_path)
 
 
 def test_pickled_reader_reads_the_same(large):

@@ -1,15 +1,19 @@
 """Parquet files and Hugging Face datasets on disk: every row once, whatever the layout; what is damaged or no text is named."""
 
+import contextlib
+import io
 import itertools
 import json
 import sys
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from data_pipeline.build import make_units
 from data_pipeline.errors import DataError
-from data_pipeline.sources import FORMATS
+from data_pipeline.sources import FORMATS, arrow
 from data_pipeline.sources.document import Options, held_out
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -97,7 +101,7 @@ def test_saved_datasets_that_can_not_be_used(tmp_path, prepared):
     error = prepared.error(65, "--arrow", tmp_path / "gone")
     assert "data-00001-of-00002.arrow: is missing" in error and "save the dataset again" in error
     save_to_disk(tmp_path / "odd", TEXTS)
-    for content in ("{", "[]", "{}", '{"_data_files": 3}', '{"_data_files": [3]}'):
+    for content in ("{", "[]", "{}", '{"_data_files": 3}', '{"_data_files": [3]}', '{"_data_files": [{"filename": 3}]}'):
         (tmp_path / "odd" / "state.json").write_text(content)
         error = prepared.error(65, "--arrow", tmp_path / "odd")
         assert "is not what save_to_disk writes" in error and "Restore it from a copy" in error
@@ -118,6 +122,23 @@ def test_files_that_can_not_be_used(tmp_path, prepared, name):
         path.write_bytes(data)
         error = prepared.error(65, f"--{name}", path, "--key", "body")
         assert f"a.{name}: is not a" in error and "Restore it from a copy, or leave it out." in error
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_no_damage_to_an_arrow_file_reads_outside_of_it(tmp_path_factory, data):
+    """Offsets of texts are bytes like any others: pyarrow itself would read wherever they lead."""
+    folder = tmp_path_factory.mktemp("damaged")
+    table, sink = pyarrow.table({"text": ["one", "two é", None, "three"] * 5}), io.BytesIO()
+    with pyarrow.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=7)
+    content = bytearray(sink.getvalue())
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=4)):
+        content[at] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xFF]))
+    (folder / "a.arrow").write_bytes(content)
+    with contextlib.suppress(DataError):
+        for piece in arrow.find(str(folder / "a.arrow"), Options()):
+            assert sum(1 for _ in arrow.documents(piece)) <= piece.stop + 1
 
 
 @pytest.mark.parametrize("name", ["parquet", "arrow"])

@@ -1,5 +1,6 @@
 """nanoGPT's .bin and OLMo's .npy: documents between end marks, in any width, however divided; wrong tokenizers are found."""
 
+import io
 import itertools
 
 import numpy as np
@@ -11,6 +12,7 @@ from data_pipeline.build import make_units
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import flat
 from data_pipeline.sources.document import Options, held_out
+from data_pipeline.tokenizer import ByteTokenizer
 
 TEXTS = [f"document {n} é 東 " * (n % 7 + 1) for n in range(2500)]
 OPTIONS = Options("text", 257, 256)  # of the tokenizer `bytes`
@@ -102,6 +104,17 @@ def test_a_tokenizer_must_be_given_and_must_be_the_right_one(tmp_path, prepared,
     assert "id -2 at byte 136 is outside" in error
     monkeypatch.setattr(flat, "_LONGEST", 1)
     assert "2 tokens from token 0 on hold no 256" in prepared.error(65, *command, "--tokenizer", "bytes")
+
+
+@pytest.mark.parametrize("damage", ['"', "\x17", "(", "[" * 40, "\x00", "9" * 40])
+def test_a_damaged_header_of_numpy_is_told(tmp_path, prepared, damage):
+    content = io.BytesIO()
+    np.save(content, np.arange(300, dtype="<u2") % 256)
+    (tmp_path / "tokenizer.json").write_bytes(ByteTokenizer().content)
+    good = content.getvalue()
+    (tmp_path / "a.npy").write_bytes(good[:20] + damage.encode() + good[20 + len(damage) :])
+    error = prepared.error(65, "--olmo", f"{tmp_path}/a.npy", "--tokenizer", tmp_path)
+    assert "has numpy's header, but" in error and "Restore it from a copy, or make it again" in error
 
 
 def test_files_that_can_not_be_used(tmp_path, prepared):

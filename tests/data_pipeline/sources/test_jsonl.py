@@ -45,6 +45,20 @@ def test_damage_is_found(tmp_path, prepared, packing):
         assert prepared.texts("--jsonl", f"{tmp_path}/*.jsonl*", "--on-bad", "skip")[-1] == "document 0 é 東\n"
 
 
+@pytest.mark.parametrize("packing", ["", "gz", "zst"])
+def test_a_line_that_is_too_long_is_a_bad_document(tmp_path, prepared, monkeypatch, packing):
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 1000)
+    long = json.dumps({"text": "x" * 5000}).encode()
+    exactly = json.dumps({"text": "y" * 987}).encode()
+    assert len(exactly) == 999
+    data = b'{"text": "one"}\n' + exactly + b"\n" + long + b'\n{"text": "two"}\n' + long
+    path = tmp_path / f"a.jsonl{packing and f'.{packing}'}"
+    path.write_bytes(pack(packing, data) if packing else data)
+    error = prepared.error(65, "--jsonl", path)
+    assert f"{path}:3: a line of 1,000 bytes or more. Mend the file, or give --on-bad skip or replace" in error
+    assert prepared.texts("--jsonl", path, "--on-bad", "replace") == ["one", "y" * 987, "two"]
+
+
 def test_zst_without_its_package(tmp_path, prepared, monkeypatch):
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
     for name in ("compression.zstd", "backports.zstd"):

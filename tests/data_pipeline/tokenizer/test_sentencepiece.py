@@ -131,6 +131,7 @@ def test_characters_without_an_id_are_told():
         (MODELS["t5"], '{"eos_token": 3}', "eos_token of tokenizer_config.json is 3, not a token"),
         (MODELS["t5"], '{"added_tokens_decoder": {"9": {"content": "<x>", "special": true}}}', "gives '<x>' another id"),
         (MODELS["t5"], '{"added_tokens_decoder": {"999": {"content": "<x>"}}}', "adds '<x>' to be found in text"),
+        (MODELS["t5"], '{"added_tokens_decoder": {"99999999": {"content": "<x>", "special": true}}}', "has the id 99999999"),
         (MODELS["t5"], '{"added_tokens_decoder": []}', "added_tokens_decoder of tokenizer_config.json is not an object"),
     ],
 )

@@ -1,0 +1,382 @@
+"""Random configs, each trained for two steps with evaluation, saves and a resume, or refused with a mend.
+
+    python -m benchmarks.fuzz_configs [--trials 300] [--seed 1] [--first 0] [--folder DIR]
+
+A trial draws values for some keys, most of them usual and some at the very ends of their ranges. What the checks refuse must
+be refused with a mend; what they name is then taken out, until the config is accepted or nothing is left to take out.
+
+An accepted one trains two steps or so, with a checkpoint after each. Then the last checkpoint is removed, and the same
+command must come to the same numbers and the same arrays, bit for bit. It may also end with a message (a model that diverges, a
+document that is longer than a row), but never with a traceback, by a signal or not at all.
+
+Exit code 1: something was found; its log and the command are named.
+"""
+
+import argparse
+import collections
+import dataclasses
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from benchmarks.chaos.victim import Scene, end, make_data
+from data_pipeline.errors import ConfigError
+from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.compare import compare_arrays, compare_records
+from maxtrain.config import RunConfig, load_config
+from maxtrain.config.keys import element
+from maxtrain.observe.metrics import read_metrics
+
+DEVICES = 8
+CHANGES = {
+    "steps": 2,
+    "log_interval": 1,
+    "eval_interval": 2,
+    "eval_steps": 1,
+    "checkpoint_interval": 1,
+    "schedule": {"warmup_steps": 1},
+    "precision": {},
+    "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 64},
+    "mesh": {"data": 2, "fsdp": 4, "simulated_devices": DEVICES},
+}
+MEND = re.compile(
+    r"(Set|Add|Keep|Write|Leave|Did you mean|Remove|Correct|Give|Use|Lower|Raise|Prepare|Install|Look|Mend|Put)\b"
+)
+# Where a run is and who is in it, what ends it early, and what only waits.
+NOT_DRAWN = re.compile(
+    r"run_name|output_dir|steps|checkpoint_interval|log_interval|.*\.path|data\.(cache|cache_bytes|accept_changes|workers)"
+    r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)"
+    r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)|observe\..*|watchdog\..*|.*\.NAME\.?.*"
+)
+# Values of keys whose range says too little about what is usual; the others have the ends of their range and some in between.
+HINTS: dict[str, Sequence[str]] = {
+    "seed": ["0", "1", "4294967295"],
+    "eval_interval": ["0", "1", "2", "3"],
+    "eval_steps": ["-1", "1", "2", "1000"],
+    "model.vocab_size": ["null", "264", "320", "1000", "100"],
+    "model.num_layers": ["1", "2", "3"],
+    "model.embed_dim": ["8", "16", "24", "32", "48", "2"],
+    "model.mlp_dim": ["8", "32", "40", "64", "1"],
+    "model.num_heads": ["1", "2", "4", "8", "3"],
+    "model.num_kv_heads": ["1", "2", "4", "8"],
+    "model.head_dim": ["null", "2", "6", "8", "16", "128", "7"],
+    "model.max_length": ["16", "32", "64", "8192", "2147483647"],
+    "model.rope_original_length": ["1", "16", "8192", "2147483647"],
+    "model.loss_chunk": ["0", "1", "7", "64", "2048", "2147483647"],
+    "init.mup_base_width": ["null", "8", "16", "1000000"],
+    "init.mup_base_head_dim": ["null", "2", "8", "1000000"],
+    "init.mup_base_depth": ["null", "1", "2", "1000000"],
+    "data.seq_length": ["32", "16", "24", "64", "1", "2", "33", "128"],
+    "data.batch_size": ["8", "16", "24", "32", "12", "1"],
+    "data.packing": ["stream", "bins", "pad"],
+    "data.on_long": ["skip", "truncate", "raise"],
+    "data.corruption.token_id": ["null", "0", "5", "255", "100000"],
+    "data.prefetch": ["1", "2", "7", "1024"],
+    "data.fill_patience": ["1", "2", "8", "1000"],
+    "data.stages": [
+        "[]",
+        "[{until: 1}, {batch_size: 16}]",
+        "[{until: 1, seq_length: 16}, {seq_length: 32}]",
+        "[{until: 0.5, unit: fraction, weights: {text: 1}}, {}]",
+        "[{until: 256, unit: tokens}, {weights: {text: 2}}]",
+        "[{until: 3}, {}]",
+    ],
+    "eval.batch_size": ["null", "8", "16", "3"],
+    "eval.seq_length": ["null", "16", "32", "33", "64"],
+    "eval.sets": ["{}"],
+    "optimizer.no_decay": ["[]", "[embed]", "[norm, attention]", "['.']", "[nothing]"],
+    "optimizer.groups": [
+        "{}",
+        "{a: {pattern: embed, lr_factor: 0}}",
+        "{a: {pattern: attention, lr_factor: 0.5}, b: {pattern: mlp, weight_decay: 0}}",
+        "{a: {pattern: .}}",
+        "{a: {pattern: embed}, b: {pattern: emb}}",
+        "{a: {pattern: nothing}}",
+    ],
+    "optimizer.accumulation": ["1", "2", "4", "8", "3"],
+    "optimizer.learning_rate": ["1e-3", "1e-2", "3e-4", "1e-37", "1e6"],
+    "schedule.warmup_steps": ["0", "1", "2", "100"],
+    "schedule.min_learning_rate": ["0", "1e-5", "1e-4", "1"],
+    "schedule.timescale": ["null", "1", "7", "2147483647"],
+    "schedule.pieces": [
+        "[]",
+        "[{}]",
+        "[{name: constant, until: 0.5, unit: fraction}, {name: linear}]",
+        "[{name: polynomial, power: 3, until: 1, end: 0.5}, {name: inverse_sqrt, end: 0.1}]",
+        "[{name: exponential, end: 0}]",
+        "[{start: 2, end: 0.1, name: cosine}]",
+    ],
+    "loss.adversarial_steps": ["1", "2", "3"],
+    "mesh.data": ["1", "2", "4", "8", "-1"],
+    "mesh.fsdp": ["1", "2", "4", "8", "-1"],
+    "mesh.tensor": ["1", "2", "4", "8", "-1"],
+    "checkpoint.keep": ["1", "2", "3"],
+}
+FOREIGN = {"model.attention": ["cudnn", "flash"]}  # values that need another device than this machine has
+# Drawn together, so that what belongs together is tried together more often than chance would.
+THEMES: Sequence[Sequence[str]] = (
+    ("mesh.data=-1", "mesh.fsdp=1", "optimizer.zero=1"),
+    ("mesh.data=4", "mesh.fsdp=2", "optimizer.zero=2"),
+    ("mesh.data=8", "mesh.fsdp=1", "optimizer.zero=3"),
+    ("mesh.tensor=2", "mesh.fsdp=2", "mesh.data=2", "model.vocab_size=264"),
+    ("mesh.tensor=8", "mesh.fsdp=1", "mesh.data=1", "model.vocab_size=264", "model.num_heads=8", "model.num_kv_heads=8"),
+    ("precision.params=bfloat16", "optimizer.stochastic_rounding=true"),
+    ("precision.compute=float16", "loss_scale.mode=dynamic", "loss_scale.initial=1024"),
+    ("precision.compute=float32", "loss_scale.mode=static", "loss_scale.initial=8"),
+    ("determinism=full", "integrity.repeat_interval=1"),
+    ("integrity.replicas_interval=1",),
+    ("data.packing=bins", "data.on_long=truncate"),
+    ("data.packing=pad", "data.on_long=truncate"),
+    ("data.packing=bins", "data.on_long=truncate", "optimizer.normalize=sequences"),
+    ("optimizer.name=muon",),
+    ("optimizer.name=adafactor",),
+    ("optimizer.ema_decay=0.9",),
+    ("init.name=normal", "init.std=0.02"),
+    ("init.mup_base_width=8", "init.mup_base_depth=2", "init.mup_base_head_dim=4"),
+    ("loss.adversarial=1", "loss.adversarial_steps=2"),
+    ("loss.by_source=true", "data.sources.more.path={folder}/more/data/train", "data.sources.more.weight=0.5"),
+    ("schedule.name=pieces", "schedule.pieces=[{until: 0.5, unit: fraction}, {start: 1}]", "schedule.warmup_steps=0"),
+    ("model.attention=eager", "regularization.attention_dropout=0.1"),
+    ("regularization.residual_dropout=0.1", "regularization.embedding_noise=5", "regularization.stochastic_depth=0.5"),
+    ("data.corruption.rate=0.3", "data.corruption.span=3"),
+    ("anomaly.loss_spike=rollback", "anomaly.min_steps=4", "anomaly.window=4"),
+    ("checkpoint.asynchronous=false",),
+    ("checkpoint.keep_best=true", "checkpoint.keep=1"),
+    ("checkpoint.copy_to={folder}/second",),
+    ("model.rope_scaling=llama3",),
+    ("model.tie_embeddings=true",),
+    ("model.scan_layers=false", "model.remat=dots"),
+    ("data.workers=1",),
+    ("steps=auto", "data.sources.text.epochs=0.1"),
+    ("steps=auto", "data.sources.text.epochs=0.05", "data.on_exhausted=repeat", "data.stages=[{until: 3}]"),
+    ("steps=1",),
+    ("steps=3", "checkpoint_interval=2", "eval.sets.heldout.interval=1"),
+    ("checkpoint_interval=0",),
+    ("checkpoint.minutes=1e-37", "checkpoint_interval=0"),
+    ("log_interval=2",),
+    ("log_interval=3", "steps=4"),
+    ("eval.sets.heldout.steps=-1", "eval.sets.heldout.batch_size=16"),
+    ("eval.sets.heldout.interval=0",),
+    ("eval.sets.again.path={folder}/data/eval", "eval.sets.again.interval=1"),
+    ("data.sources.more.path={folder}/more/data/train", "data.sources.text.weight=1e-37"),
+    ("data.sources.more.path={folder}/more/data/train", "data.sources.more.weight=3e38", "data.on_exhausted=error"),
+    ("observe.prompts=[the, of]",),
+)  # fmt: skip
+
+
+class Key(NamedTuple):
+    """A key that is drawn, and its values as one would type them."""
+
+    path: str
+    values: Sequence[str]
+
+
+class Outcome(NamedTuple):
+    """What came of a trial: trained, ended (with a message), refused (after all), or found (a bug, in words)."""
+
+    kind: Literal["trained", "ended", "refused", "found"]
+    words: str
+    overrides: Sequence[str]
+    refusals: int  # how often the checks refused it before
+
+
+def drawn_keys(section: Any = None, prefix: str = "") -> list[Key]:
+    """Every key of the schema that trials draw, with candidates for its value."""
+    found = []
+    for field in dataclasses.fields(section or RunConfig):
+        path = prefix + field.name
+        if dataclasses.is_dataclass(field.type):
+            found += drawn_keys(field.type, f"{path}.")
+        elif not NOT_DRAWN.fullmatch(path) and (path in HINTS or element(field.type) is None):
+            found.append(Key(path, HINTS.get(path) or _values(path, field)))
+    return found
+
+
+def _values(path: str, field: Any) -> list[str]:
+    """Values of a key without a hint: all of a choice; of a number the ends of its range, the default and some in between."""
+    options = [*typing.get_args(field.type)] or [field.type]
+    limits = field.metadata
+    values = []
+    for option in options:
+        if typing.get_origin(option) is Literal or isinstance(option, str):
+            values += [option] if isinstance(option, str) else typing.get_args(option)
+        elif option is bool:
+            values += ["true", "false"]
+        elif option is type(None):
+            values.append("null")
+        elif option is int:
+            low = limits["low"] if limits["low"] is not None else 0
+            high = limits["high"] if limits["high"] is not None else 2**31 - 1
+            values += [str(n) for n in (low, low + 1, 2, 3, 5, high) if low <= n <= high]
+        elif option is float:
+            least = limits["low"] if limits["low"] is not None else 1.2e-38
+            most = limits["high"] if limits["high"] is not None else 3.4e38
+            usual = field.default if isinstance(field.default, float) else 0.5
+            values += [str(x) for x in (least, usual, usual, 0.1, 0.5, 0.9, most) if least <= x <= most]
+    return [value for value in dict.fromkeys(values) if value not in FOREIGN.get(path, ())]
+
+
+def draw(rng: random.Random, folder: Path) -> list[str]:
+    """The overrides of a trial."""
+    chosen: dict[str, str] = {}
+    for theme in rng.sample(THEMES, rng.choice((0, 1, 1, 2, 3))):
+        for override in theme:
+            path, _, value = override.replace("{folder}", str(folder)).partition("=")
+            chosen.setdefault(path, value)
+    keys = drawn_keys()
+    for key in rng.sample(keys, rng.choice((0, 2, 4, 8, 16, 24))):
+        chosen.setdefault(key.path, rng.choice(key.values))
+    return [f"{path}={value}" for path, value in chosen.items()]
+
+
+def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] | None, int]:
+    """Overrides without those that the checks refuse; None: nothing is left to take out. And how often they refused.
+
+    Raises:
+        AssertionError: a refusal without a mend.
+    """
+    left = list(overrides)
+    for refusals in range(20):
+        try:
+            load_config([*words, *left])
+            return left, refusals
+        except ConfigError as error:
+            for problem in error.problems:
+                assert MEND.search(problem.partition(". ")[2] or problem), f"no mend: {problem}"
+            text = "\n".join(error.problems)
+            named = [o for o in left if re.search(rf"(?<![\w.]){re.escape(o.partition('=')[0])}(?![\w])", text)]
+            if not named:
+                return None, refusals + 1
+            left.remove(named[-1])
+    return None, 20
+
+
+def trial(
+    words: Sequence[str],
+    runs: Path,
+    name: str,
+    overrides: Sequence[str],
+    run: Callable[[Sequence[str]], tuple[int | str, str]],
+) -> Outcome:
+    """Trains a config, and goes on again from the checkpoint before its last.
+
+    Args:
+        words: of the command line that every trial has.
+        runs: where the run directories are.
+        name: of the run.
+        overrides: what is tried.
+        run: does what the command does with such words; gives its exit code, or "hangs", and what it said.
+    """
+    try:
+        left, refusals = accepted(words, overrides)
+    except Exception as error:  # anything but a ConfigError is what is looked for
+        return Outcome("found", f"loading: {type(error).__name__}: {error}", overrides, 0)
+    if left is None:
+        return Outcome("refused", "", overrides, refusals)
+    command = [*words, f"run_name={name}", *left]
+    code, said = run(command)
+    if wrong := _wrong(code, said):
+        return Outcome("found", wrong, left, refusals)
+    if code:
+        return Outcome("refused" if code == 78 else "ended", f"exit {code}: {_message(said)}", left, refusals)
+    folder = runs / name
+    first = folder.with_name(f"{name}-first")
+    shutil.copytree(folder, first)
+    config = load_config(command)
+    last = max(saved_digests(folder / "checkpoints"), default=0)
+    places = [folder / "checkpoints"]
+    if config.checkpoint.copy_to:
+        places.append(Path(config.checkpoint.copy_to, name, "checkpoints"))
+    for place in places:
+        shutil.rmtree(place / str(last), ignore_errors=True)
+    code, said = run(command)
+    if code:
+        return Outcome("found", f"the resumed run: exit {code}: {_message(said)}", left, refusals)
+    different = [field.name for field in compare_records(read_metrics(first), read_metrics(folder)) if field.different]
+    step, count, arrays = compare_arrays(saved_digests(first / "checkpoints"), saved_digests(folder / "checkpoints"))
+    if different or arrays or (step, bool(count)) != (last, True):
+        words_of = f"records {different}, arrays {arrays[:5]}, step {step} with {count} arrays"
+        return Outcome("found", f"the resumed run is another one: {words_of}", left, refusals)
+    for done in (folder, first, *(place.parent for place in places)):
+        shutil.rmtree(done, ignore_errors=True)
+    return Outcome("trained", "", left, refusals)
+
+
+def _wrong(code: int | str, said: str) -> str:
+    """What is wrong with how a command ended, if anything is."""
+    if "Traceback" in said:
+        return f"a traceback: {said.strip().splitlines()[-1][:300]}"
+    if code not in (0, 65, 70, 78):
+        return f"ended with {code}: {_message(said)}"
+    if code and not MEND.search(_message(said)):
+        return f"exit {code} without a mend: {_message(said)}"
+    return ""
+
+
+def _message(said: str) -> str:
+    """The error that a command ends with."""
+    return said[said.rfind("error:") :].strip()[:600] if "error:" in said else said.strip()[-300:]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the trials and prints what came of them; 1 if there is a find."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial")
+    parser.add_argument("--folder", type=Path, help="for data and runs; default: a temporary one")
+    options = parser.parse_args(argv)
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="fuzz-configs-"))
+    scene = make_scene(folder)
+    jax.config.update("jax_disable_most_optimizations", True)
+    counts: collections.Counter[str] = collections.Counter()
+    for number in range(options.first, options.first + options.trials):
+        begin = time.monotonic()
+        name = f"{options.seed}-{number}"
+        overrides = draw(random.Random(name), folder)
+        outcome = trial(
+            scene.words(name)[:1], scene.runs, name, overrides, lambda words, name=name: _forked(scene, name, words)
+        )
+        counts[outcome.kind] += 1
+        counts["refused first"] += bool(outcome.refusals)
+        seconds = time.monotonic() - begin
+        print(f"{name}: {outcome.kind} in {seconds:.0f} s {outcome.words}", flush=True)
+        if outcome.kind != "trained":
+            print(
+                "   ", " ".join(repr(override) if " " in override else override for override in outcome.overrides), flush=True
+            )
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+    print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    return 1 if counts["found"] else 0
+
+
+def make_scene(folder: Path) -> Scene:
+    """Two sets of data, and the config that trials begin with."""
+    scene = Scene(folder, 0.006, **CHANGES)  # some documents fit into a row, some do not
+    scene.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # twice as many trials in the same time
+    (folder / "second").mkdir(exist_ok=True)
+    if not (folder / "more").exists():
+        make_data(folder / "more", 0.005)
+    return scene
+
+
+def _forked(scene: Scene, name: str, words: Sequence[str]) -> tuple[int | str, str]:
+    """A run in a process forked from this one."""
+    log = scene.log(name)
+    log.unlink(missing_ok=True)
+    overrides = [word for word in words if not word.startswith(("config=", "run_name="))]
+    code = end(scene.start(name, *overrides))
+    return code, log.read_text(errors="replace")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

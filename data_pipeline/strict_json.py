@@ -1,0 +1,94 @@
+"""JSON from outside, read strictly: one meaning, or a ValueError. The only place of this package that parses JSON.
+
+Python's own parser takes more than JSON is: of a key that is there twice it keeps the last, NaN and Infinity become numbers,
+as does 1e400, and brackets in brackets end in a RecursionError, here or wherever the value is walked through later.
+"""
+
+import json
+import math
+from typing import Any, NoReturn
+
+MAX_DEPTH = 200  # lists and objects inside each other; code that walks through a value may recurse
+_BOM = b"\xef\xbb\xbf"
+_CONTAINERS = frozenset((dict, list))
+
+
+class StrictJsonError(ValueError):
+    """Text that Python's parser would take, or die of, and that is refused. `kind` is the rule, the message has the place too.
+
+    Text that is not JSON at all raises json.JSONDecodeError, and bytes that are not UTF-8 a UnicodeDecodeError: both are
+    ValueErrors as well.
+    """
+
+    def __init__(self, kind: str, found: str = ""):
+        super().__init__(f"{kind}: {found}" if found else kind)
+        self.kind = kind
+
+
+def loads(text: str | bytes) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        text: all of it; bytes are UTF-8, with or without a byte order mark.
+
+    Returns:
+        None, bool, int, float, str, list or dict. Strings may hold lone surrogates, which JSON can spell. All floats are
+        finite. Lists and objects are at most MAX_DEPTH inside each other.
+
+    Raises:
+        ValueError: it is not JSON, or not strictly so; see `StrictJsonError`.
+    """
+    if isinstance(text, bytes):
+        text = text.removeprefix(_BOM).decode()
+    try:
+        value = _DECODER.decode(text)
+    except (json.JSONDecodeError, StrictJsonError):
+        raise
+    except RecursionError:
+        raise StrictJsonError(_TOO_DEEP) from None
+    except ValueError as error:  # only int() raises it, since it would take minutes for a million digits
+        raise StrictJsonError("a number has too many digits") from error
+    if _is_deep(value):
+        raise StrictJsonError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP = f"lists or objects are more than {MAX_DEPTH} deep"
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether lists and objects are more than MAX_DEPTH inside each other."""
+    depth = 0
+    level = [value] if type(value) in _CONTAINERS else []
+    while level and depth <= MAX_DEPTH:
+        inner = []
+        for container in level:
+            items = container.values() if type(container) is dict else container
+            if not _CONTAINERS.isdisjoint(map(type, items)):  # four times as fast as to look at each item here
+                inner += [item for item in items if type(item) in _CONTAINERS]
+        level = inner
+        depth += 1
+    return depth > MAX_DEPTH
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise StrictJsonError("a key is there twice", repr(twice[:80]))
+    return made
+
+
+def _make_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise StrictJsonError("a number is beyond 64-bit floats", text[:80])
+    return number
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise StrictJsonError("NaN or Infinity, which JSON does not have", name)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_make_object, parse_float=_make_float, parse_constant=_refuse_constant)

@@ -1,0 +1,61 @@
+"""Whether the arrays of a checkpoint are finite: bytes that are whole can be weights that are worthless. Needs no device."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# By numpy's name of a type in zarr's metadata: the unsigned type of its size, and the bits of its exponent. All of these
+# are set in NaN and infinity alone.
+_EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {
+    "<f8": (np.uint64, 0x7FF0_0000_0000_0000),
+    "<f4": (np.uint32, 0x7F80_0000),
+    "<f2": (np.uint16, 0x7C00),
+    "bfloat16": (np.uint16, 0x7F80),
+}
+_CHUNK_BYTES = 1 << 24
+
+
+def must_be_finite(name: str) -> bool:
+    """Whether an array of a training state, such as `params.layers.mlp.up`, is worthless with a NaN or infinity in it.
+
+    Weights, their averages and moments are. What judges steps is not: it holds infinity where it has not seen anything yet.
+    """
+    return name.startswith(("params.", "opt_state."))
+
+
+def find_non_finite(path: Path, commit: dict[str, Any]) -> str:
+    """What of a step directory's arrays must be finite and is not; empty if nothing.
+
+    Numbers are read from plain files. Those of several processes' steps lie in another format: there, what was seen when
+    they were saved counts. OSError: a file can't be read.
+    """
+    for name, array in commit["arrays"].items():
+        if not must_be_finite(name):
+            continue
+        if array.get("finite") is False:
+            return f"array {name} was not finite when it was saved"
+        for file, numbers in _plain_numbers(path, commit, array.get("stored", name)):
+            if numbers.any():
+                return f"array {name} is not finite: {file} holds {int(numbers.sum()):,} NaN or infinite numbers"
+    return ""
+
+
+def _plain_numbers(path: Path, commit: dict[str, Any], name: str) -> Iterator[tuple[str, np.ndarray]]:
+    """The plain files of an array, piece by piece, and of each number there whether it is not finite."""
+    header = f"arrays/{name}/.zarray"
+    if header not in commit["files"]:
+        return
+    zarr = json.loads((path / header).read_bytes())
+    if zarr.get("compressor") or zarr.get("filters") or zarr["dtype"] not in _EXPONENTS:
+        return
+    bits, exponent = _EXPONENTS[zarr["dtype"]]
+    pattern = re.compile(re.escape(f"arrays/{name}/") + r"\d[\d.]*")
+    for file in commit["files"]:
+        if pattern.fullmatch(file):
+            with (path / file).open("rb") as stream:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    yield file, (np.frombuffer(chunk, bits) & bits(exponent)) == bits(exponent)

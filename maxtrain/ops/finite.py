@@ -1,0 +1,45 @@
+"""Whether arrays hold nothing but finite numbers, found out where they lie."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from maxtrain.ops.digest import compiler_options, leaf_names
+from maxtrain.parallel.sharding import constrain
+
+
+def finite_leaves(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
+    """Of each leaf, whether all its numbers are finite; true of whole numbers. To be called inside jit.
+
+    Zero times a number is zero, and NaN for NaN and infinity: so the sum of these is finite or NaN. A sum is one pass over
+    memory that CPUs do with vectors, and keeps NaN when it is added up over devices. The maximum between
+    devices does not: it drops NaN, or not, depending on which device comes first.
+    """
+    return jnp.stack([_is_finite(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def _is_finite(x: Array) -> Bool[Array, ""]:
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or x.size == 0:
+        return jnp.ones((), bool)
+    return jnp.isfinite((x * 0).sum())
+
+
+def begin_finite(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
+    """As `finite_leaves`, for arrays at rest: on the device, without waiting for it; whole on every device."""
+    return _program(jax.default_backend())(jax.tree.leaves(tree))
+
+
+def non_finite_names(tree: PyTree[Array]) -> list[str]:
+    """Names of the leaves that hold NaN or infinity, such as `params.layers.mlp.up`; waits for the device."""
+    found = jax.device_get(begin_finite(tree)).tolist()
+    return [name for name, finite in zip(leaf_names(tree), found, strict=True) if not finite]
+
+
+@functools.cache
+def _program(platform: str) -> jax.stages.Wrapped:
+    def of_all(leaves: list[Array]) -> Array:
+        return constrain(finite_leaves(leaves), None)
+
+    return jax.jit(of_all, compiler_options=compiler_options(platform))

@@ -1,0 +1,201 @@
+"""A run's folder is one thing: each of its files carries the run's id, and a launch compares them before it does anything.
+
+The id is made up when a run is launched first, and kept in RUN/run.json together with the newest step that ever counted.
+What decides over steps and records (checkpoints, rollbacks.json, metrics.jsonl) must be of this run, else the launch is
+refused. What only tells of them (config.yaml and the books of observe/books.py) is put aside, and the run goes on.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from data_pipeline import strict_json
+from data_pipeline.errors import StorageError
+from data_pipeline.shards import write_atomic
+from maxtrain.checkpoint import rollback
+from maxtrain.checkpoint.listing import complete, read_record
+from maxtrain.observe import launches, metrics
+from maxtrain.observe.attempts import attempts
+from maxtrain.observe.books import put_aside
+from maxtrain.observe.goodput import CLOCK
+
+FILE_NAME = "run.json"
+CONFIG = "config.yaml"
+_HEADER = re.compile(r"# run: (\w+)\n")
+_MOST_SUPERVISORS = 4096
+
+
+class RunFolder:
+    """The folder of one run, as it is found when a launch begins.
+
+    Args:
+        path: RUN.
+        second: where its checkpoints are copied to; None: nowhere.
+
+    Raises:
+        StorageError: files that decide are of several runs, or can't be read.
+    """
+
+    def __init__(self, path: Path, second: Path | None = None):
+        self.path = path
+        self._steps = [step for place in (path / "checkpoints", second) if place for step in complete(place).values()]
+        self.told: list[str] = []  # what was found, and does not stop the run
+        content = self._read()
+        self.saved = int(content.get("saved", 0))  # the newest step that is known to have counted; 0: none
+        self._adopted = [int(step) for step in content.get("adopted", ())]  # steps by a version without ids
+        self.id = _one_run(path, self._owners(str(content.get("run", ""))))
+        if not content:  # an older version has kept no such file: a launch that did not begin at 0 had a checkpoint
+            self.saved = max((launch["step"] for launch in launches.read_launches(path)), default=0)
+        self._is_lost = self.saved > 0 and not self._steps
+
+    def _read(self) -> dict[str, Any]:
+        """What run.json says; nothing if it is not there, or is not what this program writes."""
+        try:
+            return _read_identity(self.path)
+        except (OSError, ValueError, TypeError) as error:
+            file = self.path / FILE_NAME
+            self.told.append(f"{file} can't be read ({error}). It is made anew from the other files of the run.")
+            return {}
+
+    def _owners(self, own: str) -> Iterator[tuple[str, str]]:
+        """The files that decide, and the id that each carries; empty for one that carries none and should."""
+        if own:
+            yield FILE_NAME, own
+        if theirs := metrics.metrics_owner(self.path):
+            yield metrics.FILE_NAME, theirs
+        ids = {path: str(read_record(path).get("run", "")) for path in self._steps}
+        for path, theirs in ids.items():
+            if theirs or (own and int(path.name) not in self._adopted):
+                yield str(path), theirs
+        if (theirs := rollback.owner(self.path)) is not None and (theirs or own or any(ids.values())):
+            yield rollback.FILE_NAME, theirs
+
+    def require_checkpoints(self, start_over: bool) -> None:
+        """StorageError: steps were saved and are gone, and the run is not meant to start over."""
+        if self._is_lost and not start_over:
+            rule = f"has no checkpoint, although step {self.saved:,} was saved; nothing is changed"
+            mend = "Mount or bring back that folder to go on. To begin again at step 1, set checkpoint.start_over=true, which"
+            raise StorageError(
+                f"{self.path / 'checkpoints'} {rule}. {mend} keeps what is left of the run in its folder, or set run_name to "
+                "another name."
+            )
+
+    def begin(self, tell: Callable[[str], object]) -> None:
+        """Makes the folder this run's own; to be called by the process that holds its lock.
+
+        `tell` gets a line about everything that was found and put aside.
+        """
+        if self._is_lost:
+            tell(f"The run starts over. What is left of it is kept in {self._set_aside()}.")
+        for text in self.told:
+            tell(text)
+        if not self.id:
+            self.id = secrets.token_hex(8)
+            self._adopted = sorted({int(path.name) for path in self._steps})
+        if rollback.owner(self.path) == "":
+            rollback.write_rollbacks(self.path, rollback.read_rollbacks(self.path) or [], self.id)
+        self._write()
+        self._mend_books(tell)
+
+    def _mend_books(self, tell: Callable[[str], object]) -> None:
+        supervisors = [number for number in range(_MOST_SUPERVISORS) if (self.path / attempts(number).name).exists()]
+        for book in (CLOCK, launches.LAUNCHES, *map(attempts, supervisors)):
+            try:
+                for text in book.mend(self.path, self.id):
+                    tell(text)
+            except OSError as error:
+                tell(f"{self.path / book.name} can't be mended ({error.strerror}); the run goes on.")
+        file = self.path / CONFIG
+        theirs = config_owner(self.path)
+        if theirs not in ("", self.id):
+            tell(f"{file} is of another run, {theirs}. It is kept as {put_aside(file).name}, and written anew.")
+
+    def note_saved(self, step: int) -> None:
+        """A checkpoint of this step counts from now on."""
+        self.saved = max(self.saved, step)
+        with contextlib.suppress(OSError):  # the checkpoint counts all the same
+            self._write()
+
+    def note_discarded_after(self, step: int) -> None:
+        """Checkpoints of later steps are about to be removed."""
+        if self.saved > step:
+            self.saved = step
+            self._write()
+
+    def write_config(self, text: str) -> None:
+        """RUN/config.yaml, with the run's id in its first line."""
+        write_atomic(self.path / CONFIG, f"# run: {self.id}\n{text}".encode())
+
+    def _write(self) -> None:
+        content = {"run": self.id, "saved": self.saved, "adopted": self._adopted}
+        write_atomic(self.path / FILE_NAME, json.dumps(content).encode() + b"\n")
+
+    def _set_aside(self) -> Path:
+        """Moves all files but the lock to a folder of their own, run.json last: it is what says that this is to be done."""
+        target = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        target.mkdir()
+        stay = {"lock", FILE_NAME, "checkpoints"}
+        for entry in sorted(self.path.iterdir()):
+            if entry.name not in stay and not entry.name.startswith("before-"):
+                entry.rename(target / entry.name)
+        (self.path / FILE_NAME).rename(target / FILE_NAME)
+        self.id, self.saved, self._adopted = "", 0, []
+        return target
+
+
+def _read_identity(run: Path) -> dict[str, Any]:
+    """The content of RUN/run.json, empty if there is none; OSError, ValueError or TypeError: it is not as it should be."""
+    file = run / FILE_NAME
+    if not file.exists():
+        return {}
+    content = strict_json.loads(file.read_bytes())
+    if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+        raise ValueError("it has no id of a run")
+    int(content.get("saved", 0))
+    [int(step) for step in content.get("adopted", ())]
+    return content
+
+
+def run_id(run: Path) -> str:
+    """The id of the run in this folder, empty if it has none or can't be read; for books about it."""
+    try:
+        return str(_read_identity(run).get("run", ""))
+    except (OSError, ValueError, TypeError):
+        return ""
+
+
+def require_own_config(run: Path) -> None:
+    """StorageError: RUN/config.yaml is not of the run that the other files of the folder are of."""
+    folder, theirs = RunFolder(run), config_owner(run)
+    if folder.id and theirs not in ("", folder.id):
+        rule = f"is of run {theirs}, and the checkpoints beside it are of run {folder.id}"
+        raise StorageError(f"{run / CONFIG} {rule}. Bring back the one that belongs there.")
+
+
+def config_owner(run: Path) -> str:
+    """The id of the run that RUN/config.yaml is of; empty if it does not say, or is not there."""
+    try:
+        with (run / CONFIG).open(encoding="utf-8", errors="replace") as file:
+            found = _HEADER.match(file.readline())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def _one_run(path: Path, owners: Iterator[tuple[str, str]]) -> str:
+    """The one id that all these files carry, empty if there are none; StorageError: they are of several runs."""
+    files = defaultdict[str, list[str]](list)
+    for name, run in owners:
+        files[run].append(name)
+    if len(files) <= 1:
+        return next(iter(files), "")
+    lines = [f"\n  {f'of run {run}' if run else 'of no run'}: {', '.join(names[:8])}" for run, names in files.items()]
+    mend = "Move away what is not of this run, or set run_name to another name"
+    raise StorageError(f"{path} holds files of several runs; nothing is changed.{''.join(lines)}\n{mend}.")
