@@ -39,7 +39,15 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.parallel.agreement import Board, connect_peers, gather, is_loss, losing_others, raise_together, require_agreement
+from maxtrain.parallel.agreement import (
+    Board,
+    connect_peers,
+    gather,
+    is_loss,
+    losing_others,
+    raise_together,
+    require_agreement,
+)
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
@@ -90,7 +98,6 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
-        progress.message(job.data.describe())
         describe(progress, job)
         require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
         connect_peers(job.mesh)
@@ -160,7 +167,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 
 
 def describe(progress: Progress, job: Job) -> None:
-    """What is about to train, and on what."""
+    """What is about to train, on which data and devices."""
+    progress.message(job.data.describe())
     config, devices = job.config, jax.devices()
     millions = sum(x.size for x in jax.tree.leaves(job.abstract.params)) / 1e6
     axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)

@@ -114,7 +114,8 @@ def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
                 problems.append(f"{name} differs at step {record['step']}: {record.get(name)}, {other.get(name)}")
         if record["kind"] == "train" and not record.get("batch_hash"):
             problems.append(f"step {record['step']} has no digest of its batch")
-        difference = abs(record["loss"] - other["loss"]) / abs(other["loss"])
+        name = "loss" if record["kind"] == "train" else "nll"
+        difference = abs(record[name] - other[name]) / abs(other[name])
         largest = max(largest, difference)
         if not difference <= TOLERANCE:
             problems.append(f"loss differs by {difference:.1e} of itself at step {record['step']}")

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import importlib.util
 import math
 import mmap
 import os
@@ -12,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jaxlib
 
 from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
@@ -120,7 +120,10 @@ def xla_knows(flag: str) -> bool:
     Only its own parser could say so, and that ends the process; so the library is searched for the name, which takes 10 ms.
     """
     name = b"\0" + flag.encode() + b"\0"
-    folder = Path(jaxlib.__file__).parent
+    package = importlib.util.find_spec("jaxlib")
+    if package is None or package.origin is None:
+        return False
+    folder = Path(package.origin).parent
     libraries = [path for path in folder.iterdir() if path.suffix in (".so", ".dylib", ".dll", ".pyd")]
     for path in sorted(libraries, key=lambda path: path.stat().st_size, reverse=True):
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
