@@ -53,7 +53,8 @@ class RunFolder:
         self.id = _one_run(path, self._owners(str(content.get("run", ""))))
         if not content:  # an older version has kept no such file: a launch that did not begin at 0 had a checkpoint
             self.saved = max((launch["step"] for launch in launches.read_launches(path)), default=0)
-        self._is_lost = self.saved > 0 and not self._steps
+        # Steps were saved and none is left: if that is meant, nothing of before counts any more.
+        self.starts_over = self.saved > 0 and not self._steps
 
     def _read(self) -> dict[str, Any]:
         """What run.json says; nothing if it is not there, or is not what this program writes."""
@@ -79,7 +80,7 @@ class RunFolder:
 
     def require_checkpoints(self, start_over: bool) -> None:
         """StorageError: steps were saved and are gone, and the run is not meant to start over."""
-        if self._is_lost and not start_over:
+        if self.starts_over and not start_over:
             rule = f"has no checkpoint, although step {self.saved:,} was saved; nothing is changed"
             mend = "Mount or bring back that folder to go on. To begin again at step 1, set checkpoint.start_over=true, which"
             raise StorageError(
@@ -92,7 +93,7 @@ class RunFolder:
 
         `tell` gets a line about everything that was found and put aside.
         """
-        if self._is_lost:
+        if self.starts_over:
             tell(f"The run starts over. What is left of it is kept in {self._set_aside()}.")
         for text in self.told:
             tell(text)

@@ -39,15 +39,7 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.parallel.agreement import (
-    Board,
-    connect_peers,
-    gather,
-    is_loss,
-    losing_others,
-    raise_together,
-    require_agreement,
-)
+from maxtrain.parallel.agreement import Board, connect_peers, gather, is_loss, losing_others, raise_together, require_agreement
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
@@ -84,7 +76,7 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
     second = second_of(folder / "checkpoints", config.checkpoint)
     run_folder = RunFolder(folder, second)
     run_folder.require_checkpoints(config.checkpoint.start_over)
-    rollbacks = read_rollbacks(folder)
+    rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
     saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks), second)
     rollbacks = (saved or {}).get("rollbacks", []) if rollbacks is None else rollbacks
     with clock.during("start"):
@@ -135,12 +127,18 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         finally:
             loop.close()
     stop.save_first(None)
+    conclude(loop, state)
+
+
+def conclude(loop: "Loop", state: TrainState) -> None:
+    """What a run that has come to its end says. DivergedError: it has hardly trained."""
+    job, records = loop.job, loop.records
     problem = lack_of_progress(loop.step, records.skipped)
-    if chief:
+    if jax.process_index() == 0:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
         found, ending = records.guard.found, records.ending
-        finish(config, job.data, job.sets, loop.step, clock, ending, found, model, loop.rollbacks, problem)
+        finish(job.config, job.data, job.sets, loop.step, loop.clock, ending, found, model, loop.rollbacks, problem)
     if problem:
         raise DivergedError(problem)
 

@@ -165,6 +165,7 @@ def test_checkpoints_that_are_gone_do_not_start_the_run_over(folder, run, capsys
     (run / "checkpoints").mkdir()  # a mount point, with nothing mounted
     assert "although step 6 was saved" in refused(folder, run, capsys)
     before = (run / "metrics.jsonl").read_bytes()
+    write_rollbacks(run, [STEP], RunFolder(run).id)  # of before: the run that starts over leaves nothing out
     said = goes_on(folder, run, capsys, "checkpoint.start_over=true")
     (kept,) = run.glob("before-*")
     assert f"The run starts over. What is left of it is kept in {kept}" in said

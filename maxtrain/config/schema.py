@@ -85,7 +85,7 @@ class OptimizerConfig:
     name: Literal["adamw", "adam", "sgd", "momentum", "nesterov", "adafactor", "lion", "muon"] = key(
         "adamw", "update rule; muon: of the layers' matrices, AdamW of the rest; see docs/numerics.md"
     )
-    learning_rate: float = key(3e-4, "peak", above=0, high=1e6)
+    learning_rate: float = key(3e-4, "peak", above=0)
     momentum: float = key(0.95, "momentum, nesterov, muon: decay of the sum or mean of gradients", low=0)
     beta1: float = key(0.9, "decay of the mean of gradients", low=0)
     beta2: float = key(0.95, "decay of the mean of squared gradients", low=0)

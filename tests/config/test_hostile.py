@@ -341,7 +341,11 @@ def test_a_whole_number_that_int32_does_not_hold(path):
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("optimizer.learning_rate=1e39", "must be at most 1000000.0. Set optimizer.learning_rate to at most 1000000.0"),
+        (
+            "optimizer.learning_rate=1e39",
+            "must be at most 3.403e+38 (float32). Set optimizer.learning_rate to at most 3.403e+38",
+        ),
+        ("optimizer.weight_decay=1e300", "must be at most 1000000.0. Set optimizer.weight_decay to at most 1000000.0"),
         ("data.sources.stdlib.weight=1e39", "must be at most 3.403e+38 (float32). Set data.sources.stdlib.weight to at most"),
         ("optimizer.eps=1e-300", "must be at least 1.175e-38: float32 makes 0 of what is smaller"),
         ("optimizer.weight_decay=1e-300", "must be 0 or at least 1.175e-38: float32 makes 0 of what is smaller"),

@@ -170,7 +170,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     assert [m["skipped_in_row"] for m in metrics] == [0, 1, 2, 2, 3]
     assert np.isnan(metrics[1]["loss"]) and not np.isfinite(metrics[1]["grad_norm"])
     assert np.isfinite(metrics[2]["loss"]) and not np.isfinite(metrics[2]["grad_norm"])
-    assert np.isnan(metrics[4]["loss"])
+    assert np.isnan(metrics[4]["loss"]) and np.isnan(metrics[4]["targets"]), "no step without targets"
     assert metrics[3]["loss"] == metrics[3]["targets"] == metrics[3]["grad_norm"] == 0
     assert all(m["learning_rate"] == plain_metrics[1]["learning_rate"] for m in metrics[1:])
 
