@@ -41,6 +41,8 @@ def test_a_dose_of_each_fault(tmp_path):
         "SIGKILL | 3 |",
         "SIGKILL around rollbacks | 2 |",
         "another mesh, accumulation or number of processes | 1 |",
+        "worthless weights, all hashes right | 1 |",
+        "a checkpoint of another run | 1 |",
         "signal in: step | 1 |",
         "disk full | 2 |",
         "checkpoint: no damage, no alarm | 2 |",
@@ -166,6 +168,12 @@ SAYS_NOTHING = Fault("a fault", names=("clock.jsonl",), must_say=True)
 def test_a_fault_that_nothing_is_said_of_is_seen(code, said, problem):
     found = judge_words(SAYS_NOTHING, code, said)
     assert any(problem in what for what in found) if problem else found == []
+
+
+def test_a_refusal_is_no_way_out_where_the_run_could_go_on():
+    assert judge_words(Fault("a fault", must_go_on=True), 74, "error: runs/a is gone") == [
+        "ended with 74, where it could have gone on"
+    ]
 
 
 def test_which_checkpoints_must_be_there():

@@ -29,7 +29,7 @@ from benchmarks.chaos.terms import terms
 
 Job = Callable[[Path, Tally, argparse.Namespace], None]  # a folder, what to count, the options
 
-DOSE = {"kills": 3, "rollbacks": 2, "meshes": 1, "terms": 4, "disk": 2, "checkpoints": 22, "shards": 22}
+DOSE = {"kills": 3, "rollbacks": 2, "meshes": 1, "meaning": 4, "terms": 4, "disk": 2, "checkpoints": 22, "shards": 22}
 
 
 def dose(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:

@@ -33,7 +33,7 @@ from maxtrain.observe.metrics import FILE_NAME
 from maxtrain.ops.digest import tree_digests
 
 CODES = (0, 64, 65, 70, 74, 75, 78)
-STRUCK = (24, 37, 41)  # steps after which a base was killed
+STRUCK = (24, 37, 41)  # steps after which a base was killed, with two or three checkpoints
 NAN = 50  # a step whose batch has a NaN, in one kind of fault
 CHANGES = {
     "steps": 60,
@@ -59,6 +59,7 @@ class Fault(NamedTuple):
         steps: what the launch after it is asked for; 0: as many as the reference has.
         evaluations: the series of evaluations may be another one afterwards, which must be said.
         must_say: one of the names must be said in any case.
+        must_go_on: a refusal would be a failure.
         mend: overrides of the launch after a refusal; None: the fault is taken back before it.
         beside: starts what runs beside the launch after it.
         reference: the run that it must end as.
@@ -72,6 +73,7 @@ class Fault(NamedTuple):
     steps: int = 0
     evaluations: bool = False
     must_say: bool = False
+    must_go_on: bool = False
     mend: tuple[str, ...] | None = None
     beside: Callable[[Path], Forked] | None = None
     reference: str = "reference"
@@ -90,9 +92,10 @@ class Stage(Scene):
             make_data(folder / "other", 0.02, WORDS[:8])
         for step in STRUCK:
             if not (self.runs / f"base-{step}").exists():
-                self._make(f"base-{step}", -signal.SIGKILL, fault=f"after_step:kill:{step + 1}")
+                fault = f"after_step:kill:{step + 1}"
+                self._make(f"base-{step}", -signal.SIGKILL, "checkpoint.asynchronous=false", fault=fault)
         if not (self.runs / "foreign").exists():
-            self._make("foreign", -signal.SIGKILL, "seed=7", fault="after_step:kill:52")
+            self._make("foreign", -signal.SIGKILL, "seed=7", "checkpoint.asynchronous=false", fault="after_step:kill:52")
         if not (self.runs / "nan").exists():
             self._make("nan", 0, fault=f"data:nan:{NAN}")
         self.reference()
@@ -144,7 +147,7 @@ def worthless_weights(stage: Stage, run: Path, rng: random.Random) -> Fault:
     commit["arrays"][name]["digest"] = next(iter(apart(digested)))[name]
     commit["files"] |= hash_files(step, [file])
     (step / "commit.json").write_bytes(encode_commit(commit))
-    return Fault(f"{value} in {name} of the newest checkpoint", names=(name,), must_say=True)
+    return Fault(f"{value} in {name} of the newest checkpoint", names=(name,), must_say=True, must_go_on=True)
 
 
 def wrong_types(stage: Stage, run: Path, rng: random.Random) -> Fault:
@@ -248,7 +251,7 @@ def pruned(stage: Stage, run: Path, rng: random.Random) -> Fault:
         words = ["prune", str(run), "--keep", "1", "--apply"]
         return Forked(lambda: checkpoints.main(words), stage.log(f"{run.name}-prune"), {})
 
-    return Fault("pruned beside a training", failpoint="after_step:delay=0.02", beside=prune)
+    return Fault("pruned beside a training", failpoint="after_step:delay=0.02", beside=prune, must_go_on=True)
 
 
 def fewer_steps(stage: Stage, run: Path, rng: random.Random) -> Fault:
@@ -396,6 +399,8 @@ def judge_words(fault: Fault, code: int | str, said: str) -> list[str]:
     messages = re.findall(r"^error: (.*(?:\n .*)*)", said, re.MULTILINE)
     if code != 0 and not any(NAMES.search(message) for message in messages):
         problems.append(f"exit code {code} and no message that names a file or a key: {messages}")
+    if code != 0 and fault.must_go_on:
+        problems.append(f"ended with {code}, where it could have gone on")
     if code == 0 and fault.must_say and not any(name in said for name in fault.names):
         problems.append(f"SILENT: it says nothing of {' or '.join(fault.names)}")
     return problems
@@ -426,7 +431,7 @@ def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     counts, failed = collections.Counter[str](), collections.Counter[str]()
     ends = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     while not tally.done():
-        kind = list(KINDS)[tally.trials % len(KINDS)]
+        kind = list(KINDS)[(tally.trials + asked.seed) % len(KINDS)]
         name = f"{tally.name}-{tally.trials}"
         trial = Trial(stage, name, rng, asked.commands)
         what, ended, problems = trial.make(KINDS[kind])
