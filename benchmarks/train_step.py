@@ -129,7 +129,7 @@ def where(variant: Variant) -> str:
 
 def kind(name: str, op: str) -> str:
     """What an XLA operation belongs to, from its place in the model."""
-    attention = re.search(r"z[mhs]+,z[mhs]+->z", op)
+    attention = re.search(r"bk[mhs]+,bk[mhs]+->bk", op)
     if "while/body" in op:
         return "head and loss: products" if "dot_general" in op else "head and loss: everything else"
     if attention:

@@ -21,7 +21,14 @@ import pytest
 TESTS = Path(__file__).parent
 ROOMS_WITHOUT_JAX = ("data_pipeline", "config")
 # Beginnings of paths.
-COMPILED_QUICKLY = ("models/test_regularization", "test_anomalies", "test_probe", "test_quickstart", "test_train")
+COMPILED_QUICKLY = (
+    "models/test_regularization",
+    "training/test_products",
+    "test_anomalies",
+    "test_probe",
+    "test_quickstart",
+    "test_train",
+)
 WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
 CACHE = Path("~/.cache/maxtrain/jax-tests").expanduser()
 CACHE_DAYS = 30

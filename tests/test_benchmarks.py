@@ -35,7 +35,7 @@ def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
 
 
 def test_kind_tells_attention_from_head_and_weights():
-    assert train_step.kind("ynn_fusion.1", "jit(step)/jvp(zmh,zhs->zms)/dot_general") == "attention: products"
+    assert train_step.kind("ynn_fusion.1", "jit(step)/jvp(bkmh,bkhs->bkms)/dot_general") == "attention: products"
     assert train_step.kind("ynn_fusion", "jit(step)/while/body/dot_general") == "head and loss: products"
     assert train_step.kind("ynn_fusion", "jit(step)/jvp(...i,io->...o)/dot_general") == "layers: products with weights"
 

@@ -6,16 +6,109 @@ is the rounded activation and the unrounded weight (which is alive anyway).
 """
 
 import functools
+import string
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def contract(spec: str, a: Array, b: Array) -> Array:
-    """einsum accumulated and returned in float32; float32 inputs are multiplied exactly (no TF32 or bf16 passes)."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(spec, a, b, precision=precision, preferred_element_type=jnp.float32)
+def contract(spec: str, a: Array, b: Array, *, in_place: bool = False) -> Array:
+    """einsum of two arrays, accumulated and returned in float32.
+
+    Args:
+        spec: as in `jnp.einsum`; "..." may stand in front of the letters of a and of the result.
+        a: any float type. Of float32, products are exact (no TF32 or bf16 passes).
+        b: of the same type as a.
+        in_place: the result goes straight into arithmetic, element by element, not into a transpose.
+            XLA may then do this arithmetic in the result's own memory on CPUs; see below.
+
+    Returns:
+        float32.
+    """
+    if a.dtype == jnp.float32:
+        return jnp.einsum(spec, a, b, precision="highest", preferred_element_type=jnp.float32)
+    on_cpu = functools.partial(_contract_on_cpu, spec, in_place)
+    elsewhere = functools.partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
+    return jax.lax.platform_dependent(a, b, cpu=on_cpu, default=elsewhere)
+
+
+def _contract_on_cpu(spec: str, in_place: bool, a: Array, b: Array) -> Array:
+    """`contract` of low-precision inputs, so that every CPU has a kernel for it.
+
+    XLA's CPU compiler chooses the products that its library of fast kernels gets in bfloat16 while
+    they still look as they were written. The inputs of all others are converted to float32, which
+    gives the same products. Only later does it fold transposes of inputs and results into products,
+    and the library takes none whose first input has the contracted dim before the free one. Such a
+    product is left without a kernel, and the program fails when it runs ("Unsupported element type
+    for DotThunk"). So the first input is brought into the library's order beforehand, with the batch
+    dims as one and first, and the contracted dims as one and last; and it and the result stand
+    behind barriers that nothing is folded across. The compiler removes the barriers before it
+    generates code. A barrier behind attention's scores would double the memory of the program: they
+    do without, since they are multiplied and masked before anything else.
+    """
+    dims = _Dims.of(spec, a.ndim)
+    a = _transposed(a, dims.a, dims.batch + dims.a_free + dims.contracted)
+    b = _transposed(b, dims.b, dims.batch + dims.b_rest())
+    batch_shape = a.shape[: len(dims.batch)]
+    a_free_shape = a.shape[len(dims.batch) : a.ndim - len(dims.contracted)]
+    b_rest_shape = b.shape[len(dims.batch) :]
+    if len(dims.batch) > 1:
+        a = a.reshape(-1, *a.shape[len(dims.batch) :])
+        b = b.reshape(-1, *b_rest_shape)
+    batch = tuple(range(min(len(dims.batch), 1)))
+    if len(dims.contracted) > 1:
+        a = a.reshape(*a.shape[: len(batch) + len(a_free_shape)], -1)
+        b = b.reshape(*b.shape[: len(batch)], -1, *b_rest_shape[len(dims.contracted) :])
+        b_contracted = len(batch)
+    else:
+        b_contracted = len(batch) + dims.b_rest().index(dims.contracted)
+    a = jax.lax.optimization_barrier(a)
+    numbers = (((a.ndim - 1,), (b_contracted,)), (batch, batch))
+    with jax.named_scope(spec):  # as jnp.einsum does, for profiles
+        out = jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.float32)
+    if not in_place:
+        out = jax.lax.optimization_barrier(out)
+    out = out.reshape(*batch_shape, *out.shape[len(batch) :])
+    return _transposed(out, dims.batch + dims.a_free + dims.b_free, dims.out)
+
+
+class _Dims(NamedTuple):
+    """The letters of an einsum of two arrays, one a dim."""
+
+    a: str
+    b: str
+    out: str
+    batch: str  # in a, b and the result
+    contracted: str  # in a and b, not in the result
+    a_free: str
+    b_free: str
+
+    @classmethod
+    def of(cls, spec: str, a_ndim: int) -> "_Dims":
+        inputs, out = spec.split("->")
+        a, b = inputs.split(",")
+        if "..." in a:
+            leading = string.ascii_uppercase[: a_ndim - len(a) + len("...")]
+            a = a.replace("...", leading)
+            out = out.replace("...", leading)
+        batch = "".join(letter for letter in a if letter in b and letter in out)
+        contracted = "".join(letter for letter in a if letter in b and letter not in out)
+        a_free = "".join(letter for letter in a if letter not in b)
+        b_free = "".join(letter for letter in b if letter not in a)
+        assert contracted and sorted(out) == sorted(batch + a_free + b_free), spec
+        return cls(a, b, out, batch, contracted, a_free, b_free)
+
+    def b_rest(self) -> str:
+        """What follows the batch dims of b: as it is if one dim is contracted, else those that are come first."""
+        if len(self.contracted) > 1:
+            return self.contracted + self.b_free
+        return "".join(letter for letter in self.b if letter not in self.batch)
+
+
+def _transposed(x: Array, letters: str, wanted: str) -> Array:
+    return x.transpose([letters.index(letter) for letter in wanted])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -30,8 +123,7 @@ def matmul(x: Float[Array, "*b i"], w: Float[Array, "i o"], dtype: str) -> Float
     Returns:
         [..., O] float32.
 
-    Differs: gradients are rounded to `dtype` before they are multiplied, and accumulate in float32. The leading dims of
-    x are never flattened: flattening halves the speed of the weight gradient on CPUs.
+    Differs: gradients are rounded to `dtype` before they are multiplied, and accumulate in float32.
     """
     return contract("...i,io->...o", x.astype(dtype), w.astype(dtype))
 

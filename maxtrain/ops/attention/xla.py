@@ -28,23 +28,9 @@ def _blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
     return [(start, stop, stop if keys == queries else keys) for start, stop in bounds]
 
 
-def _dot(spec: str, a: Array, b: Array) -> Array:
-    """A product batched over the two leading dims, with float32 accumulation.
-
-    XLA's CPU compiler multiplies bfloat16 in its fast kernels only with a single batch dim; with two it may go back to
-    float32. Elsewhere they stay apart, because they are split over different mesh axes.
-    """
-
-    def flat(a: Array, b: Array) -> Array:
-        out = contract(spec.replace("bk", "z"), a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:]))
-        return out.reshape(*a.shape[:2], *out.shape[1:])
-
-    return jax.lax.platform_dependent(a, b, cpu=flat, default=functools.partial(contract, spec))
-
-
 def _scores(q_BKMH: Array, k_BKHS: Array, q_seg: Array, kv_seg: Array, first: Any) -> Array:
     """Scaled, masked scores of one block [B, K, G * t, s]; the queries of a group lie one after the other."""
-    scores = _dot("bkmh,bkhs->bkms", q_BKMH, k_BKHS) * q_BKMH.shape[-1] ** -0.5
+    scores = contract("bkmh,bkhs->bkms", q_BKMH, k_BKHS, in_place=True) * q_BKMH.shape[-1] ** -0.5
     grouped = scores.reshape(*scores.shape[:2], -1, q_seg.shape[1], kv_seg.shape[1])
     mask = attention_mask(q_seg, kv_seg, first)[:, None, None]
     return jnp.where(mask, grouped, MASKED).reshape(scores.shape)
@@ -81,7 +67,7 @@ def _attend_forward(
         top = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - top)
         total = weights.sum(-1, keepdims=True)
-        out = _dot("bkms,bksh->bkmh", weights.astype(dtype), v_BKSH[:, :, :end]) / total
+        out = contract("bkms,bksh->bkmh", weights.astype(dtype), v_BKSH[:, :, :end]) / total
         outputs.append(_ungroup(out, stop - start))
         lses.append(top + jnp.log(total))
     return jnp.concatenate(outputs, axis=1), (q, k, v, q_seg, kv_seg, offset, lses)
@@ -97,11 +83,11 @@ def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
         block, dk_BKHS, dv_BKHS = jax.lax.optimization_barrier((block, dk_BKHS, dv_BKHS))
         scores = _scores(block, k_BKHS[..., :end], q_seg[:, start:stop], kv_seg[:, :end], start + offset)
         p = jnp.exp(scores - lse)
-        dp = _dot("bkmh,bkhs->bkms", g_block, v_BKHS[..., :end])
+        dp = contract("bkmh,bkhs->bkms", g_block, v_BKHS[..., :end], in_place=True)
         ds = (p * (dp - (p * dp).sum(-1, keepdims=True)) * H**-0.5).astype(dtype)
-        dq.append(_ungroup(_dot("bkms,bksh->bkmh", ds, k_BKSH[:, :, :end]), stop - start))
-        dk_BKHS = dk_BKHS.at[..., :end].add(_dot("bkhm,bkms->bkhs", block.swapaxes(2, 3), ds))
-        dv_BKHS = dv_BKHS.at[..., :end].add(_dot("bkhm,bkms->bkhs", g_block.swapaxes(2, 3), p.astype(dtype)))
+        dq.append(_ungroup(contract("bkms,bksh->bkmh", ds, k_BKSH[:, :, :end]), stop - start))
+        dk_BKHS = dk_BKHS.at[..., :end].add(contract("bkhm,bkms->bkhs", block.swapaxes(2, 3), ds))
+        dv_BKHS = dv_BKHS.at[..., :end].add(contract("bkhm,bkms->bkhs", g_block.swapaxes(2, 3), p.astype(dtype)))
     # Finished before they are rotated back: fused with that, the transposes are read element by element.
     dq, dk = jax.lax.optimization_barrier((jnp.concatenate(dq, axis=1), dk_BKHS.transpose(0, 3, 1, 2)))
     return dq, dk, dv_BKHS.transpose(0, 3, 1, 2), None, None, None
