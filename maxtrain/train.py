@@ -39,7 +39,15 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.parallel.agreement import Board, connect_peers, gather, is_loss, losing_others, raise_together, require_agreement
+from maxtrain.parallel.agreement import (
+    Board,
+    connect_peers,
+    gather,
+    is_loss,
+    losing_others,
+    raise_together,
+    require_agreement,
+)
 from maxtrain.parallel.distributed import leave
 from maxtrain.parallel.hardware import peak_flops
 from maxtrain.records import Records
