@@ -9,7 +9,6 @@ the file.
 
 import argparse
 import collections
-import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import DamagedError, DataError, StorageError, UserError
 from data_pipeline.loader import open_training
 from maxtrain.checkpoint.integrity import read_commit
-from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.listing import latest_record, read_record
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
@@ -135,7 +134,7 @@ def _open_newest(checkpoints: Checkpoints, abstract: dict[str, Any], sound: Path
         except UserError as error:
             return f"no step is left: {error}"
         digests = {name: entry["digest"] for name, entry in read_commit(sound / sound_name(expected))["arrays"].items()}
-        if record["step"] != expected or record != json.loads((sound / sound_name(expected) / "record.json").read_bytes()):
+        if record["step"] != expected or record != read_record(sound / sound_name(expected)):
             return f"SILENT: it goes on from step {record['step']}"
         return "" if tree_digests(state) == digests else "SILENT: arrays are not what was saved"
     return "it never ends"
