@@ -5,7 +5,6 @@ guessed: every tensor must be there, of the right shape, and none left over.
 """
 
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
+from data_pipeline import strict_json
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
@@ -133,7 +133,7 @@ def _read_part(there: Any, inputs: int | None, dims: tuple[int, ...], parts: lis
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = strict_json.loads(path.read_bytes())
         if isinstance(values, dict):
             return values
         raise ValueError("no object")

@@ -114,10 +114,15 @@ def test_exit_in_a_file_is_no_success_of_a_command(tmp_path, verb):
 def test_ctrl_c_ends_a_file_that_never_ends(tmp_path, command):
     (tmp_path / "c.py").write_text("print('begun', flush=True)\nwhile True:\n    try: pass\n    except BaseException: pass\n")
     words = [sys.executable, "-m", *command, f"config={tmp_path}/c.py"]
-    child = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert child.stderr and child.stderr.readline() == "begun\n"
-    child.send_signal(signal.SIGINT)
-    out, err = child.communicate(timeout=60)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # A shell that starts the tests in the background has them ignore SIGINT, and whatever they start.
+    child = subprocess.Popen(words, cwd=ROOT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes)
+    try:
+        assert child.stderr and child.stderr.readline() == "begun\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
     assert child.returncode == 75 and "Traceback" not in out + err and "Run the same command again" in err
 
 

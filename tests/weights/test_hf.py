@@ -263,3 +263,13 @@ def test_weights_of_another_model_than_the_run_asks_for_are_refused_key_by_key(c
         load_weights(params, copy, asked)
     keys = [problem.partition(" ")[0] for problem in caught.value.problems]
     assert keys == ["model.num_layers=2", "model.rope_factor=4.0"] and "Set model.num_layers=3." in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_refused(tmp_path, value):
+    directory = shutil.copytree(PARITY / "llama3", tmp_path / "model")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][3, 2] = value  # of a token that need not occur
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DataError, match=r"model\.embed_tokens\.weight holds NaN or infinity.*or use other weights"):
+        load_pretrained(directory)
