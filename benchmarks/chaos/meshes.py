@@ -125,6 +125,7 @@ def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
 def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """So many attempts, each with another layout than the one before it; most are stopped, the last of a run ends it."""
     scene, rng = Scene(folder / "meshes", **CHANGES), random.Random(asked.seed)
+    scene.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # nearly every layout is a program of its own
     reference = scene.reference()
     counts, largest, runs = collections.Counter[str](), 0.0, 0
     while not tally.done():
@@ -133,17 +134,18 @@ def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         while not problems and codes != [0] * max(1, len(codes)):
             processes = 2 if rng.random() < 0.2 or (before and before.processes == 2 and rng.random() < 0.3) else 1
             shape = rng.choice([shape for shape in shapes(processes) if shape != before])
-            codes, by = _attempt(scene, name, shape, rng, last=tally.done())
+            last = tally.done()
+            codes, by = _attempt(scene, name, shape, rng, last)
             left = Left(scene.runs / name)
             problems, difference = unlike(left, reference)
             largest = max(largest, difference)
             allowed = {"kill": {0, -signal.SIGKILL}, "stop": {0, 75}, "nothing": {0}}[by]
             problems += [f"ended with {codes} after {by}"] if not set(codes) <= allowed else []
-            if before:
+            if before and not last:
                 counts["other processes" if before.processes != shape.processes else "one process, or as many"] += 1
                 problem = f"{name}, from {before} to {shape}: {'; '.join(problems)}" if problems else ""
                 tally.count(problem, f"step {left.last}, {shape}")
-            elif problems:
+            elif problems:  # of the first attempt of a run, or of the one that ends the last run
                 tally.fail(f"{name}, {shape}: {'; '.join(problems)}")
             before = shape
         if not problems and left.last != scene.steps:
