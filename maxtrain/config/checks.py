@@ -10,6 +10,7 @@ import math
 import operator
 import os
 import re
+import warnings
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -304,9 +305,7 @@ def _optimizer(c: RunConfig) -> Iterator[Problem]:
     patterns += [("checkpoint.init_partial", pattern) for pattern in c.checkpoint.init_partial]
     patterns += [(f"optimizer.groups.{name}.pattern", group.pattern) for name, group in o.groups.items()]
     for key, pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
+        if error := _not_a_pattern(pattern):
             mend = f"Set {key} to part of a path, such as attention, with special characters after a backslash"
             yield f"{key}={pattern} must be a regular expression, but: {error}. {mend}."
     for name, group in o.groups.items():
@@ -329,6 +328,17 @@ def _optimizer(c: RunConfig) -> Iterator[Problem]:
         mend = "Set mesh.data=-1 and mesh.fsdp=1, for example, or optimizer.zero=0"
         problem = f"optimizer.zero={o.zero} splits over mesh.data, which is 1. {mend}."
         yield Idle("optimizer.zero", o.zero, "mesh.data=1", problem)
+
+
+def _not_a_pattern(text: str) -> str:
+    """Why a text is no regular expression, or one that a later Python will read otherwise; empty if it is a sound one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)
+            re.compile(text)
+    except (re.error, FutureWarning, RecursionError, OverflowError) as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _schedule(c: RunConfig) -> Iterator[Problem]:

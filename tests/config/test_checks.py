@@ -215,6 +215,11 @@ def pieces(text: str) -> list[str]:
             "Set optimizer.no_decay to part of",
         ),
         (
+            ["optimizer.no_decay='[[a]]'"],
+            "optimizer.no_decay=[[a]] must be a regular expression, but: Possible nested set",
+            "Set optimizer.no_decay to part of",
+        ),
+        (
             ["optimizer.groups.a.pattern=["],
             "optimizer.groups.a.pattern=[ must be a regular",
             "Set optimizer.groups.a.pattern to",
