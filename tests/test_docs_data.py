@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from data_pipeline.tokenizer import train_bpe
+from maxtrain.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "data.md").read_text()
@@ -63,7 +64,7 @@ def test_every_command_works_in_order(folder):
     assert any("every source in a fresh pass" in out for out in ends.values())
     changed = next(out for command, out in ends.items() if "accept_changes" in command)
     assert re.search(r"^50 to 60 .*16 x 64", changed, re.MULTILINE), changed
-    last = [json.loads(line) for line in (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
-    steps = [record["step"] for record in last if record["kind"] == "train"]
+    last = [record for record in read_metrics(folder / "runs" / "first") if record["kind"] == "train"]
+    steps = [record["step"] for record in last]
     assert steps == [*range(10, 61, 10)]
     assert last[-1]["epochs/web"] > last[2]["epochs/web"] == last[3]["epochs/web"], "the second stage reads only code"

@@ -54,7 +54,7 @@ def weights(folder, run_name):
 
 @pytest.mark.parametrize(
     "poison",
-    [["optimizer.learning_rate=3e38"], ["optimizer.weight_decay=3e38"], ["optimizer.eps=1e-37", "optimizer.clip_norm=3e38"]],
+    [["optimizer.learning_rate=3e38"], ["optimizer.weight_decay=1e6"], ["optimizer.eps=1e-37", "optimizer.clip_norm=3e38"]],
     ids=["learning_rate", "weight_decay", "eps"],
 )
 def test_poisoned_updates_never_take_the_place_of_good_steps(folder, poison, capsys, request):

@@ -10,8 +10,8 @@ import math
 import operator
 import os
 import re
-import warnings
 import struct
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

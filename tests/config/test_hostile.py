@@ -115,8 +115,10 @@ def test_ctrl_c_ends_a_file_that_never_ends(tmp_path, command):
     (tmp_path / "c.py").write_text("print('begun', flush=True)\nwhile True:\n    try: pass\n    except BaseException: pass\n")
     words = [sys.executable, "-m", *command, f"config={tmp_path}/c.py"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell that starts the tests in the background has them ignore SIGINT, and whatever they start.
-    child = subprocess.Popen(words, cwd=ROOT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **pipes)
+    # A shell that starts the tests in the background has them ignore SIGINT, and what they start inherits that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    child = subprocess.Popen(words, cwd=ROOT, **pipes)
+    signal.signal(signal.SIGINT, before)
     try:
         assert child.stderr and child.stderr.readline() == "begun\n"
         child.send_signal(signal.SIGINT)
