@@ -39,6 +39,7 @@ class Records:
         self.peak = math.nan  # FLOP/s of one device, which the speed is compared with
         self._waited = 0.0  # seconds that steps had waited for their batches at the last record
         self._logs: list[MetricsLog | TensorBoard] = []
+        self._metrics: MetricsLog | None = None  # the one of these that checkpoints remember, on process 0
         self.restore(None, [])
 
     def restore(self, record: dict[str, Any] | None, rollbacks: Sequence[Rollback]) -> None:
@@ -67,9 +68,8 @@ class Records:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's record has to hold of them."""
-        log = next((log for log in self._logs if isinstance(log, MetricsLog)), None)
         return {
-            "metrics": log.kept()._asdict() if log else None,
+            "metrics": self._metrics.kept()._asdict() if self._metrics else None,
             "tokens_seen": self._tokens_seen,
             "skipped": self.skipped,
             "guard": self.guard.state(),
@@ -89,6 +89,7 @@ class Records:
             for problem in log.problems:
                 self._progress.message(problem, style="bold red")
             self._logs.append(log)
+            self._metrics = log
             if self._config.observe.tensorboard:
                 self._logs.append(TensorBoard(folder, step))
         self._progress.update(step)

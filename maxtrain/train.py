@@ -83,9 +83,9 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
     folder = Path(config.output_dir, config.run_name)
     second = second_of(folder / "checkpoints", config.checkpoint)
     run_folder = RunFolder(folder, second)
-    run_folder.require_checkpoints(config.checkpoint.start_over)
     rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
     saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks), second)
+    run_folder.require_checkpoints(config.checkpoint.start_over)
     rollbacks = (saved or {}).get("rollbacks", []) if rollbacks is None else rollbacks
     with clock.during("start"):
         job = open_job(config, saved)

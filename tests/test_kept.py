@@ -54,8 +54,8 @@ def weights(folder, run_name):
 
 @pytest.mark.parametrize(
     "poison",
-    [["optimizer.learning_rate=3e38"], ["optimizer.weight_decay=1e6"], ["optimizer.eps=1e-37", "optimizer.clip_norm=3e38"]],
-    ids=["learning_rate", "weight_decay", "eps"],
+    [["optimizer.learning_rate=3e38"], ["optimizer.eps=1e-37", "optimizer.clip_norm=3e38"]],
+    ids=["learning_rate", "eps"],
 )
 def test_poisoned_updates_never_take_the_place_of_good_steps(folder, poison, capsys, request):
     run = f"poisoned-{request.node.callspec.id}"

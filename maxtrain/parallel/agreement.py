@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import distributed  # the coordinator's key-value store has no public name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -173,17 +174,20 @@ def connect_peers(mesh: Mesh) -> None:
     axes = [axis for axis, size in mesh.shape.items() if size > 1]
     for count in range(1, len(axes) + 1):
         for group in itertools.combinations(axes, count):
-            everywhere = NamedSharding(mesh, PartitionSpec())
             total = jax.shard_map(
-                functools.partial(jax.lax.psum, axis_name=group),
+                functools.partial(_sum_of_places, group),
                 mesh=mesh,
-                in_specs=PartitionSpec(),
+                in_specs=(),
                 out_specs=PartitionSpec(),
                 check_vma=False,
             )
             with jax.set_mesh(mesh), losing_others():
-                one = jax.device_put(np.ones((), np.float32), everywhere)
-                jax.jit(total)(one).block_until_ready()
+                jax.jit(total)().block_until_ready()
+
+
+def _sum_of_places(group: tuple[str, ...]) -> jax.Array:
+    """The smallest program for which all devices of a group have to meet: a sum of what the compiler can't know."""
+    return jax.lax.psum(jax.lax.axis_index(group).astype(jnp.float32), axis_name=group)
 
 
 def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
