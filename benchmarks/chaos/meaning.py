@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.chaos.report import Tally
 from benchmarks.chaos.victim import WORDS, Forked, Left, Scene, apart, end, make_data, put_away, wait_for
-from data_pipeline.errors import UserError
+from data_pipeline.errors import TryAgainError, UserError
 from maxtrain import checkpoints
 from maxtrain.checkpoint.integrity import encode_commit, hash_files, read_commit
 from maxtrain.compare import compare_records
@@ -367,7 +367,9 @@ class Trial:
         for path in self.run.rglob("commit.json"):
             with contextlib.suppress(ValueError, KeyError):
                 there[path.parent.name[:8]].add(read_commit(path.parent)["crc32"])
-        lost = [name for name, crc in commits.items() if crc not in there[name]]
+        newest = sorted(path.name for path in steps_of(self.run))[-CHANGES["checkpoint"]["keep"] :]
+        retired = newest[0] if len(newest) == CHANGES["checkpoint"]["keep"] else ""  # older ones went for newer ones
+        lost = [name for name, crc in commits.items() if crc not in there[name] and not name < retired]
         if lost:
             self.problems.append(f"LOST: checkpoints {lost}")
 
@@ -397,6 +399,8 @@ def judge_words(fault: Fault, code: int | str, said: str) -> list[str]:
     if "Traceback" in said:
         problems.append("there is a traceback")
     messages = re.findall(r"^error: (.*(?:\n .*)*)", said, re.MULTILINE)
+    if code == TryAgainError.exit_code:  # no error of the user's: its message comes last, by itself
+        messages = said.strip().splitlines()[-1:]
     if code != 0 and not any(NAMES.search(message) for message in messages):
         problems.append(f"exit code {code} and no message that names a file or a key: {messages}")
     if code != 0 and fault.must_go_on:

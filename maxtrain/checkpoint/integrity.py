@@ -19,6 +19,7 @@ from zlib_ng.zlib_ng import crc32
 
 from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
+from maxtrain.checkpoint.record import wrong_type
 
 FORMAT = 3  # 1 had only the sizes of files; 2 did not say whether arrays are finite, nor of which run they are
 BLOCK_BYTES = 64 << 20  # hashed at once; files of gigabytes are hashed by several threads
@@ -100,20 +101,22 @@ def defect(path: Path) -> str:
             return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
     try:
         damage = find_damage(path, {name: files[name] for name in SMALL_FILES if name in files})
-        return damage or _without_hashes(path, commit)
+        return damage or _worthless(path, commit)
     except (OSError, ValueError) as error:
         return f"a file is not readable ({error})"
 
 
-def _without_hashes(path: Path, commit: dict[str, Any]) -> str:
-    """Why a step of a format with fewer checks is none; empty if it is what it says."""
-    if commit["format"] >= FORMAT:
+def _worthless(path: Path, commit: dict[str, Any]) -> str:
+    """Why a step that is what was written can't be gone on from; empty if it can."""
+    if commit["format"] > FORMAT or not (path / "record.json").exists():
         return ""
     record = strict_json.loads((path / "record.json").read_bytes())
-    saved = record.get("format") if isinstance(record, dict) else None
+    if problem := wrong_type(record):
+        return problem
+    saved = record.get("format")
     if type(saved) is int and saved > commit["format"]:
         return f"commit.json says format {commit['format']}, but the step was saved with format {saved}"
-    if commit["format"] == 1 and not (isinstance(record, dict) and record.get("digests")):
+    if commit["format"] == 1 and not record.get("digests"):
         return "commit.json says format 1 and has no hashes, and record.json no digests: nothing says that it is whole"
     return ""
 

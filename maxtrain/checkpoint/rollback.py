@@ -42,7 +42,7 @@ def _read(run: Path) -> tuple[str, list[Rollback]] | None:
         content = strict_json.loads(path.read_bytes())
         if isinstance(content, list):  # by an older version
             content = {"run": "", "rollbacks": content}
-        return str(content["run"]), [_rollback(entry) for entry in content["rollbacks"]]
+        return str(content["run"]), [check_rollback(entry) for entry in content["rollbacks"]]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -51,7 +51,7 @@ def _read(run: Path) -> tuple[str, list[Rollback]] | None:
         raise StorageError(f"{path} is not a list of rollbacks ({what}). {mend}.") from error
 
 
-def _rollback(entry: Any) -> Rollback:
+def check_rollback(entry: Any) -> Rollback:
     """One entry, with the fields that count; ValueError: it can't be meant."""
     step, kind, left = entry["step"], entry["kind"], entry["left_out"]
     if not isinstance(left, list) or len(left) != 2 or not all(type(number) is int for number in (step, *left)):

@@ -84,6 +84,31 @@ def test_a_commit_record_with_wrong_types_counts_for_nothing(checkpoints, change
     assert problem in defect(path) and checkpoints.steps() == []
 
 
+GOOD = {"run": "a", "step": 1, "best": {"held": {"step": 1, "nll": 2.0}}, "rollbacks": [], "metrics": None, "cursor": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"rollbacks": True}, "rollbacks is bool, not list"),
+        ({"rollbacks": [{"step": 1, "kind": "a", "left_out": [1, 10**11]}]}, "must go up from 1 or more"),
+        ({"cursor": 7}, "cursor is int, not dict"),
+        ({"best": {"held": {"step": 1}}}, "record.json: "),
+        ({"best": {"held": {"step": "1", "nll": 2.0}}}, "best must have step and nll"),
+        ({"metrics": {"records": "1"}}, "metrics must have records and crc32"),
+        ({"unevaluated": [1]}, "unevaluated must be names"),
+        ({"step": 1.5}, "step is float, not int"),
+    ],
+)
+def test_a_record_that_can_not_be_gone_on_from_counts_for_nothing(tmp_path, change, problem):
+    """Its hashes are right: it was written so."""
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False))
+    checkpoints.save(1, {"w": jnp.arange(20.0)}, GOOD)
+    checkpoints.save(2, {"w": jnp.arange(20.0)}, GOOD | change)
+    checkpoints.close()
+    assert problem in defect(tmp_path / "00000002") and checkpoints.steps() == [1]
+
+
 def test_deep_nesting_in_records_is_damage_and_no_crash(checkpoints):
     path = checkpoints.directory / "00000001"
     (path / "commit.json").write_bytes(b"[" * 100_000)

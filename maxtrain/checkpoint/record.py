@@ -1,0 +1,57 @@
+"""What the record of a run's checkpoint holds, by type.
+
+Hashes say that it is what was written, not that a run can go on from it.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from maxtrain.checkpoint.rollback import check_rollback
+
+_FIELDS: Mapping[str, tuple[type, ...]] = {
+    "step": (int,),
+    "num_steps": (int,),
+    "tokens_seen": (int,),
+    "skipped": (int,),
+    "seed": (int,),
+    "metrics": (dict, type(None)),
+    "guard": (dict,),
+    "ending": (str,),
+    "by_source": (list,),
+    "data": (str,),
+    "cursor": (dict,),
+    "start": (dict, type(None)),
+    "best": (dict,),
+    "read": (dict,),
+    "unevaluated": (list,),
+    "rollbacks": (list,),
+    "config": (str,),
+}
+
+
+def wrong_type(record: Any) -> str:
+    """What of a record is not of its type; empty if nothing is. Records that carry no run's id are their caller's affair."""
+    if not isinstance(record, dict):
+        return "record.json is no JSON object"
+    if not record.get("run"):
+        return ""
+    for field, kinds in _FIELDS.items():
+        if field in record and type(record[field]) not in kinds:
+            names = " or ".join(kind.__name__ for kind in kinds)
+            return f"record.json: {field} is {type(record[field]).__name__}, not {names}"
+    try:
+        for mark in record.get("best", {}).values():
+            if type(mark["step"]) is not int or not isinstance(mark["nll"], int | float):
+                raise ValueError("best must have step and nll")
+        for entry in record.get("rollbacks", []):
+            check_rollback(entry)
+        if not all(isinstance(name, str) for name in record.get("unevaluated", [])):
+            raise ValueError("unevaluated must be names")
+        if not all(isinstance(row, list) for row in record.get("by_source", [])):
+            raise ValueError("by_source must be rows")
+        kept = record.get("metrics")
+        if kept is not None and (type(kept["records"]) is not int or not isinstance(kept["crc32"], str)):
+            raise ValueError("metrics must have records and crc32")
+    except (ValueError, KeyError, TypeError) as error:
+        return f"record.json: {error or type(error).__name__}"
+    return ""
