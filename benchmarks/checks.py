@@ -43,6 +43,11 @@ def _no_judge(watch: Any, *_: Any) -> Verdict:
     return Verdict(no, no, watch, metrics)
 
 
+def _no_look(tree: Any) -> Any:
+    """As if all leaves were finite, for which none is read."""
+    return jnp.ones(len(jax.tree.leaves(tree)), bool)
+
+
 def _seconds(call: Callable[[], Any]) -> float:
     start = time.perf_counter()
     jax.block_until_ready(call())
@@ -52,13 +57,16 @@ def _seconds(call: Callable[[], Any]) -> float:
 def measure(steps: int) -> list[tuple[str, float, float]]:
     """What, its seconds, and the share of a bare step that it adds to one on average."""
     with mock.patch("maxtrain.training.step.judge", _no_judge):
-        bare = Variant("bfloat16", "none")
+        finite = Variant("bfloat16", "none")
+        with mock.patch("maxtrain.training.step.finite_leaves", _no_look):
+            bare = Variant("bfloat16", "none")
     watched = Variant("bfloat16", "none")
     mesh = watched.batch["inputs"].sharding.mesh
     integrity = Integrity(IntegrityConfig(replicas_interval=INTEGRITY_INTERVAL, repeat_interval=INTEGRITY_INTERVAL), mesh)
     host = {name: np.asarray(x) for name, x in watched.batch.items()}
     calls: dict[str, Callable[[], Any]] = {
         "bare": bare.run,
+        "finite": finite.run,
         "watched": watched.run,
         "digests": lambda: (digests(watched.state.params), digests(watched.batch)),
         "guard": lambda: check_batch(host, MODEL.vocab_size or 0, str),
@@ -68,14 +76,15 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for step in range(steps + 2):
         for name, call in calls.items():
-            seconds[name].append(call() if name in ("bare", "watched") else _seconds(call))
+            seconds[name].append(call() if name in ("bare", "finite", "watched") else _seconds(call))
         print(f"step {step + 1} of {steps + 2}", file=sys.stderr)
-    step, watch = (np.array(seconds[name][2:]) for name in ("bare", "watched"))
+    step, looked, watch = (np.array(seconds[name][2:]) for name in ("bare", "finite", "watched"))
     digest, guard, copies, again = (statistics.median(seconds[name][2:]) for name in ("digests", "guard", "copies", "again"))
     base = float(np.median(step))
     return [
         ("bare step", base, 0.0),
-        ("step with the watch on anomalies", float(np.median(watch)), float(np.median(watch / step)) - 1),
+        ("step that looks whether its result is finite", float(np.median(looked)), float(np.median(looked / step)) - 1),
+        ("and with the watch on anomalies", float(np.median(watch)), float(np.median(watch / step)) - 1),
         (f"digests of parameters and batch, once in {LOG_INTERVAL} steps", digest, digest / base / LOG_INTERVAL),
         ("invariants of a batch, on the host meanwhile", guard, guard / base),
         (f"integrity.replicas_interval={INTEGRITY_INTERVAL}: copies compared", copies, copies / base / INTEGRITY_INTERVAL),

@@ -113,7 +113,7 @@ class Stage(Scene):
 
 def steps_of(run: Path) -> list[Path]:
     """The directories of its checkpoints."""
-    return sorted(path for path in (run / "checkpoints").iterdir() if path.name.isdecimal())
+    return sorted(path for path in (run / "checkpoints").glob("*") if path.name.isdecimal())
 
 
 def nan_in_training(stage: Stage, run: Path, rng: random.Random) -> Fault:
