@@ -17,9 +17,9 @@ import jax
 from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.agreement import LOST
+from maxtrain.parallel.cluster import find_place, local_gpus
 from maxtrain.parallel.rendezvous import meet
 
-_CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 # No atomic additions in any order, no algorithm chosen by a race. https://openxla.org/xla/determinism
 GPU_FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_exclude_nondeterministic_ops=true")
 # In each collective, XLA waits for all devices of a CPU for 20 s, says so, and ends the process another 40 s later.
@@ -40,7 +40,7 @@ def start(
 
     Args:
         config: the `mesh` section; what is null there comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-            JAX_PROCESS_ID, and on TPU pods and Slurm from the cluster itself.
+            JAX_PROCESS_ID, and then from the cluster itself; see cluster.py.
         compilation_cache: directory, or None.
         deterministic: only programs that give the same bits every time, with products in full precision.
         suffices: of processes asked for and of those that came: whether the job can do with these.
@@ -138,22 +138,27 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool]) -> int | 
     coordinator = config.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = config.num_processes or _whole_number("JAX_NUM_PROCESSES", example=2)
     index = config.process_id if config.process_id is not None else _whole_number("JAX_PROCESS_ID", example=0)
-    given = {"mesh.coordinator": coordinator, "mesh.num_processes": count, "mesh.process_id": index}
-    missing = [name for name, value in given.items() if value is None]
     if jax.distributed.is_initialized():
         return count  # a run that begins again, from an older checkpoint
-    if len(missing) == 3:
-        if any(map(os.environ.get, _CLUSTERS)) and config.platform != "cpu":
-            if config.min_processes:
-                rule = f"mesh.min_processes={config.min_processes} needs {' and '.join(missing)}"
-                raise ConfigError(f"{rule}, since a cluster's own start waits for all. Set these, or leave it out.")
-            jax.distributed.initialize(heartbeat_timeout_seconds=config.heartbeat_seconds)  # the cluster says the rest
+    if count == 1:
         return None
-    if missing:
+    given = {"mesh.coordinator": coordinator, "mesh.num_processes": count, "mesh.process_id": index}
+    missing = [name for name, value in given.items() if value is None]
+    place = find_place(config.connect_seconds, config.platform in ("auto", "tpu")) if missing else None
+    if place is None and len(missing) == 3:
+        return None
+    if place is None and missing:
         raise ConfigError(
             f"{', '.join(f'{k}={v}' for k, v in given.items() if v is not None)} describe only part of a job; "
             f"{' and '.join(missing)} must be known too. Set {' and '.join(missing)}, or none of the three."
         )
+    if place is not None:
+        if place.is_tpu and config.min_processes:
+            rule = f"mesh.min_processes={config.min_processes}: a slice of TPUs starts with all of its hosts, or not at all"
+            raise ConfigError(f"{rule}. Leave it out.")
+        coordinator = coordinator or place.coordinator
+        count = count or place.count
+        index = place.index if index is None else index
     begin = time.monotonic()
     asked, least = int(count or 0), config.min_processes or math.inf
     count, index = meet(
@@ -165,7 +170,13 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool]) -> int | 
     )
     left = max(10, math.ceil(config.connect_seconds - (time.monotonic() - begin)))
     jax.distributed.initialize(
-        coordinator, count, index, initialization_timeout=left, heartbeat_timeout_seconds=config.heartbeat_seconds
+        coordinator,
+        count,
+        index,
+        local_gpus(place),
+        cluster_detection_method="deactivate",  # all is known by now
+        initialization_timeout=left,
+        heartbeat_timeout_seconds=config.heartbeat_seconds,
     )
     return asked
 

@@ -13,6 +13,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel.cluster import Place
 from maxtrain.parallel.distributed import (
     GPU_FLAGS,
     PATIENCE_FLAG,
@@ -25,7 +26,7 @@ from maxtrain.parallel.distributed import (
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-CLUSTERS = ("SLURM_JOB_NUM_NODES", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
+CLUSTERS = ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JOB_COMPLETION_INDEX")
 
 
 @pytest.fixture
@@ -74,16 +75,37 @@ def test_part_of_a_job_is_refused_with_what_is_missing(bare, config, environment
         start(config, None)
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_a_cluster_says_the_rest_unless_a_cpu_is_asked_for(bare, name):
-    bare.setenv(name, "2")
-    calls = []
+@pytest.mark.parametrize(
+    ("config", "environment", "address", "count", "index"),
+    [
+        (MeshConfig(), {}, "head:1", 4, 2),
+        (MeshConfig(coordinator="other:9", num_processes=3), {}, "other:9", 3, 2),
+        (MeshConfig(process_id=0), {"JAX_COORDINATOR_ADDRESS": "env:5"}, "env:5", 4, 0),
+    ],
+)
+def test_a_cluster_says_what_keys_and_environment_do_not(bare, config, environment, address, count, index):
+    place, calls = Place("slurm", "head:1", 4, 2, local_count=2, local_index=1), []
+    bare.setattr("maxtrain.parallel.distributed.find_place", lambda *_: place)
+    bare.setattr("maxtrain.parallel.distributed.local_gpus", lambda found: [5] if found is place else None)
+    bare.setattr("maxtrain.parallel.distributed.meet", lambda address, count, index, *_: (count, index))
     bare.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
-    start(MeshConfig(platform="cpu"), None)
-    assert calls == []
-    start(MeshConfig(heartbeat_seconds=30), None)
-    assert calls == [((), {"heartbeat_timeout_seconds": 30})]
-    with pytest.raises(ConfigError, match=r"mesh\.min_processes=2 needs mesh\.coordinator and .*, since a cluster's own start"):
+    for name, value in environment.items():
+        bare.setenv(name, value)
+    start(config, None)
+    ((args, options),) = calls
+    assert args == (address, count, index, [5]) and options["cluster_detection_method"] == "deactivate"
+
+
+def test_who_says_that_it_is_alone_is(bare):
+    bare.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ConfigError, match="srun"):
+        start(MeshConfig(), None)
+    start(MeshConfig(num_processes=1), None)
+
+
+def test_a_slice_of_tpus_is_never_smaller(bare):
+    bare.setattr("maxtrain.parallel.distributed.find_place", lambda *_: Place("gcetpu", "head:1", 4, 2))
+    with pytest.raises(ConfigError, match=r"mesh\.min_processes=2: a slice of TPUs starts with all of its hosts"):
         start(MeshConfig(min_processes=2), None)
 
 
@@ -150,12 +172,13 @@ def launch(*args, **environment):
 
 @pytest.mark.processes
 def test_two_processes_make_one_mesh(tmp_path):
-    """The first process is described by its config, the second by the environment; both compute one sum over four devices."""
+    """The first process is described by its config, the second by Slurm; both compute one sum over four devices."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = dict(zip(JOB, (address, "2", "1")))
-    processes = [launch(tmp_path / "cache", address, 0), launch(tmp_path / "cache", **environment)]
+        address, port = f"localhost:{free.getsockname()[1]}", str(free.getsockname()[1])
+    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
+    task = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "JAX_COORDINATOR_PORT": port}
+    processes = [launch(tmp_path / "cache", address, 0), launch(tmp_path / "cache", **step, **task)]
     try:
         results = [process.communicate(timeout=700) for process in processes]
     finally:

@@ -1,0 +1,132 @@
+"""A process's place in its job, as the cluster that started it says: Slurm, Open MPI, Kubernetes, Cloud TPU.
+
+JAX finds out most of it (`jax.distributed.initialize` without arguments). It is asked here, not there, for two reasons. What it
+can't find would end in a traceback. And it gives each process one GPU, so a job with one process a host would leave seven of
+eight GPUs idle without a word.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_pipeline.errors import ConfigError
+
+ALONE = "mesh.num_processes=1"
+_KEYS = "mesh.coordinator, mesh.num_processes and mesh.process_id"
+_TPU = ("tpu", "gcetpu", "gketpu")
+
+
+class Place(NamedTuple):
+    """Which process of a job this is."""
+
+    cluster: str  # jax's name of it
+    coordinator: str  # host:port of process 0
+    count: int  # processes in the job
+    index: int  # of this one
+    local_count: int = 1  # processes of the job on this host
+    local_index: int = 0
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether this is Cloud TPU, whose library has to see all hosts of a slice."""
+        return self.cluster in _TPU
+
+
+def find_place(connect_seconds: float, with_tpu: bool = True) -> Place | None:
+    """The place of this process in its job; None: it was started alone.
+
+    Args:
+        connect_seconds: how long process 0 may take to be known by its name.
+        with_tpu: whether Cloud TPU is asked, too.
+
+    Raises:
+        ConfigError: it is one of several, and the others can't be found.
+    """
+    for cluster in _clusters():
+        name = cluster.name or "k8s"
+        if (name in _TPU and not with_tpu) or (name == "k8s" and "JOB_COMPLETION_INDEX" not in os.environ):
+            continue
+        try:
+            if not cluster.opt_in_only_method and cluster.is_env_present():
+                return _place(cluster, name, connect_seconds)
+        except (RuntimeError, OSError, ValueError, KeyError, LookupError) as error:
+            what = " ".join(str(error).split()) or type(error).__name__
+            rule = f"a cluster ({name}) started this process, but does not say where the others are: {what.rstrip('.')}"
+            raise ConfigError(f"{rule}. Set {_KEYS}, or {ALONE} if it is alone.") from error
+    _require_alone(os.environ)
+    return None
+
+
+def _clusters() -> list[Any]:
+    """JAX's classes, one for each kind of cluster, in the order in which it asks them."""
+    try:
+        from jax._src.clusters import ClusterEnv  # noqa: PLC0415 - no public name; Place is all that is used of it
+    except ImportError:
+        return []
+    return list(ClusterEnv._cluster_types)
+
+
+def _place(cluster: Any, name: str, connect_seconds: float) -> Place | None:
+    count = int(cluster.get_process_count())
+    if count == 1:
+        return None
+    port = os.environ.get("JAX_COORDINATOR_PORT")
+    coordinator = cluster.get_coordinator_address(timeout_secs=round(connect_seconds), override_coordinator_port=port)
+    index, local_index = int(cluster.get_process_id()), cluster.get_local_process_id()
+    if local_index is None or name in _TPU:
+        return Place(name, coordinator, count, index)
+    return Place(name, coordinator, count, index, _local_count(os.environ), int(local_index))
+
+
+def _local_count(environment: Mapping[str, str]) -> int:
+    """Processes of the job on this host. Slurm writes `2(x3),1` for three hosts with two and one with one."""
+    if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
+        return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
+    host = int(environment["SLURM_NODEID"])
+    for tasks, hosts in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]):
+        host -= int(hosts or 1)
+        if host < 0:
+            return int(tasks)
+    raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} has too few hosts")
+
+
+def _require_alone(environment: Mapping[str, str]) -> None:
+    """ConfigError: the environment says that there are several processes, and not where."""
+    slurm = "srun python -m maxtrain.train ..."
+    for name, what, mend in (
+        ("SLURM_NTASKS", "a Slurm job", f"Start it by `{slurm}`"),
+        ("SLURM_JOB_NUM_NODES", "a Slurm job, hosts", f"Start it by `{slurm}`"),
+        ("OMPI_COMM_WORLD_SIZE", "mpirun", f"Install mpi4py, or set {_KEYS}"),
+        ("PMI_SIZE", "mpirun", f"Set {_KEYS} (process_id is PMI_RANK)"),
+    ):
+        if environment.get(name, "1") not in ("", "0", "1"):
+            rule = f"{name}={environment[name]} ({what}), but nothing says how these find each other, so each would train alone"
+            raise ConfigError(f"{rule}. {mend}; or {ALONE}, if this process is all there is.")
+    if environment.get("JOB_COMPLETION_INDEX"):
+        rule = f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} (an indexed job of Kubernetes)"
+        mend = f"Install `kubernetes`, or set {_KEYS}"
+        raise ConfigError(f"{rule}: jax needs the package `kubernetes` to find its pods. {mend}; or {ALONE}.")
+
+
+def local_gpus(place: Place | None, environment: Mapping[str, str] = os.environ, devices: str = "/dev") -> list[int] | None:
+    """Which of the GPUs that it sees this process takes; None: all of them.
+
+    A process that is alone on its host takes all. Several that see the same GPUs share them evenly.
+
+    Raises:
+        ConfigError: they can't be shared evenly.
+    """
+    if place is None or place.local_count == 1 or environment.get("JAX_LOCAL_DEVICE_IDS"):
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    there = len(list(Path(devices).glob("nvidia[0-9]*")))
+    count = there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
+    if count <= 1:  # the cluster gives each process its own, or there are none
+        return None
+    if count % place.local_count:
+        rule = f"{place.local_count} processes on this host see {count} GPUs, which they can't share evenly"
+        raise ConfigError(f"mesh: {rule}. Start one process for each GPU, or one for each host.")
+    share = count // place.local_count
+    return list(range(place.local_index * share, (place.local_index + 1) * share))
