@@ -43,6 +43,12 @@ class DivergedError(UserError):
     exit_code = 70
 
 
+class OutOfMemoryError(UserError):
+    """A device or the host has no memory left, which could not be foreseen."""
+
+    exit_code = 70
+
+
 class DifferentError(UserError):
     """Numbers that should be the same bit for bit are not."""
 
@@ -145,6 +151,8 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     except OSError as problem:
         what = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror or problem
         error = StorageError(f"{what}. Free space or mend access, then run {again}")
+    except MemoryError:
+        error = OutOfMemoryError(f"this machine has no memory left. End what else uses it, then run {again}")
     except Exception:
         traceback.print_exc()
         return UserError.exit_code

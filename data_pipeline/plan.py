@@ -245,7 +245,8 @@ class Plan:
         tokens = self.tokens_at(self.num_steps)
         size, unit = next(((n, u) for n, u in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")) if tokens >= n), (1, ""))
         epochs = ", ".join(f"{name} {passes:.3g} epochs" for name, passes in self.epochs_at(self.num_steps).items())
-        text = f"plan: {self.num_steps:,} steps, {tokens / size:.3g}{unit} tokens; ends because {self.ends_because}; {epochs}"
+        total = f"{tokens / size:.3g}{unit} tokens (rows x length)"
+        text = f"plan: {self.num_steps:,} steps, {total}; ends because {self.ends_because}; {epochs}"
         for before, after in zip(self.spans, self.spans[1:]):
             fresh = "" if before.seq_length == after.seq_length else ", every source in a fresh pass"
             text += f"; from step {after.step:,} on {after.batch_size:,} x {after.seq_length:,}{fresh}"

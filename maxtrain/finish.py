@@ -2,6 +2,8 @@
 
 import gzip
 import shlex
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,15 @@ from data_pipeline.loader import EvaluationData, TrainingData
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import RunConfig
 from maxtrain.generate import complete, show
-from maxtrain.inputs import completion_tokens
 from maxtrain.models.decoder import Decoder
 from maxtrain.observe.anomaly import counted
+from maxtrain.observe.goodput import goodput, read_clock
 from maxtrain.observe.launches import describe_launch, read_launches
 from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.report import plot_curves, summary
 
 MAX_GZIP_BYTES = 64 << 20  # a second or two
+_COMPLETION_TOKENS = 64
 
 
 def gzip_bits_per_byte(eval_set: EvaluationData, tokenizer: Tokenizer) -> float:
@@ -54,7 +57,9 @@ def finish(
     if ending:
         notes.append(f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}")
     folder = Path(config.output_dir, config.run_name)
-    records, seconds = read_metrics(folder), clock.seconds()
+    records, launches = read_metrics(folder), read_launches(folder)
+    seconds = goodput(read_clock(folder)) or clock.seconds()
+    seconds.pop("down", None)
     files = {
         "config": folder / "config.yaml",
         "metrics": folder / "metrics.jsonl",
@@ -64,16 +69,17 @@ def finish(
     if config.observe.plot:
         files["curves"] = folder / "curves.png"
         left_out = [rollback["left_out"] for rollback in rollbacks]
-        plot_curves(records, files["curves"], config.run_name, data.plan.describe(), left_out)
+        resumes = [launch["step"] for launch in launches if launch["step"]]
+        changes = [span.step for span in data.plan.spans[1:]]
+        plot_curves(records, files["curves"], config.run_name, data.plan.describe(), left_out, resumes, changes)
     comparison = "\n".join(
         f"gzip -9 reaches {gzip_bits_per_byte(eval_set, data.tokenizer):.4f} bits per byte on the text of {name}."
         for name, eval_set in sets.items()
         if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES
     )
-    console, launches = Console(highlight=False), read_launches(folder)
+    console = Console(highlight=False)
     if config.observe.prompts and model is not None and not problem:
-        tokens = completion_tokens(config.observe.prompts, data.tokenizer, config.model.max_length)
-        options = {"max_tokens": tokens, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
+        options = {"max_tokens": _COMPLETION_TOKENS, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
         show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
     made_by = describe_launch(launches[-1]) if launches else ""
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})
@@ -88,10 +94,27 @@ def finish(
 
 
 def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
+    """What to try next, each as a command that works in this shell."""
     prompt = next(iter(config.observe.prompts), "Once upon a time")
-    commands = {"write text": ["maxtrain", "generate", str(folder), "--prompt", prompt]}
-    if config.observe.tensorboard:
-        commands["look at the curves"] = ["tensorboard", "--logdir", str(folder)]
+    commands = {"write text": [_program("maxtrain") or "maxtrain", "generate", str(folder), "--prompt", prompt]}
+    if config.observe.tensorboard and (tensorboard := _program("tensorboard")):
+        commands["look at the curves"] = [tensorboard, "--logdir", str(folder)]
     wider = [f"run_name={config.run_name}-wide", f"model.embed_dim={config.model.embed_dim * 2}"]
-    commands["train a wider model"] = ["python", "-m", "maxtrain.train", f"config={folder / 'config.yaml'}", *wider]
+    python = _program(Path(sys.executable).name) or sys.executable
+    commands["train a wider model"] = [python, "-m", "maxtrain.train", f"config={folder / 'config.yaml'}", *wider]
     return {what: shlex.join(words) for what, words in commands.items()}
+
+
+def _program(name: str) -> str | None:
+    """What to type for a program that is installed beside this Python; None if there is none.
+
+    Its name if that finds it, as in an activated environment; else its path, from the working directory if it is below it.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        return None
+    found = shutil.which(name)
+    if found and Path(found).absolute() == path.absolute():
+        return name
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)

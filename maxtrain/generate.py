@@ -3,6 +3,9 @@
 Prompts of a batch end in the same column; shorter ones have padding on their left, of another segment, so that no token
 sees it. Rows never see each other either, and a row's random numbers depend on seed, row and number of tokens before: a
 completion is the same in any company.
+
+A text that grows beyond model.max_length is read again from its middle: the last max_length / 2 tokens become the prompt of
+what follows, at positions from 0 on, which the model has been trained on.
 """
 
 import argparse
@@ -18,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 from rich.console import Console
 from rich.text import Text
 
@@ -49,10 +52,10 @@ class _Choice(NamedTuple):
     top_k: int | None
     top_p: float | None
 
-    def __call__(self, logits: Float[Array, "B V"], key: Array, step: Int[Array, ""] | int) -> Int[Array, " B"]:
+    def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         if self.temperature == 0:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        rows, size = logits.shape
+        size = logits.shape[-1]
         ids, logits = jnp.arange(size)[None], logits / self.temperature
         if self.top_k is not None or self.top_p is not None:
             logits, ids = jax.lax.top_k(logits, min(self.top_k or size, size))
@@ -61,14 +64,22 @@ class _Choice(NamedTuple):
             before = jnp.cumsum(weights, axis=-1) - weights
             kept = (before < self.top_p).at[:, 0].set(True)  # also where top_p is 0 in the numbers of the logits
             logits = jnp.where(kept, logits, -jnp.inf)
-        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(jnp.arange(rows))
         picked = jax.vmap(jax.random.categorical)(keys, logits)
         return jnp.take_along_axis(ids, picked[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
+class Speed(NamedTuple):
+    """What generation took; the first token of a window comes from reading its prompt, the others one by one."""
+
+    first_seconds: float  # reading prompts, and compiling
+    tokens: int  # that came one by one
+    seconds: float  # of these
+
+
 class _State(NamedTuple):
     starts: Int[Array, " B"]  # column of each prompt's first token
-    key: Array
+    keys: Key[Array, " B"]  # of each row
+    before: Int[Array, " B"]  # tokens of each row that were made in earlier windows
     tokens: Int[Array, "B N"]  # new ones, `step` of each row
     step: Int[Array, ""]
     cache: KVCache
@@ -85,47 +96,104 @@ def generate(
     seed: int = 0,
     stop_ids: Sequence[int] = (),
     stop: Callable[[list[int]], bool] | None = None,
-    report: Callable[[int, float], None] | None = None,
+    report: Callable[[Speed], object] | None = None,
 ) -> list[list[int]]:
     """New token ids that follow each prompt.
 
     Args:
         model: on one device, or split over the current mesh.
-        prompts: ids, at least one each; lengths may differ.
+        prompts: ids, at least one each; lengths may differ. Of one beyond the model's max_length, the end is read.
         max_tokens: new tokens of each prompt, at most.
         temperature: that logits are divided by, at least 1e-6; 0: always the likeliest token.
         top_k, top_p: choose among so many likeliest tokens, and the likeliest of these that together have this probability.
         seed: of the random choices, in [0, 2**32).
         stop_ids: a row ends before any of these.
         stop: called with a row's new tokens every few tokens; the row ends when it says True.
-        report: called with the number of tokens that came one by one, and the seconds they took, without compiling.
+        report: called at the end with what it took.
 
     Raises:
-        UsageError: an empty prompt, an id outside the vocabulary, more tokens than the model's max_length, or an option
-            outside its range.
+        UsageError: an empty prompt, an id outside the vocabulary, or an option outside its range.
     """
     _check_options(max_tokens, temperature, top_k, top_p, seed)
-    _check_lengths(model, prompts, max_tokens)
-    choice = _Choice(temperature, top_k, top_p)
-    padding = [prompts[0]] * (-len(prompts) % batch_shards())  # rows that nobody wants, to share a mesh evenly
-    rows = [list(ids) for ids in (*prompts, *padding)]
-    width = -(-max(map(len, rows)) // _PROMPT_UNIT) * _PROMPT_UNIT
-    starts, tokens = [width - len(ids) for ids in rows], [[0] * (width - len(ids)) + ids for ids in rows]
-    graphdef, params = nnx.split(model)
-    inputs = np.array(tokens, np.int32), np.array(starts, np.int32), jax.random.key(seed)
-    state = _prefill(graphdef, choice, max_tokens, params, *inputs)
-    state = jax.block_until_ready(_decode(graphdef, choice, width, params, state, 0))  # compiles, and makes nothing
-    begin, made, ended = time.perf_counter(), list[list[int]](), set[int]()
-    for limit in range(_LOOK_EVERY, max_tokens + _LOOK_EVERY, _LOOK_EVERY):
-        state = _decode(graphdef, choice, width, params, state, min(limit, max_tokens))
-        new = np.asarray(state.tokens)[: len(prompts), : int(state.step)].tolist()
-        made = [list(itertools.takewhile(lambda token: token not in stop_ids, ids)) for ids in new]
-        ended |= {row for row, ids in enumerate(made) if len(ids) < len(new[row]) or (stop is not None and stop(ids))}
-        if len(ended) == len(prompts):
-            break
+    _check_prompts(model, prompts)
+    choice, length = _Choice(temperature, top_k, top_p), model.config.max_length
+    begin = time.perf_counter()
+    made: list[list[int]] = [[] for _ in prompts]
+    one_by_one, seconds = 0, 0.0
+    going = list(range(len(prompts)))
+
+    def ends(row: int, new: list[int], came: int) -> bool:
+        return len(new) < came or (stop is not None and stop([*made[row], *new]))
+
+    while going:
+        contexts = [in_window([*prompts[row], *made[row]], length) for row in going]
+        rooms = [min(length - len(ids) + 1, max_tokens - len(made[row])) for row, ids in zip(going, contexts)]
+        window = _Window(model, choice, contexts, max(rooms), seed, going, [len(made[row]) for row in going])
+        started, ended, new = time.perf_counter(), set[int](), [[] for _ in going]
+        for limit in range(_LOOK_EVERY, max(rooms) + _LOOK_EVERY, _LOOK_EVERY):
+            for i, (row, room, came) in enumerate(zip(going, rooms, window.tokens(limit))):
+                came = came[:room]
+                new[i] = list(itertools.takewhile(lambda token: token not in stop_ids, came))
+                if ends(row, new[i], len(came)):
+                    ended.add(row)
+            if all(row in ended or limit >= room for row, room in zip(going, rooms)):
+                break
+        one_by_one += sum(max(0, len(ids) - 1) for ids in new)
+        seconds += time.perf_counter() - started
+        for row, ids in zip(going, new):
+            made[row] += ids
+        going = [row for row in going if row not in ended and len(made[row]) < max_tokens]
     if report:
-        report(sum(max(0, len(ids) - 1) for ids in made), time.perf_counter() - begin)
+        report(Speed(time.perf_counter() - begin - seconds, one_by_one, seconds))
     return made
+
+
+def in_window(ids: Sequence[int], max_length: int) -> list[int]:
+    """What the model reads of a text: all of it, or the last max_length / 2 tokens if it is longer than max_length."""
+    return list(ids if len(ids) <= max_length else ids[-max(1, max_length // 2) :])
+
+
+class _Window:
+    """Rows that are continued side by side, up to the length that the model is meant for.
+
+    Args:
+        contexts: ids that each row goes on from.
+        room: most new tokens of a row.
+        rows: the number of each row, which its random numbers depend on.
+        before: tokens of each row that are made already, likewise.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        choice: _Choice,
+        contexts: Sequence[list[int]],
+        room: int,
+        seed: int,
+        rows: Sequence[int],
+        before: Sequence[int],
+    ):
+        extra = -len(contexts) % batch_shards()  # rows that nobody wants, to share a mesh evenly
+        self._count, self._room = len(contexts), room
+        contexts = [*contexts, *[contexts[0]] * extra]
+        rows, before = [*rows, *[rows[0]] * extra], [*before, *[before[0]] * extra]
+        self._width = -(-max(map(len, contexts)) // _PROMPT_UNIT) * _PROMPT_UNIT
+        starts = [self._width - len(ids) for ids in contexts]
+        tokens = [[0] * start + ids for start, ids in zip(starts, contexts)]
+        self._choice = choice
+        self._graphdef, self._params = nnx.split(model)
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(np.array(rows, np.uint32))
+        inputs = np.array(tokens, np.int32), np.array(starts, np.int32), keys, np.array(before, np.int32)
+        self._state = _prefill(self._graphdef, choice, room, self._params, *inputs)
+        self._state = jax.block_until_ready(self._decode(0))  # compiles, and makes nothing
+
+    def tokens(self, limit: int) -> list[list[int]]:
+        """The first `limit` new tokens of each row, or all there is room for."""
+        self._state = self._decode(min(limit, self._room))
+        return np.asarray(self._state.tokens)[: self._count, : int(self._state.step)].tolist()
+
+    def _decode(self, limit: int) -> _State:
+        return _decode(self._graphdef, self._choice, self._width, self._params, self._state, limit)
 
 
 def _check_options(max_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> None:
@@ -146,19 +214,13 @@ def _check_options(max_tokens: int, temperature: float, top_k: int | None, top_p
             raise UsageError(problem)
 
 
-def _check_lengths(model: Decoder, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
-    """UsageError: a prompt is empty or not of the model's vocabulary, or does not fit into it with the new tokens."""
+def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
+    """UsageError: a prompt is empty or not of the model's vocabulary."""
     vocab = model.config.vocab_size or 0
-    length = model.config.max_length
-    longest = max(map(len, prompts), default=0)
-    room = f"Set max_tokens to {length - longest} or less." if longest < length else "Shorten the prompt."
-    for good, problem in (
-        (longest and all(map(len, prompts)), "a prompt is empty: there must be a token to go on from. Give some text."),
-        (all(0 <= i < vocab for p in prompts for i in p), f"prompt: ids beyond model.vocab_size={vocab}. Use its tokenizer."),
-        (longest + max_tokens <= length, f"max_tokens={max_tokens} + prompt of {longest} > model.max_length={length}. {room}"),
-    ):
-        if not good:
-            raise UsageError(problem)
+    if not prompts or not all(map(len, prompts)):
+        raise UsageError("a prompt is empty: there must be a token to go on from. Give some text.")
+    if not all(0 <= i < vocab for prompt in prompts for i in prompt):
+        raise UsageError(f"prompt: ids beyond model.vocab_size={vocab}. Use its tokenizer.")
 
 
 def _segments(starts: Array, columns: int) -> Array:
@@ -166,9 +228,21 @@ def _segments(starts: Array, columns: int) -> Array:
     return (jnp.arange(columns) >= starts[:, None]).astype(jnp.int32)
 
 
+def _folded(keys: Array, steps: Array) -> Array:
+    """The key of each row's token of this number."""
+    return jax.vmap(jax.random.fold_in)(keys, steps)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _prefill(
-    graphdef: nnx.GraphDef, choice: _Choice, max_tokens: int, params: nnx.State, tokens: Array, starts: Array, key: Array
+    graphdef: nnx.GraphDef,
+    choice: _Choice,
+    max_tokens: int,
+    params: nnx.State,
+    tokens: Array,
+    starts: Array,
+    keys: Array,
+    before: Array,
 ) -> _State:
     """The cache of all prompts, and each row's first new token."""
     model: Decoder = nnx.merge(graphdef, params)
@@ -176,9 +250,9 @@ def _prefill(
     columns = width + max_tokens - 1
     positions = jnp.maximum(jnp.arange(width, dtype=jnp.int32) - starts[:, None], 0)
     hidden, cache = model.extend(tokens, _segments(starts, columns), positions, 0, model.new_cache(rows, columns))
-    first = choice(model.logits(hidden[:, -1:])[:, 0], key, 0)
+    first = choice(model.logits(hidden[:, -1:])[:, 0], _folded(keys, before))
     out = jnp.zeros((rows, max_tokens), jnp.int32).at[:, 0].set(first)
-    return _State(starts, key, constrain(out, None, None), jnp.ones((), jnp.int32), cache)
+    return _State(starts, keys, before, constrain(out, None, None), jnp.ones((), jnp.int32), cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -190,7 +264,7 @@ def _decode(graphdef: nnx.GraphDef, choice: _Choice, width: int, params: nnx.Sta
     def one(step: Array, s: _State) -> _State:
         last, column = jax.lax.dynamic_slice_in_dim(s.tokens, step - 1, 1, axis=1), width + step - 1
         hidden, cache = model.extend(last, segments, column - s.starts[:, None], column, s.cache)
-        token = choice(model.logits(hidden)[:, 0], s.key, step)
+        token = choice(model.logits(hidden)[:, 0], _folded(s.keys, s.before + step))
         tokens = jax.lax.dynamic_update_slice_in_dim(s.tokens, token[:, None], step, axis=1)
         return s._replace(tokens=constrain(tokens, None, None), step=step + 1, cache=cache)
 
@@ -239,6 +313,14 @@ def show(console: Console, prompts: Sequence[str], completions: Sequence[str]) -
         if i:
             console.rule(style="dim")
         console.print(Text.assemble((prompt, "dim"), (text, "bold")), soft_wrap=True)
+
+
+def describe_speed(speed: Speed) -> str:
+    """A line about the time that a generation took."""
+    first = f"{speed.first_seconds:.1f} s until the first token, compiling included"
+    if not speed.tokens:
+        return first
+    return f"{first}; then {speed.tokens:,} tokens in {speed.seconds:.2f} s ({speed.tokens / speed.seconds:,.0f} tokens/s)"
 
 
 def load_run(directory: str | Path, step: int | None = None) -> tuple[Decoder, Tokenizer]:
@@ -317,7 +399,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.gene
 
     def job() -> None:
         asked = _parse(sys.argv[1:] if argv is None else argv, prog)
-        start(MeshConfig(), ObserveConfig().compilation_cache)
+        start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
         begin = None
         if asked.hf is None:
             model, tokenizer = load_run(asked.run, asked.step)
@@ -325,10 +407,14 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.gene
             tokenizer, (model, _) = load_tokenizer(asked.hf), load_pretrained(asked.hf, asked.dtype or "float32")
             begin = tokenizer.inner.encode("", add_special_tokens=True).ids if isinstance(tokenizer, JsonTokenizer) else []
         options = {name: getattr(asked, name) for name in ("stop", "max_tokens", "temperature", "top_k", "top_p", "seed")}
-        speed: list[float] = []
-        texts = complete(model, tokenizer, asked.prompt, begin=begin, report=lambda *args: speed.extend(args), **options)
+        longest = max(len(begin or "1") + len(tokenizer.encode(prompt)) for prompt in asked.prompt)
+        if longest + asked.max_tokens - 1 > model.config.max_length:
+            limit = f"the {model.config.max_length:,} tokens that it is meant for (model.max_length)"
+            print(f"The model reads at most {limit}: what is further back is forgotten.", file=sys.stderr)
+        speed: list[Speed] = []
+        texts = complete(model, tokenizer, asked.prompt, begin=begin, report=speed.append, **options)
         show(Console(highlight=False), asked.prompt, texts)
-        print(f"{speed[0] / speed[1]:,.0f} tokens/s", file=sys.stderr)
+        print(describe_speed(*speed), file=sys.stderr)
 
     return run_command(job, resumes=False)
 

@@ -10,8 +10,6 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig
 from maxtrain.config.keys import show
 
-_COMPLETION_TOKENS = 64
-
 
 def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:
     """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
@@ -34,18 +32,13 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
                 raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
     require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
     if config.observe.prompts:  # whose mistakes would else come out when all is trained
-        completion_tokens(config.observe.prompts, data.tokenizer, config.model.max_length)
+        require_prompts(config.observe.prompts, data.tokenizer)
     return data, sets
 
 
-def completion_tokens(prompts: Sequence[str], tokenizer: Tokenizer, max_length: int) -> int:
-    """How many tokens these prompts of observe.prompts are completed by: as many as the model has room for, at most 64.
-
-    Raises:
-        ConfigError: a prompt leaves no room for any, or has no token to go on from.
-    """
+def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Raises ConfigError if one of observe.prompts has no token to go on from, or is not what the tokenizer knows."""
     begin = 0 if tokenizer.eod_id is None else 1  # the end of the document before
-    room = _COMPLETION_TOKENS
     for i, prompt in enumerate(prompts):
         key = f"observe.prompts[{i}]={show(repr(prompt))}"
         try:
@@ -56,11 +49,6 @@ def completion_tokens(prompts: Sequence[str], tokenizer: Tokenizer, max_length: 
         if length == 0:
             rule = "is empty, and this tokenizer has no token that a document begins with"
             raise ConfigError(f"{key} {rule}. Give some text, or leave it out.")
-        if length >= max_length:
-            rule = f"has {length:,} tokens, which leaves no room for more in model.max_length={max_length}"
-            raise ConfigError(f"{key} {rule}. Shorten it, or set model.max_length={length + 1} or more.")
-        room = min(room, max_length - length)
-    return room
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:

@@ -32,12 +32,12 @@ from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.job import Job, make_parts
-from maxtrain.observe.probe_report import Try, draw, size, table
+from maxtrain.observe.probe_report import Try, draw, table
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, judge
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
-from maxtrain.parallel.memory import compile_for_bytes, largest, memory_limit
+from maxtrain.parallel.memory import compile_for_bytes, largest, memory_limit, size
 
 _MOST_TOKENS = 1 << 26  # in a step: more than anybody trains with
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -21,6 +21,7 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
 from maxtrain.ops.digest import hash_text, leaf_names
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
+from maxtrain.parallel.hardware import Peak
 from maxtrain.training.step import Metrics
 
 
@@ -36,7 +37,7 @@ class Records:
         self._flops = {length: token_flops(self._config.model, length) for _, length in job.layouts}
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         self._leaves = [*leaf_names(job.abstract.params), *moments]
-        self.peak = math.nan  # FLOP/s of one device, which the speed is compared with
+        self.peak: Peak | None = None  # of one device, which the speed is compared with
         self._waited = 0.0  # seconds that steps had waited for their batches at the last record
         self._logs: list[MetricsLog | TensorBoard] = []
         self._metrics: MetricsLog | None = None  # the one of these that checkpoints remember, on process 0
@@ -59,6 +60,7 @@ class Records:
         self._by_source = np.array(saved.get("by_source", nothing), np.float64)
         if self._by_source.shape != nothing.shape:  # other data, by data.accept_changes
             self._by_source = nothing
+        self._sums = np.array(saved.get("since_record", (0.0, 0.0)), np.float64)  # nats and targets, of all sources
         self._tokens_seen = saved.get("tokens_seen", 0)
         self._kept = Kept(**saved["metrics"]) if saved.get("metrics") else None  # of the log, when the checkpoint was saved
         ending = saved.get("ending", "")
@@ -74,6 +76,7 @@ class Records:
             "skipped": self.skipped,
             "guard": self.guard.state(),
             "ending": self.ending,
+            "since_record": self._sums.tolist(),
             "by_source": [[x if math.isfinite(x) else str(x) for x in row] for row in self._by_source.tolist()],
         }
 
@@ -141,6 +144,8 @@ class Records:
         is_known = math.isfinite(targets)  # else the batch itself is damaged, and the step was not made
         self._lap.append((int(targets) if is_known else 0, *shape))
         self._tokens_seen += self._lap[-1][0]
+        if math.isfinite(value["loss"]) and is_known:
+            self._sums += (float(value["loss"]) * targets, targets)
         if self._config.loss.by_source:
             self._by_source += np.stack([value["source_nll"], value["source_targets"]])
         if origin.step in self.left_out:
@@ -191,14 +196,17 @@ class Records:
         seconds, (lap, self._lap) = self._clock.lap(), (self._lap, [])
         waited, self._waited = self._waited, self._clock.seconds().get("data_wait", 0.0)
         (nats, targets), self._by_source = self._by_source, np.zeros_like(self._by_source)
-        record = {name: value[name].item() for name in ("loss", "objective", "grad_norm", "learning_rate", "skipped")}
-        record |= {} if value["targets"] else dict.fromkeys(("loss", "objective", "grad_norm"))  # of nothing: not 0
+        (sum_nats, sum_targets), self._sums = self._sums, np.zeros_like(self._sums)
+        own = {"step_loss": value["loss"], **{name: value[name] for name in ("objective", "grad_norm")}}
+        own = {name: number.item() if value["targets"] else None for name, number in own.items()}  # of nothing: not 0
+        # In float32, as every loss: of one step the mean is then the very number that the device computed.
+        loss = np.float32(sum_nats / sum_targets).item() if sum_targets else own["step_loss"]
+        record = {"loss": loss, **own, **{name: value[name].item() for name in ("learning_rate", "skipped")}}
         record |= {name: value[name].item() for name in ("z", "adversarial", "loss_scale", "weight_norm") if name in value}
         record |= {f"anomalies/{kind}": count.item() for kind, count in zip(ANOMALIES, value["anomalies"]) if count}
         count = sum(step >= rollback["left_out"][0] for rollback in self._rollbacks)
         record |= {"rollbacks": count} if count else {}
         record |= {f"loss/{name}": nll / count for name, nll, count in zip(names, nats, targets) if count}
-        peak_seconds = self.peak * jax.device_count() * seconds
         record |= {
             "batch": origin.digest,
             **{name: hash_text(words) for name, words in value.items() if name.endswith("_hash")},
@@ -208,9 +216,17 @@ class Records:
             "positions_per_second": sum(rows * length for _, rows, length in lap) / seconds,
             "step_seconds": seconds / len(lap),
             "data_wait_seconds": (self._waited - waited) / len(lap),
-            "mfu": sum(rows * length * self._flops[length].full for _, rows, length in lap) / peak_seconds,
-            "mfu_causal": sum(rows * length * self._flops[length].causal for _, rows, length in lap) / peak_seconds,
         }
+        full = sum(rows * length * self._flops[length].full for _, rows, length in lap)
+        causal = sum(rows * length * self._flops[length].causal for _, rows, length in lap)
+        record |= {"mfu": self._utilization(full, seconds), "mfu_causal": self._utilization(causal, seconds)}
         record |= {f"epochs/{name}": passes for name, passes in self._data.plan.epochs_at(step).items()}
         self.write(step, record, "train")
         self._progress.update(step, record)
+
+    def _utilization(self, flops: float, seconds: float) -> float | None:
+        """The share of the devices' peak that so many operations in so many seconds are; None if that is not known."""
+        if self.peak is None:
+            return None
+        with self._clock.during("compile"):  # what measuring the peak again takes, if it does
+            return self.peak.share(flops / seconds / jax.device_count())

@@ -147,6 +147,8 @@ def _go(
         if done in records:
             values = jax.device_get(metrics | job.hashes(state, batch))
             now = {name: value.item() for name, value in values.items() if value.ndim == 0} | {"batch": origin.digest}
+            if "step_loss" in records[done]:  # else the record's loss is that of the step
+                now["step_loss"] = now.pop("loss")
             now |= {name: hash_text(words) for name, words in values.items() if name.endswith("_hash")}
             findings.compare(done, records[done], now)
             findings.last = done

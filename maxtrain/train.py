@@ -24,7 +24,15 @@ import jax
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import DamagedError, DivergedError, LostProcessError, StorageError, TryAgainError, run_command
+from data_pipeline.errors import (
+    ConfigError,
+    DamagedError,
+    DivergedError,
+    LostProcessError,
+    StorageError,
+    TryAgainError,
+    run_command,
+)
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_record, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
@@ -49,7 +57,16 @@ from maxtrain.parallel.agreement import (
     require_agreement,
 )
 from maxtrain.parallel.distributed import leave
-from maxtrain.parallel.hardware import peak_flops
+from maxtrain.parallel.hardware import Peak
+from maxtrain.parallel.memory import (
+    STATE_MEND,
+    STEP_MEND,
+    bytes_beside_arguments,
+    bytes_on_device,
+    is_out_of_memory,
+    out_of_memory,
+    require_memory,
+)
 from maxtrain.records import Records
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest
@@ -72,13 +89,16 @@ def run(config: RunConfig) -> None:
     with StopRequest(config.checkpoint.grace_seconds) as stop, losing_others():
         for attempt in itertools.count():  # each has a checkpoint less
             try:
-                return run_from_newest(config, f"launch {attempt}", stop)
+                return run_from_newest(config, attempt, stop)
             except DamagedError as damage:
                 put_aside(damage)
 
 
-def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
-    """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is not what was saved."""
+def run_from_newest(config: RunConfig, attempt: int, stop: StopRequest) -> None:
+    """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is not what was saved.
+
+    `attempt`: how often this process has tried with a newer one.
+    """
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
     second = second_of(folder / "checkpoints", config.checkpoint)
@@ -99,14 +119,17 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
         describe(progress, job)
-        require_agreement(launch, launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        require_agreement(f"launch {attempt}", launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
         connect_peers(job.mesh)
         refused = None
         try:
+            if attempt == 0:  # later on, this process keeps on a CPU what it has had before, and would count it as taken
+                state = "the training state (weights, moments of the optimizer)"
+                require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
             if chief:  # not before it is known that all go on: this makes the folder
                 take_locks(held, folder, second)
                 run_folder.begin(lambda text: progress.message(text, style="bold red"))
-        except (StorageError, OSError) as error:
+        except (ConfigError, StorageError, OSError) as error:
             refused = error
         raise_together(refused)
         for line in checkpoints.put_aside_incomplete():
@@ -128,9 +151,11 @@ def run_from_newest(config: RunConfig, launch: str, stop: StopRequest) -> None:
             else:
                 progress.message(f"Nothing to do: {folder} {loop.why_done()}", style="yellow" if records.ending else "green")
             loop.settle()  # for all processes; `close` asks nobody, since it may come after an error of one
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
+        except (jax.errors.JaxRuntimeError, ValueError, MemoryError) as error:
             if is_loss(error):
                 checkpoints.abandon()
+            if is_out_of_memory(error):
+                raise out_of_memory(error, f"at step {loop.step:,}, in: {clock.doing()[0]}") from error
             raise
         finally:
             loop.close()
@@ -383,12 +408,30 @@ class Loop:
         raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
 
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
-        """The compiled step; and the peak that its speed is compared with."""
+        """The compiled step; and the peak that its speed is compared with.
+
+        Raises:
+            ConfigError: in all processes: on a device of one there is not enough memory for it.
+        """
         self.progress.phase("compiling the step")
+        shape = batch["targets"].shape
+        what = f"a step of {shape[0]:,} rows x {shape[1]:,} tokens"
         with self.clock.during("compile"):
-            compiled = step.lower(state, batch).compile()
-            tflops, device = self.config.observe.peak_tflops, jax.local_devices()[0]
-            self.records.peak = tflops * 1e12 if tflops else peak_flops(device, self.config.precision.compute)
+            refused = None
+            try:
+                compiled = step.lower(state, batch).compile()
+                if not self.compiled or jax.default_backend() != "cpu":  # on a CPU the process keeps what earlier steps needed
+                    require_memory(bytes_beside_arguments(compiled), f"{what}, beside the training state,", STEP_MEND)
+            except ConfigError as error:
+                refused = error
+            except jax.errors.JaxRuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                refused = ConfigError(f"{what} does not fit: {str(error).splitlines()[0][:300]}. {STEP_MEND}.")
+            raise_together(refused)
+            if self.records.peak is None:
+                tflops, dtype = self.config.observe.peak_tflops, self.config.precision.compute
+                self.records.peak = Peak(tflops, jax.local_devices()[0], dtype)
         self.progress.phase("")
         return compiled
 

@@ -33,7 +33,7 @@ def test_prints_stretches_shares_epochs_and_a_timeline_without_a_device(config, 
     code += "finally: print(sys.modules['jax._src.xla_bridge'].backends_are_initialized(), file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr.split()[-1] == "False", result.stderr
-    assert result.stdout.startswith("plan: 40 steps, 8.96 k tokens; ends because steps=40;")
+    assert result.stdout.startswith("plan: 40 steps, 8.96 k tokens (rows x length); ends because steps=40;")
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["0", "to", "10", "1.28k", "4", "x", "32", "25.0%", "0.227", "75.0%", "0.395"] in rows
     assert ["10", "to", "40", "7.68k", "8", "x", "32", "100.0%", "5.68", "-"] in rows

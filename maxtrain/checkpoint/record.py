@@ -17,6 +17,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "metrics": (dict, type(None)),
     "guard": (dict,),
     "ending": (str,),
+    "since_record": (list,),
     "by_source": (list,),
     "data": (str,),
     "cursor": (dict,),
@@ -47,6 +48,8 @@ def wrong_type(record: Any) -> str:
             check_rollback(entry)
         if not all(isinstance(name, str) for name in record.get("unevaluated", [])):
             raise ValueError("unevaluated must be names")
+        if not all(type(number) is float for number in record.get("since_record", [])):
+            raise ValueError("since_record must be numbers")
         if not all(isinstance(row, list) for row in record.get("by_source", [])):
             raise ValueError("by_source must be rows")
         kept = record.get("metrics")

@@ -4,8 +4,9 @@ RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "e
 line has the id of the run instead, which `read_metrics` leaves out. Floats that JSON lacks are the strings "nan", "inf" and
 "-inf"; `read_metrics` gives them back as floats. Names that others rely on:
 
-    train   loss (nats per token), learning_rate, tokens_per_second, mfu (0..1), step_seconds, tokens_seen (since step 0),
-            data_wait_seconds (of each of step_seconds, how much it waited for its batch)
+    train   loss (nats per token, over all targets since the last record; steps whose loss is not finite are not in it),
+            step_loss (of this step alone), learning_rate, tokens_per_second, mfu (0..1; None: not known), step_seconds,
+            tokens_seen (targets since step 0), data_wait_seconds (of each of step_seconds, how much it waited for its batch)
     eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated), data (what the set was: another text after
             it was exchanged begins another series)
     end     ending (why the run ends early), planned_steps

@@ -11,8 +11,7 @@ from rich.table import Table
 from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
 from maxtrain.observe.range_test import RangeTest
-
-GIB = 1 << 30
+from maxtrain.parallel.memory import GIB, size
 
 
 class Try(NamedTuple):
@@ -26,11 +25,6 @@ class Try(NamedTuple):
     def words(self, limit: int) -> tuple[str, str]:
         """Its memory, and that as a share of the limit."""
         return ("too much", "") if self.num_bytes is None else (size(self.num_bytes), f"{self.num_bytes / limit:.1%}")
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in GiB, or in MiB if they are few."""
-    return f"{num_bytes / GIB:,.2f} GiB" if num_bytes >= GIB / 4 else f"{num_bytes / (1 << 20):,.2f} MiB"
 
 
 def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Table:

@@ -16,6 +16,8 @@ from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_SMOOTHING = 50  # a point is the mean of at most one part in so many of the curve, to each side
+_LEAST_SMOOTHED = 2 * _SMOOTHING
 
 
 def plot_curves(
@@ -24,23 +26,34 @@ def plot_curves(
     title: str,
     subtitle: str = "",
     left_out: Sequence[Sequence[int]] = (),
+    resumes: Sequence[int] = (),
+    changes: Sequence[int] = (),
 ) -> None:
-    """Draw loss, evaluations, speed and learning rate over steps as a PNG, which appears at its path in one piece.
+    """Draw loss, evaluations, gradient norm, speed and learning rate over steps as a PNG, which appears in one piece.
 
-    `subtitle` is one line in small print; empty for none. `left_out`: first and last of steps that a rollback left out, to be
-    shaded; steps with anomalies are marked.
+    Steps with anomalies are marked.
+
+    Args:
+        records: of `read_metrics`.
+        path: of the picture.
+        title: in large print.
+        subtitle: one line in small print; empty for none.
+        left_out: first and last of steps that a rollback left out, to be shaded.
+        resumes: finished steps at which the run went on after a stop.
+        changes: finished steps after which batches had another shape.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, which only the end of a run has
 
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
-    figure = Figure(figsize=(9, 7), dpi=150, layout="constrained")
-    top, speed, rate = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
+    figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
+    top, norm, speed, rate = figure.subplots(4, 1, sharex=True, height_ratios=(4, 1, 1, 1))
     top.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=22, parse_math=False)
     top.annotate(subtitle, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", size=9)
     steps, losses = _columns(train, "loss")
-    top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
-    top.plot(steps, _smooth(losses), label="train, smoothed")
+    if is_smoothed := len(losses) >= _LEAST_SMOOTHED:
+        top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
+    top.plot(steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train")
     for name, series in evaluation_series(evals).items():
         steps, values = _columns(series, "nll")
         last = f", at the end {values[-1]:.4f}" if len(values) else ""
@@ -50,10 +63,15 @@ def plot_curves(
     counts = [sum(v for k, v in r.items() if k.startswith("anomalies/")) for r in train]
     if found := [r["step"] for r, before, count in zip(train, [0, *counts], counts) if count > before]:
         top.plot(found, [0.02] * len(found), "^", color="C3", transform=top.get_xaxis_transform(), label="anomalies")
+    for marked, style, label in ((resumes, ":", "resumed"), (changes, "--", "other batches")):
+        for i, step in enumerate(marked):
+            top.axvline(step + 0.5, color="0.5", linewidth=0.8, linestyle=style, label=None if i else label)
     top.legend(loc="upper right", frameon=False)
+    norm.plot(*_columns(train, "grad_norm"), color="C1", linewidth=0.8)
     speed.plot(*_columns(train, "tokens_per_second"), color="C2")
     rate.plot(*_columns(train, "learning_rate"), color="C4")
-    for axes, label in ((top, "loss, nats per token"), (speed, "tokens/s"), (rate, "learning rate")):
+    labels = ((top, "loss, nats per token"), (norm, "gradient norm"), (speed, "tokens/s"), (rate, "learning rate"))
+    for axes, label in labels:
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
@@ -86,9 +104,9 @@ def _columns(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a centred window of up to a 25th of the curve, narrower at its ends."""
+    """Mean over a centred window of up to a 25th of the curve, narrower at its ends; short curves as they are."""
     index, sums = np.arange(len(values)), np.concatenate([[0.0], np.cumsum(values)])
-    half = np.minimum(len(values) // 50, np.minimum(index, index[::-1]))
+    half = np.minimum(len(values) // _SMOOTHING, np.minimum(index, index[::-1]))
     return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
 
 
@@ -132,7 +150,7 @@ def summary(
     Args:
         run_name, steps: the run, and its finished optimizer steps.
         records: of `read_metrics`; shown are the loss over steps, and the last evaluation of each set.
-        seconds: wall time by cause, as `Stopwatch.seconds` gives it.
+        seconds: wall time by cause, of all launches, as `goodput` gives it.
         comparison: a line to compare the evaluations with.
         ending: what to say first: why the run ended, if not because it did all its steps; may be empty.
         made_by: a line about the machine and the versions.
@@ -143,8 +161,7 @@ def summary(
     wall = sum(seconds.values())
     head = [f"{steps:,} steps"]
     if train:
-        loss = next((f", training loss {r['loss']:.4f}" for r in reversed(train) if r["loss"] is not None), "")
-        head += [f"{human.count(train[-1]['tokens_seen'])} tokens{loss}"]
+        head += [f"{human.count(train[-1]['tokens_seen'])} targets (tokens with a loss)", *_last_loss(train)]
     parts: list[RenderableType] = [", ".join([*head, f"{human.duration(wall)} of wall time"])]
     if ending:
         parts.append(Text(ending, "yellow"))
@@ -153,7 +170,7 @@ def summary(
     if evaluations:
         forms = {"nll": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "tokens": ",.0f"}
         cells = {n: [format(r[key], form) if key in r else "-" for key, form in forms.items()] for n, r in evaluations.items()}
-        parts += ["", _table(("evaluation", "nats/token", "perplexity", "bits/byte", "tokens"), cells)]
+        parts += ["", _table(("evaluation", "nats/token", "perplexity", "bits/byte", "targets"), cells)]
     if comparison:
         parts.append(Text(comparison, "dim"))
     if made_by:
@@ -162,6 +179,17 @@ def summary(
     for head, rows in ((("wall time", "", "share"), shares), (("files", ""), {k: [str(v)] for k, v in (files or {}).items()})):
         parts += ["", _table(head, rows)] if rows else []
     return Panel(Group(*parts), title=Text(run_name, "bold"), title_align="left", border_style="dim", padding=(0, 2))
+
+
+def _last_loss(train: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the training loss was in the end, and over how many steps; empty if no record has one."""
+    known = [i for i, record in enumerate(train) if record["loss"] is not None]
+    if not known:
+        return []
+    last = train[known[-1]]
+    steps = last["step"] - (train[known[-1] - 1]["step"] if known[-1] else 0)
+    mean = f" (mean of {steps:,} steps)" if steps > 1 and "step_loss" in last else ""
+    return [f"training loss {last['loss']:.4f}{mean}"]
 
 
 def _table(head: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:

@@ -1,5 +1,6 @@
 """How fast devices are, for model FLOPs utilisation."""
 
+import math
 import time
 from typing import Any
 
@@ -27,6 +28,9 @@ PEAK_TFLOPS = (
 )
 
 
+_MOST_MEASUREMENTS = 4  # of a CPU's peak in one run, 0.3 s each
+
+
 def compiler_options(platform: str) -> dict[str, int]:
     """What the large programs are compiled with: CPUs with 512-bit vectors use them only if told to (a tenth of a step)."""
     return {"xla_cpu_prefer_vector_width": 512} if platform == "cpu" else {}
@@ -45,6 +49,37 @@ def peak_flops(device: Any, dtype: str) -> float:
         if name in kind:
             return tflops * 1e12
     raise ConfigError(f"observe.peak_tflops=null: no peak is known for {device.device_kind!r}. Set it from the data sheet.")
+
+
+class Peak:
+    """The FLOP/s that one device can reach, which the speed of a run is held against.
+
+    Args:
+        tflops: of the device in TFLOP/s, as the config says; None: as `peak_flops` finds.
+        device: of this process.
+        dtype: of the inputs of matrix products.
+
+    Raises:
+        ConfigError: an accelerator that the table doesn't know.
+    """
+
+    def __init__(self, tflops: float | None, device: Any, dtype: str):
+        self._device, self._dtype = device, dtype
+        self._is_measured = tflops is None and device.platform == "cpu"
+        self._measurements = 1
+        self._flops = tflops * 1e12 if tflops else peak_flops(device, dtype)
+
+    def share(self, flops: float) -> float | None:
+        """Which share of the peak these FLOP/s of one device are.
+
+        More than a measured peak means that it was measured while the machine was busy: it is measured again. None: still more.
+        """
+        while self._is_measured and flops > self._flops and self._measurements < _MOST_MEASUREMENTS:
+            self._measurements += 1
+            self._flops = max(self._flops, peak_flops(self._device, self._dtype))
+        if not math.isfinite(flops) or (self._is_measured and flops > self._flops):
+            return None
+        return flops / self._flops
 
 
 def measure_matmul(dtype: str, seconds: float = 0.3) -> float:

@@ -468,9 +468,16 @@ def test_the_same_data_under_two_names_is_refused():
 
 def test_description_says_length_reason_and_epochs():
     plan = solve([40, 10], weights=[2, 1])
-    assert plan.describe() == "plan: 7 steps, 448 tokens; ends because 'b' completes epoch 1; a 0.475 epochs, b 0.9 epochs"
+    assert (
+        plan.describe()
+        == "plan: 7 steps, 448 tokens (rows x length); ends because 'b' completes epoch 1; a 0.475 epochs, b 0.9 epochs"
+    )
     assert "2.5 epochs" in solve([40], epochs=[2.5]).ends_because
-    assert solve([40], steps=3).describe().startswith("plan: 3 steps, 192 tokens; ends because steps=3; a 0.3 epochs")
+    assert (
+        solve([40], steps=3)
+        .describe()
+        .startswith("plan: 3 steps, 192 tokens (rows x length); ends because steps=3; a 0.3 epochs")
+    )
     assert "1.6 k tokens" in solve([40], epochs=[2.5], batch_size=2).describe()
 
 

@@ -22,7 +22,7 @@ def evaluation(step, name="val", nll=3.0):
     return {"kind": "eval", "step": step, "set": name, "nll": nll, "bits_per_byte": 1.0}
 
 
-RUN = [train(s, tokens_seen=s * 512, tokens_per_second=1e4) for s in range(10, 400, 10)] + [
+RUN = [train(s, tokens_seen=s * 512, tokens_per_second=1e4, grad_norm=1.0) for s in range(10, 400, 10)] + [
     evaluation(200),
     evaluation(390, nll=2.2),
 ]
@@ -39,6 +39,27 @@ def test_the_picture_shows_losses_evaluations_speed_and_rate(tmp_path):
     assert image.shape[0] > 800 and image.shape[1] > 1200
     for color in ((31, 119, 180), (255, 127, 14), (44, 160, 44), (148, 103, 189)):
         assert has_color(image, *color), color
+
+
+def test_where_a_run_went_on_and_where_batches_changed_is_marked(tmp_path):
+    def grey(**marks):
+        plot_curves(RUN, tmp_path / "curves.png", "a run", **marks)
+        image = matplotlib.image.imread(tmp_path / "curves.png")[..., :3]
+        return int((np.abs(image - 0.5).max(axis=-1) < 0.02).sum())
+
+    without = grey()
+    assert grey(resumes=[100, 200]) > without + 100
+    assert grey(changes=[300]) > without + 100
+
+
+def test_the_summary_says_what_the_training_loss_is_a_mean_of():
+    records = [train(s, tokens_seen=s * 512, loss=3.5, step_loss=3.0) for s in (10, 20)]
+    text = " ".join(printed(summary("r", 20, records, {})).replace("│", " ").split())
+    assert "training loss 3.5000 (mean of 10 steps)" in text
+    records[1] |= {"loss": None}
+    assert "training loss 3.5000 (mean of 10 steps)" in " ".join(
+        printed(summary("r", 20, records, {})).replace("│", " ").split()
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +138,7 @@ def test_the_summary_says_everything_and_fits():
     squeezed = " ".join(text.replace("│", " ").split())
     for part in (
         "quick[start]",
-        "1,500 steps, 3.07M tokens, training loss 2.3457, 2:30 of wall time",
+        "1,500 steps, 3.07M targets (tokens with a loss), training loss 2.3457, 2:30 of wall time",
         "step 1,500 ",
         "val 2.1900 8.94 0.9536 1,234,567",
         "bare 3.0000 - - -",

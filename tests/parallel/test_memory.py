@@ -105,4 +105,9 @@ def test_available_memory_minds_control_groups(tmp_path):
     for limit, expected in (("max", 4_096_000), ("3000000", 2_000_000), ("900000", 0), ("99000000", 4_096_000)):
         (group / "memory.max").write_text(f"{limit}\n")
         assert available_memory(tmp_path) == expected
+    (group / "memory.max").write_text("3000000\n")
+    (group / "memory.stat").write_text("anon 5\nfile 700000\ninactive_file 500000\nactive_file 200000\nslab 9\n")
+    assert available_memory(tmp_path) == 2_700_000, "the cache of files makes room"
+    (group / "memory.stat").write_text("inactive_file 1\nactive_file 2\ntotal_inactive_file 300000\ntotal_active_file 100000\n")
+    assert available_memory(tmp_path) == 2_400_000
     assert available_memory(tmp_path / "elsewhere") > 0
