@@ -1,6 +1,8 @@
 """The steps of a run as they become known: fetched from the device, judged, written down."""
 
+import contextlib
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +18,7 @@ from maxtrain.config.schema import ANOMALIES
 from maxtrain.job import Job
 from maxtrain.models.cost import token_flops
 from maxtrain.observe.anomaly import Anomalies, Finding
-from maxtrain.observe.metrics import Kept, MetricsLog, Stopwatch
+from maxtrain.observe.metrics import Kept, MetricsLog, Stopwatch, read_metrics
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.trackers import TensorBoard
 from maxtrain.ops.digest import hash_text, leaf_names
@@ -34,12 +36,14 @@ class Records:
     def __init__(self, job: Job, clock: Stopwatch, progress: Progress):
         self._job, self._config, self._data = job, job.config, job.data
         self._clock, self._progress = clock, progress
+        self._folder = Path(job.config.output_dir, job.config.run_name)
         self._flops = {length: token_flops(self._config.model, length) for _, length in job.layouts}
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         self._leaves = [*leaf_names(job.abstract.params), *moments]
         self.peak: Peak | None = None  # of one device, which the speed is compared with
         self._waited = 0.0  # seconds that steps had waited for their batches at the last record
         self._logs: list[MetricsLog | TensorBoard] = []
+        self.end_is_written = False  # the record of why the run ends early, known to process 0
         self._metrics: MetricsLog | None = None  # the one of these that checkpoints remember, on process 0
         self.restore(None, [])
 
@@ -80,19 +84,29 @@ class Records:
             "by_source": [[x if math.isfinite(x) else str(x) for x in row] for row in self._by_source.tolist()],
         }
 
+    def evaluated(self, step: int) -> dict[str, set[str | None]]:
+        """Evaluation sets on record at a step, each with the texts that it was; None: a record that does not say."""
+        found = defaultdict[str, set[str | None]](set)
+        with contextlib.suppress(DataError):  # what can't be read is told of where the log is opened
+            for record in read_metrics(self._folder):
+                if record["kind"] == "eval" and record["step"] == step:
+                    found[record["set"]].add(record.get("data"))
+        return found
+
     def open_logs(self, step: int, again: Sequence[str] = (), run: str = "") -> None:
         """Logs that go on from this step; what they said of later ones is dropped, and of sets evaluated `again` there.
 
         `run` is the id of the run. Records that are not there any more, or can't be read, are told of.
         """
         self.close_logs()
-        folder = Path(self._config.output_dir, self._config.run_name)
+        folder = self._folder
         if jax.process_index() == 0:
             log = MetricsLog(folder, step, again, run, self._kept)  # makes the folder
             for problem in log.problems:
                 self._progress.message(problem, style="bold red")
             self._logs.append(log)
             self._metrics = log
+            self.end_is_written = log.has_end
             if self._config.observe.tensorboard:
                 self._logs.append(TensorBoard(folder, step))
         self._progress.update(step)

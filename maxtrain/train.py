@@ -76,6 +76,7 @@ from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import TrainState, zero_summary
 from maxtrain.validation import Validation
 
+_MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
 _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
 
@@ -140,7 +141,7 @@ def run_from_newest(config: RunConfig, attempt: int, stop: StopRequest) -> None:
             state = loop.restore(saved)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
             watchdog.begin(lambda: loop.step, run_folder.id)
-            records.open_logs(loop.step, loop.unevaluated, run_folder.id)
+            records.open_logs(loop.step, loop.again, run_folder.id)
             if chief and loop.step < num_steps:
                 note_launch(job, run_folder, loop.step)
             if not loop.done():
@@ -227,6 +228,7 @@ class Loop:
         self.integrity = Integrity(job.config.integrity, job.mesh)
         self.step = 0
         self.unevaluated: list[str] = []  # evaluation sets that are to be read after this step, and are not yet
+        self.again: list[str] = []  # those of them that may have been read by a launch that died before it could save
         self.postponed = False  # a save was due when steps were not finite: it is made after the next good one
         self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}  # the step, by shape of batch
 
@@ -235,7 +237,8 @@ class Loop:
         self.records.restore(record, self.rollbacks)
         self.validation.restore(record)
         self.step = record["step"] if record else 0
-        self.unevaluated = record.get("unevaluated", []) if record else []
+        self.again = record.get("unevaluated", []) if record else []
+        self.unevaluated = self.sets_to_read(record)
         if self.rollbacks:
             if jax.process_index() == 0:
                 self.run_folder.note_discarded_after(self.step)
@@ -257,6 +260,25 @@ class Loop:
             planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
             self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
         return state
+
+    def sets_to_read(self, record: dict[str, Any] | None) -> list[str]:
+        """Evaluation sets to read before anything else, at the first step or at a checkpoint with this record."""
+        if record is None:
+            return self.validation.due(0, last=True) if self.config.eval_at_start else []
+        if self.step < self.data.plan.num_steps and not self.records.ending:
+            return self.again
+        # No later step will read a set that is new, or another text than it was.
+        left = []
+        if jax.process_index() == 0:
+            known = self.records.evaluated(self.step)
+            due = self.validation.due(self.step, last=True)
+            left = [name for name in due if not known.get(name, set()) & {self.validation.read[name], None}]
+        left = gather({"left": left}, _MOST_NAMES)[0]["left"]
+        if new := [name for name in left if name not in self.again]:
+            self.progress.message(
+                f"Evaluates {', '.join(new)}, which step {self.step:,}, the run's last, was not evaluated on."
+            )
+        return left
 
     def done(self) -> bool:
         """Whether nothing of the run is left to do."""
@@ -383,7 +405,7 @@ class Loop:
                     f"{rule}. {self.newest()} Lower optimizer.learning_rate, or go on from an earlier step with other settings."
                 )
         self.unevaluated = []
-        if self.records.ending:
+        if self.records.ending and not self.records.end_is_written:
             planned = self.data.plan.num_steps
             self.records.write(self.step, {"ending": self.records.ending, "planned_steps": planned}, "end")
         return True
@@ -490,7 +512,7 @@ class Loop:
         jax.tree.map(lambda x: x.delete(), state)  # there may be no room for two
         state = self.restore(record)
         self.clock.lap()
-        self.records.open_logs(self.step, self.unevaluated, self.run_folder.id)
+        self.records.open_logs(self.step, self.again, self.run_folder.id)
         return state
 
     def save(self, state: TrainState) -> bool:

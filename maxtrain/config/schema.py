@@ -308,6 +308,7 @@ class RunConfig:
     seed: int = key(0, "of parameters, data order and everything else random", low=0, high=2**32 - 1)
     steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
     eval_interval: int = key(0, "steps between evaluations; 0: none while training", low=0)
+    eval_at_start: bool = key(False, "evaluate before the first step, too")
     eval_steps: int = key(-1, "batches of each evaluation; -1: a set whole, exactly once", low=-1)
     checkpoint_interval: int = key(1000, "steps between checkpoints; 0: only the final one", low=0)
     log_interval: int = key(10, "steps between records of metrics", low=1)
