@@ -20,12 +20,14 @@ VERBS = {
     "compare": "where two runs part: compare RUN RUN",
     "probe": "the largest batch that fits, and a learning rate: probe config=NAME key=value ...",
     "checkpoint": "checkpoints listed, shown, verified, copied, pruned: checkpoint list RUN",
+    "evaluate": "a model to its loss on held-out sets: evaluate RUN",
     "generate": "a model to text: generate RUN --prompt TEXT",
 }
 # Verbs whose `main` takes the arguments, and what to call the program.
-JOBS = {verb: f"maxtrain.{verb}" for verb in ("supervise", "status", "replay", "compare", "probe", "generate")}
+JOBS = {verb: f"maxtrain.{verb}" for verb in ("supervise", "status", "replay", "compare", "probe", "evaluate", "generate")}
 JOBS["checkpoint"] = "maxtrain.checkpoints"
-COMPUTING = ("supervise", "replay", "generate")  # train and probe look at the environment when they read their config
+# Train and probe look at the environment when they read their config.
+COMPUTING = ("supervise", "replay", "evaluate", "generate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

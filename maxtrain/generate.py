@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 from rich.console import Console
 from rich.text import Text
@@ -29,7 +30,7 @@ from data_pipeline.errors import UsageError, run_command
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
-from maxtrain.config.schema import MeshConfig, ObserveConfig
+from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.layers import KVCache
 from maxtrain.parallel.distributed import start
@@ -323,20 +324,28 @@ def describe_speed(speed: Speed) -> str:
     return f"{first}; then {speed.tokens:,} tokens in {speed.seconds:.2f} s ({speed.tokens / speed.seconds:,.0f} tokens/s)"
 
 
-def load_run(directory: str | Path, step: int | None = None) -> tuple[Decoder, Tokenizer]:
-    """The model of a training run at a step (None: the newest checkpoint), on this process's first device; and its tokenizer.
-
-    Raises:
-        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints or its data.
-    """
+def read_run_config(directory: str | Path) -> RunConfig:
+    """The config that a run was last launched with; UserError: `directory` is not a run, or something is wrong with it."""
     run = Path(directory).expanduser()
     if not (run / "config.yaml").exists():
         known = ", ".join(str(path.parent) for path in sorted(run.parent.glob("*/config.yaml"))[:5]) or "runs/quickstart"
         raise UsageError(f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}.")
     require_own_config(run)
-    config = load_config([f"config={run / 'config.yaml'}"])
+    return load_config([f"config={run / 'config.yaml'}"])
+
+
+def load_run(directory: str | Path, step: int | None = None, mesh: Mesh | None = None) -> tuple[Decoder, Tokenizer]:
+    """The model of a training run at a step (None: the newest checkpoint), and its tokenizer.
+
+    `mesh`: that the parameters are split over; None: all on this process's first device.
+
+    Raises:
+        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints or its data.
+    """
+    config, run = read_run_config(directory), Path(directory).expanduser()
     tokenizer = load_tokenizer(next(iter(config.data.sources.values())).path)
-    graphdef, params = abstract_model(config.model, config.precision, make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1]))
+    mesh = mesh or make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    graphdef, params = abstract_model(config.model, config.precision, mesh)
     checkpoints = Checkpoints(run / "checkpoints", config.checkpoint)
     try:
         if config.optimizer.ema_decay is None:

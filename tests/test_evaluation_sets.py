@@ -1,10 +1,14 @@
-"""Evaluation sets that come to a run late, and evaluation before the first step."""
+"""Evaluation sets that come to a run late, evaluation before the first step, and `maxtrain evaluate`."""
 
+import json
 import shutil
+from pathlib import Path
 
 import pytest
 
-from maxtrain import train
+from data_pipeline.prepare import main as prepare
+from data_pipeline.tokenizer import ByteTokenizer
+from maxtrain import evaluate, train
 from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.config.load import load_config
 from maxtrain.observe.metrics import read_metrics
@@ -76,3 +80,78 @@ def test_evaluation_before_the_first_step(config, capsys):
     assert list(losses) == [0, 2, 4] and losses[0] > losses[4]
     assert run(config, "start", "eval_at_start=true", "eval_interval=2", "steps=6") == 0
     assert [r["step"] for r in read_metrics(config.parent / "runs/start") if r["kind"] == "eval"] == [0, 2, 4, 6]
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Calls main in this process, which stays as it is: (exit code, stdout, stderr)."""
+    monkeypatch.setattr(evaluate, "start", lambda mesh, cache: None)
+
+    def call(*argv):
+        code = evaluate.main([str(argument) for argument in argv])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_gives_what_the_run_has_on_record(config, finished, command):
+    record = next(r for r in read_metrics(finished) if r["kind"] == "eval")
+    code, out, err = command(finished, "--json")
+    assert code == 0, err
+    (result,) = json.loads(out)["sets"].values()
+    assert result["tokens"] == record["tokens"]
+    for name in ("nll", "perplexity", "bits_per_byte"):
+        assert result[name] == pytest.approx(record[name], rel=1e-6)
+    code, out, _ = command(finished, "--set", f"val={config.parent}/data/eval", "--set", f"more={config.parent}/more/data/eval")
+    words = out.split()
+    assert code == 0 and f"{finished}, step {STEPS}" in " ".join(words)
+    assert f"{record['nll']:.4f}" in words and "more" in words and f"{record['tokens']:,}" in words
+
+
+def test_other_rows_steps_and_a_part_of_a_set(finished, command):
+    def nll(*argv):
+        code, out, err = command(finished, "--json", *argv)
+        assert code == 0, err
+        return json.loads(out)["sets"]["val"]
+
+    whole, part = nll("--batch-size", 3), nll("--batches", 1)
+    assert whole["tokens"] > part["tokens"] and "bits_per_byte" not in part
+    assert whole["nll"] == pytest.approx(nll()["nll"], rel=1e-6), "padding has no weight"
+    assert nll("--step", 2)["nll"] > whole["nll"]
+    assert nll("--seq-length", 16)["nll"] != whole["nll"]
+
+
+def test_a_hugging_face_directory(tmp_path, command, capsys):
+    source = Path(__file__).parent / "data/parity/llama3"
+    shutil.copytree(source, tmp_path / "hf")
+    ByteTokenizer().save(tmp_path / "hf")
+    (tmp_path / "text.txt").write_text("some text " * 40)
+    assert prepare([str(tmp_path / "set"), "--text", str(tmp_path / "text.txt"), "--workers", "1"]) == 0
+    code, _, err = command("--hf", tmp_path / "hf", "--set", f"val={tmp_path}/set")
+    assert code == 78 and "has a tokenizer of 257 entries, and the model has 160. Prepare it with the model's own" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        ([], 64, "either RUN or --hf DIR"),
+        (["RUN", "--set", "val"], 64, "--set val: must be NAME=DIR. Write for example --set val=data/stdlib/eval."),
+        (["RUN", "--set", "a=x", "--set", "a=y"], 64, "the name a is given twice"),
+        (["RUN", "--batches", "0"], 64, "--batches 0: must be at least 1"),
+        (["RUN", "--set", "a=nowhere"], 65, "eval.sets.a.path: nowhere: is not a directory of token shards"),
+        (["RUN", "--step", "3"], 74, "Complete steps: 2, 4"),
+        (["nowhere"], 64, "RUN=nowhere: has no config.yaml"),
+        (["--hf", "nowhere"], 64, "Name one with --set NAME=DIR"),
+        (["--hf", "x", "--step", "1"], 64, "Leave one out"),
+    ],
+)
+def test_what_the_command_refuses(finished, command, argv, code, message):
+    found, _, err = command(*[finished if argument == "RUN" else argument for argument in argv])
+    assert found == code and message in err
+
+
+def test_a_set_of_another_tokenizer_is_refused(finished, tmp_path, command):
+    (tmp_path / "text.txt").write_text("some text " * 40)
+    assert prepare([str(tmp_path / "set"), "--text", str(tmp_path / "text.txt"), "--tokenizer", "chars", "--workers", "1"]) == 0
+    code, _, err = command(finished, "--set", f"val={tmp_path}/set")
+    assert code == 78 and "was made with another tokenizer" in err

@@ -321,7 +321,14 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
     (tmp_path / "config.json").write_text(config.replace('"vocab_size": 160', '"vocab_size": 257'))
     ByteTokenizer().save(tmp_path)
     code, out, err = command("--hf", tmp_path, "--prompt", "abc", "--max-tokens", "4", "--dtype", "bfloat16")
-    assert code == 0 and out.startswith("abc") and "tokens/s" in err
+    assert code == 0 and out.startswith("abc") and "tokens/s" in err and "forgotten" not in err
+
+
+def test_the_command_says_when_it_forgets(run, command):
+    code, _, err = command(run[0], "--prompt", "some", "--max-tokens", "197")
+    assert code == 0 and err.startswith("The model reads at most the 200 tokens that it is meant for (model.max_length): what")
+    code, _, err = command(run[0], "--prompt", "some", "--max-tokens", "196", "--stop", "e")
+    assert code == 0 and "forgotten" not in err, "one token begins the document"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +342,6 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
             64,
             "RUN=nowhere: has no config.yaml. Name the directory of a run, such as runs/quickstart",
         ),
-        (["RUN", "--prompt", "a", "--max-tokens", "500"], 64, "Set max_tokens to 198 or less"),
         (["RUN", "--prompt", "a", "--top-p", "2"], 64, "top_p=2.0 must be"),
         (["RUN", "--prompt", "a", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
         (["--hf", "nowhere", "--prompt", "a"], 65, "Name a tokenizer.json, a SentencePiece .model, a"),

@@ -1,0 +1,187 @@
+"""`maxtrain evaluate RUN`: the loss of a trained model on held-out sets; of a Hugging Face directory with `--hf DIR`.
+
+Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run reads them.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.table import Table
+
+from data_pipeline.config import DataConfig, EvalSetConfig
+from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
+from data_pipeline.loader import EvaluationData, open_evaluation
+from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from maxtrain.checkpoint.listing import saved_steps
+from maxtrain.config.schema import MeshConfig, ObserveConfig
+from maxtrain.generate import load_run, read_run_config
+from maxtrain.models.decoder import Decoder
+from maxtrain.parallel.batches import BatchLayout
+from maxtrain.parallel.distributed import start
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.evaluate import evaluate, make_eval_step
+from maxtrain.training.objective import next_token
+from maxtrain.weights.hf import load_pretrained, read_config
+
+_ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
+
+
+class Reading(NamedTuple):
+    """How sets are read: which ones, with which settings of data, in batches of how many rows, and how many of these."""
+
+    sets: dict[str, EvalSetConfig]
+    data: DataConfig
+    rows: int
+    batches: int  # of each set; negative: all
+
+
+def evaluate_sets(model: Decoder, mesh: Mesh, tokenizer: Tokenizer, reading: Reading) -> dict[str, dict[str, Any]]:
+    """For each set what `training.evaluate.evaluate` gives, and the seconds it took.
+
+    Raises:
+        ConfigError: a set of another tokenizer, or more entries than the model has.
+        DataError: a set that is not whole.
+    """
+    opened = {name: _open(name, config, reading, tokenizer, model) for name, config in reading.sets.items()}
+    graphdef, params = nnx.split(model)
+    step, results = make_eval_step(graphdef, next_token()), {}
+    with jax.set_mesh(mesh):
+        for name, data in opened.items():
+            layout = BatchLayout(mesh, data.batch_size, data.config.seq_length)
+            asked = reading.sets[name].steps
+            count = reading.batches if asked is None else asked
+            whole = count < 0
+            batches = data.iterate(layout.part, None if whole else count)
+            begin = time.perf_counter()
+            targets, text_bytes = (data.num_tokens, data.text_bytes) if whole else (None, 0)
+            result = evaluate(step, params, (layout.to_global(b.arrays) for b in batches), targets, text_bytes)
+            results[name] = result | {"seconds": time.perf_counter() - begin}
+    return results
+
+
+def _open(name: str, config: EvalSetConfig, reading: Reading, tokenizer: Tokenizer, model: Decoder) -> EvaluationData:
+    data = open_evaluation(config.path, reading.data, config.batch_size or reading.rows, name)
+    made_with, vocab = data.manifest.tokenizer, model.config.vocab_size or 0
+    if made_with["sha256"] != tokenizer.sha256:
+        rule = f"was made with another tokenizer ({made_with['name']}) than the model's, so that ids would mean different text"
+        raise ConfigError(f"eval.sets.{name}={config.path} {rule}. Prepare it with `--tokenizer` of the model's.")
+    if made_with["vocab_size"] > vocab:
+        rule = f"has a tokenizer of {made_with['vocab_size']:,} entries, and the model has {vocab:,}"
+        raise ConfigError(f"eval.sets.{name}={config.path} {rule}. Prepare it with the model's own tokenizer.")
+    return data
+
+
+def _mesh(rows: Sequence[int]) -> Mesh:
+    """As many of this process's devices as all of these numbers of rows can be shared by."""
+    devices = jax.local_devices()
+    count = math.gcd(len(devices), *rows)
+    return make_mesh(MeshConfig(fsdp=count), devices[:count])
+
+
+def _reading_of_run(run: Path, asked: argparse.Namespace) -> Reading:
+    config = read_run_config(run)
+    data = dataclasses.replace(config.data, seq_length=asked.seq_length or config.eval.seq_length or config.data.seq_length)
+    sets = _named(asked.set) or config.eval.sets
+    if not sets:
+        raise UsageError(f"{run} has no evaluation sets. Name one with --set NAME=DIR, made by `prepare`.")
+    batches = config.eval_steps if asked.batches is None else asked.batches
+    if asked.batches is not None or not batches:  # a run may have turned its evaluations off
+        sets = {name: dataclasses.replace(s, steps=None) for name, s in sets.items()}
+    return Reading(sets, data, asked.batch_size or config.eval.batch_size or config.data.batch_size, batches or -1)
+
+
+def _reading_of_weights(directory: str, asked: argparse.Namespace) -> Reading:
+    if not asked.set:
+        raise UsageError("--hf: has no evaluation sets of its own. Name one with --set NAME=DIR, made by `prepare`.")
+    length = asked.seq_length or min(_LENGTH, read_config(directory).max_length)
+    return Reading(_named(asked.set), DataConfig(seq_length=length), asked.batch_size or _ROWS, asked.batches or -1)
+
+
+def _named(words: Sequence[str]) -> dict[str, EvalSetConfig]:
+    sets = {}
+    for word in words:
+        name, separator, path = word.partition("=")
+        if not (name and separator and path):
+            raise UsageError(f"--set {word}: must be NAME=DIR. Write for example --set val=data/stdlib/eval.")
+        if name in sets:
+            raise UsageError(f"--set {word}: the name {name} is given twice. Give each set a name of its own.")
+        sets[name] = EvalSetConfig(path=path)
+    return sets
+
+
+def _table(results: dict[str, dict[str, Any]]) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for head in ("set", "nats/token", "perplexity", "bits/byte", "targets", "seconds"):
+        table.add_column(head, justify="left" if head == "set" else "right", no_wrap=True)
+    for name, r in results.items():
+        bits = f"{r['bits_per_byte']:.4f}" if "bits_per_byte" in r else "-"
+        table.add_row(name, f"{r['nll']:.4f}", f"{r['perplexity']:.4g}", bits, f"{r['tokens']:,}", f"{r['seconds']:.1f}")
+    return table
+
+
+def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", nargs="?", help="directory of a training run")
+    add("--hf", metavar="DIR", help="instead of RUN: a Hugging Face directory with weights and tokenizer.json")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="number format for --hf (default: %(default)s)")
+    add("--set", metavar="NAME=DIR", action="append", default=[], help="a set to read; several times for several")
+    add("--step", metavar="N", type=int, help="checkpoint of RUN (default: the newest)")
+    add("--batches", metavar="N", type=int, help="of each set, at most (default: all, or as RUN does)")
+    add("--batch-size", metavar="ROWS", type=int, help=f"rows of a batch (default: as RUN, {_ROWS} for --hf)")
+    add("--seq-length", metavar="TOKENS", type=int, help=f"of a row (default: as RUN, at most {_LENGTH:,} for --hf)")
+    add("--json", action="store_true", help="print the numbers as JSON")
+    asked = parser.parse_args(argv)
+    if (asked.run is None) == (asked.hf is None):
+        parser.error("name what is evaluated: either RUN or --hf DIR")
+    if asked.hf is not None and asked.step is not None:
+        raise UsageError(f"--step {asked.step}: is a checkpoint of RUN, but --hf is what is evaluated. Leave one out.")
+    for option in ("batches", "batch_size", "seq_length"):
+        if (value := getattr(asked, option)) is not None and value < 1:
+            raise UsageError(f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the default.")
+    return asked
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Runs the command; the exit code: 70 if a loss is not finite."""
+
+    def job() -> None:
+        asked = _parse(argv, program)
+        reading = _reading_of_weights(asked.hf, asked) if asked.hf else _reading_of_run(Path(asked.run).expanduser(), asked)
+        start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+        mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
+        if asked.hf:
+            tokenizer, (model, _) = load_tokenizer(asked.hf), load_pretrained(asked.hf, asked.dtype, mesh)
+            what = asked.hf
+        else:
+            model, tokenizer = load_run(asked.run, asked.step, mesh)
+            newest = max(saved_steps(Path(asked.run).expanduser() / "checkpoints"), default=0)
+            what = f"{asked.run}, step {newest if asked.step is None else asked.step:,}"
+        results = evaluate_sets(model, mesh, tokenizer, reading)
+        if asked.json:
+            print(json.dumps({"model": what, "sets": results}))
+        else:
+            console = Console(highlight=False)
+            console.print(what, markup=False)
+            console.print(_table(results))
+        if bad := [name for name, result in results.items() if not math.isfinite(result["nll"])]:
+            raise DivergedError(f"{what}: the loss on {', '.join(bad)} is not finite. Take another checkpoint with --step.")
+
+    return run_command(job, resumes=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
