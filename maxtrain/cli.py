@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return show_plan.main(config)
         from maxtrain import train
 
-        return train.main(config)
+        return train.main(config, ends_process=argv is None)
     if verb in COMPUTING:
         from maxtrain.config.environment import check_environment
 

@@ -34,13 +34,15 @@ class StopRequest:
     """Use as `with StopRequest() as stop:`; inside, `stop.name` is the signal that came, or empty.
 
     Args:
-        grace_seconds: from the first signal to the end of the process, even after the `with`; 0: as long as it takes.
+        grace_seconds: from the first signal to the end of the `with`; 0: as long as it takes.
+        ends_process: whether the process is to end after the `with`. Then it has no longer than grace_seconds for that, either.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, grace_seconds: float = 0.0):
+    def __init__(self, grace_seconds: float = 0.0, ends_process: bool = False):
         self.name, self._old = "", {}
+        self._ends_process = ends_process
         self._patience = grace_seconds - min(5.0, grace_seconds / 10) if grace_seconds else math.inf
         self._grace = grace_seconds
         self._doing: Callable[[], str] | None = None
@@ -117,7 +119,7 @@ class StopRequest:
             received = self._ours.recv(1)
             if not received:  # after the `with`
                 self._ours.close()
-                if math.isinf(left):
+                if math.isinf(left) or not self._ends_process:
                     return
                 time.sleep(left)
             elif received[0] in self.SIGNALS:

@@ -80,14 +80,16 @@ _MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evalu
 _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
 
-def run(config: RunConfig) -> None:
+def run(config: RunConfig, ends_process: bool = False) -> None:
     """A whole run, from its config to its last checkpoint and summary; damaged checkpoints are put aside.
+
+    `ends_process`: the process is to end afterwards, and is ended if it takes too long for that after a signal.
 
     Raises:
         UserError: what went wrong, with the exit code that says whether the same command may be tried again.
     """
     failpoints.arm()
-    with StopRequest(config.checkpoint.grace_seconds) as stop, losing_others():
+    with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
         for attempt in itertools.count():  # each has a checkpoint less
             try:
                 return run_from_newest(config, attempt, stop)
@@ -584,14 +586,14 @@ def lack_of_progress(steps: int, skipped: int) -> str:
     return f"{rule}. {mend}."
 
 
-def main(config: RunConfig) -> int:
-    """Runs, and turns what the user can mend into a message and an exit code."""
+def main(config: RunConfig, ends_process: bool = False) -> int:
+    """Runs, and turns what the user can mend into a message and an exit code; see `run`."""
     lost = False
 
     def job() -> None:
         nonlocal lost
         try:
-            run(config)
+            run(config, ends_process)
         except LostProcessError:
             lost = True
             raise
@@ -602,4 +604,4 @@ def main(config: RunConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(CONFIG))
+    sys.exit(main(CONFIG, ends_process=True))

@@ -42,6 +42,19 @@ def test_the_first_signal_asks_and_handlers_are_put_back(number):
     assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before and signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize("ends_process", [False, True])
+def test_a_process_that_goes_on_after_the_run_is_left_alone(monkeypatch, ends_process):
+    """As one that calls `train.main` itself: it was ended later, when the time to save after the signal was over."""
+    ended = threading.Event()
+    for_ever = threading.Event()
+    monkeypatch.setattr(StopRequest, "_end", staticmethod(lambda code, text: ended.set() or for_ever.wait()))
+    with StopRequest(0.5, ends_process) as stop:
+        stop.save_first(str)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.name == "SIGTERM"
+    assert ended.wait(1.5) == ends_process
+
+
 def test_where_it_interrupts_a_signal_raises_even_if_it_came_before():
     with StopRequest() as stop:
         stop.save_first(str)
