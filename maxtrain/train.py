@@ -239,8 +239,8 @@ class Loop:
         self.records.restore(record, self.rollbacks)
         self.validation.restore(record)
         self.step = record["step"] if record else 0
-        self.again = record.get("unevaluated", []) if record else []
         self.unevaluated = self.sets_to_read(record)
+        self.again = [name for name in self.unevaluated if record is None or name in record.get("unevaluated", [])]
         if self.rollbacks:
             if jax.process_index() == 0:
                 self.run_folder.note_discarded_after(self.step)
@@ -268,7 +268,7 @@ class Loop:
         if record is None:
             return self.validation.due(0, last=True) if self.config.eval_at_start else []
         if self.step < self.data.plan.num_steps and not self.records.ending:
-            return self.again
+            return record.get("unevaluated", [])
         # No later step will read a set that is new, or another text than it was.
         left = []
         if jax.process_index() == 0:
@@ -276,7 +276,7 @@ class Loop:
             due = self.validation.due(self.step, last=True)
             left = [name for name in due if not known.get(name, set()) & {self.validation.read[name], None}]
         left = gather({"left": left}, _MOST_NAMES)[0]["left"]
-        if new := [name for name in left if name not in self.again]:
+        if new := [name for name in left if name not in record.get("unevaluated", [])]:
             self.progress.message(
                 f"Evaluates {', '.join(new)}, which step {self.step:,}, the run's last, was not evaluated on."
             )
