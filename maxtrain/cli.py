@@ -41,10 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return prepare.main(rest)
     if verb in ("train", "plan"):
         from maxtrain.config.load import from_command_line
+        from maxtrain.models.families.directory import model_of
 
         if argv is None:
             end_at_signals()  # which may come while a config file runs, or while the import of jax takes seconds
-        config = from_command_line(rest, f"maxtrain {verb}")  # before jax is imported
+        config = from_command_line(rest, f"maxtrain {verb}", model_of)  # before jax is imported
         if verb == "plan":
             from maxtrain import show_plan
 

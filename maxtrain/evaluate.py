@@ -27,12 +27,13 @@ from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.config.schema import MeshConfig, ObserveConfig
 from maxtrain.generate import load_run, read_run_config
 from maxtrain.models.decoder import Decoder
+from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import next_token
-from maxtrain.weights.hf import load_pretrained, read_config
+from maxtrain.weights.hf import load_pretrained
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 

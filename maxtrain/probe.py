@@ -32,6 +32,7 @@ from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.job import Job, make_parts
+from maxtrain.models.families.directory import model_of
 from maxtrain.observe.probe_report import Try, draw, table
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, judge
@@ -274,7 +275,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.prob
         asked, rest = _parse(sys.argv[1:] if argv is None else argv, prog)
     except SystemExit as stop:  # argparse has said why
         return UsageError.exit_code if stop.code else 0
-    config = from_command_line(rest, prog)
+    config = from_command_line(rest, prog, model_of)
     return run_command(lambda: probe(config, asked, rest), resumes=False)
 
 

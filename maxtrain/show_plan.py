@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from maxtrain.config import RunConfig, from_command_line
+from maxtrain.models.families.directory import model_of
 
 if __name__ == "__main__":
-    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.show_plan")
+    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.show_plan", model_of)
 
 from rich.console import Console
 from rich.table import Table

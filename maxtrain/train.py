@@ -8,10 +8,11 @@ import sys
 
 from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, to_yaml
+from maxtrain.models.families.directory import model_of
 
 if __name__ == "__main__":  # before jax is imported, so that --help, config errors and the end by a signal come at once
     end_at_signals()
-    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train")
+    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train", model_of)
 
 import contextlib
 import itertools

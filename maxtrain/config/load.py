@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,10 +31,11 @@ from maxtrain.config.files import SUFFIXES, parse_yaml, read_config
 from maxtrain.config.help import help_text
 from maxtrain.config.keys import choices, describe, find, show, unknown
 from maxtrain.config.paths import expand_paths, with_default_paths
-from maxtrain.config.schema import RunConfig
+from maxtrain.config.schema import ModelConfig, RunConfig
 
 _MAX_LISTED = 40  # problems that one message lists
 _Problems = list[tuple[str, str]]  # key and message
+ModelOf = Callable[[str], dict[str, Any]]  # of a directory with weights: the keys of `model` that they decide
 
 
 class Loaded(NamedTuple):
@@ -91,8 +92,11 @@ def load_config(argv: Sequence[str]) -> RunConfig:
     return load_with_notes(argv).config
 
 
-def load_with_notes(argv: Sequence[str]) -> Loaded:
-    """As `load_config`; with what a user should be told once, when the run is launched."""
+def load_with_notes(argv: Sequence[str], model_of: ModelOf | None = None) -> Loaded:
+    """As `load_config`; with what a user should be told once, when the run is launched.
+
+    With `model_of`, keys of `model` that are not typed are those of the weights that the run starts from.
+    """
     problems: _Problems = []
     given = _parse(argv, problems)
     if not (reference := given.pop("config", None)):
@@ -106,15 +110,41 @@ def load_with_notes(argv: Sequence[str]) -> Loaded:
     problems += _overlaps(given)
     for path, text in given.items():
         _override(tree, path, text, problems)
-    return _checked(tree, problems, given, alone)
+    filled = _fill_model(tree, given, model_of, problems) if model_of else ""
+    config, notes = _checked(tree, problems, given, alone)
+    return Loaded(config, [*notes, filled] if filled else notes)
 
 
-def from_command_line(argv: Sequence[str], prog: str) -> RunConfig:
+def _fill_model(tree: dict, typed: Mapping[str, str], model_of: ModelOf, problems: _Problems) -> str:
+    """Puts what the weights of checkpoint.init_from decide into `tree`, but for what is typed; a line about it.
+
+    Not where checkpoint.init_partial says that parts may be of another shape.
+    """
+    checkpoint = tree.get("checkpoint") or {}
+    directory = checkpoint.get("init_from") if isinstance(checkpoint, dict) else None
+    model = tree.get("model") or {}
+    if not isinstance(directory, str) or checkpoint.get("init_partial") or not isinstance(model, dict):
+        return ""
+    try:
+        theirs = model_of(directory)
+    except UserError as error:
+        problems.append(("checkpoint.init_from", f"checkpoint.init_from={show(directory)}: {error}"))
+        return ""
+    defaults = dataclasses.asdict(ModelConfig())
+    changed = {k: v for k, v in theirs.items() if f"model.{k}" not in typed and v != model.get(k, defaults[k])}
+    if not changed:
+        return ""
+    tree["model"] = model | changed
+    return f"model: as in {directory}: {', '.join(f'{key}={show(value)}' for key, value in changed.items())}"
+
+
+def from_command_line(argv: Sequence[str], prog: str, model_of: ModelOf | None = None) -> RunConfig:
     """The config of a command line; problems are printed without a traceback and end the process.
 
     Args:
         argv: as `load_config`, or with `--help [SECTION]` or `--print-config`, which print and exit 0.
         prog: how the command is called, for the messages.
+        model_of: the keys of `model` that the weights in a directory decide.
     """
     arguments = [a for a in argv if a != "--print-config"]
     try:
@@ -122,7 +152,7 @@ def from_command_line(argv: Sequence[str], prog: str) -> RunConfig:
             section = arguments[asked[0] + 1] if len(arguments) > asked[0] + 1 else None
             print(help_text(prog, section, sorted(_shipped())))
             raise SystemExit(0)
-        config, notes = load_with_notes(arguments)
+        config, notes = load_with_notes(arguments, model_of)
         check_environment(os.environ)
     except UserError as error:
         print(f"{prog}: {error}", file=sys.stderr)

@@ -5,12 +5,8 @@ from flax import nnx
 
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
-from maxtrain.models.families.family import Family
-from maxtrain.models.families.llama import LLAMA
-from maxtrain.models.families.qwen import QWEN3
+from maxtrain.models.families import FAMILIES
 from maxtrain.parallel.sharding import Axes
-
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
 
 
 def build_model(

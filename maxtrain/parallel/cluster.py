@@ -110,7 +110,7 @@ def _require_alone(environment: Mapping[str, str]) -> None:
         raise ConfigError(f"{rule}: jax needs the package `kubernetes` to find its pods. {mend}; or {ALONE}.")
 
 
-def local_gpus(place: Place | None, environment: Mapping[str, str] = os.environ, devices: str = "/dev") -> list[int] | None:
+def local_gpus(place: Place | None, environment: Mapping[str, str], devices: str = "/dev") -> list[int] | None:
     """Which of the GPUs that it sees this process takes; None: all of them.
 
     A process that is alone on its host takes all. Several that see the same GPUs share them evenly.

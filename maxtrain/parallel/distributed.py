@@ -173,7 +173,7 @@ def _connect(config: MeshConfig, suffices: Callable[[int, int], bool]) -> int | 
         coordinator,
         count,
         index,
-        local_gpus(place),
+        local_gpus(place, os.environ),
         cluster_detection_method="deactivate",  # all is known by now
         initialization_timeout=left,
         heartbeat_timeout_seconds=config.heartbeat_seconds,

@@ -7,7 +7,7 @@ guessed: every tensor must be there, of the right shape, and none left over.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 
-from data_pipeline import strict_json
 from data_pipeline.errors import ConfigError, DataError, UsageError
+from maxtrain.checkpoint.listing import aligned
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
-from maxtrain.models.families.family import IGNORED, Settings, Tensor
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.families.directory import AGAIN, FREE, read_config, read_json
+from maxtrain.models.families.family import IGNORED, Tensor
 from maxtrain.models.init import head_dim
-from maxtrain.models.registry import FAMILIES
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 
 _TABLE_ROWS = 40
-_AGAIN = "Get the file again from where the model is"
-# What a run may choose for itself; the rest of a ModelConfig is a property of the weights.
-_FREE = {"max_length", "attention", "scan_layers", "remat", "loss_chunk"}
 _LLAMA3_ROPE = {"rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"}
 
 
@@ -62,26 +60,16 @@ def load_pretrained(
     return nnx.merge(graphdef, load_weights(params, directory, config)), config
 
 
-def read_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face directory; raises DataError for what is missing or not supported."""
-    path = Path(directory).expanduser() / "config.json"
-    values = _read_json(path)
-    for name, family in FAMILIES.items():
-        if [family.architecture] == values.get("architectures"):
-            return dataclasses.replace(family.read(Settings(values, path)), family=name)
-    known = ", ".join(family.architecture for family in FAMILIES.values())
-    raise DataError(
-        f"{path}: architectures={values.get('architectures')} is not known here. Choose a model of one of: {known}."
-    )
-
-
-def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) -> nnx.State:
+def load_weights(
+    params: nnx.State, directory: str | Path, config: ModelConfig, tell: Callable[[str], object] = lambda table: None
+) -> nnx.State:
     """The parameters of a Hugging Face directory as arrays.
 
     Args:
         params: the model's, as shapes with shardings; values are rounded to their dtypes.
         directory: as for `load_pretrained`.
         config: of the model that `params` belong to.
+        tell: gets a table of what was loaded, and of what was not used.
 
     Returns:
         `params` with arrays, each split as asked for.
@@ -113,8 +101,27 @@ def load_weights(params: nnx.State, directory: str | Path, config: ModelConfig) 
     loaded = jax.tree.unflatten(treedef, [load(table[name], leaf) for name, leaf in leaves.items()])
     if bad := non_finite_names(loaded):
         more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        raise DataError(f"{directory}: {table[bad[0]].name} holds NaN or infinity{more}. {_AGAIN}, or use other weights.")
+        raise DataError(f"{directory}: {table[bad[0]].name} holds NaN or infinity{more}. {AGAIN}, or use other weights.")
+    tell(_describe(directory, files, {name: (table[name], leaf) for name, leaf in leaves.items()}))
     return loaded
+
+
+def _describe(directory: Path, files: dict[str, Any], ours: dict[str, tuple[Tensor, jax.ShapeDtypeStruct]]) -> str:
+    """A table of the parameters, each with the tensors that it was read from, and of tensors that were not used."""
+    rows = [("parameter", "there", "here", "")]
+    used = set[str]()
+    for name, (tensor, leaf) in ours.items():
+        names = [tensor.name.format(*place) for place in np.ndindex(*leaf.shape[: tensor.stacked])]
+        used.update(names)
+        there = files[names[0]].get_slice(names[0])
+        many = f"{len(names)} x " if tensor.stacked else ""
+        there = f"{many}{tensor.name.replace('{}', 'N')} {there.get_dtype()}{there.get_shape()}"
+        rows.append((name, there, f"{leaf.dtype}{list(leaf.shape)}", "loaded"))
+    rows += [(name, str(files[name].get_slice(name).get_shape()), "-", "not used") for name in sorted(files.keys() - used)]
+    lines = aligned(rows)[: _TABLE_ROWS + 1]
+    lines += [f"    ... and {len(rows) - len(lines)} more"] * (len(rows) > len(lines))
+    head = f"weights of {directory}: {len(ours)} of {len(ours)} parameters loaded, from {len(used):,} tensors"
+    return "\n".join([head, *lines])
 
 
 def _read_part(there: Any, inputs: int | None, dims: tuple[int, ...], parts: list[range]) -> np.ndarray:
@@ -131,31 +138,18 @@ def _read_part(there: Any, inputs: int | None, dims: tuple[int, ...], parts: lis
     return there[tuple(spans)].T.reshape(shape)[tuple(inner)]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = strict_json.loads(path.read_bytes())
-        if isinstance(values, dict):
-            return values
-        raise ValueError("no object")
-    except OSError as error:
-        mend = "Name a directory with config.json and model.safetensors, as downloaded from Hugging Face."
-        raise DataError(f"{path}: can't be read ({error.strerror}). {mend}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: is not a JSON object ({error}). {_AGAIN}.") from error
-
-
 def _open(directory: Path) -> dict[str, Any]:
     """Each tensor's name and the open file that has it."""
     index, names, files = directory / "model.safetensors.index.json", {"model.safetensors"}, {}
     if index.exists():
-        names = set(_read_json(index).get("weight_map", {}).values())
+        names = set(read_json(index).get("weight_map", {}).values())
     for path in sorted(directory / name for name in names):
         try:
             file = safe_open(path, "numpy")
         except (OSError, SafetensorError) as error:
             what = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read ({error})"
             mend = "save_pretrained(..., safe_serialization=True) of transformers makes it of weights in another format"
-            raise DataError(f"{path}: {what}. {_AGAIN}; {mend}.") from error
+            raise DataError(f"{path}: {what}. {AGAIN}; {mend}.") from error
         files |= dict.fromkeys(file.keys(), file)
     return files
 
@@ -165,7 +159,7 @@ def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tu
     here, there = dataclasses.asdict(ours) | {"head_dim": head_dim(ours)}, dict(theirs)
     if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
         there["head_dim"] = there["embed_dim"] // there["num_heads"]
-    unused = _FREE if there.get("rope_scaling") == "llama3" else _FREE | _LLAMA3_ROPE
+    unused = FREE if there.get("rope_scaling") == "llama3" else FREE | _LLAMA3_ROPE
     return {key: (here[key], there[key]) for key in here if key in there and key not in unused and here[key] != there[key]}
 
 
@@ -196,4 +190,4 @@ def _check_tensors(directory: Path, files: dict[str, Any], ours: list[tuple[Tens
     if problems:
         rows = [f"\n    {name}  {what}: {detail}" for name, what, detail in sorted(problems)]
         rows[_TABLE_ROWS:] = [f"\n    ... and {len(rows) - _TABLE_ROWS} more"] if len(rows) > _TABLE_ROWS else []
-        raise DataError(f"{directory}: its tensors are not those that its config.json describes:{''.join(rows)}\n{_AGAIN}.")
+        raise DataError(f"{directory}: its tensors are not those that its config.json describes:{''.join(rows)}\n{AGAIN}.")

@@ -53,7 +53,7 @@ def starting_params(
         if config.init_partial:
             rule = f"is for a run of maxtrain, and checkpoint.init_from={config.init_from} is none"
             raise ConfigError(f"checkpoint.init_partial={list(config.init_partial)} {rule}. Set checkpoint.init_partial=[].")
-        return load_weights(params, directory, model)
+        return load_weights(params, directory, model, tell)
     commit, record = read_step(path)
     _require_same_model(path, record, config, model)
     leaves, treedef = jax.tree.flatten(params)

@@ -6,7 +6,8 @@ from flax import nnx
 
 from maxtrain.config.load import load_config
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
-from maxtrain.models.registry import FAMILIES, build_model, logical_axes
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.parallel.sharding import partition_spec
 
 # Numbers of parameters that the makers' model cards and `safetensors` headers give.

@@ -86,7 +86,7 @@ def test_part_of_a_job_is_refused_with_what_is_missing(bare, config, environment
 def test_a_cluster_says_what_keys_and_environment_do_not(bare, config, environment, address, count, index):
     place, calls = Place("slurm", "head:1", 4, 2, local_count=2, local_index=1), []
     bare.setattr("maxtrain.parallel.distributed.find_place", lambda *_: place)
-    bare.setattr("maxtrain.parallel.distributed.local_gpus", lambda found: [5] if found is place else None)
+    bare.setattr("maxtrain.parallel.distributed.local_gpus", lambda found, _: [5] if found is place else None)
     bare.setattr("maxtrain.parallel.distributed.meet", lambda address, count, index, *_: (count, index))
     bare.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
     for name, value in environment.items():

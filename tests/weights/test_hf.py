@@ -15,10 +15,11 @@ from safetensors.numpy import load_file, save_file
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import MeshConfig, PrecisionConfig
 from maxtrain.generate import generate
-from maxtrain.models.registry import FAMILIES
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.hf import load_pretrained, load_weights, read_config
+from maxtrain.weights.hf import load_pretrained, load_weights
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 CASES = ("llama3", "llama_tied_mha", "qwen3")
@@ -172,7 +173,16 @@ def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32), "lm_head.weight": embedding}
     change_tensors(tmp_path, **extra)
-    assert load_pretrained(tmp_path)[1].tie_embeddings
+    _, config = load_pretrained(tmp_path)
+    assert config.tie_embeddings
+    told = []
+    _, params = abstract_model(config, PrecisionConfig(), make_mesh(MeshConfig(fsdp=8)))
+    load_weights(params, tmp_path, config, told.append)
+    lines = [" ".join(line.split()) for line in told[0].splitlines()]
+    assert lines[0].endswith(": 11 of 11 parameters loaded, from 29 tensors")
+    assert "embedding model.embed_tokens.weight F32[160, 48] float32[160, 48] loaded" in lines
+    assert "layers.attention.q 3 x model.layers.N.self_attn.q_proj.weight F32[48, 48] float32[3, 48, 6, 8] loaded" in lines
+    assert "lm_head.weight [160, 48] - not used" in lines
 
 
 REFUSED_CONFIGS = [
