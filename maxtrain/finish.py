@@ -79,8 +79,7 @@ def finish(
     )
     console = Console(highlight=False)
     if config.observe.prompts and model is not None and not problem:
-        options = {"max_tokens": _COMPLETION_TOKENS, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
-        show(console, config.observe.prompts, complete(model, data.tokenizer, config.observe.prompts, **options))
+        show(console, config.observe.prompts, completions(config, data.tokenizer, model))
     made_by = describe_launch(launches[-1]) if launches else ""
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})
     notes += filter(None, [counted(last, rollbacks)])
@@ -91,6 +90,12 @@ def finish(
         console.print(Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True)  # to be copied whole
     if ending:
         console.print(Text(notes[-1], "bold yellow"), soft_wrap=True)
+
+
+def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list[str]:
+    """What the model makes of each of observe.prompts, of which there is at least one."""
+    options = {"max_tokens": _COMPLETION_TOKENS, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
+    return complete(model, tokenizer, config.observe.prompts, **options)
 
 
 def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from data_pipeline.errors import DataError, run_command
 from maxtrain.observe.attempts import attempts as book_of_attempts
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.goodput import CLOCK, goodput, read_clock
 from maxtrain.observe.launches import LAUNCHES, launch_changes, read_launches
+from maxtrain.observe.metrics import read_metrics
 
 _ABOUT = {
     "step": "steps that count",
@@ -68,6 +70,33 @@ def status(folder: Path, console: Console) -> None:
             console.print(f"{problem}; left out here", style="yellow", soft_wrap=True, markup=False)
 
 
+def overview(folder: Path, console: Console) -> None:
+    """Prints a line for each run in a folder; those that were launched last come first.
+
+    Raises:
+        DataError: there is none.
+    """
+    runs = [path.parent for path in folder.glob("*/clock.jsonl")]
+    if not runs:
+        raise DataError(f"{folder}/ has no runs. Name the folder of one: maxtrain status RUN.")
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("run", "step", "saved", "loss", "launched"):
+        table.add_column(name, justify="right" if name in ("step", "saved", "loss") else "left", no_wrap=name != "run")
+    starts = {run: max((launch["start"] for launch in read_clock(run)), default=0.0) for run in runs}
+    for run in sorted(runs, key=lambda run: -starts[run]):
+        began = datetime.datetime.fromtimestamp(starts[run]).isoformat(" ", "minutes") if starts[run] else "-"
+        table.add_row(Text(str(run)), f"{reached_step(run):,}", f"{saved_step(run)[0]:,}", _last_loss(run), began)
+    console.print(table)
+
+
+def _last_loss(run: Path) -> str:
+    try:
+        losses = [record["loss"] for record in read_metrics(run) if record["kind"] == "train" and record["loss"] is not None]
+    except (DataError, KeyError):
+        return "?"
+    return f"{losses[-1]:.4f}" if losses else "-"
+
+
 def history(folder: Path) -> list[str]:
     """A line for each launch that was not like the one before it: config, versions, devices, flags."""
     lines = []
@@ -83,7 +112,10 @@ def main(argv: Sequence[str], prog: str) -> int:
 
     def job() -> None:
         parser = argparse.ArgumentParser(prog=prog, description=" ".join((__doc__ or "").partition(": ")[2].split()))
-        parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
-        status(parser.parse_args(argv).run, Console(highlight=False))
+        parser.add_argument(
+            "run", type=Path, metavar="RUN", nargs="?", help="folder of a run; without it, those of runs/ are listed"
+        )
+        run, console = parser.parse_args(argv).run, Console(highlight=False)
+        status(run, console) if run else overview(Path("runs"), console)
 
     return run_command(job, resumes=False)

@@ -38,7 +38,7 @@ from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_record, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.checkpoint.rollback import Rollback, read_rollbacks, went_with, write_rollbacks
-from maxtrain.finish import finish
+from maxtrain.finish import completions, finish
 from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.books import RUN
@@ -206,6 +206,9 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, {config.precision.compute} on "
         f"{config.precision.params} weights; devices: {where}"
     )
+    if config.observe.sample_interval and jax.process_count() > 1:
+        rule = "no process holds all of the model, so the prompts are not completed while it trains"
+        progress.message(f"observe.sample_interval={config.observe.sample_interval}: {rule}.", style="yellow")
     if config.optimizer.zero:
         progress.message(zero_summary(job.abstract, config.optimizer.zero))
 
@@ -229,6 +232,8 @@ class Loop:
         self.run_folder = run_folder  # known as a whole to process 0, which writes all that it tells of
         self.records, self.validation = Records(job, clock, progress), Validation(job, clock, progress, stop)
         self.integrity = Integrity(job.config.integrity, job.mesh)
+        # Where one process holds all of the model; `describe` tells the others.
+        self.samples = job.config.observe.sample_interval if jax.process_count() == 1 else 0
         self.step = 0
         self.unevaluated: list[str] = []  # evaluation sets that are to be read after this step, and are not yet
         self.again: list[str] = []  # those of them that may have been read by a launch that died before it could save
@@ -304,7 +309,7 @@ class Loop:
             DivergedError: see `Records.look`, `evaluate` and `halt`; or the last steps were not finite.
             DataError: see `Records.look`.
         """
-        config, total, compiled, records = self.config, self.data.plan.num_steps, self.compiled, self.records
+        config, total, records = self.config, self.data.plan.num_steps, self.records
         if self.unevaluated and not self.evaluate(self.unevaluated, state):
             raise KeyboardInterrupt
         if self.done():
@@ -319,12 +324,10 @@ class Loop:
                 if self.step == first:
                     raise
                 return self.leave_between_steps(state)
-            shape = self.job.layout(self.step).shape
-            if shape not in compiled:
-                compiled[shape] = self.compile(step, state, batch)
+            program = self.program(step, state, batch)
             state = failpoints.hit("before_step", self.step + 1, state)
-            repeated = self.integrity.repeat(self.step + 1, compiled[shape], state, batch)
-            state, metrics = compiled[shape](state, batch)
+            repeated = self.integrity.repeat(self.step + 1, program, state, batch)
+            state, metrics = program(state, batch)
             self.step += 1
             state = failpoints.hit("after_step", self.step, state)
             last = self.step == total
@@ -338,7 +341,8 @@ class Loop:
             stop, by_clock = (asked and not last for asked in self.stop.agreed(save=self.checkpoints.due()))
             save_due = save_due or by_clock or self.postponed
             self.progress.update(self.step)
-            if log_due or eval_due or save_due or stop:
+            sample_due = self.samples and not last and self.step % self.samples == 0
+            if log_due or eval_due or save_due or sample_due or stop:
                 found = self.look(state, write=log_due)
                 if found:
                     del batches  # ends reading ahead
@@ -347,6 +351,8 @@ class Loop:
             self.unevaluated = eval_due
             if (stop and eval_due) or not self.evaluate(eval_due, state):
                 return self.leave(state)
+            if sample_due and not stop:
+                self.sample(state)
             if save_due or records.ending:  # after which nothing is written of this step any more
                 self.save(state)
                 if eval_due:
@@ -413,6 +419,16 @@ class Loop:
             self.records.write(self.step, {"ending": self.records.ending, "planned_steps": planned}, "end")
         return True
 
+    def sample(self, state: TrainState) -> None:
+        """Shows what the model makes of the prompts by now."""
+        self.progress.phase("completing the prompts")
+        with self.clock.during("eval"):
+            model = nnx.merge(self.job.graphdef, eval_params(state))
+            texts = completions(self.config, self.data.tokenizer, model)
+        for prompt, text in zip(self.config.observe.prompts, texts):
+            self.progress.sample(self.step, prompt, text)
+        self.progress.phase("")
+
     def leave_between_steps(self, state: TrainState) -> TrainState:
         """As `leave`, while the next batch is awaited, and nobody has looked at the last steps yet."""
         found = self.look(state, write=False)
@@ -431,6 +447,13 @@ class Loop:
             done = f"stopped at step {self.step:,}, which is not saved: steps before it were not finite. {self.newest()}"
         done += f", before the evaluation of {left}" if left else ""
         raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
+
+    def program(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+        """The step for batches of this shape, compiled at the first of them."""
+        shape = self.job.layout(self.step).shape
+        if shape not in self.compiled:
+            self.compiled[shape] = self.compile(step, state, batch)
+        return self.compiled[shape]
 
     def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
         """The compiled step; and the peak that its speed is compared with.

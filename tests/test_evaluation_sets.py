@@ -82,6 +82,16 @@ def test_evaluation_before_the_first_step(config, capsys):
     assert [r["step"] for r in read_metrics(config.parent / "runs/start") if r["kind"] == "eval"] == [0, 2, 4, 6]
 
 
+def test_samples_are_shown_while_it_trains_and_change_nothing(config, finished, capsys):
+    options = ["observe.prompts=[the, of]", "observe.sample_interval=2"]
+    assert run(config, "samples", *options) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "sample:" in line]
+    assert [line.partition("sample:")[0].split() for line in lines] == [["step", f"2/{STEPS}"]] * 2, "the last step has its own"
+    assert [line.partition("sample: ")[2][:2] for line in lines] == ["th", "of"]
+    losses = [[r["loss"] for r in read_metrics(run) if r["kind"] == "train"] for run in (finished, finished.parent / "samples")]
+    assert losses[0] == losses[1]
+
+
 @pytest.fixture
 def command(monkeypatch, capsys):
     """Calls main in this process, which stays as it is: (exit code, stdout, stderr)."""

@@ -36,3 +36,22 @@ def test_where_the_time_went_and_what_the_attempts_ended_with(tmp_path, capsys, 
 def test_a_folder_that_is_no_run(tmp_path, capsys):
     assert status.main([str(tmp_path)], "status") == 65
     assert "Name the folder of a run, as runs/NAME" in capsys.readouterr().err
+
+
+def test_without_a_run_those_there_are_are_listed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert status.main([], "status") == 65
+    assert "runs/ has no runs. Name the folder of one" in capsys.readouterr().err
+    for name, start, records in (
+        ("older", 100.0, '{"kind": "train", "step": 10, "loss": 2.5}\n'),
+        ("newer", 200.0, '{"kind": "eval", "step": 3, "set": "val"}\n'),
+        ("broken", 50.0, "x\n"),
+    ):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "clock.jsonl").write_text(json.dumps({"start": start, "first": 0, "step": 10, "seconds": {}}) + "\n")
+        (folder / "metrics.jsonl").write_text(records)
+    assert status.main([], "status") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines] == ["run", "runs/newer", "runs/older", "runs/broken"]
+    assert lines[1][3] == "-" and lines[2][1:4] == ["10", "0", "2.5000"] and lines[3][3] == "?"

@@ -135,6 +135,7 @@ def _run(c: RunConfig) -> Iterator[Problem]:
     if c.eval_interval and c.eval_steps == 0 and any(s.steps is None for s in c.eval.sets.values()):
         mend = "Set eval_steps=-1 for every set whole, or eval_interval=0"
         yield f"eval_steps=0 would evaluate nothing, every eval_interval={c.eval_interval} steps. {mend}."
+    yield from _without_prompts_and_sets(c)
     for name, held_out in c.eval.sets.items():
         if held_out.steps == 0:
             yield f"eval.sets.{name}.steps=0 would evaluate nothing. Set it to -1 for the whole set, or leave the set out."
@@ -160,6 +161,21 @@ def _run(c: RunConfig) -> Iterator[Problem]:
         if held_out_set.path and first != name:
             rule = f"is eval.sets.{first} once more, with the same interval, steps and batch_size"
             yield f"eval.sets.{name}.path={held_out_set.path} {rule}. Leave one of them out."
+
+
+def _without_prompts_and_sets(c: RunConfig) -> Iterator[Problem]:
+    """Keys that say when something is done which there is nothing to do with."""
+    if c.observe.sample_interval and not c.observe.prompts:
+        key = f"observe.sample_interval={c.observe.sample_interval}"
+        problem = (
+            f"{key} needs prompts, but observe.prompts is empty. Set observe.prompts='[Once upon a time]', or leave it out."
+        )
+        yield Idle("observe.sample_interval", c.observe.sample_interval, "observe.prompts=[]", problem)
+    if c.eval_at_start and not c.eval.sets:
+        problem = (
+            "eval_at_start=true needs an evaluation set, but eval.sets is empty. Add eval.sets.NAME.path=DIR, or leave it out."
+        )
+        yield Idle("eval_at_start", c.eval_at_start, "eval.sets={}", problem)
 
 
 def _integrity(c: RunConfig) -> Iterator[str]:

@@ -290,7 +290,8 @@ class ObserveConfig:
     progress: Literal["auto", "rich", "plain", "off"] = key("auto", "live line, plain lines, or none; auto: live in a terminal")
     tensorboard: bool = key(True, "write TensorBoard event files")
     plot: bool = key(True, "draw the curves to curves.png")
-    prompts: tuple[str, ...] = key((), "texts that the finished model completes at the end of the run")
+    prompts: tuple[str, ...] = key((), "texts that the model completes at the end of the run")
+    sample_interval: int = key(0, "steps between completions of prompts while training; 0: only at the end", low=0)
     peak_tflops: float | None = key(
         None, "TFLOP/s of one device for MFU; null: from the table, or measured on a CPU", above=0, high=1e9
     )

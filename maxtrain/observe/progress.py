@@ -3,6 +3,7 @@
 Only prints. The numbers are those of a record of metrics (see `metrics.py`); one that is not in the record is left out.
 """
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,14 +14,15 @@ from rich.text import Text
 
 from maxtrain.observe import human
 
+_LEFT_STANDING = 100  # records of a run, at most, above the live line
 _LONGEST_BAR, _SHORTEST_BAR = 30, 8
 
 
 class Progress:
     """Shows a run from `with Progress(...) as progress:` to the end of the block. Make it on process 0 only.
 
-    Mode "rich" draws a live line, "plain" prints a line for each record and flushes it, "off" prints nothing, "auto" is rich in
-    a terminal and plain elsewhere.
+    Mode "rich" draws a live line, and leaves some 100 records of a run standing above it; "plain" prints a line for each record
+    and flushes it; "off" prints nothing; "auto" is rich in a terminal and plain elsewhere.
     """
 
     def __init__(self, mode: Literal["auto", "rich", "plain", "off"], total_steps: int, console: Console | None = None):
@@ -28,6 +30,7 @@ class Progress:
         self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
         self._total, self._step = total_steps, 0
         self._record: Mapping[str, Any] = {}
+        self._left = -math.inf  # the step of the last record that was left standing
         self._phase: tuple[str, float] | None = None
         self._live = Live(self, console=self._console, refresh_per_second=5) if self._mode == "rich" else None
 
@@ -46,7 +49,8 @@ class Progress:
         self._step, self._phase = step, None
         if record is not None:
             self._record = record
-            if self._mode == "plain":
+            if self._mode == "plain" or step - self._left >= self._total / _LEFT_STANDING:
+                self._left = step
                 self.message(self._words())
 
     def phase(self, text: str) -> None:
@@ -69,6 +73,12 @@ class Progress:
         words += [f"{values['bits_per_byte']:.4f} bits/byte"] if values.get("bits_per_byte") is not None else []
         words += [f"({human.count(values['tokens'])} tokens)"] if "tokens" in values else []
         self.message("  ".join(words), style="green")
+
+    def sample(self, step: int, prompt: str, completion: str) -> None:
+        """Leave what the model makes of a prompt at this step."""
+        if self._mode != "off":
+            head = f"{self._steps(step)}  sample: "
+            self._console.print(Text.assemble((head, "dim"), (prompt, "dim"), (completion, "bold")), soft_wrap=True)
 
     def _steps(self, step: int) -> str:
         total = f"{self._total:,}"

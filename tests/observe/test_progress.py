@@ -57,12 +57,32 @@ def test_live_messages_stand_above_the_line():
     assert "━" in output and output.rstrip().endswith("MFU 41.2%\n\x1b[?25h"), "the last state stays, the cursor comes back"
 
 
+def test_some_records_stay_above_the_live_line():
+    file = io.StringIO()
+    with Progress("rich", 2000, Console(file=file, width=100, force_terminal=True, color_system=None)) as progress:
+        for step in range(10, 2001, 10):
+            progress.update(step, RECORD | {"loss": float(step)})
+    output = file.getvalue()
+    standing = [line for line in output.splitlines() if "loss" in line and "━" not in line and "─" not in line]
+    losses = [float(line.split("loss")[1].split()[0]) for line in standing]
+    assert {10.0, 30.0, 1990.0} <= set(losses) and not {20.0, 40.0} & set(losses)
+
+
+def test_samples_stand_with_their_step():
+    file = io.StringIO()
+    with Progress("plain", 2000, Console(file=file, width=40)) as progress:
+        progress.sample(340, "Once [upon]", " a time")
+    assert file.getvalue() == "step   340/2,000  sample: Once [upon] a time\n"
+
+
 @pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 200])
 @pytest.mark.parametrize("phase", ["", "evaluating the validation set ..."])
 def test_the_live_line_is_one_line_of_the_terminal(width, phase):
     console = Console(file=io.StringIO(), width=width, color_system=None)
     progress = Progress("rich", 20_000, console)
     progress.update(1234, RECORD)
+    console.file.seek(0)
+    console.file.truncate()
     progress.phase(phase)
     console.print(progress, end="")
     (line,) = console.file.getvalue().splitlines()
