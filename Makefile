@@ -17,6 +17,7 @@ help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY_DEV)  ## make or refresh .venv (again only after pyproject.toml or constraints.txt changed)
+	@echo "ready; for this shell: source $(VENV)/bin/activate"
 
 quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, write completions (minutes, CPU is enough)
 	$(PY) -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05

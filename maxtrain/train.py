@@ -206,6 +206,9 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, {config.precision.compute} on "
         f"{config.precision.params} weights; devices: {where}"
     )
+    if config.init.mup_base_width:
+        chosen = f"chosen at a width of {config.init.mup_base_width} (init.mup_base_width)"
+        progress.message(f"muP: initial weights and learning rates for a width of {config.model.embed_dim} as {chosen}")
     if config.observe.sample_interval and jax.process_count() > 1:
         rule = "no process holds all of the model, so the prompts are not completed while it trains"
         progress.message(f"observe.sample_interval={config.observe.sample_interval}: {rule}.", style="yellow")

@@ -37,6 +37,9 @@ TESTED_ELSEWHERE = {
         "tests/test_quickstart.py"
     ),
     "python -m maxtrain.train config=quickstart": "tests/test_quickstart.py",
+    "python -m data_pipeline.prepare data/shakespeare_char --text input.txt --tokenizer chars --holdout 0.1 "
+    "--holdout-by tail": "tests/test_train_data.py",
+    "python -m maxtrain.train config=shakespeare_char": "tests/test_train_data.py",
     'maxtrain generate runs/quickstart --prompt "def main("': "tests/test_quickstart.py",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
         "tests/test_quickstart.py"

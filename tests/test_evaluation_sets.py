@@ -83,9 +83,11 @@ def test_evaluation_before_the_first_step(config, capsys):
 
 
 def test_samples_are_shown_while_it_trains_and_change_nothing(config, finished, capsys):
-    options = ["observe.prompts=[the, of]", "observe.sample_interval=2"]
+    options = ["observe.prompts=[the, of]", "observe.sample_interval=2", "init.mup_base_width=16"]
     assert run(config, "samples", *options) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "sample:" in line]
+    said = capsys.readouterr().out
+    assert "muP: initial weights and learning rates for a width of 16 as chosen at a width of 16" in " ".join(said.split())
+    lines = [line for line in said.splitlines() if "sample:" in line]
     assert [line.partition("sample:")[0].split() for line in lines] == [["step", f"2/{STEPS}"]] * 2, "the last step has its own"
     assert [line.partition("sample: ")[2][:2] for line in lines] == ["th", "of"]
     losses = [[r["loss"] for r in read_metrics(run) if r["kind"] == "train"] for run in (finished, finished.parent / "samples")]

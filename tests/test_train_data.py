@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline import prepare
 from data_pipeline.errors import ConfigError
 from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer
@@ -84,3 +85,14 @@ def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config
     code, records = train(config, "late", *ones, stages)
     assert code == 0 and [(record["kind"], record["step"]) for record in records][-1] == ("end", 4)
     assert [record["kind"] for record in records].count("end") == 1
+
+
+def test_the_character_model_of_the_readme(tmp_path, monkeypatch, capsys):
+    """With other text, and four steps."""
+    monkeypatch.chdir(tmp_path)
+    Path("input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100)
+    words = "data/shakespeare_char --text input.txt --tokenizer chars --holdout 0.1 --holdout-by tail"
+    assert prepare.main(words.split()) == 0
+    short = ["steps=4", "schedule.warmup_steps=1", "eval_interval=0", "observe.tensorboard=false", "observe.plot=false"]
+    assert main(load_config(["config=shakespeare_char", *short])) == 0
+    assert "4 steps" in capsys.readouterr().out
