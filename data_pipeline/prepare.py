@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -31,7 +32,7 @@ from data_pipeline.config import CACHE
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.remote import RemotePath, is_url, place
-from data_pipeline.report import describe_row, row_arrays, summary
+from data_pipeline.report import CLOSE, OPEN, describe_row, marked_text, row_arrays, summary
 from data_pipeline.runner import RUNNERS, Run, open_runner
 from data_pipeline.shards import ATTEMPT, MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources import FORMATS
@@ -46,7 +47,7 @@ _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.
   {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'       or gs://, or any URL of fsspec
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
-  {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask, in colour
+  {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 _OF = "of.json"  # in a scratch folder of this machine: which output it is of
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
@@ -179,8 +180,9 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else spec
     settings |= {"dedupe": True} if arguments.dedupe else {}
-    templates = {piece.options.template.sha256 for piece in pieces.values() if piece.options.template}
-    settings |= {"chat_template": max(templates)} if templates else {}
+    for template in {piece.options.template for piece in pieces.values() if piece.options.template}:
+        settings["chat_template"] = template.sha256
+        settings["chat_targets"] = "marked" if template.marked else "compared"
     parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
     return _Request(parts, {"sources": sources, "settings": settings, "command": command}, tokenizer)
 
@@ -291,6 +293,8 @@ def _tidy(own: Path) -> None:
 def _wanted(out: Path | RemotePath, request: _Request) -> dict[str, Any]:
     """All that must be the same for a build to be gone on with."""
     wanted = request.origin["settings"] | {"input": request.origin["sources"]}
+    if wanted.get("chat_targets") == "marked":  # outputs of older versions do not say it, and have the same targets
+        del wanted["chat_targets"]
     pieces = list(itertools.chain(*request.parts.values()))
     if isinstance(out, RemotePath) or any(is_url(piece.path) for piece in pieces):  # whose clocks say nothing
         wanted |= {"stamps": _stamps(pieces)}
@@ -421,7 +425,9 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """A document, as text; or a row, as training reads it."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--document", metavar="N", type=int, default=0, help="which document, from 0 (default: 0)")
-    which.add_argument("--row", metavar="N", type=int, help="instead: this row of an epoch, with its segments; dim: no target")
+    which.add_argument(
+        "--row", metavar="N", type=int, help=f"instead: this row of an epoch; dim, or outside of {OPEN}{CLOSE}: no target"
+    )
     parser.add_argument("--epoch", metavar="E", type=int, default=0, help="of --row: which epoch, from 0 (default: 0)")
     parser.add_argument("--seq-length", metavar="L", type=int, help="of --row: data.seq_length")
     parser.add_argument("--packing", choices=["stream", "bins", "pad"], default="stream", help="of --row: data.packing")
@@ -432,15 +438,28 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     if arguments.row is None:
         first, length = shards.document(arguments.document)
         print(f"document {arguments.document} of {shards.num_documents:,}: {length:,} tokens from {first:,}", file=sys.stderr)
-        sys.stdout.write(tokenizer.decode(shards.read(first, length)))
+        _show_document(tokenizer, shards.read(first, length), shards.mask(np.array([first]), length)[0])
         return
     length = arguments.seq_length or 0
     if length < 1:
         raise UsageError(f"--seq-length {arguments.seq_length}: a row has at least 1 token. Give the run's data.seq_length.")
     arrays = row_arrays(shards, arguments.row, length, arguments.packing, arguments.seed, arguments.epoch)
     console = Console(highlight=False)
-    for text in describe_row(arrays, tokenizer):
+    for text in describe_row(arrays, tokenizer, marks=not _has_colours(console)):
         console.print(text, soft_wrap=True)
+
+
+def _show_document(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> None:
+    """Write the text of a document; where not all of it is a target, with marks around what is."""
+    if learnt.all():
+        sys.stdout.write(tokenizer.decode(ids))
+        return
+    print(f"{np.count_nonzero(learnt):,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
+    sys.stdout.write(marked_text(tokenizer, ids, learnt))
+
+
+def _has_colours(console: Console) -> bool:
+    return console.is_terminal and not console.no_color
 
 
 if __name__ == "__main__":
