@@ -173,11 +173,32 @@ class TrainingData(_Dataset):
             found = rows[(sources == source) & (epochs == epoch)].tolist()
             more = f" and {len(found) - most:,} more" if len(found) > most else ""
             parts.append(f"{self.plan.names[source]}, epoch {epoch}: rows {', '.join(map(str, found[:most]))}{more}")
-        source, epoch, row = int(sources[0]), int(epochs[0]), int(rows[0])
+        return f"It reads {'; '.join(parts)}. To look at the first: {self.show_command(step)}"
+
+    def show_command(self, step: int) -> str:
+        """The command that shows the first row of a step."""
+        (source, *_), (epoch, *_), (row, *_), _ = self._rows(step).tolist()
         options = {"row": row, "epoch": epoch, "seq-length": self.plan.span(step).seq_length, "packing": self.config.packing}
         words = [f"--{name} {value}" for name, value in (options | {"seed": self.plan.seed}).items()]
-        command = f"python -m data_pipeline.prepare show {shlex.quote(str(self.shards[source].path))} {' '.join(words)}"
-        return f"It reads {'; '.join(parts)}. To look at the first: {command}"
+        return f"python -m data_pipeline.prepare show {shlex.quote(str(self.shards[source].path))} {' '.join(words)}"
+
+    def rows_at(self, step: int) -> Rows:
+        """Source, epoch and row of each row of a step."""
+        return Rows(*self._rows(step)[:3])
+
+    def digest_at(self, step: int) -> str:
+        """The `digest` of the batch of a step, without reading it."""
+        return _digest(*self.rows_at(step))
+
+    def window_at(self, step: int, place: int) -> tuple[int, int, int]:
+        """Of one row of a step: where its first input is in its source's stream, its length, and its number in the epoch."""
+        length = self.plan.span(step).seq_length
+        _, _, row, begin = self._rows(step)[:, place].tolist()
+        return begin + row * length, length, row
+
+    def bins_of(self, step: int, source: int) -> Bins | None:
+        """The rows of whole documents of a source, at a step; None: its rows are windows of a stream."""
+        return self.bins[self.plan.span(step).seq_length][source] if self.bins else None
 
     def batch(self, step: int, part: Parts = None) -> Batch:
         """This part of the batch of a step, its rows in this order: a pure function of (config, manifests, seed, step).
