@@ -34,7 +34,7 @@ from data_pipeline.errors import DataError, StorageError, UsageError, run_comman
 from data_pipeline.remote import RemotePath, is_url, place
 from data_pipeline.report import CLOSE, OPEN, describe_row, marked_text, row_arrays, summary
 from data_pipeline.runner import RUNNERS, Run, open_runner
-from data_pipeline.shards import ATTEMPT, MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
+from data_pipeline.shards import ATTEMPT, MANIFEST, PARTS, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Options, Piece, held_out
 from data_pipeline.strict_json import loads
@@ -51,7 +51,6 @@ _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 _OF = "of.json"  # in a scratch folder of this machine: which output it is of
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
-_PARTS = ("train", "eval")  # folders of the output, if something is held out
 _FILES = r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan|manifest\.json|tokenizer\.json|prepare\.json"
 _OURS = re.compile(rf"\.*({_FILES})(\.tmp)?|train|eval|\.prepare")
 
@@ -278,7 +277,7 @@ def _tidy(own: Path) -> None:
             of = loads((folder / _OF).read_bytes())
             out, wanted = RemotePath(of["out"]), of["wanted"]
             begun = (out / _STATE).exists() and loads((out / _STATE).read_bytes()) == wanted
-            if begun and not all((out / part / MANIFEST).exists() for part in (_PARTS if wanted["holdout"] else ("",))):
+            if begun and not all((out / part / MANIFEST).exists() for part in (PARTS if wanted["holdout"] else ("",))):
                 raise StorageError("it is not finished")
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
@@ -349,12 +348,12 @@ def _begun(state: Path | RemotePath) -> dict[str, Any]:
 
 
 def _files(out: Path | RemotePath) -> list[Path | RemotePath]:
-    return [path for folder in (out, *(out / part for part in _PARTS)) if folder.is_dir() for path in folder.iterdir()]
+    return [path for folder in (out, *(out / part for part in PARTS)) if folder.is_dir() for path in folder.iterdir()]
 
 
 def _remove(out: Path | RemotePath) -> None:
     """Remove an output; manifests and records first, so that what is left is never taken for whole, and the state last."""
-    order = {MANIFEST: 0, _WORK: 1, **dict.fromkeys(_PARTS, 3), _STATE: 4}
+    order = {MANIFEST: 0, _WORK: 1, **dict.fromkeys(PARTS, 3), _STATE: 4}
     for path in sorted(_files(out), key=lambda path: order.get(path.name, 2)):
         _remove_one(path)
 
@@ -410,7 +409,7 @@ def _look(verb: str, argv: list[str]) -> None:
     if verb == "show":
         return _show(parser, argv)
     directory, problems = parser.parse_args(argv).directory, []
-    parts = [directory / part for part in _PARTS]  # both or neither
+    parts = [directory / part for part in PARTS]  # both or neither
     for folder in parts if any((folder / MANIFEST).exists() for folder in parts) else [directory]:
         shards = TokenShards(folder, Manifest.load(folder), "full")
         found = list(shards.problems())

@@ -170,7 +170,11 @@ def test_bad_rows_go_by_on_bad(tmp_path, tokenizer, capsys, row, problem, mended
     write(tmp_path / "a.jsonl", [GOOD, row])
     assert prepare.main(command(tmp_path, tokenizer)) == 65
     error = capsys.readouterr().err
-    assert f"a.jsonl:2: {problem}" in error and "Mend the file, or give --on-bad skip or replace." in error
+    assert (
+        f"a.jsonl:2: {problem}" in error
+        and ("its keys are text." in error) == (row == {"text": "x"})
+        and "Mend the file, or give --on-bad skip or replace." in error
+    )
     assert "Traceback" not in error
     for rule in ("skip", "replace"):
         assert prepare.main(command(tmp_path, tokenizer, "--on-bad", rule, "--overwrite")) == 0
