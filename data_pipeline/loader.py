@@ -25,9 +25,10 @@ from data_pipeline.config import DataConfig
 from data_pipeline.corruption import corrupt, row_seed
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch, checksum
+from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.packing import Part, Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
-from data_pipeline.shards import TOKENIZER, Manifest, TokenShards
+from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
 
@@ -283,16 +284,6 @@ def _digest(*arrays: np.ndarray) -> str:
     return hashlib.blake2b(np.concatenate(arrays).astype("<i8").tobytes(), digest_size=8).hexdigest()
 
 
-def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
-    """ConfigError, if data that meets one model, by the config key that names it, was not all made with one tokenizer."""
-    (first, ours), *others = ((where, manifest.tokenizer) for where, manifest in manifests.items())
-    for where, theirs in others:
-        if theirs["sha256"] != ours["sha256"]:
-            names = [f"{t['name']} ({t['vocab_size']:,} entries, sha256 {t['sha256'][:12]})" for t in (theirs, ours)]
-            rule = f"was made with tokenizer {names[0]}, but {first} with {names[1]}, so that ids would mean different text"
-            raise ConfigError(f"{where} {rule}. Prepare one of them again with the tokenizer of the other.")
-
-
 def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str, Any] | None = None) -> TrainingData:
     """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the order of rows.
 
@@ -302,7 +293,7 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
     """
     shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
     if shards:
-        require_one_tokenizer({f"data.sources.{name}": s.manifest for name, s in shards.items()})
+        require_one_tokenizer({f"data.sources.{name}": source for name, source in shards.items()})
         size, token = next(iter(shards.values())).vocab_size, config.corruption.token_id
         if token is not None and token >= size:
             rule = f"must be below {size}, the entries of the data's tokenizer"

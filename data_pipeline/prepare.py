@@ -45,6 +45,7 @@ _EXAMPLES = "examples:\n" + "".join(f"  {_PROGRAM} OUT {format.example}\n" for f
 _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} OUT --text 'books/**/*.txt' --runner ray --runner-options address=auto
   {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'       or gs://, or any URL of fsspec
+  {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    one to be used for several
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
@@ -73,8 +74,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command (None: of this process); messages go to stderr, results to stdout; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    look = argv[:1] in (["verify"], ["show"])
-    return run_command(lambda: _look(argv[0], argv[1:]) if look else _prepare(*_parse(argv)))
+    verb, rest = (argv[0], argv[1:]) if argv[:1] in (["verify"], ["show"], ["tokenizer"]) else ("", argv)
+    if verb in ("verify", "show"):
+        return run_command(lambda: _look(verb, rest))
+    return run_command(lambda: _prepare(*_parse(rest), only_tokenizer=verb == "tokenizer"))
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
@@ -99,7 +102,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     add("--chat-date", metavar="YYYY-MM-DD", default="", help="the date that a chat template writes, if it writes one")
     add(
         "--tokenizer",
-        help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json, .model or .tiktoken (default: bytes)",
+        help="bytes, chars, bpe:ENTRIES (trained here), a tokenizer.json, .model or .tiktoken, or the OUT of another prepare "
+        "(default: bytes)",
     )
     add("--eod", choices=["append", "none"], help="end documents with a token of their own (default: append; none for chars)")
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
@@ -216,13 +220,17 @@ def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list
     return parts
 
 
-def _prepare(arguments: argparse.Namespace, command: str) -> None:
+def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool = False) -> None:
     request, out = _request(arguments, command), arguments.out
+    if only_tokenizer and request.tokenizer:
+        spec = arguments.tokenizer or "bytes"
+        raise UsageError(f"tokenizer --tokenizer {spec}: there is nothing to train. Give --tokenizer bpe:ENTRIES or chars.")
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
     if str(out).startswith("memory://"):
         raise UsageError(f"{out}: is the memory of one process, and gone with it. Name a directory, or an s3:// or gs:// URL.")
-    wanted = _wanted(out, request)
+    wanted = _wanted(out, request) | ({"makes": "tokenizer"} if only_tokenizer else {})
+    products = [TOKENIZER] if only_tokenizer else [os.path.join(part, MANIFEST) for part in request.parts]
     scratch = _scratch(out, wanted, arguments.cache)
     for folder in (out, scratch):
         folder.mkdir(parents=True, exist_ok=True)
@@ -234,16 +242,16 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
             _tidy(scratch)
         _make_way(out, wanted, request, arguments.overwrite)
         made, started = 0, time.perf_counter()
-        already = all((out / part / MANIFEST).exists() for part in request.parts)
+        already = all((out / product).exists() for product in products)
         if not already:
             with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
                 try:
-                    made = _build(out, scratch, request, run)
+                    made = _build(out, scratch, request, run, only_tokenizer)
                 except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                     _remove(out)
                     raise
         seconds = time.perf_counter() - started
-        for part in request.parts:
+        for part in () if only_tokenizer else request.parts:
             print("\n".join(summary(TokenShards.open(out / part, "size", Cache(arguments.cache)))))
         if isinstance(out, RemotePath):
             (out / _WORK).remove()
@@ -257,7 +265,11 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
         where = workers if arguments.runner == "local" else f"on {arguments.runner}"
         print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {where}")
     verdict = "already complete and unchanged: nothing to do" if already else "complete"
-    print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
+    if only_tokenizer:
+        entries = load_tokenizer(out).vocab_size
+        print(f"{out}: {verdict}, {entries:,} entries. Use it: {_PROGRAM} OUT ... --tokenizer {shlex.quote(str(out))}")
+    else:
+        print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
 
 
 def _scratch(out: Path | RemotePath, wanted: dict[str, Any], cache: str) -> Path:
@@ -367,7 +379,7 @@ def _remove_one(path: Path | RemotePath) -> None:
         path.unlink(missing_ok=True)
 
 
-def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run) -> int:
+def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run, only_tokenizer: bool) -> int:
     """Find duplicates, train the tokenizer, if there is none yet, and build all parts; returns the tokens made now."""
     first, settings = next(iter(request.parts)), request.origin["settings"]
     eod, on_bad = settings["eod"], settings["on_bad"]
@@ -392,6 +404,9 @@ def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run) -> i
                 trained.save(work)
             tokenizer = load_tokenizer(work)
             tokenizer.name = settings["tokenizer"]
+        if only_tokenizer:
+            tokenizer.save(out)
+            return 0
         before = made = 0  # units of the parts before this one
         for part, mine in units.items():
             seen, start = task(part or "tokens", mine), digests and Digests(digests, before)
