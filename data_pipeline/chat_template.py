@@ -27,6 +27,7 @@ _UNTOLD = (
     "so what the assistant said can't be told: mark it with {% generation %} in the template, as in "
     "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
 )
+_PROMPT = "add_generation_prompt"
 _CHANGES = f"the chat template writes a turn otherwise once more messages follow, {_UNTOLD}"
 
 
@@ -217,12 +218,12 @@ def _around(template: Template, messages: list[dict[str, Any]], tools: list[Any]
     """The text up to the last message, which is the assistant's, with the header of its turn; and the text with it."""
     earlier = messages[:-1]
     try:
-        before = _render(template, earlier, tools, prompt=True)
         unprompted = _render(template, earlier, tools)
+        before = _render(template, earlier, tools, prompt=True) if _PROMPT in template.source else unprompted
     except ChatError as error:
         raise ChatError(f"{error}, given only the messages before an answer, {_UNTOLD}") from error
     after = _render(template, messages, tools)
-    if not after.startswith(unprompted):
+    if not after.startswith(before) and before == unprompted:
         raise ChatError(_CHANGES)
     if not after.startswith(before):
         raise ChatError(f"the chat template begins a turn otherwise with add_generation_prompt than with an answer, {_UNTOLD}")

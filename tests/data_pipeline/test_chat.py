@@ -68,10 +68,13 @@ def test_without_special_tokens_everything_up_to_the_next_turn_is_said():
     assert render_spans(plain, messages) == [("user: a\nassistant:", False), (" b\n", True)]
 
 
+TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\ufdd0\ufdd1")  # which prepare takes out before
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     turns=st.lists(
-        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=6)), min_size=1, max_size=5
+        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(TEXT, max_size=6)), min_size=1, max_size=5
     )
 )
 def test_generation_blocks_and_comparing_prefixes_agree(turns):
@@ -130,6 +133,13 @@ def test_tool_calls_and_thoughts_are_said_behind_a_header():
     ]
     spans = render_spans(Template(source, special=("<|im_end|>",)), messages)
     assert [text for text, target in spans if target] == ["(hm)b<|im_end|>", "[1]<|im_end|>"]
+
+
+def test_what_only_a_whole_conversation_ends_with_is_no_matter():
+    end = "{{ 'assistant:' if add_generation_prompt else '<e>' }}"
+    source = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}" + end
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "b"}]
+    assert render_spans(Template(source), messages) == [("user:uassistant:", False), ("b<e>", True)]
 
 
 @pytest.mark.parametrize(
