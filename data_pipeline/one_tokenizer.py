@@ -17,7 +17,7 @@ def require_one_tokenizer(data: dict[str, TokenShards]) -> None:
             continue
         names = " but ".join([f"with tokenizer {_name(theirs)},", f"{first} with {_name(ours)}"])
         rule = f"{where} was made {names}, so that ids would mean different text"
-        keeps, remade = (theirs, ours) if _keep_rank(theirs) > _keep_rank(ours) else (ours, theirs)
+        keeps, remade = (theirs, ours) if _keep_rank(where, theirs) > _keep_rank(first, ours) else (ours, theirs)
         command = remake_command(remade, keeps)
         if not command:
             raise ConfigError(f"{rule}. Prepare one of them again with the tokenizer of the other.")
@@ -30,10 +30,14 @@ def _name(shards: TokenShards) -> str:
     return f"{tokenizer['name']} ({tokenizer['vocab_size']:,} entries, sha256 {tokenizer['sha256'][:12]})"
 
 
-def _keep_rank(shards: TokenShards) -> int:
-    """How little data can do without its own tokenizer: ids need it, chats its special tokens."""
+def _keep_rank(key: str, shards: TokenShards) -> tuple[int, bool, bool]:
+    """How little data can do without its own tokenizer: ids need it, chats its special tokens.
+
+    Otherwise what is trained on keeps it before what is held out, and one that somebody trained or chose before plain bytes.
+    """
     kinds = _kinds(shards.manifest)
-    return 2 if kinds & TOKEN_FORMATS else int("chat" in kinds)
+    need = 2 if kinds & TOKEN_FORMATS else int("chat" in kinds)
+    return need, key.startswith("data.sources."), shards.manifest.tokenizer["name"] != "bytes"
 
 
 def _kinds(manifest: Manifest) -> set[str]:

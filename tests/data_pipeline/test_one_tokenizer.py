@@ -11,7 +11,7 @@ from data_pipeline import prepare
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError
 from data_pipeline.loader import open_training
-from data_pipeline.one_tokenizer import remake_command
+from data_pipeline.one_tokenizer import remake_command, require_one_tokenizer
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import load_tokenizer
 
@@ -82,6 +82,16 @@ def test_the_error_prints_the_command_that_mends_it(tmp_path, capsys):
     assert command == ("python -m data_pipeline.prepare data/code --text 'code/*.txt' --tokenizer data/web/train --overwrite")
     assert prepare.main(shlex.split(command)[3:]) == 0
     assert open_both("data/web/train").vocab_size == load_tokenizer("data/web").vocab_size
+
+
+def test_a_trained_tokenizer_is_kept_before_bytes_and_that_of_sources_before_that_of_sets():
+    assert made("data/web", "--text", "web/*.txt") == 0
+    assert made("data/code", "--text", "code/*.txt", "--tokenizer", "bpe:280") == 0
+    with pytest.raises(ConfigError, match=r"Make data\.sources\.web again.*prepare data/web .* --tokenizer data/code --over"):
+        open_both("data/web", "data/code")
+    opened = {"data.sources.web": TokenShards.open("data/web"), "eval.sets.code": TokenShards.open("data/code")}
+    with pytest.raises(ConfigError, match=r"Make eval\.sets\.code again.*prepare data/code .* --tokenizer data/web --over"):
+        require_one_tokenizer(opened)
 
 
 def manifest_of(name, kinds, command, eod=256):
