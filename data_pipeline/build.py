@@ -77,7 +77,8 @@ def accept(document: Document, on_bad: str, problems: Problems) -> bool:
         return True
     harmless = document.problem in HARMLESS
     if on_bad == "raise" and not harmless:
-        raise DataError(f"{document.where}: {document.problem}. Mend the file, or give --on-bad skip or replace.")
+        problem = document.problem + document.detail
+        raise DataError(f"{document.where}: {problem}. Mend the file, or give --on-bad skip or replace.")
     kept = not document.empty and (harmless or on_bad == "replace")
     _count(problems, document.problem, 1, int(not kept), [document.where])
     return kept

@@ -128,7 +128,10 @@ def render_all(template: Template, conversations: list[Conversation]) -> list[li
 def render_spans(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Span]:
     """The text of a conversation in spans, of which those are targets that the assistant said, ends of turns included.
 
-    By the template's generation blocks; without them by comparing the whole with what it is up to each turn and after it.
+    By the template's generation blocks. Without them an answer is what the template writes behind the messages before it and
+    add_generation_prompt; a template without that prompt is asked for another answer, and what it writes before both is the
+    header of the turn, no target.
+
     ChatError: the template refuses, changes what it wrote once more messages follow, or there is nothing of the assistant's.
     DataError: the template does not end, or takes all memory.
     """

@@ -21,7 +21,14 @@ MAX_CHARACTERS = 1 << 26  # that a template may write for one conversation
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # as Python writes an object that has no text of its own
 _BEGIN, _END = "\ufdd0", "\ufdd1"  # around generated text; noncharacters, which no text has
+_PROBE = "\ufdd0probe\ufdd1"  # an answer that no conversation has
 MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_UNTOLD = (
+    "so what the assistant said can't be told: mark it with {% generation %} in the template, as in "
+    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+)
+_PROMPT = "add_generation_prompt"
+_CHANGES = f"the chat template writes a turn otherwise once more messages follow, {_UNTOLD}"
 
 
 class ChatError(ValueError):
@@ -44,6 +51,11 @@ class Template(NamedTuple):
     def sha256(self) -> str:
         """Its identity."""
         return hashlib.sha256(json.dumps(self).encode()).hexdigest()
+
+    @property
+    def marked(self) -> bool:
+        """Whether it says itself what is of the assistant, by {% generation %}."""
+        return _GENERATION.search(self.source) is not None
 
 
 class Contents(NamedTuple):
@@ -153,7 +165,7 @@ def render(template: Template, messages: list[dict[str, Any]], tools: list[Any] 
 def render_spans(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Span]:
     """See `chat.render_spans`."""
     text = _render(template, messages, tools)
-    if _GENERATION.search(template.source):
+    if template.marked:
         spans, depth = [], 0
         for part in re.split(f"({MARKS.pattern})", text):
             depth += (part == _BEGIN) - (part == _END)
@@ -181,20 +193,53 @@ def render_all(template: Template, conversations: list[Conversation]) -> list[li
 
 
 def _compare(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None, text: str) -> list[Span]:
-    """Spans of a template without generation blocks."""
-    spans, at = [], 0
+    """Spans of a template without generation blocks: an answer is what the template writes once that message is there."""
+    spans: list[Span] = []
+    at = 0
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _render(template, messages[:number], tools, prompt=True)
-            after = _render(template, messages[: number + 1], tools)
-            if not (text.startswith(after) and after.startswith(before) and at <= len(before)):
-                raise ChatError(
-                    "the chat template writes a turn otherwise once more messages follow, so what the assistant said can't be "
-                    "told: mark it with {% generation %} in the template"
-                )
-            said = after[len(before) :]
-            if (bare := said.rstrip()).endswith(template.special):  # nothing has to be said behind an end of turn
-                said = bare
-            spans += [(text[at : len(before)], False), (said, True)]
-            at = len(before) + len(said)
+        if message["role"] != "assistant":
+            continue
+        before, after = _around(template, messages[: number + 1], tools)
+        if not text.startswith(after):
+            raise ChatError(_CHANGES)
+        if at > len(before):
+            raise ChatError(f"the chat template writes a turn before the one that it follows, {_UNTOLD}")
+        said = after[len(before) :]
+        bare = said.rstrip()
+        if bare.endswith(template.special):  # nothing has to be said behind an end of turn
+            said = bare
+        spans.append((text[at : len(before)], False))
+        spans.append((said, True))
+        at = len(before) + len(said)
     return [*spans, (text[at:], False)]
+
+
+def _around(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None) -> tuple[str, str]:
+    """The text up to the last message, which is the assistant's, with the header of its turn; and the text with it."""
+    earlier = messages[:-1]
+    try:
+        unprompted = _render(template, earlier, tools)
+        before = _render(template, earlier, tools, prompt=True) if _PROMPT in template.source else unprompted
+    except ChatError as error:
+        raise ChatError(f"{error}, given only the messages before an answer, {_UNTOLD}") from error
+    after = _render(template, messages, tools)
+    if not after.startswith(before) and before == unprompted:
+        raise ChatError(_CHANGES)
+    if not after.startswith(before):
+        raise ChatError(f"the chat template begins a turn otherwise with add_generation_prompt than with an answer, {_UNTOLD}")
+    if before != unprompted:
+        return before, after
+    # The template has no generation prompt. What it writes before any answer is the header, which nobody has to learn.
+    known = {key: messages[-1][key] for key in ("role", "name") if key in messages[-1]}
+    try:
+        probe = _render(template, [*earlier, known | {"content": _PROBE}], tools)
+    except ChatError as error:
+        raise ChatError(f"{error}, given another answer, {_UNTOLD}") from error
+    header, found, _ = probe.partition(_PROBE)
+    if not found or not header.startswith(before):
+        raise ChatError(f"the chat template has no add_generation_prompt, and does not write an answer as it is, {_UNTOLD}")
+    if not header[len(before) :].strip():  # a space before the answer belongs to its first token
+        return before, after
+    if not after.startswith(header):
+        raise ChatError(f"the chat template has no add_generation_prompt, and begins its turns in several ways, {_UNTOLD}")
+    return header, after

@@ -25,9 +25,10 @@ from data_pipeline.config import DataConfig
 from data_pipeline.corruption import corrupt, row_seed
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch, checksum
+from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.packing import Part, Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
-from data_pipeline.shards import TOKENIZER, Manifest, TokenShards
+from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
 
@@ -173,11 +174,32 @@ class TrainingData(_Dataset):
             found = rows[(sources == source) & (epochs == epoch)].tolist()
             more = f" and {len(found) - most:,} more" if len(found) > most else ""
             parts.append(f"{self.plan.names[source]}, epoch {epoch}: rows {', '.join(map(str, found[:most]))}{more}")
-        source, epoch, row = int(sources[0]), int(epochs[0]), int(rows[0])
+        return f"It reads {'; '.join(parts)}. To look at the first: {self.show_command(step)}"
+
+    def show_command(self, step: int) -> str:
+        """The command that shows the first row of a step."""
+        (source, *_), (epoch, *_), (row, *_), _ = self._rows(step).tolist()
         options = {"row": row, "epoch": epoch, "seq-length": self.plan.span(step).seq_length, "packing": self.config.packing}
         words = [f"--{name} {value}" for name, value in (options | {"seed": self.plan.seed}).items()]
-        command = f"python -m data_pipeline.prepare show {shlex.quote(str(self.shards[source].path))} {' '.join(words)}"
-        return f"It reads {'; '.join(parts)}. To look at the first: {command}"
+        return f"python -m data_pipeline.prepare show {shlex.quote(str(self.shards[source].path))} {' '.join(words)}"
+
+    def rows_at(self, step: int) -> Rows:
+        """Source, epoch and row of each row of a step."""
+        return Rows(*self._rows(step)[:3])
+
+    def digest_at(self, step: int) -> str:
+        """The `digest` of the batch of a step, without reading it."""
+        return _digest(*self.rows_at(step))
+
+    def window_at(self, step: int, place: int) -> tuple[int, int, int]:
+        """Of one row of a step: where its first input is in its source's stream, its length, and its number in the epoch."""
+        length = self.plan.span(step).seq_length
+        _, _, row, begin = self._rows(step)[:, place].tolist()
+        return begin + row * length, length, row
+
+    def bins_of(self, step: int, source: int) -> Bins | None:
+        """The rows of whole documents of a source, at a step; None: its rows are windows of a stream."""
+        return self.bins[self.plan.span(step).seq_length][source] if self.bins else None
 
     def batch(self, step: int, part: Parts = None) -> Batch:
         """This part of the batch of a step, its rows in this order: a pure function of (config, manifests, seed, step).
@@ -262,16 +284,6 @@ def _digest(*arrays: np.ndarray) -> str:
     return hashlib.blake2b(np.concatenate(arrays).astype("<i8").tobytes(), digest_size=8).hexdigest()
 
 
-def require_one_tokenizer(manifests: dict[str, Manifest]) -> None:
-    """ConfigError, if data that meets one model, by the config key that names it, was not all made with one tokenizer."""
-    (first, ours), *others = ((where, manifest.tokenizer) for where, manifest in manifests.items())
-    for where, theirs in others:
-        if theirs["sha256"] != ours["sha256"]:
-            names = [f"{t['name']} ({t['vocab_size']:,} entries, sha256 {t['sha256'][:12]})" for t in (theirs, ours)]
-            rule = f"was made with tokenizer {names[0]}, but {first} with {names[1]}, so that ids would mean different text"
-            raise ConfigError(f"{where} {rule}. Prepare one of them again with the tokenizer of the other.")
-
-
 def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str, Any] | None = None) -> TrainingData:
     """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the order of rows.
 
@@ -281,7 +293,7 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
     """
     shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
     if shards:
-        require_one_tokenizer({f"data.sources.{name}": s.manifest for name, s in shards.items()})
+        require_one_tokenizer({f"data.sources.{name}": source for name, source in shards.items()})
         size, token = next(iter(shards.values())).vocab_size, config.corruption.token_id
         if token is not None and token >= size:
             rule = f"must be below {size}, the entries of the data's tokenizer"

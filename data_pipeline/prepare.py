@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
@@ -31,9 +32,9 @@ from data_pipeline.config import CACHE
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.remote import RemotePath, is_url, place
-from data_pipeline.report import describe_row, row_arrays, summary
+from data_pipeline.report import CLOSE, OPEN, describe_row, marked_text, row_arrays, summary
 from data_pipeline.runner import RUNNERS, Run, open_runner
-from data_pipeline.shards import ATTEMPT, MANIFEST, TOKENIZER, Manifest, TokenShards, write_atomic
+from data_pipeline.shards import ATTEMPT, MANIFEST, PARTS, TOKENIZER, Manifest, TokenShards, write_atomic
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Options, Piece, held_out
 from data_pipeline.strict_json import loads
@@ -44,13 +45,13 @@ _EXAMPLES = "examples:\n" + "".join(f"  {_PROGRAM} OUT {format.example}\n" for f
 _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.1 --holdout-by tail
   {_PROGRAM} OUT --text 'books/**/*.txt' --runner ray --runner-options address=auto
   {_PROGRAM} s3://bucket/OUT --jsonl 's3://bucket/web/*.jsonl.gz'       or gs://, or any URL of fsspec
+  {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    one to be used for several
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
-  {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask, in colour
+  {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 _OF = "of.json"  # in a scratch folder of this machine: which output it is of
 _STATE, _WORK = ".prepare.json", ".prepare"  # what OUT is made of and since when; what is only needed while it is made
-_PARTS = ("train", "eval")  # folders of the output, if something is held out
 _FILES = r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan|manifest\.json|tokenizer\.json|prepare\.json"
 _OURS = re.compile(rf"\.*({_FILES})(\.tmp)?|train|eval|\.prepare")
 
@@ -73,8 +74,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command (None: of this process); messages go to stderr, results to stdout; returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    look = argv[:1] in (["verify"], ["show"])
-    return run_command(lambda: _look(argv[0], argv[1:]) if look else _prepare(*_parse(argv)))
+    verb, rest = (argv[0], argv[1:]) if argv[:1] in (["verify"], ["show"], ["tokenizer"]) else ("", argv)
+    if verb in ("verify", "show"):
+        return run_command(lambda: _look(verb, rest))
+    return run_command(lambda: _prepare(*_parse(rest), only_tokenizer=verb == "tokenizer"))
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
@@ -99,7 +102,8 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     add("--chat-date", metavar="YYYY-MM-DD", default="", help="the date that a chat template writes, if it writes one")
     add(
         "--tokenizer",
-        help="bytes, chars, bpe:ENTRIES (trained here), or a tokenizer.json, .model or .tiktoken (default: bytes)",
+        help="bytes, chars, bpe:ENTRIES (trained here), a tokenizer.json, .model or .tiktoken, or the OUT of another prepare "
+        "(default: bytes)",
     )
     add("--eod", choices=["append", "none"], help="end documents with a token of their own (default: append; none for chars)")
     add("--holdout", metavar="SHARE", type=float, help="hold out this share of the documents, chosen by hash, for evaluation")
@@ -179,8 +183,9 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
     settings["tokenizer"] = tokenizer.sha256 if tokenizer else spec
     settings |= {"dedupe": True} if arguments.dedupe else {}
-    templates = {piece.options.template.sha256 for piece in pieces.values() if piece.options.template}
-    settings |= {"chat_template": max(templates)} if templates else {}
+    for template in {piece.options.template for piece in pieces.values() if piece.options.template}:
+        settings["chat_template"] = template.sha256
+        settings["chat_targets"] = "marked" if template.marked else "compared"
     parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
     return _Request(parts, {"sources": sources, "settings": settings, "command": command}, tokenizer)
 
@@ -215,13 +220,17 @@ def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list
     return parts
 
 
-def _prepare(arguments: argparse.Namespace, command: str) -> None:
+def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool = False) -> None:
     request, out = _request(arguments, command), arguments.out
+    if only_tokenizer and request.tokenizer:
+        spec = arguments.tokenizer or "bytes"
+        raise UsageError(f"tokenizer --tokenizer {spec}: there is nothing to train. Give --tokenizer bpe:ENTRIES or chars.")
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
     if str(out).startswith("memory://"):
         raise UsageError(f"{out}: is the memory of one process, and gone with it. Name a directory, or an s3:// or gs:// URL.")
-    wanted = _wanted(out, request)
+    wanted = _wanted(out, request) | ({"makes": "tokenizer"} if only_tokenizer else {})
+    products = [TOKENIZER] if only_tokenizer else [os.path.join(part, MANIFEST) for part in request.parts]
     scratch = _scratch(out, wanted, arguments.cache)
     for folder in (out, scratch):
         folder.mkdir(parents=True, exist_ok=True)
@@ -233,16 +242,16 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
             _tidy(scratch)
         _make_way(out, wanted, request, arguments.overwrite)
         made, started = 0, time.perf_counter()
-        already = all((out / part / MANIFEST).exists() for part in request.parts)
+        already = all((out / product).exists() for product in products)
         if not already:
             with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
                 try:
-                    made = _build(out, scratch, request, run)
+                    made = _build(out, scratch, request, run, only_tokenizer)
                 except (DataError, UsageError):  # input or settings have to change: what there is can't be gone on with
                     _remove(out)
                     raise
         seconds = time.perf_counter() - started
-        for part in request.parts:
+        for part in () if only_tokenizer else request.parts:
             print("\n".join(summary(TokenShards.open(out / part, "size", Cache(arguments.cache)))))
         if isinstance(out, RemotePath):
             (out / _WORK).remove()
@@ -256,7 +265,11 @@ def _prepare(arguments: argparse.Namespace, command: str) -> None:
         where = workers if arguments.runner == "local" else f"on {arguments.runner}"
         print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {where}")
     verdict = "already complete and unchanged: nothing to do" if already else "complete"
-    print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
+    if only_tokenizer:
+        entries = load_tokenizer(out).vocab_size
+        print(f"{out}: {verdict}, {entries:,} entries. Use it: {_PROGRAM} OUT ... --tokenizer {shlex.quote(str(out))}")
+    else:
+        print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
 
 
 def _scratch(out: Path | RemotePath, wanted: dict[str, Any], cache: str) -> Path:
@@ -276,7 +289,7 @@ def _tidy(own: Path) -> None:
             of = loads((folder / _OF).read_bytes())
             out, wanted = RemotePath(of["out"]), of["wanted"]
             begun = (out / _STATE).exists() and loads((out / _STATE).read_bytes()) == wanted
-            if begun and not all((out / part / MANIFEST).exists() for part in (_PARTS if wanted["holdout"] else ("",))):
+            if begun and not all((out / part / MANIFEST).exists() for part in (PARTS if wanted["holdout"] else ("",))):
                 raise StorageError("it is not finished")
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
@@ -291,6 +304,8 @@ def _tidy(own: Path) -> None:
 def _wanted(out: Path | RemotePath, request: _Request) -> dict[str, Any]:
     """All that must be the same for a build to be gone on with."""
     wanted = request.origin["settings"] | {"input": request.origin["sources"]}
+    if wanted.get("chat_targets") == "marked":  # outputs of older versions do not say it, and have the same targets
+        del wanted["chat_targets"]
     pieces = list(itertools.chain(*request.parts.values()))
     if isinstance(out, RemotePath) or any(is_url(piece.path) for piece in pieces):  # whose clocks say nothing
         wanted |= {"stamps": _stamps(pieces)}
@@ -345,12 +360,12 @@ def _begun(state: Path | RemotePath) -> dict[str, Any]:
 
 
 def _files(out: Path | RemotePath) -> list[Path | RemotePath]:
-    return [path for folder in (out, *(out / part for part in _PARTS)) if folder.is_dir() for path in folder.iterdir()]
+    return [path for folder in (out, *(out / part for part in PARTS)) if folder.is_dir() for path in folder.iterdir()]
 
 
 def _remove(out: Path | RemotePath) -> None:
     """Remove an output; manifests and records first, so that what is left is never taken for whole, and the state last."""
-    order = {MANIFEST: 0, _WORK: 1, **dict.fromkeys(_PARTS, 3), _STATE: 4}
+    order = {MANIFEST: 0, _WORK: 1, **dict.fromkeys(PARTS, 3), _STATE: 4}
     for path in sorted(_files(out), key=lambda path: order.get(path.name, 2)):
         _remove_one(path)
 
@@ -364,7 +379,7 @@ def _remove_one(path: Path | RemotePath) -> None:
         path.unlink(missing_ok=True)
 
 
-def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run) -> int:
+def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run, only_tokenizer: bool) -> int:
     """Find duplicates, train the tokenizer, if there is none yet, and build all parts; returns the tokens made now."""
     first, settings = next(iter(request.parts)), request.origin["settings"]
     eod, on_bad = settings["eod"], settings["on_bad"]
@@ -389,6 +404,9 @@ def _build(out: Path | RemotePath, work: Path, request: _Request, run: Run) -> i
                 trained.save(work)
             tokenizer = load_tokenizer(work)
             tokenizer.name = settings["tokenizer"]
+        if only_tokenizer:
+            tokenizer.save(out)
+            return 0
         before = made = 0  # units of the parts before this one
         for part, mine in units.items():
             seen, start = task(part or "tokens", mine), digests and Digests(digests, before)
@@ -406,7 +424,7 @@ def _look(verb: str, argv: list[str]) -> None:
     if verb == "show":
         return _show(parser, argv)
     directory, problems = parser.parse_args(argv).directory, []
-    parts = [directory / part for part in _PARTS]  # both or neither
+    parts = [directory / part for part in PARTS]  # both or neither
     for folder in parts if any((folder / MANIFEST).exists() for folder in parts) else [directory]:
         shards = TokenShards(folder, Manifest.load(folder), "full")
         found = list(shards.problems())
@@ -421,7 +439,9 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """A document, as text; or a row, as training reads it."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--document", metavar="N", type=int, default=0, help="which document, from 0 (default: 0)")
-    which.add_argument("--row", metavar="N", type=int, help="instead: this row of an epoch, with its segments; dim: no target")
+    which.add_argument(
+        "--row", metavar="N", type=int, help=f"instead: this row of an epoch; dim, or outside of {OPEN}{CLOSE}: no target"
+    )
     parser.add_argument("--epoch", metavar="E", type=int, default=0, help="of --row: which epoch, from 0 (default: 0)")
     parser.add_argument("--seq-length", metavar="L", type=int, help="of --row: data.seq_length")
     parser.add_argument("--packing", choices=["stream", "bins", "pad"], default="stream", help="of --row: data.packing")
@@ -432,15 +452,28 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     if arguments.row is None:
         first, length = shards.document(arguments.document)
         print(f"document {arguments.document} of {shards.num_documents:,}: {length:,} tokens from {first:,}", file=sys.stderr)
-        sys.stdout.write(tokenizer.decode(shards.read(first, length)))
+        _show_document(tokenizer, shards.read(first, length), shards.mask(np.array([first]), length)[0])
         return
     length = arguments.seq_length or 0
     if length < 1:
         raise UsageError(f"--seq-length {arguments.seq_length}: a row has at least 1 token. Give the run's data.seq_length.")
     arrays = row_arrays(shards, arguments.row, length, arguments.packing, arguments.seed, arguments.epoch)
     console = Console(highlight=False)
-    for text in describe_row(arrays, tokenizer):
+    for text in describe_row(arrays, tokenizer, marks=not _has_colours(console)):
         console.print(text, soft_wrap=True)
+
+
+def _show_document(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> None:
+    """Write the text of a document; where not all of it is a target, with marks around what is."""
+    if learnt.all():
+        sys.stdout.write(tokenizer.decode(ids))
+        return
+    print(f"{np.count_nonzero(learnt):,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
+    sys.stdout.write(marked_text(tokenizer, ids, learnt))
+
+
+def _has_colours(console: Console) -> bool:
+    return console.is_terminal and not console.no_color
 
 
 if __name__ == "__main__":

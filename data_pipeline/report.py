@@ -10,12 +10,18 @@ from data_pipeline.bins import open_bins
 from data_pipeline.errors import DataError
 from data_pipeline.packing import Windows, count_rows, pack, pack_documents, phase
 from data_pipeline.shards import TokenShards
-from data_pipeline.tokenizer import Tokenizer
+from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
 _BAR = 44  # characters of the longest bar
 _AT_ONCE = 1 << 20  # documents whose lengths are read at a time
 _COLOURS = ("cyan", "yellow", "green", "magenta")  # of segments, in turn
 _WIDTH = 78
+OPEN, CLOSE = "\u27e6", "\u27e7"  # around targets, where there is no colour: ⟦ ⟧, which text hardly has
+_EXAMPLE_TOKENS = 16  # before the first target, and from it on
+_TARGETS_BY = {
+    "marked": "what {% generation %} holds in the chat template",
+    "compared": "what the template adds for an answer; it has no {% generation %}",
+}
 
 
 def summary(shards: TokenShards) -> Iterator[str]:
@@ -26,6 +32,9 @@ def summary(shards: TokenShards) -> Iterator[str]:
     per = m.text_bytes / max(1, m.num_targets) if shards.masked else m.text_bytes / m.num_tokens
     yield f"  {targets}{m.text_bytes:,} bytes of text{' of targets' if shards.masked else ''}"
     yield f"  {per:.3f} bytes per {'target' if shards.masked else 'token'} ({_tokenizer(m.tokenizer)})"
+    if found := _TARGETS_BY.get(m.settings.get("chat_targets", "")):
+        yield f"  targets: {found}"
+        yield f"    such as {_example(shards)}"
     counts, longest = histogram(shards)
     yield f"  tokens in a document: {m.num_tokens / m.num_documents:,.1f} on average, {longest:,} at most"
     yield from bars(counts)
@@ -36,6 +45,18 @@ def summary(shards: TokenShards) -> Iterator[str]:
         for kind, entry in m.problems.items():
             yield f"  {entry['count']:>9,} x {kind} ({entry['count'] / read:.2%}), such as"
             yield from (f"{'':14}{where}".encode(errors="backslashreplace").decode() for where in entry["examples"])
+
+
+def _example(shards: TokenShards) -> str:
+    """The first target of a directory and a few tokens around it, in one line, with marks around what is a target."""
+    first, length = shards.document(0)
+    mask = shards.mask(np.array([first]), length)[0]
+    ids = shards.read(first, length)
+    at = int(mask.argmax())
+    tokenizer = load_tokenizer(shards.path)
+    before = one_line(spell(tokenizer, ids[max(at - _EXAMPLE_TOKENS, 0) : at]), 4 * _WIDTH)
+    after = marked_text(tokenizer, ids[at : at + _EXAMPLE_TOKENS], mask[at : at + _EXAMPLE_TOKENS])
+    return before[-_WIDTH // 2 :] + one_line(after, _WIDTH // 2 - len("    such as "))
 
 
 def _tokenizer(identity: dict[str, object]) -> str:
@@ -82,19 +103,61 @@ def row_arrays(
     return {name: array[0] for name, array in batch.items()}
 
 
-def describe_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer) -> Iterator[Text]:
-    """The targets of a row, decoded: a headline for each segment, then its text in its colour, dim where nothing is learnt."""
+def describe_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer, marks: bool = False) -> Iterator[Text]:
+    """The targets of a row, decoded: a headline for each segment, then its text in its colour, dim where nothing is learnt.
+
+    `marks`: there are no colours, so marks are put around what is learnt, in segments of which some is not.
+    """
     segments, targets, learnt = arrays["segment_ids"], arrays["targets"], arrays["loss_mask"] > 0
     for segment in range(1, int(segments.max()) + 1):
         (places,) = np.nonzero(segments == segment)
         colour = _COLOURS[(segment - 1) % len(_COLOURS)]
         first, last, count = places[0], places[-1], np.count_nonzero(learnt[places])
         head = f"segment {segment}: positions {first:,} to {last:,}, {count:,} of {len(places):,} are targets"
+        marked = marks and 0 < count < len(places)
+        if marked:
+            head += f", in {OPEN}{CLOSE}"
         yield Text(f"--- {head} ".ljust(_WIDTH, "-"), style=f"bold {colour}")
-        text, ids = Text(), targets[places]
-        borders = np.flatnonzero(np.diff(learnt[places])) + 1
-        for run in np.split(np.arange(len(places)), borders):
-            text.append(tokenizer.decode(ids[run]), style=colour if learnt[places[run[0]]] else f"dim {colour} italic")
+        text = Text()
+        for ids, learnt_here in _runs(targets[places], learnt[places]):
+            words = spell(tokenizer, ids)
+            if learnt_here:
+                text.append(f"{OPEN}{words}{CLOSE}" if marked else words, style=colour)
+            else:
+                text.append(words, style=f"dim {colour} italic")
         yield text
     if padding := np.count_nonzero(segments == 0):
         yield Text(f"--- padding: {padding:,} positions ".ljust(_WIDTH, "-"), style="dim")
+
+
+def marked_text(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> str:
+    """The text of ids [T], with marks around those that are targets, bool [T]."""
+    parts = []
+    for run, learnt_here in _runs(ids, learnt):
+        words = spell(tokenizer, run)
+        parts.append(f"{OPEN}{words}{CLOSE}" if learnt_here else words)
+    return "".join(parts)
+
+
+def spell(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """The text of ids, in which special tokens are written by their names: an end of turn is a target like others."""
+    names = {number: name for name, number in tokenizer.special.items()}
+    special = np.isin(ids, list(names))
+    parts = []
+    for run, named in _runs(ids, special):
+        parts.append("".join(names[number] for number in run.tolist()) if named else tokenizer.decode(run))
+    return "".join(parts)
+
+
+def one_line(text: str, most: int) -> str:
+    """A text in one line, shortened to so many characters, with control characters as Python writes them."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def _runs(ids: np.ndarray, flags: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:
+    """Stretches of ids [T] with the same flag, bool [T], and that flag."""
+    borders = np.flatnonzero(np.diff(flags)) + 1
+    for part in np.split(np.arange(len(ids)), borders):
+        if part.size:
+            yield ids[part], bool(flags[part[0]])

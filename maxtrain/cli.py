@@ -12,7 +12,7 @@ from maxtrain import __version__
 
 VERBS = {
     "prepare": "text to token shards: prepare OUT --text GLOB",
-    "plan": "what a run would read, and when: plan config=NAME key=value ...",
+    "plan": "what a run would read, and when: plan RUN|config=NAME key=value ...; of one step: --step N",
     "train": "token shards to a model: train config=NAME key=value ...",
     "supervise": "a training that is started again when it dies: supervise -- python -m maxtrain.train ...",
     "status": "how far a run has come, and where its time went: status RUN",
@@ -39,17 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         from data_pipeline import prepare
 
         return prepare.main(rest)
-    if verb in ("train", "plan"):
+    if verb in ("train", "plan") and argv is None:
+        end_at_signals()  # which may come while a config file runs, or while the import of jax takes seconds
+    if verb == "plan":
+        from maxtrain.plan_options import read_options
+
+        options = read_options(rest, "maxtrain plan")  # before jax is imported
+        from maxtrain import show_plan
+
+        return show_plan.main(options)
+    if verb == "train":
         from maxtrain.config.load import from_command_line
         from maxtrain.models.families.directory import model_of
 
-        if argv is None:
-            end_at_signals()  # which may come while a config file runs, or while the import of jax takes seconds
-        config = from_command_line(rest, f"maxtrain {verb}", model_of)  # before jax is imported
-        if verb == "plan":
-            from maxtrain import show_plan
-
-            return show_plan.main(config)
+        config = from_command_line(rest, "maxtrain train", model_of)  # before jax is imported
         from maxtrain import train
 
         return train.main(config, ends_process=argv is None)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, require_one_tokenizer, resume_training
+from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, resume_training
+from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig
 from maxtrain.config.keys import show
@@ -22,7 +23,7 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
     like = dataclasses.replace(config.data, seq_length=config.eval.seq_length or config.data.seq_length)
     sets = {name: open_evaluation(s.path, like, s.batch_size or rows, name) for name, s in config.eval.sets.items()}
     first = next(iter(config.data.sources))
-    manifests = {f"data.sources.{first}": data.shards[data.plan.names.index(first)].manifest}
+    opened = {f"data.sources.{first}": data.shards[data.plan.names.index(first)]}
     for name, eval_set in sets.items():
         held_out = {shard.sha256 for shard in eval_set.manifest.shards}
         for source, shards in zip(data.plan.names, data.shards):
@@ -30,7 +31,7 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
                 rule = f"holds {len(seen):,} shards that data.sources.{source} trains on, such as {seen[0]}"
                 mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
                 raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
-    require_one_tokenizer(manifests | {f"eval.sets.{name}": eval_set.manifest for name, eval_set in sets.items()})
+    require_one_tokenizer(opened | {f"eval.sets.{name}": eval_set.shards for name, eval_set in sets.items()})
     if config.observe.prompts:  # whose mistakes would else come out when all is trained
         require_prompts(config.observe.prompts, data.tokenizer)
     return data, sets

@@ -1,5 +1,7 @@
 """`maxtrain replay RUN --steps A:B`: steps of a run again, compared with what it wrote down, bit for bit.
 
+`--step N` is step N alone, `--steps N-1:N`.
+
 Goes from the newest checkpoint of step A or before (else from the initial state) to step B: every number that the run's
 records have for these steps, hashes of batch and parameters among them, and every array of the checkpoints it comes past. It
 writes nothing into the run's folder.
@@ -9,7 +11,6 @@ import argparse
 import dataclasses
 import math
 import re
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,8 @@ from data_pipeline.errors import DataError, DifferentError, UsageError, run_comm
 from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
-from maxtrain.config import RunConfig
-from maxtrain.config.load import load_config
 from maxtrain.job import Job, open_job
-from maxtrain.observe.launches import launch_differences, launch_of, launch_record, read_launches
+from maxtrain.observe.launches import launch_differences, launch_of, launch_record, launched_config, read_launches
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
 from maxtrain.training.state import TrainState
@@ -70,7 +69,7 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     saved = {step: array_digests(commit) for step, (commit, _) in steps.items()}
     launches = read_launches(folder)
     launch = _one_launch(launches, begin, end)
-    config = _config(folder, launch, overrides)
+    config = launched_config(folder, launch, overrides)
     # Other data is replayed as well, so that the first batch that differs can be named.
     accepting = dataclasses.replace(config, data=dataclasses.replace(config.data, accept_changes=True))
     job = open_job(accepting, steps[begin][1] if begin in steps else None)
@@ -102,16 +101,6 @@ def _one_launch(launches: list[dict[str, Any]], begin: int, end: int) -> dict[st
             rule = f"from step {step:,} on the run had another {', '.join(settings)}"
             raise UsageError(f"--steps up to {end}: {rule}. Replay up to step {step - 1:,}, and then from a checkpoint on.")
     return made[0]
-
-
-def _config(folder: Path, launch: dict[str, Any] | None, overrides: Sequence[str]) -> RunConfig:
-    """The config of a launch; runs without a record of it have that of the last one."""
-    if launch is None:
-        return load_config([f"config={folder / 'config.yaml'}", *overrides])
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary, "config.yaml")
-        path.write_text(launch["config"], encoding="utf-8")
-        return load_config([f"config={path}", *overrides])
 
 
 def _start(job: Job, folder: Path, begin: int, saved: dict[int, dict[str, str]], findings: Findings) -> TrainState:
@@ -205,15 +194,28 @@ def _exact(value: Any) -> str:
     return f"{value!r} ({value.hex()})" if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
+def _step_number(text: str) -> int:
+    """UsageError: it is not the number of a step."""
+    if not re.fullmatch(r"[1-9]\d{0,17}", text):
+        raise UsageError(f"--step={text} must be the number of a step, counted from 1. Use for example --step 100.")
+    return int(text)
+
+
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """Runs the command; the exit code: 0 for the same, 70 for different."""
     parser = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of a run, such as runs/quickstart")
-    parser.add_argument("--steps", required=True, metavar="A:B", help="from after step A up to step B")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--steps", metavar="A:B", help="from after step A up to step B")
+    which.add_argument("--step", metavar="N", help="step N alone, as --steps N-1:N")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of this machine, such as data.workers=0")
 
     def job() -> None:
         arguments = parser.parse_intermixed_args(argv)
+        if arguments.step is not None:
+            last = _step_number(arguments.step)
+            print(replay(arguments.run, last - 1, last, arguments.overrides))
+            return
         window = re.fullmatch(r"(\d+):(\d+)", arguments.steps)
         if not window:
             raise UsageError(f"--steps={arguments.steps} must be two whole numbers. Use for example --steps 100:200.")

@@ -1,25 +1,35 @@
-"""`maxtrain plan config=NAME key=value ...`: what a run would read and when, as a table and a timeline; starts no device."""
+"""`maxtrain plan config=NAME key=value ...`: what a run would read and when, as a table and a timeline; starts no device.
+
+`maxtrain plan RUN --step N`: which rows and documents a step reads, or has read, and the beginning of their text.
+"""
 
 import itertools
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from maxtrain.config import RunConfig, from_command_line
-from maxtrain.models.families.directory import model_of
+from maxtrain.config import RunConfig
+from maxtrain.plan_options import PlanOptions, read_options
 
 if __name__ == "__main__":
-    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.show_plan", model_of)
+    OPTIONS = read_options(sys.argv[1:], "python -m maxtrain.show_plan")
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from data_pipeline.errors import run_command
+from data_pipeline.errors import DataError, UsageError, UserError, run_command
+from data_pipeline.loader import TrainingData, open_training, resume_training
 from data_pipeline.plan import Plan
-from maxtrain.checkpoint.listing import latest_record, second_of
+from data_pipeline.preview import describe_step
+from maxtrain.checkpoint.listing import complete, latest_record, read_record, second_of
+from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.observe.human import count
+from maxtrain.observe.launches import launch_of, launched_config, read_launches
+from maxtrain.observe.metrics import read_metrics
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -47,10 +57,10 @@ def timeline(plan: Plan, width: int) -> str:
     return "\n".join([*lines, f"{'step':>{label}}  {first:<{columns - len(end)},}{end}"])
 
 
-def show(config: RunConfig) -> None:
+def show(config: RunConfig, run: Path) -> None:
     """Print the plan of a run: the one that it goes on with, if it has begun. UserError: what can't be planned."""
     console = Console(highlight=False)
-    folder = Path(config.output_dir, config.run_name, "checkpoints")
+    folder = run / "checkpoints"
     saved = latest_record(folder, second=second_of(folder, config.checkpoint))
     data, _ = open_data(config, saved)
     with_vocabulary(config, data.vocab_size)
@@ -60,10 +70,107 @@ def show(config: RunConfig) -> None:
     console.print(Text(timeline(plan, min(console.width, 120)), "cyan", no_wrap=True))
 
 
-def main(config: RunConfig) -> int:
+def show_step(options: PlanOptions, run: Path, step: int) -> None:
+    """Print what a step, counted from 1, reads or has read. UserError: there is none, or that can't be told any more."""
+    console = Console(highlight=False)
+    data, known = step_data(options, run, step)
+    for line in describe_step(data, step - 1, options.rows, min(max(console.width, 80), 160)):
+        console.print(Text(line), soft_wrap=True)
+    console.print(Text(known), soft_wrap=True)
+    if step - 1 in left_out(read_rollbacks(run) or []):
+        console.print("A rollback has left this step out: none of its targets counts.")
+
+
+def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData, str]:
+    """The data of a run as the launch had it that made a step, counted from 1, or as the run will go on; and how that is known.
+
+    Raises:
+        UsageError: the run ends before that step.
+        DataError: what is on record of the steps around it was read from other rows.
+        UserError: the data can't be opened, or the config is not what it was.
+    """
+    recorded = _recorded_batches(run)
+    if step > max(recorded, default=0):
+        config = options.config
+        folder = run / "checkpoints"
+        saved = latest_record(folder, second=second_of(folder, config.checkpoint))
+        data = resume_training(config.data, config.seed, config.steps, saved)
+        _require_step(data, run, step)
+        return data, "To be read, unless data or settings change before."
+    launches = read_launches(run)
+    launch = launch_of(launches, step)
+    config = launched_config(run, launch, options.overrides) if launch else options.config
+    recorded = {n: batch for n, batch in recorded.items() if launch_of(launches, n) is launch}
+    problems: list[UserError] = []
+    for start in _starts(run, config, step):
+        try:
+            data = open_training(config.data, config.seed, config.steps, start)
+        except UserError as error:
+            problems.append(error)
+            continue
+        near = _nearest(recorded, step)
+        first, end = data.plan.spans[0].step, data.plan.num_steps
+        if first < step <= end and all(first < n <= end and data.digest_at(n - 1) == recorded[n] for n in near):
+            return data, _how_known(near, step)
+    if problems:
+        raise problems[0]
+    raise DataError(
+        f"--step={step}: the data and settings of {run} do not give the batches that are on record around that step. "
+        "Bring back the data that the run has read, and leave out settings that it did not have."
+    )
+
+
+def _recorded_batches(run: Path) -> dict[int, str]:
+    """The digests of the rows that steps have read, as far as they are on record, by step."""
+    trained = (record for record in read_metrics(run) if record["kind"] == "train")
+    return {record["step"]: record["batch"] for record in trained if "batch" in record}
+
+
+def _starts(run: Path, config: RunConfig, step: int) -> Iterator[dict[str, Any] | None]:
+    """Where the plan that a step was part of may have begun: at the start of the run, or at a change that was accepted."""
+    yield None
+    folder = run / "checkpoints"
+    seen = []
+    for path in reversed(complete(folder, second_of(folder, config.checkpoint)).values()):
+        record = read_record(path)
+        for start in (record.get("start"), record.get("cursor")):
+            if start and start["step"] < step and start not in seen:
+                seen.append(start)
+                yield start
+
+
+def _nearest(recorded: dict[int, str], step: int) -> list[int]:
+    """The recorded steps before and after a step that are nearest; only that step, if it is recorded."""
+    before = max((n for n in recorded if n <= step), default=None)
+    after = min((n for n in recorded if n >= step), default=None)
+    return sorted({n for n in (before, after) if n is not None})
+
+
+def _how_known(near: list[int], step: int) -> str:
+    if step in near:
+        return "Read by the run: its record of this step names the same batch."
+    if near:
+        steps = " and ".join(f"step {n:,}" for n in near)
+        return f"Read by the run, as the batches on record of {steps} show."
+    return "Read by the run, if data and settings are what they were: no batch of that launch is on record to compare with."
+
+
+def _require_step(data: TrainingData, run: Path, step: int) -> None:
+    """UsageError: the plan ends before a step. DataError: it begins after it."""
+    if step > data.plan.num_steps:
+        rule = f"is after the end of {run}, at step {data.plan.num_steps:,} because {data.plan.ends_because}"
+        raise UsageError(f"--step={step} {rule}. Use a step from 1 to {data.plan.num_steps}, or set steps higher.")
+    if step <= data.plan.spans[0].step:
+        rule = f"was read with other settings, which {run} has no record of"
+        raise DataError(f"--step={step} {rule}. Use a step after {data.plan.spans[0].step}.")
+
+
+def main(options: PlanOptions) -> int:
     """Runs the command; the exit code."""
-    return run_command(lambda: show(config))
+    run = options.run or Path(options.config.output_dir, options.config.run_name)
+    step = options.step
+    return run_command(lambda: show(options.config, run) if step is None else show_step(options, run, step))
 
 
 if __name__ == "__main__":
-    sys.exit(main(CONFIG))
+    sys.exit(main(OPTIONS))

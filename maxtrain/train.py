@@ -283,6 +283,8 @@ class Loop:
         if jax.process_index() == 0:
             known = self.records.evaluated(self.step)
             due = self.validation.due(self.step, last=True)
+            before = {name: text for name, text in record.get("read", {}).items() if name not in record.get("unevaluated", [])}
+            due = [name for name in due if before.get(name) != self.validation.read[name]]
             left = [name for name in due if not known.get(name, set()) & {self.validation.read[name], None}]
         left = gather({"left": left}, _MOST_NAMES)[0]["left"]
         if new := [name for name in left if name not in record.get("unevaluated", [])]:

@@ -36,7 +36,7 @@ FLOORS = {
         ["maxtrain.train", "maxtrain.job", "maxtrain.signals", "maxtrain.finish", "maxtrain.generate", "maxtrain.weights"], 6
     ),
     **dict.fromkeys(["maxtrain.records", "maxtrain.validation", "maxtrain.inputs", "maxtrain.run_folder"], 6),
-    **dict.fromkeys(["maxtrain.status", "maxtrain.show_plan"], 6),
+    **dict.fromkeys(["maxtrain.status", "maxtrain.show_plan", "maxtrain.plan_options"], 6),
     **dict.fromkeys(["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
     **dict.fromkeys(["maxtrain.cli", "maxtrain.__main__", "maxtrain.launch", "maxtrain.sweep", "maxtrain.supervise"], 7),

@@ -58,7 +58,11 @@ def test_every_command_works_in_order(folder):
         )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         outputs[command] = result.stdout
-    ends = {command: out for command, out in outputs.items() if command.startswith("maxtrain plan")}
+    plans = {command: out for command, out in outputs.items() if command.startswith("maxtrain plan")}
+    steps = [out for command, out in plans.items() if "--step" in command]
+    assert all(out.startswith("step 37 of 78: 8 rows of 64 tokens") for out in steps)
+    assert "To be read" in steps[0] and "Read by the run, as the batches on record of step 30 and step 40 show." in steps[1]
+    ends = {command: out for command, out in plans.items() if "--step" not in command}
     assert len(ends) > 8 and all(re.match("plan: .*; ends because .* epochs", out) for out in ends.values())
     assert "'web' completes epoch 3" in next(out for command, out in ends.items() if "epochs=3" in command)
     assert any("every source in a fresh pass" in out for out in ends.values())

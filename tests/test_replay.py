@@ -116,6 +116,27 @@ def test_the_same_bit_for_bit_on_eight_devices_and_nothing_is_written(finished, 
     assert everything(finished) == before
 
 
+def test_one_step_by_its_number(finished, capsys):
+    assert replay.main([str(finished), "--step", "15"]) == 0
+    one = capsys.readouterr().out
+    assert replay.main([str(finished), "--steps", "14:15"]) == 0
+    assert capsys.readouterr().out == one and "steps 9 to 15 again" in one
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "0"], "--step=0 must be the number of a step, counted from 1. Use for example --step 100."),
+        (["--step", "25"], "--steps=24:25: .* has steps 0 to 24"),
+        (["--step", "2", "--steps", "1:2"], "not allowed with argument"),
+        ([], "one of the arguments --steps --step is required"),
+    ],
+)
+def test_one_step_that_is_none(finished, capsys, arguments, message):
+    assert replay.main([str(finished), *arguments]) == 64
+    assert re.search(message, capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"dense"}))
 def test_other_kinds_are_the_same_on_eight_devices_too(config, kind, capsys):
     assert train.main(load_config([f"config={config}", f"run_name={kind}", *KINDS[kind]])) == 0

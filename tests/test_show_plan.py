@@ -1,14 +1,24 @@
 """The command that prints a plan: what it says, and that it starts no device."""
 
 import json
+import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from data_pipeline import prepare
 from data_pipeline.config import DataConfig, SourceConfig, StageConfig
+from data_pipeline.loader import open_training
 from data_pipeline.plan import Plan, PlanSource
+from data_pipeline.preview import preview_rows
+from data_pipeline.shards import TokenShards
+from maxtrain.config import load_config
+from maxtrain.observe.metrics import read_metrics
 from maxtrain.show_plan import timeline
 
 
@@ -65,3 +75,129 @@ def test_the_timeline_begins_where_the_plan_does():
     assert steps == "step  0" + " " * 17 + "20"
     rest = Plan.solve(0, sources, config, 20, plan.cursor_at(15))
     assert rest.changes() == [15, 20] and set(timeline(rest, 30).splitlines()[0]) <= {" ", "a"}
+
+
+def plan(*arguments):
+    """Exit code and both streams of `maxtrain plan`, and whether a device was started."""
+    code = f"import sys; from maxtrain.cli import main; code = main(['plan', *{list(arguments)!r}])\n"
+    code += "if 'jax' in sys.modules: assert not sys.modules['jax._src.xla_bridge'].backends_are_initialized()\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code + "sys.exit(code)"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}
+    )
+    assert "AssertionError" not in result.stderr
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_a_step_shows_its_rows_documents_and_text_without_a_device(config):
+    code, said, _ = plan(f"config={config}", "--step", "12", "--rows", "2")
+    loaded = load_config([f"config={config}"])
+    data = open_training(loaded.data, loaded.seed, loaded.steps)
+    batch = data.batch(11)
+    lines = said.splitlines()
+    assert code == 0 and lines[0] == "step 12 of 40: 8 rows of 32 tokens, 256 targets in 256 positions"
+    assert lines[1] == f"  batch {batch.digest}" and data.digest_at(11) == batch.digest
+    assert re.fullmatch(r"  code: 8 rows, 256 targets, of \S+/code; made by: .*prepare OUT --text \S+code.txt", lines[2])
+    text = data.tokenizer.decode(batch.arrays["targets"][0])
+    row = data.rows_at(11).row[0]
+    assert lines[3] == f"row 0: code, epoch 0, row {row} of it, document 0; 32 of 32 tokens are targets"
+    assert lines[4] == "    " + text and "and 6 rows more; --rows 8 shows all" in lines
+    commands = [line.split(": python ", 1)[1] for line in lines if line.startswith("A whole ")]
+    programs = [[sys.executable, *shlex.split(command)] for command in commands]
+    shown = [subprocess.run(program, capture_output=True, text=True).stdout for program in programs]
+    assert shown[0].startswith("x = 1; x = 1;") and text in shown[1]
+    assert lines[-1] == "To be read, unless data or settings change before."
+
+
+@pytest.mark.parametrize("packing", ["stream", "bins", "pad"])
+def test_the_documents_of_a_row_are_those_whose_tokens_it_has(tmp_path, packing):
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number:02d}.txt").write_text(f"<{number:02d}> " * (1 + number % 5))
+    assert prepare.main([str(tmp_path / "out"), "--text", f"{folder}/*.txt", "--workers", "1"]) == 0
+    settings = {"sources": {"a": SourceConfig(str(tmp_path / "out"))}, "seq_length": 48, "batch_size": 1}
+    data = open_training(DataConfig(packing=packing, **settings), seed=3, steps="auto")
+    shards = TokenShards.open(tmp_path / "out")
+    numbers = np.arange(shards.num_documents)
+    first, lengths = shards.documents(numbers)
+    assert shards.documents_at(first).tolist() == shards.documents_at(first + lengths - 1).tolist() == numbers.tolist()
+    texts = [data.tokenizer.decode(shards.read(*shards.document(number))) for number in numbers.tolist()]
+    seen = []
+    for step in range(data.plan.num_steps):
+        arrays = data.batch(step).arrays
+        for i, row in enumerate(preview_rows(data, step, arrays, 3, 1000)):
+            ends = "".join(texts[number] + "|" for number in row.documents.tolist())
+            targets = arrays["targets"][i][arrays["segment_ids"][i] > 0]
+            read = "".join("|" if token == 256 else chr(token) for token in targets.tolist())
+            assert read in ends and row.num_tokens == row.num_targets == len(read)
+            seen += row.documents.tolist()
+    assert set(seen) == set(numbers.tolist())
+
+
+@pytest.fixture(scope="module")
+def finished(config):
+    """The folder of a run of twenty steps, that read something else from step 12 on."""
+    small = ["model.num_layers=1", "model.embed_dim=16", "model.mlp_dim=16", "model.num_heads=2", "model.num_kv_heads=2"]
+    quiet = ["observe.tensorboard=false", "observe.plot=false", "log_interval=5", "checkpoint_interval=6", "eval_interval=0"]
+    where = [f"config={config}", f"output_dir={config.parent / 'runs'}", "run_name=one", "data.stages=[]", *small, *quiet]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    for more in (["steps=12"], ["steps=20", "data.batch_size=2", "data.accept_changes=true"]):
+        command = [sys.executable, "-m", "maxtrain.cli", "train", *where, *more]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr
+    return config.parent / "runs" / "one"
+
+
+@pytest.mark.processes
+def test_steps_of_a_run_are_those_that_it_has_read(finished, tmp_path):
+    records = {record["step"]: record["batch"] for record in read_metrics(finished) if record["kind"] == "train"}
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(finished, moved)
+    for folder in (finished, moved):
+        for step, rows in ((5, 4), (15, 2)):
+            code, said, error = plan(str(folder), "--step", str(step))
+            assert code == 0 and said.startswith(f"step {step} of {12 if step < 12 else 20}: {rows} rows of 32"), error
+            assert f"  batch {records[step]}\n" in said
+            assert said.endswith("Read by the run: its record of this step names the same batch.\n")
+    assert "as the batches on record of step 5 and step 10 show." in plan(str(finished), "--step", "7")[1]
+    assert "as the batches on record of step 15 show." in plan(str(finished), "--step=13")[1]
+    assert plan(str(moved))[1].startswith("plan: 20 steps")
+    code, said, _ = plan(str(moved), "--step", "25", "steps=30")
+    assert code == 0 and said.startswith("step 25 of 30: 2 rows") and said.endswith("change before.\n")
+    shutil.rmtree(moved / "checkpoints")
+    code, said, error = plan(str(moved), "--step", "15")
+    assert code == 65 and "do not give the batches that are on record" in error and not said
+    code, _, error = plan(str(finished), "--step", "5", "seed=7")
+    assert code == 65 and "leave out settings that it did not have" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (
+            ["RUN", "--step", "99"],
+            64,
+            "--step=99 is after the end of RUN, at step 40 because steps=40. Use a step from 1 to 40",
+        ),
+        (["RUN", "--step", "0"], 64, "--step=0 must be the number of a step, counted from 1. Use for example --step 100."),
+        (["RUN", "--step", "x"], 64, "--step=x must be"),
+        (["RUN", "--step"], 64, "--step= must be"),
+        (["RUN", "--step", "1", "--step=2"], 64, "--step is given twice. Keep one of them."),
+        (["RUN", "--rows", "3"], 64, "Give --step N, too."),
+        (["RUN", "config=quickstart"], 64, "a plan is of one run"),
+        (["RUN", "RUN"], 64, "a plan is of one run"),
+        (["quickstart"], 64, "or write config=quickstart."),
+        ([], 64, "Add config=NAME"),
+    ],
+)
+def test_steps_and_folders_that_can_not_be_shown(config, tmp_path, arguments, code, message):
+    shutil.copy(config, tmp_path / "config.yaml")
+    arguments = [word.replace("RUN", str(tmp_path)) for word in arguments]
+    found, said, error = plan(*arguments)
+    assert found == code and message.replace("RUN", str(tmp_path)) in error and not said
+
+
+def test_help_tells_of_steps():
+    code, said, _ = plan("--help")
+    assert code == 0 and "RUN|config=NAME --step N" in said and "keys" in said
+    assert "model.num_layers" in plan("--help", "model")[1]

@@ -475,4 +475,8 @@ def test_sets_of_another_tokenizer_are_refused(config, capsys):
     other = config.parent / "characters"
     assert prepare.main([str(other), "--text", f"{config.parent}/1*.txt", "--tokenizer", "chars", "--workers", "1"]) == 0
     assert train(config, "refused", f"eval.sets.other.path={other}") == 78
-    assert "Prepare one of them again with the tokenizer of the other." in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert (
+        f"Make eval.sets.other again, in its place, with the tokenizer of the other: `python -m data_pipeline.prepare {other}"
+        in error
+    )

@@ -93,6 +93,6 @@ def test_the_character_model_of_the_readme(tmp_path, monkeypatch, capsys):
     Path("input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100)
     words = "data/shakespeare_char --text input.txt --tokenizer chars --holdout 0.1 --holdout-by tail"
     assert prepare.main(words.split()) == 0
-    short = ["steps=4", "schedule.warmup_steps=1", "eval_interval=0", "observe.tensorboard=false", "observe.plot=false"]
+    short = ["steps=4", "schedule.warmup_steps=1", "eval_interval=0", "observe.plot=false", "data.batch_size=8"]
     assert main(load_config(["config=shakespeare_char", *short])) == 0
     assert "4 steps" in capsys.readouterr().out

@@ -10,11 +10,11 @@ byte. Documents never cross shards. Knows nothing of batches, rows or tokenizers
 
 from data_pipeline.shards.checked import ranges
 from data_pipeline.shards.files import ATTEMPT, BLOCK_BYTES, move_into, write_atomic
-from data_pipeline.shards.manifest import MANIFEST, TOKENIZER, VERSION, Manifest, ShardEntry
+from data_pipeline.shards.manifest import MANIFEST, PARTS, TOKENIZER, VERSION, Manifest, ShardEntry
 from data_pipeline.shards.reader import TokenShards
 from data_pipeline.shards.writer import ShardWriter, token_dtype
 
 __all__ = [
-    "ATTEMPT", "BLOCK_BYTES", "MANIFEST", "TOKENIZER", "VERSION", "Manifest", "ShardEntry", "ShardWriter", "TokenShards",
-    "move_into", "ranges", "token_dtype", "write_atomic",
+    "ATTEMPT", "BLOCK_BYTES", "MANIFEST", "PARTS", "TOKENIZER", "VERSION", "Manifest", "ShardEntry", "ShardWriter",
+    "TokenShards", "move_into", "ranges", "token_dtype", "write_atomic",
 ]  # fmt: skip

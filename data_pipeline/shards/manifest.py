@@ -16,6 +16,7 @@ from data_pipeline.strict_json import loads
 VERSION = 1
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+PARTS = ("train", "eval")  # folders that prepare makes, if something is held out
 _DERIVED = ("num_tokens", "num_documents", "num_targets", "uid")
 _MOST = 1 << 48  # bytes or tokens of one directory: sums of such numbers and offsets into them fit into int64
 _MOST_IDS = 1 << 31  # batches have ids as int32
@@ -100,14 +101,7 @@ class Manifest:
         try:
             content = loads(path.read_bytes())
         except OSError as error:
-            if parts := sorted(p.parent.name for p in directory.glob(f"*/{MANIFEST}")):
-                message = f"has no {MANIFEST}, but its folders {', '.join(parts)} have. Name one of them."
-            else:
-                absent = not directory.is_dir()
-                what = "is not a directory of token shards" if absent else f"{MANIFEST}: {error.strerror}"
-                what += f": {error.strerror}" if absent and isinstance(directory, RemotePath) else ""
-                message = f"{what}. Make one with `python -m data_pipeline.prepare {directory} --text 'GLOB'`."
-            raise DataError(f"{directory}: {message}") from error
+            raise DataError(f"{directory}: {_why_absent(directory, error)}") from error
         except UserError:
             raise
         except ValueError as error:
@@ -133,6 +127,26 @@ class Manifest:
             if content.get(name, expected) != expected:
                 raise DataError(f"{path}: {name}={content[name]} must be {expected}, by its shards. {mend()}")
         return manifest
+
+
+def _why_absent(directory: Path | RemotePath, error: OSError) -> str:
+    """Why a directory has no manifest that can be read, and what to do about it."""
+    if parts := sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST}")):
+        listed = " and ".join(str(directory / part) for part in parts)
+        return f"has no {MANIFEST}, but its folders {', '.join(parts)} have. Name one of them: {listed}."
+    if directory.is_dir():
+        what = f"{MANIFEST}: {error.strerror}"
+    else:
+        what = "is not a directory of token shards"
+        what += f": {error.strerror}" if isinstance(directory, RemotePath) else ""
+    program = "python -m data_pipeline.prepare"
+    if directory.name not in PARTS:
+        return f"{what}. Make one with `{program} {directory} --text 'GLOB'`."
+    above = directory.parent  # what prepare is to be told: it makes both parts itself
+    if (above / MANIFEST).exists():
+        return f"{what}, but {above} is, made without --holdout. Name that, or make both parts by `prepare --holdout`."
+    parts = " and ".join(PARTS)
+    return f"{what}. Make one with `{program} {above} --text 'GLOB' --holdout 0.05`, which makes {parts} in it."
 
 
 def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:

@@ -141,6 +141,14 @@ class TokenShards:
             first[which], lengths[which] = self._starts[shard] + index[nth], index[nth + 1] - index[nth]
         return first, lengths
 
+    def documents_at(self, tokens: np.ndarray) -> np.ndarray:
+        """The numbers of the documents that these tokens of the stream, int64 [n] in [0, num_tokens), belong to."""
+        result = np.empty_like(tokens)
+        for shard, which in _grouped(np.searchsorted(self._starts, tokens, "right") - 1):
+            before = np.searchsorted(self._index(shard), tokens[which] - self._starts[shard], "right") - 1
+            result[which] = self._document_starts[shard] + before
+        return result
+
     def spans(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Parts of documents, int64 [n] starts in the stream and lengths, back to back: tokens, int32, and loss mask, bool."""
         total, begins, size = int(lengths.sum()), np.cumsum(lengths) - lengths, self._files.itemsize

@@ -6,3 +6,4 @@ _RECORDS = (parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT)
 _TEXT = (text.TEXT, jsonl.FORMAT, chat.FORMAT, *_RECORDS, text.PYTHON_STDLIB)
 _TOKENS = (flat.NANOGPT, megatron.FORMAT, flat.OLMO)
 FORMATS = {format.name: format for format in (*_TEXT, *_TOKENS)}
+TOKEN_FORMATS = frozenset(format.name for format in _TOKENS)  # of ids of a tokenizer, not of text

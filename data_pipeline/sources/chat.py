@@ -54,7 +54,10 @@ def _parse(lines: list[bytes], template: Template) -> list[Document]:
             conversations.append((messages, tools))
             rendered.append(number)
         except ChatError as error:
-            document = document._replace(problem=str(error))
+            detail = ""
+            if isinstance(record, dict) and "messages" not in record and "conversations" not in record:
+                detail = jsonl.list_keys(record)
+            document = document._replace(problem=str(error), detail=detail)
         documents.append(document)
     for number, spans in zip(rendered, render_all(template, conversations), strict=True):
         if isinstance(spans, ChatError):

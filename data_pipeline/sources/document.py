@@ -70,7 +70,7 @@ class Document(NamedTuple):
     """One document, or what was wrong with it: then it is the mended one, or nothing if nothing of it can be used.
 
     It is `text`; or `tokens`, ids [T] of the tokenizer in use, without an end-of-document mark; or `spans`, text and whether it
-    is a training target.
+    is a training target. `problem` is what is wrong with it in words that many documents share, `detail` what is its own.
     """
 
     text: str | None
@@ -78,6 +78,7 @@ class Document(NamedTuple):
     problem: str = ""
     tokens: np.ndarray | None = None
     spans: list[tuple[str, bool]] | None = None
+    detail: str = ""
 
     @property
     def empty(self) -> bool:

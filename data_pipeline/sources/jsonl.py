@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gzip
+import shlex
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from data_pipeline.strict_json import StrictJsonError, loads
 
 _PACKED = (".gz", ".zst")
 LONGEST_LINE = 1 << 28  # bytes, with the line break
+_MOST_KEYS, _LONGEST_KEY = 12, 60  # of a record, in a message
 _AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 20  # lines that are parsed together
 
 
@@ -144,11 +146,25 @@ def _parse(raw: bytes, key: str) -> Document:
     if isinstance(record, str):
         return Document(None, "", record)
     if key not in record:
-        return Document(None, "", f"no key {key!r}")
+        return Document(None, "", f"no key {key!r}", detail=list_keys(record, "--key"))
     if not isinstance(record[key], str):
-        return Document(None, "", f"key {key!r} is null" if record[key] is None else f"key {key!r} is not a string")
+        problem = f"key {key!r} is null" if record[key] is None else f"key {key!r} is not a string"
+        return Document(None, "", problem, detail=list_keys(record, "--key"))
     document = judge(record[key], "", 0)
     return document._replace(problem="not UTF-8") if document.text is not None and not is_utf8(raw) else document
+
+
+def list_keys(record: dict[str, Any], option: str = "") -> str:
+    """The keys of a record in words, and how to name the one that holds the longest text with an option."""
+    if not record:
+        return ", and no other"
+    listed = ", ".join(key[:_LONGEST_KEY] for key in list(record)[:_MOST_KEYS])
+    words = f"; its keys are {listed}" + (" and more" if len(record) > _MOST_KEYS else "")
+    texts = {key: value for key, value in record.items() if isinstance(value, str)}
+    if option and texts:
+        longest = max(texts, key=lambda key: len(texts[key]))
+        words += f". Name the one that holds the text, such as {option} {shlex.quote(longest[:_LONGEST_KEY])}"
+    return words
 
 
 def is_utf8(raw: bytes) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from data_pipeline.errors import DataError, UserError, blame_storage
 from data_pipeline.remote import RemotePath, place
-from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest
+from data_pipeline.shards import MANIFEST, PARTS, TOKENIZER, Manifest
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer.base import END_OF_DOCUMENT, MAX_VOCABULARY, Tokenizer
 from data_pipeline.tokenizer.huggingface import JsonTokenizer, bpe_entries, train_bpe
@@ -65,11 +65,16 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
 
 
 def tokenizer_path(spec: str | Path | RemotePath) -> Any:
-    """The file that holds a tokenizer: the one given, or that of a directory."""
+    """The file that holds a tokenizer: the one given, or that of a directory, or of the part train in it."""
     path = place(spec)
     if not path.is_dir():
         return path
-    return path / _MODEL if (path / _MODEL).exists() and not (path / TOKENIZER).exists() else path / TOKENIZER
+    if (path / TOKENIZER).exists():
+        return path / TOKENIZER
+    if (path / _MODEL).exists():
+        return path / _MODEL
+    train = path / PARTS[0] / TOKENIZER  # of what prepare made with --holdout
+    return train if train.exists() else path / TOKENIZER
 
 
 def read_settings(path: Path | RemotePath) -> dict[str, Any]:

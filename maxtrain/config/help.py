@@ -28,6 +28,7 @@ configs
   {"  ".join(configs)}
 
 keys    values: 1e-3  1e6  10_000  true  null  a,b;  NAME in a key is a name of your own
+        data.sources.NAME=null leaves out one that the config has
 {_table([key for key in all_keys() if "." not in key.path])}
 
 sections

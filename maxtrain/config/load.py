@@ -34,6 +34,7 @@ from maxtrain.config.paths import expand_paths, with_default_paths
 from maxtrain.config.schema import ModelConfig, RunConfig
 
 _MAX_LISTED = 40  # problems that one message lists
+_NULLS = ("null", "none", "None")
 _Problems = list[tuple[str, str]]  # key and message
 ModelOf = Callable[[str], dict[str, Any]]  # of a directory with weights: the keys of `model` that they decide
 
@@ -202,7 +203,21 @@ def _override(tree: dict, path: str, text: str, problems: _Problems) -> None:
     for part in parents:
         node[part] = node.get(part) or {}  # a section left empty in YAML is null
         node = node[part] if isinstance(node[part], dict) else {}  # if not, it is complained about below
-    node[leaf] = _from_text(kind, text)
+    if dataclasses.is_dataclass(kind) and text in _NULLS and typing.get_origin(find(".".join(parents))) is dict:
+        _remove_named(node, path, problems)
+    else:
+        node[leaf] = _from_text(kind, text)
+
+
+def _remove_named(named: dict, path: str, problems: _Problems) -> None:
+    """Takes a source, an evaluation set or the like out of those of the file."""
+    section, _, name = path.rpartition(".")
+    if name in named:
+        del named[name]
+        return
+    rule = f"{path}=null leaves out what the config does not have"
+    mend = f"It has {', '.join(map(show, named))}. Name one of them" if named else f"It has no {section} at all. Drop it"
+    problems.append((path, f"{rule}. {mend}."))
 
 
 def _shipped() -> dict[str, Path]:
@@ -229,7 +244,7 @@ def _find_file(reference: str) -> Path:
 
 def _from_text(kind: Any, text: str) -> Any:
     """What is typed on the command line as a YAML file would give it, where that is not the text itself."""
-    if type(None) in typing.get_args(kind) and text in ("null", "none", "None"):
+    if type(None) in typing.get_args(kind) and text in _NULLS:
         return None
     if (origin := typing.get_origin(kind)) not in (tuple, dict):
         return text

@@ -8,7 +8,8 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import yaml
 import maxtrain
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
+from maxtrain.config.load import load_config
 from maxtrain.observe.books import Book, encode
 
 FILE_NAME = "launches.jsonl"
@@ -106,6 +108,16 @@ def usual_devices(config: RunConfig) -> int:
 def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
     """The launch that did the step with this number (from 1) last; None if none is known."""
     return next((launch for launch in reversed(launches) if launch["step"] < step), None)
+
+
+def launched_config(run_dir: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The config of a launch, with overrides; None: that of the run's last one, from RUN/config.yaml. UserError: it is none."""
+    if launch is None:
+        return load_config([f"config={run_dir / 'config.yaml'}", *overrides])
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, "config.yaml")
+        path.write_text(launch["config"], encoding="utf-8")
+        return load_config([f"config={path}", *overrides])
 
 
 def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[str, str]]:

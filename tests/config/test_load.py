@@ -397,3 +397,41 @@ def test_answers_take_less_than_half_a_second_and_no_jax(argv):
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) > 500
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+
+
+def test_null_leaves_out_a_source_or_a_set_of_the_base(tmp_path):
+    sources = {"web": {"path": "web"}, "code": {"path": "code"}}
+    file = tmp_path / "base.yaml"
+    file.write_text(to_yaml(resolve_with(sources, {"held": {"path": "held"}})))
+    for null in ("null", "none", "None"):
+        config = load_config([f"config={file}", f"data.sources.web={null}", f"eval.sets.held={null}"])
+        assert list(config.data.sources) == ["code"] and not config.eval.sets
+    exchanged = load_config([f"config={file}", "data.sources.web=null", "data.sources.books.path=books"])
+    assert list(exchanged.data.sources) == ["code", "books"]
+    written = tmp_path / "again.yaml"
+    written.write_text(to_yaml(exchanged))
+    assert load_config([f"config={written}"]) == exchanged
+
+
+def resolve_with(sources, sets):
+    config = default_config()
+    config.data.sources, config.eval.sets = sources, sets
+    return resolve(config)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["data.sources.wbe=null"],
+            "data.sources.wbe=null leaves out what the config does not have. It has stdlib. Name one of",
+        ),
+        (["eval.sets.wbe=null"], "eval.sets.wbe=null leaves out what the config does not have. It has heldout. Name one"),
+        (["data.sources.stdlib=null"], "data.sources is empty, but a run reads at least one. Add data.sources.NAME.path=DIR"),
+        (["data.sources.stdlib=null", "data.sources.stdlib.path=x"], "set the same twice"),
+        (["data.sources=null"], "data.sources"),
+        (["data=null"], "data=null is a section, not a value"),
+    ],
+)
+def test_nulls_that_leave_nothing_out_are_told(overrides, message):
+    assert message in "\n".join(problems("config=quickstart", *overrides))

@@ -68,10 +68,13 @@ def test_without_special_tokens_everything_up_to_the_next_turn_is_said():
     assert render_spans(plain, messages) == [("user: a\nassistant:", False), (" b\n", True)]
 
 
+TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\ufdd0\ufdd1")  # which prepare takes out before
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     turns=st.lists(
-        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(max_size=6)), min_size=1, max_size=5
+        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(TEXT, max_size=6)), min_size=1, max_size=5
     )
 )
 def test_generation_blocks_and_comparing_prefixes_agree(turns):
@@ -93,6 +96,78 @@ def test_templates_that_change_earlier_turns_are_told():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     with pytest.raises(ChatError, match=r"otherwise once more messages follow.*mark it with \{% generation %\}"):
         render_spans(Template(forgetful), messages)
+
+
+HEADERS = {
+    "name": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|im_end|>' }}{% endfor %}",
+    "line": "{% for m in messages %}{{ m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}",
+    "trimmed": "{% for m in messages %}{{ '### ' + m.role + ': ' + m.content | trim + '<|im_end|>' }}{% endfor %}",
+    "between": "{% for m in messages %}{{ '\n' if not loop.first }}{{ m.role + ': ' + m.content }}<|im_end|>{% endfor %}",
+    "unused": "{% set p = add_generation_prompt %}{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_the_header_of_a_turn_is_no_target_without_a_generation_prompt_either(name):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "assistant"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
+    template = Template(HEADERS[name], special=("<|im_end|>",))
+    spans = render_spans(template, messages)
+    assert [text for text, target in spans if target] == ["assistant<|im_end|>", "d<|im_end|>"]
+    assert "".join(text for text, _ in spans) == render(template, messages)
+
+
+def test_tool_calls_and_thoughts_are_said_behind_a_header():
+    source = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% if m.thought %}{{ '(' + m.thought + ')' }}{% endif %}"
+        "{{ m.content or '' }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "thought": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": [1]},
+    ]
+    spans = render_spans(Template(source, special=("<|im_end|>",)), messages)
+    assert [text for text, target in spans if target] == ["(hm)b<|im_end|>", "[1]<|im_end|>"]
+
+
+def test_what_only_a_whole_conversation_ends_with_is_no_matter():
+    end = "{{ 'assistant:' if add_generation_prompt else '<e>' }}"
+    source = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}" + end
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "b"}]
+    assert render_spans(Template(source), messages) == [("user:uassistant:", False), ("b<e>", True)]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{{ 'robot:' if add_generation_prompt }}",
+            "begins a turn otherwise with add_generation_prompt than with an answer",
+        ),
+        (
+            "{% for m in messages %}{{ m.role + ':' + m.content | upper }}{% endfor %}",
+            "has no add_generation_prompt, and does not write an answer as it is",
+        ),
+        (
+            "{% for m in messages %}{{ ('long:' if m.content | length > 3 else 'short:') + m.content }}{% endfor %}",
+            "has no add_generation_prompt, and begins its turns in several ways",
+        ),
+        ("{{ messages[-1].content }}", "writes a turn otherwise once more messages follow"),
+        (
+            "{% if messages | length % 2 %}{{ raise_exception('odd') }}{% endif %}{{ messages[0].content }}",
+            "refuses it .odd., given only the messages before an answer",
+        ),
+    ],
+)
+def test_where_comparing_can_not_tell_the_template_is_refused_and_the_marker_named(source, message):
+    messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ChatError, match=rf"{message}.*can't be told: mark it with \{{% generation %\}} in the template, as in"):
+        render_spans(Template(source), messages)
 
 
 def test_templates_are_other_people_s_programs():

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from data_pipeline import workers as watch
 from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError, DataError, TryAgainError
-from data_pipeline.loader import carry_errors, open_evaluation, open_training, require_one_tokenizer
+from data_pipeline.loader import carry_errors, open_evaluation, open_training
+from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.packing import Part
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
@@ -286,9 +287,7 @@ def test_sources_with_different_tokenizers_are_refused(corpora, tmp_path, config
     with pytest.raises(ConfigError, match=r"data\.sources\.new was made with tokenizer chars .*Prepare one of them again"):
         open_training(mixed, 0, 10)
     data = open_training(config, 0, 10)
-    require_one_tokenizer(
-        {"data.sources": data.shards[0].manifest, "eval.sets.val": open_evaluation(corpora["web"], config, 2).manifest}
-    )
+    require_one_tokenizer({"data.sources": data.shards[0], "eval.sets.val": open_evaluation(corpora["web"], config, 2).shards})
 
 
 def test_a_tokenizer_that_is_missing_or_another_is_found_before_the_first_step(tmp_path, config):

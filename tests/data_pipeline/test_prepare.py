@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from data_pipeline import build, dedupe, prepare, shards
+from data_pipeline.errors import DataError
 from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.sources import reading
 from data_pipeline.sources import text as text_source
@@ -239,7 +240,9 @@ def test_documents_that_are_not_clean(tmp_path, capsys, name, data, problem, lin
     command = [str(out), "--jsonl" if name.endswith("jsonl") else "--text", f"{tmp_path}/*{name}", "--on-bad"]
     assert prepare.main([*command, "raise"]) == 65
     error = capsys.readouterr().err
-    assert f"{name}:{line}: {problem}. Mend the file, or give --on-bad skip or replace." in error and "Traceback" not in error
+    keys = r"(; its keys are \w+(\. Name the one .*--key \w+)?)?"
+    assert re.search(rf"{name}:{line}: {problem}{keys}\. Mend the file, or give --on-bad skip or replace\.", error)
+    assert "Traceback" not in error
     good = ["fine", "good"] if name.endswith("jsonl") else ['{"text": "good"}']
     for mode, wanted in (("skip", good), ("replace", [*good[:-1], mended, good[-1]] if mended else good)):
         assert prepare.main([*command, mode, "--overwrite"]) == 0
@@ -248,6 +251,45 @@ def test_documents_that_are_not_clean(tmp_path, capsys, name, data, problem, lin
         assert re.search(rf" 1 x {problem} \({share}\), such as\n +{re.escape(where)}\n", capsys.readouterr().out)
         assert texts(out) == wanted
         assert Manifest.load(out).problems == {problem: {"count": 1, "left_out": left_out, "examples": [where]}}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (
+            {"id": "7", "body of it": "long text"},
+            "no key 'text'; its keys are id, body of it. Name .* --key 'body of it'. Mend",
+        ),
+        (
+            {"text": ["a"], "content": "b"},
+            "key 'text' is not a string; its keys are text, content. Name .* --key content. Mend",
+        ),
+        ({"text": None, "n": 1}, "key 'text' is null; its keys are text, n. Mend"),
+        ({}, "no key 'text', and no other. Mend"),
+        ({f"k{i:02d}" * 30: 1 for i in range(99)}, r"its keys are (k00){20}, .*, (k11){20} and more. Mend"),
+    ],
+)
+def test_a_missing_text_field_names_those_there_are_and_the_option(tmp_path, capsys, line, said):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + json.dumps(line))
+    command = [str(tmp_path / "out"), "--jsonl", f"{tmp_path}/a.jsonl"]
+    assert prepare.main(command) == 65
+    assert re.search(f"a.jsonl:2: .*{said} the file", capsys.readouterr().err)
+    assert prepare.main([*command, "--on-bad", "skip"]) == 0
+    (kind,) = Manifest.load(tmp_path / "out").problems
+    assert "keys are" not in kind, "documents with other keys are of one kind"
+
+
+def test_the_mend_of_a_missing_part_makes_that_part(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    for part in ("train", "eval"):
+        with pytest.raises(DataError, match=rf"{tmp_path}/web/{part}: .*prepare {tmp_path}/web --text 'GLOB' --holdout 0.05`"):
+            Manifest.load(tmp_path / "web" / part)
+    assert prepare.main([str(tmp_path / "web"), "--text", f"{tmp_path}/a.txt"]) == 0
+    with pytest.raises(DataError, match=rf"but {tmp_path}/web is, made without --holdout. Name that, or make both parts by"):
+        Manifest.load(tmp_path / "web" / "train")
+    (tmp_path / "web").rename(tmp_path / "train")
+    with pytest.raises(DataError, match=rf"but its folders train have. Name one of them: {tmp_path}/train\."):
+        Manifest.load(tmp_path)
 
 
 def test_harmless_oddities_are_kept_or_counted(tmp_path, capsys):

@@ -100,6 +100,21 @@ def test_a_row_has_segments_and_a_dim_part(tmp_path):
         assert "\x1b[2;3;36maa" in console.export_text(styles=True)
 
 
+def test_without_colour_targets_are_in_brackets_where_not_all_are(tmp_path, monkeypatch):
+    shards = make_shards(tmp_path / "out", [6, 5], masked=True)
+    arrays = report.row_arrays(shards, 0, 14, "bins", 0)
+    arrays["loss_mask"][6:11] = 1
+    lines = [line.plain.rstrip("-") for line in report.describe_row(arrays, load_tokenizer("bytes"), marks=True)]
+    assert (
+        lines[0] == "--- segment 1: positions 0 to 5, 3 of 6 are targets, in \u27e6\u27e7 " and lines[1] == "aa\u27e6aaa\u27e7"
+    )
+    assert lines[2] == "--- segment 2: positions 6 to 10, 5 of 5 are targets " and lines[3] == "bbbb"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert prepare._has_colours(Console())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not prepare._has_colours(Console())
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [

@@ -1,6 +1,7 @@
 """prepare --chat: conversations arrive as ids with a loss mask, bad rows go by --on-bad, and no row forges a special token."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -71,6 +72,55 @@ def test_conversations_arrive_with_their_targets(tmp_path, tokenizer, capsys):
     assert "chat_template: there" in capsys.readouterr().err
 
 
+PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+
+
+def test_a_template_that_marks_nothing_and_has_no_prompt_gives_the_same_targets(tmp_path, tokenizer, capsys):
+    write(tmp_path / "a.jsonl", [GOOD, SHAREGPT] * 6)
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    masks = {}
+    for name, template in (("chatml", "chatml"), ("own", str(tmp_path / "own.jinja"))):
+        line = command(tmp_path, tokenizer, "--chat-template", template)
+        assert prepare.main([str(tmp_path / name), *line[1:]]) == 0
+        masks[name] = list(conversations(tmp_path / name))
+    assert masks["own"] == masks["chatml"]
+    marked, compared = (
+        [line for line in said.splitlines() if "targets:" in line or "such as" in line]
+        for said in capsys.readouterr().out.split("complete.")[:2]
+    )
+    assert marked[0] == "  targets: what {% generation %} holds in the chat template"
+    assert compared[0] == "  targets: what the template adds for an answer; it has no {% generation %}"
+    assert marked[1] == compared[1] and re.search(r"assistant\\n\u27e6sat<\|im_end\|>\u27e7", marked[1])
+    assert max(map(len, marked + compared)) <= 80
+
+
+def test_targets_that_an_older_version_found_otherwise_are_not_taken_for_these(tmp_path, tokenizer, capsys):
+    write(tmp_path / "a.jsonl", [GOOD])
+    (tmp_path / "own.jinja").write_text(PLAIN)
+    own = ["--chat-template", str(tmp_path / "own.jinja")]
+    for template, code in ((own, 64), ([], 0)):
+        assert prepare.main([*command(tmp_path, tokenizer, "--overwrite"), *template]) == 0
+        state = json.loads((tmp_path / "out" / ".prepare.json").read_text())
+        state.pop("chat_targets", None)  # as it was written then
+        (tmp_path / "out" / ".prepare.json").write_text(json.dumps(state))
+        capsys.readouterr()
+        assert prepare.main([*command(tmp_path, tokenizer), *template]) == code
+        said = capsys.readouterr()
+        assert "chat_targets: there None, asked for compared" in said.err or "nothing to do" in said.out
+
+
+def test_shown_documents_and_rows_have_marks_around_targets(tmp_path, tokenizer, capsys):
+    write(tmp_path / "a.jsonl", [GOOD])
+    assert prepare.main(command(tmp_path, tokenizer)) == 0
+    capsys.readouterr()
+    assert prepare.main(["show", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr()
+    text = f"<|im_start|>user\nthe cat{END}\n<|im_start|>assistant\n\u27e6sat{END}\u27e7\n"
+    assert shown.out.startswith(text) and re.search(r"\d of them are targets, in \u27e6\u27e7", shown.err)
+    assert prepare.main(["show", str(tmp_path / "out"), "--row", "0", "--seq-length", "64", "--packing", "bins"]) == 0
+    assert text in capsys.readouterr().out
+
+
 @pytest.mark.processes
 def test_same_bytes_for_two_workers_and_a_held_out_share(tmp_path, tokenizer):
     rows = [
@@ -120,7 +170,11 @@ def test_bad_rows_go_by_on_bad(tmp_path, tokenizer, capsys, row, problem, mended
     write(tmp_path / "a.jsonl", [GOOD, row])
     assert prepare.main(command(tmp_path, tokenizer)) == 65
     error = capsys.readouterr().err
-    assert f"a.jsonl:2: {problem}" in error and "Mend the file, or give --on-bad skip or replace." in error
+    assert (
+        f"a.jsonl:2: {problem}" in error
+        and ("its keys are text." in error) == (row == {"text": "x"})
+        and "Mend the file, or give --on-bad skip or replace." in error
+    )
     assert "Traceback" not in error
     for rule in ("skip", "replace"):
         assert prepare.main(command(tmp_path, tokenizer, "--on-bad", rule, "--overwrite")) == 0
@@ -162,4 +216,4 @@ def test_characters_without_an_id_go_by_on_bad(tmp_path, capsys):
     assert prepare.main([*line, "--on-bad", "replace"]) == 0
     shards, tokenizer = TokenShards.open(tmp_path / "out", "full"), load_tokenizer(tmp_path / "out")
     ids, mask = shards.read(0, shards.num_tokens), shards.mask(np.array([0]), shards.num_tokens)[0]
-    assert tokenizer.decode(ids) == "u:x\na:hat\nu:x\na:taste\n" and tokenizer.decode(ids[mask]) == "a:hat\na:taste\n"
+    assert tokenizer.decode(ids) == "u:x\na:hat\nu:x\na:taste\n" and tokenizer.decode(ids[mask]) == "hat\ntaste\n"
