@@ -34,6 +34,6 @@ def get_config():
     config.eval.sets.fineweb = {"path": "data/fineweb/eval"}
 
     config.optimizer.learning_rate = 3e-4
-    config.schedule.min_learning_rate = 3e-5
+    config.schedule.min_lr_ratio = 0.1
     config.schedule.warmup_steps = 2000
     return config

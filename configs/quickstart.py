@@ -32,7 +32,7 @@ def get_config():
     config.eval.sets.heldout = {"path": "data/stdlib/eval"}
 
     config.optimizer.learning_rate = 2e-3
-    config.schedule.min_learning_rate = 2e-4
+    config.schedule.min_lr_ratio = 0.1
     config.schedule.warmup_steps = 40
 
     config.observe.prompts = ("def __init__(self, ", "import os\n", "    for key, value in ")

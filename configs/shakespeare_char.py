@@ -33,7 +33,7 @@ def get_config():
     config.eval.batch_size = 64
 
     config.optimizer.learning_rate = 1e-3
-    config.schedule.min_learning_rate = 1e-4
+    config.schedule.min_lr_ratio = 0.1
     config.schedule.warmup_steps = 100
     config.optimizer.beta2 = 0.99
     config.precision.compute = "float32"

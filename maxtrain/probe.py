@@ -123,7 +123,7 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     """
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
-    growth = ScheduleConfig("pieces", 0, 0.0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),))
+    growth = ScheduleConfig("pieces", 0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),))
     # Nothing may keep weights or rate as they are: that the loss goes up is what is looked for.
     blind = AnomalyConfig(loss_spike="off", grad_spike="off", dead="off", diverging="off")
     asked = dataclasses.replace(config, optimizer=optimizer, schedule=growth, anomaly=blind)

@@ -169,6 +169,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 def describe(progress: Progress, job: Job) -> None:
     """What is about to train, on which data and devices."""
     progress.message(job.data.describe())
+    for note in job.notes:
+        progress.message(note, style="yellow")
     config, devices = job.config, jax.devices()
     millions = sum(x.size for x in jax.tree.leaves(job.abstract.params)) / 1e6
     axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
@@ -478,6 +480,7 @@ class Loop:
             "unevaluated": self.unevaluated,
             "rollbacks": self.rollbacks,
             "seed": self.config.seed,
+            "kept": self.job.kept,
             "config": to_yaml(self.config),
         }
         with self.clock.during("save"):

@@ -26,6 +26,7 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "unevaluated": (list,),
     "rollbacks": (list,),
     "config": (str,),
+    "kept": (dict,),
 }
 
 

@@ -344,7 +344,8 @@ def _not_a_pattern(text: str) -> str:
 def _schedule(c: RunConfig) -> Iterator[Problem]:
     s, peak, warmup = c.schedule, c.optimizer.learning_rate, f"schedule.warmup_steps={c.schedule.warmup_steps}"
     to_the_minimum = "linear cosine exponential inverse_sqrt polynomial wsd"
-    owners = {"min_learning_rate": to_the_minimum, "decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"}
+    lowest = dict.fromkeys(("min_lr_ratio", "min_learning_rate"), to_the_minimum)
+    owners = lowest | {"decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"}
     yield from _only("schedule.", s, s.name, owners)
     if c.steps != "auto" and s.warmup_steps >= c.steps:
         yield f"{warmup} must be less than steps={c.steps}. Set schedule.warmup_steps to at most {c.steps - 1}, or more steps."
@@ -356,9 +357,15 @@ def _schedule(c: RunConfig) -> Iterator[Problem]:
             piece_borders(s, c.steps)
         except ConfigError as error:
             yield from error.problems
-    if s.name in to_the_minimum.split() and s.min_learning_rate > peak:
-        mend = f"Set for example schedule.min_learning_rate={peak / 10:.3g}"
-        yield f"schedule.min_learning_rate={s.min_learning_rate} must be at most optimizer.learning_rate={peak}. {mend}."
+    if s.name in to_the_minimum.split() and s.min_learning_rate is not None:
+        own = f"schedule.min_learning_rate={s.min_learning_rate}"
+        if s.min_learning_rate > peak:
+            mend = "Set schedule.min_learning_rate=null, for the share of the peak that schedule.min_lr_ratio says"
+            yield f"{own} must be at most optimizer.learning_rate={peak}. {mend}."
+        for name, value in _changed(s, "min_lr_ratio"):
+            mend = "Set schedule.min_learning_rate=null, or leave it out"
+            problem = f"schedule.{name}={value} is not used with {own}, which is the rate itself. {mend}."
+            yield Idle(f"schedule.{name}", value, own, problem)
     pieces = s.pieces if s.name == "pieces" else ()
     names = {s.name} | {piece.name for piece in pieces}
     if s.timescale is not None and "inverse_sqrt" not in names:
@@ -375,6 +382,34 @@ def _schedule(c: RunConfig) -> Iterator[Problem]:
             key = f"schedule.pieces[{i}].end"
             problem = f"{key}={piece.end} is not for a constant piece, which ends as it starts. {mend}."
             yield Idle(key, piece.end, f"schedule.pieces[{i}].name=constant", problem)
+
+
+def fit_warmup(config: RunConfig, num_steps: int) -> RunConfig:
+    """The config with a warm-up that a run of so many steps has room for: its own, or a tenth of them if that does not fit.
+
+    Unchanged if not even that fits, which the checks then say.
+    """
+    if warmup_fits(config.schedule, num_steps):
+        return config
+    tenth = min(max(1, num_steps // 10), num_steps - 1)
+    shorter = dataclasses.replace(config.schedule, warmup_steps=tenth)
+    if tenth > config.schedule.warmup_steps or not warmup_fits(shorter, num_steps):
+        return config
+    return dataclasses.replace(config, schedule=shorter)
+
+
+def warmup_fits(schedule: ScheduleConfig, num_steps: int) -> bool:
+    """Whether warm-up leaves room for what follows it."""
+    if schedule.warmup_steps >= num_steps:
+        return False
+    if schedule.name == "wsd":
+        return schedule.warmup_steps + schedule.decay_fraction * num_steps <= num_steps
+    if schedule.name == "pieces" and schedule.pieces:
+        try:
+            piece_borders(schedule, num_steps)
+        except ConfigError:
+            return False
+    return True
 
 
 def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:

@@ -5,6 +5,9 @@ resolved config in a run directory. Types are checked here, alike for all of the
 
 A key that nothing reads is an error if it was typed for this run, or if the file has it so by itself. If it is an override
 that made a key of the file idle, that is said in one line, and the key goes back to its default.
+
+Warm-up that does not fit into `steps` is an error if both were set in the same place. If only the steps were set for this run,
+it is made to fit, and that is said in one line.
 """
 
 import contextlib
@@ -25,7 +28,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from data_pipeline.errors import ConfigError, UsageError, UserError
-from maxtrain.config.checks import Idle, out_of_range, problems_across
+from maxtrain.config.checks import Idle, fit_warmup, out_of_range, problems_across
 from maxtrain.config.environment import check_environment
 from maxtrain.config.files import SUFFIXES, parse_yaml, read_config
 from maxtrain.config.help import help_text
@@ -220,6 +223,12 @@ def _checked(tree: dict, problems: _Problems, typed: Iterable[str] = (), alone: 
         alone: the file without the overrides; None: there are none.
     """
     config = expand_paths(_section(RunConfig, tree, "", problems))
+    notes = []
+    if alone is not None:
+        fitted = _with_fitting_warmup(config, list(typed))
+        if fitted is not config:
+            notes.append(_about_warmup(config, fitted))
+            config = fitted
     made_idle = [] if alone is None else _made_idle(config, list(typed), alone)
     for idle in made_idle:
         config = _with_default(config, idle.key)
@@ -232,7 +241,27 @@ def _checked(tree: dict, problems: _Problems, typed: Iterable[str] = (), alone: 
     if texts:
         raise ConfigError(texts)
     words = ", ".join(f"{idle.key}={show(idle.value)} (not read with {idle.cause})" for idle in made_idle)
-    return Loaded(config, [f"idle: {words}"] if words else [])
+    if words:
+        notes.append(f"idle: {words}")
+    return Loaded(config, notes)
+
+
+def _with_fitting_warmup(config: RunConfig, typed: list[str]) -> RunConfig:
+    """The config with a shorter warm-up, if nobody set it for this number of steps and it does not fit into them."""
+    if config.steps == "auto" or "schedule.warmup_steps" in typed:
+        return config
+    is_default = config.schedule.warmup_steps == type(config.schedule)().warmup_steps
+    if is_default or "steps" in typed:
+        return fit_warmup(config, config.steps)
+    return config
+
+
+def _about_warmup(before: RunConfig, after: RunConfig) -> str:
+    was = f"schedule.warmup_steps={before.schedule.warmup_steps}"
+    return (
+        f"warm-up: {was}, which was not set for steps={before.steps}, does not fit and is {after.schedule.warmup_steps}. "
+        "Set schedule.warmup_steps for another."
+    )
 
 
 def _made_idle(config: RunConfig, typed: list[str], alone: dict) -> list[Idle]:

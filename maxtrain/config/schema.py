@@ -146,8 +146,9 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial", "wsd", "pieces"] = key(
         "cosine", "shape after warm-up, see training/schedule.py; wsd: warm-up, stable, decay"
     )
-    warmup_steps: int = key(100, "steps of linear warm-up", low=0)
-    min_learning_rate: float = key(3e-5, "at the end of the decay", low=0)
+    warmup_steps: int = key(100, "steps of linear warm-up; a tenth of the run, if not set for it and too long", low=0)
+    min_lr_ratio: float = key(0.1, "rate at the end of the decay, as a factor of the peak", low=0, high=1)
+    min_learning_rate: float | None = key(None, "that rate itself, in place of min_lr_ratio; null: by min_lr_ratio", low=0)
     decay_fraction: float = key(0.2, "wsd: share of the run spent decaying", above=0, high=1)
     power: float = key(2.0, "polynomial: exponent of what is left", above=0, high=1000)
     timescale: int | None = key(None, "inverse_sqrt: updates that halve the square; null: those before it began", low=1)
@@ -171,8 +172,8 @@ class LossScaleConfig:
     """Scaling of the loss, so that small gradients survive float16; see training/loss_scale.py."""
 
     mode: Literal["auto", "none", "static", "dynamic"] = key("auto", "auto: dynamic for precision.compute=float16, else none")
-    initial: float = key(2.0**32, "scale of the first step, and of every step if static", above=0)
-    window: int = key(5, "dynamic: finite steps in a row after which the scale grows", low=1)
+    initial: float = key(2.0**16, "scale of the first step, and of every step if static", above=0)
+    window: int = key(1000, "dynamic: finite steps in a row after which the scale grows", low=1)
     factor: float = key(2.0, "dynamic: what it grows by", above=1)
     backoff: float = key(0.5, "dynamic: what it is multiplied with after overflows", above=0)
     hysteresis: int = key(2, "dynamic: overflows, since it last grew, before it is lowered", low=1)
