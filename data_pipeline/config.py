@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 Verify = Literal["off", "size", "lazy", "full"]  # see shards.TokenShards.open
 CACHE, CACHE_BYTES = "~/.cache/maxtrain/shards", 1 << 36
+MAX_SEED = 2**32 - 1
 MAX_ROWS, MAX_TOKENS = 1 << 22, 1 << 24  # of a batch, and of a row: far above what anybody trains with
 
 
@@ -76,6 +77,7 @@ class DataConfig:
     )
     seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
     batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1, high=MAX_ROWS)
+    seed: int | None = key(None, "of the order of rows, and of their corruption; null: the root's seed", low=0, high=MAX_SEED)
     packing: Literal["stream", "bins", "pad"] = key(
         "stream", "rows: windows of one token stream, whole documents by best fit, or one document each"
     )

@@ -57,10 +57,11 @@ class Parts:
     def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
         """The state before the first step: weights from elsewhere if the config says so, told of, else random ones."""
         config = self.config
+        seed = config.seed if config.init.seed is None else config.init.seed
 
         def fresh() -> TrainState:
             return create_state(
-                self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale, config.init
+                self.abstract, config.model, config.precision, self.optimizer, seed, self.loss_scale, config.init
             )
 
         if config.checkpoint.init_from is None:

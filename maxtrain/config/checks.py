@@ -241,7 +241,7 @@ def _init(c: RunConfig) -> Iterator[Problem]:
         yield Idle("checkpoint.init_partial", c.checkpoint.init_partial, "checkpoint.init_from=null", problem)
     if c.checkpoint.init_from is not None and not c.checkpoint.init_partial:
         cause = f"checkpoint.init_from={c.checkpoint.init_from}"
-        for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale"):
+        for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale", "seed"):
             mend = "Set checkpoint.init_from=null, or leave it out"
             yield Idle(f"init.{name}", value, cause, f"init.{name}={show(value)} is not used with {cause}. {mend}.")
     bases = {"init.mup_base_head_dim": init.mup_base_head_dim, "init.mup_base_depth": init.mup_base_depth}

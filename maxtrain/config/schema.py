@@ -6,7 +6,7 @@ A part of the program receives its own section, never the root. Cross-field rule
 import dataclasses
 from typing import Literal
 
-from data_pipeline.config import DataConfig, EvalConfig, key
+from data_pipeline.config import MAX_SEED, DataConfig, EvalConfig, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ class InitConfig:
     residual: Literal["none", "depth"] = key("depth", "outputs of attention and mlp: as the rest, or 1 / sqrt(2 L) of it")
     embedding_std: float | None = key(None, "standard deviation of the embedding table; null: 1 / sqrt(D)", above=0, high=1000)
     scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0, high=1000)
+    seed: int | None = key(None, "of the initial weights; null: the root's seed", low=0, high=MAX_SEED)
     mup_base_width: int | None = key(None, "muP: embed_dim that the learning rate was chosen at; null: no muP", low=1)
     mup_base_head_dim: int | None = key(
         None, "muP: scores by 1 / head_dim, as usual at this head_dim; null: by its root", low=2
@@ -306,7 +307,7 @@ class RunConfig:
 
     run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
     output_dir: str = key("runs", "where run directories are made", path="local")
-    seed: int = key(0, "of parameters, data order and everything else random", low=0, high=2**32 - 1)
+    seed: int = key(0, "of everything random; data.seed and init.seed may differ from it", low=0, high=MAX_SEED)
     steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
     eval_interval: int = key(0, "steps between evaluations; 0: none while training", low=0)
     eval_steps: int = key(-1, "batches of each evaluation; -1: a set whole, exactly once", low=-1)
