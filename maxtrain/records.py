@@ -62,9 +62,20 @@ class Records:
         self._tokens_seen = saved.get("tokens_seen", 0)
         self._kept = Kept(**saved["metrics"]) if saved.get("metrics") else None  # of the log, when the checkpoint was saved
         ending = saved.get("ending", "")
-        policy = data.repeated if "(data.repeated)" in ending else data.zero_weight  # it names what ended the run
-        changed = self._data.start == saved.get("cursor")
-        self.ending = ending if policy == "stop" and not changed else ""  # why the run ends before its plan does
+        self.ending = ending if self._still_ends(ending, saved) else ""  # why the run ends before its plan does
+
+    def _still_ends(self, ending: str, saved: dict[str, Any]) -> bool:
+        """Whether what ended the run does so with this config, too: the ending names it. Of evaluations others judge."""
+        if self._data.start == saved.get("cursor"):  # other data, by data.accept_changes
+            return False
+        if "(data.repeated)" in ending:
+            return self._config.data.repeated == "stop"
+        return "(eval.stop_patience" in ending or self._config.data.zero_weight == "stop"
+
+    def go_on_unless(self, still: str, cause: str) -> None:
+        """Forgets an ending by this cause where it is none any more: nothing ends the run `still`."""
+        if f"({cause}" in self.ending and not still:
+            self.ending = ""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's record has to hold of them."""

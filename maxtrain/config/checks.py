@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_pipeline.config import Interval
 from data_pipeline.errors import ConfigError
 from data_pipeline.remote import is_url
 from maxtrain.config.kernels import ATTENTION
@@ -134,7 +135,8 @@ def _run(c: RunConfig) -> Iterator[Problem]:
         yield Idle("eval_interval", c.eval_interval, "eval.sets={}", problem)
     if c.eval_interval and c.eval_steps == 0 and any(s.steps is None for s in c.eval.sets.values()):
         mend = "Set eval_steps=-1 for every set whole, or eval_interval=0"
-        yield f"eval_steps=0 would evaluate nothing, every eval_interval={c.eval_interval} steps. {mend}."
+        yield f"eval_steps=0 would evaluate nothing, every eval_interval={_interval(c.eval_interval)}. {mend}."
+    yield from _stop(c)
     for name, held_out in c.eval.sets.items():
         if held_out.steps == 0:
             yield f"eval.sets.{name}.steps=0 would evaluate nothing. Set it to -1 for the whole set, or leave the set out."
@@ -160,6 +162,35 @@ def _run(c: RunConfig) -> Iterator[Problem]:
         if held_out_set.path and first != name:
             rule = f"is eval.sets.{first} once more, with the same interval, steps and batch_size"
             yield f"eval.sets.{name}.path={held_out_set.path} {rule}. Leave one of them out."
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval} steps" if isinstance(interval, int) else interval
+
+
+def _stop(c: RunConfig) -> Iterator[Problem]:
+    """What ends a run whose evaluations get no better."""
+    patience, named = c.eval.stop_patience, c.eval.stop_set
+    if patience is None:
+        if named is not None:
+            problem = (
+                f"eval.stop_set={named} is not used without eval.stop_patience. Set eval.stop_patience=3, or leave it out."
+            )
+            yield Idle("eval.stop_set", named, "eval.stop_patience=null", problem)
+        return
+    key = f"eval.stop_patience={patience}"
+    if not c.eval.sets:
+        problem = f"{key} needs an evaluation set, but eval.sets is empty. Add eval.sets.NAME.path=DIR, or leave it out."
+        yield Idle("eval.stop_patience", patience, "eval.sets={}", problem)
+        return
+    name = named or next(iter(c.eval.sets))
+    if name not in c.eval.sets:
+        yield f"eval.stop_set={name} must be one of eval.sets: {choices(c.eval.sets)}. Set eval.stop_set to one of these."
+        return
+    own = c.eval.sets[name].interval
+    if not (c.eval_interval if own is None else own):
+        rule = f"looks at the evaluations of eval.sets.{name}, of which there are none while training"
+        yield f"{key} {rule}. Set eval_interval=100, for example, or leave it out."
 
 
 def _integrity(c: RunConfig) -> Iterator[str]:

@@ -7,10 +7,11 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
+from data_pipeline.config import Epochs
 from maxtrain.config.foreign import MAXTEXT
 from maxtrain.config.schema import RunConfig
 
-_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", type(None): "null"}
+_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", type(None): "null", Epochs: "0.5 epochs"}
 
 
 class Key(NamedTuple):

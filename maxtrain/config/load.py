@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
+from data_pipeline.config import Epochs, as_epochs
 from data_pipeline.errors import ConfigError, UsageError, UserError
 from maxtrain.config.checks import Idle, fit_warmup, out_of_range, problems_across
 from maxtrain.config.environment import check_environment
@@ -335,6 +336,8 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
         for option in inner:
             with contextlib.suppress(ValueError):
                 return _convert(option, raw, path, problems)
+    elif kind is Epochs and isinstance(raw, str):
+        return as_epochs(raw)
     elif kind is str and type(raw) is str:
         return _utf8(raw)
     elif kind is type(raw) and kind in (bool, type(None)):

@@ -6,7 +6,7 @@ A part of the program receives its own section, never the root. Cross-field rule
 import dataclasses
 from typing import Literal
 
-from data_pipeline.config import MAX_SEED, DataConfig, EvalConfig, key
+from data_pipeline.config import MAX_SEED, DataConfig, EvalConfig, Interval, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,9 +309,9 @@ class RunConfig:
     output_dir: str = key("runs", "where run directories are made", path="local")
     seed: int = key(0, "of everything random; data.seed and init.seed may differ from it", low=0, high=MAX_SEED)
     steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
-    eval_interval: int = key(0, "steps between evaluations; 0: none while training", low=0)
+    eval_interval: Interval = key(0, "steps between evaluations, or 0.5 epochs; 0: none while training", low=0)
     eval_steps: int = key(-1, "batches of each evaluation; -1: a set whole, exactly once", low=-1)
-    checkpoint_interval: int = key(1000, "steps between checkpoints; 0: only the final one", low=0)
+    checkpoint_interval: Interval = key(1000, "steps between checkpoints, or 0.5 epochs; 0: only the final one", low=0)
     log_interval: int = key(10, "steps between records of metrics", low=1)
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded", "seeded: records have hashes of parameters and batch; full: also only programs that repeat bit for bit"

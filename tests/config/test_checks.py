@@ -255,6 +255,13 @@ def pieces(text: str) -> list[str]:
             "checkpoint.copy_to=a/../runs is output_dir itself",
             "to a directory on another disk",
         ),
+        (["eval.stop_set=heldout"], "eval.stop_set=heldout is not used without eval.stop_patience", "Set eval.stop_patience=3"),
+        (
+            ["eval.stop_patience=3", "eval.stop_set=no"],
+            "eval.stop_set=no must be one of eval.sets",
+            "Set eval.stop_set",
+        ),
+        (["eval.stop_patience=3", "eval_interval=0"], "of which there are none while training", "Set eval_interval=100"),
         (["schedule.timescale=1"], "schedule.timescale=1 is for inverse_sqrt", "Set schedule.name=inverse_sqrt"),
         (["schedule.pieces=[{}]"], "is for pieces, not for schedule.name=cosine", "Set schedule.name=pieces"),
         (
