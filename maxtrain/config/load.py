@@ -144,6 +144,11 @@ def _parse(argv: Sequence[str], problems: _Problems) -> dict[str, str]:
     given: dict[str, str] = {}
     for argument in argv:
         name, equals, value = argument.partition("=")
+        if not equals and not name.startswith("-"):
+            if "config" not in given and _names_a_config(argument):
+                given["config"] = argument
+                continue
+            _require_no_config(argument, given.get("config"))
         if not equals or name.startswith("-") or not name:
             mend = f"Write {name.lstrip('-') or 'key'}={value or 'value'}, without dashes or spaces; `--help` lists the keys"
             raise UsageError(f"{argument!r} can't be understood; arguments are key=value. {mend}.")
@@ -151,6 +156,20 @@ def _parse(argv: Sequence[str], problems: _Problems) -> dict[str, str]:
             problems.append((name, f"{name} is given twice, {show(given[name])} and {show(value)}. Keep one of them."))
         given[name] = value
     return given
+
+
+def _names_a_config(word: str) -> bool:
+    """Whether a word without `config=` is the name of a shipped config, or a config file."""
+    return word in _shipped() or (Path(word).suffix in SUFFIXES and os.path.isfile(os.path.expanduser(word)))
+
+
+def _require_no_config(word: str, given: str | None) -> None:
+    """UsageError: the word looks like one, but there is one already, or it is misspelt."""
+    rule = f"{word!r} can't be understood; arguments are key=value"
+    if given is not None and _names_a_config(word):
+        raise UsageError(f"{rule}, and config={show(given)} is given already. Leave one of them out.")
+    if given is None and (close := difflib.get_close_matches(word, _shipped(), 1)):
+        raise UsageError(f"{rule}. Did you mean config={close[0]}? {_available()}.")
 
 
 def _overlaps(given: Mapping[str, str]) -> _Problems:
