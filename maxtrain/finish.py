@@ -1,6 +1,7 @@
 """The end of a run, on process 0: curves, comparison with gzip, completions, summary, and what to try next."""
 
 import gzip
+import importlib.util
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -90,8 +91,9 @@ def finish(
 def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
     prompt = next(iter(config.observe.prompts), "Once upon a time")
     commands = {"write text": ["maxtrain", "generate", str(folder), "--prompt", prompt]}
-    if config.observe.tensorboard:
-        commands["look at the curves"] = ["tensorboard", "--logdir", str(folder)]
+    if (folder / "tensorboard").is_dir():
+        first = "" if importlib.util.find_spec("tensorboard") else " (after pip install tensorboard, which is not here)"
+        commands[f"look at the curves{first}"] = ["tensorboard", "--logdir", str(folder)]
     wider = [f"run_name={config.run_name}-wide", f"model.embed_dim={config.model.embed_dim * 2}"]
     commands["train a wider model"] = ["python", "-m", "maxtrain.train", f"config={folder / 'config.yaml'}", *wider]
     return {what: shlex.join(words) for what, words in commands.items()}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from data_pipeline.errors import DataError, DivergedError
+from data_pipeline.errors import DataError, DivergedError, UsageError
 from data_pipeline.guard import BatchGuard
 from data_pipeline.loader import Batch as HostBatch
 from maxtrain.checkpoint.rollback import Rollback, left_out
@@ -102,7 +102,10 @@ class Records:
             self._logs.append(log)
             self._metrics = log
             if self._config.observe.tensorboard:
-                self._logs.append(TensorBoard(folder, step))
+                try:
+                    self._logs.append(TensorBoard(folder, step))
+                except UsageError as missing:  # no run ends for want of a picture: metrics.jsonl has every number
+                    self._progress.message(f"{missing} The run goes on without its files.", style="yellow")
         self._progress.update(step)
 
     def close_logs(self) -> None:

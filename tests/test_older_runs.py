@@ -1,5 +1,6 @@
 """Runs that were begun when defaults were others go on to the same bits, and say what they keep."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,11 @@ def test_a_warmup_longer_than_the_plan_is_shortened_and_recorded(folder, capsys)
     assert f"warmup_steps: {steps // 10}\n" in launch["config"]
     rates = [record["learning_rate"] for record in read_metrics(folder / "runs" / "auto")]
     assert rates[-1] < rates[steps // 10] and max(rates) == pytest.approx(1e-2)
+
+
+def test_a_run_goes_on_without_a_tracker_whose_package_is_missing(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert train(folder, "untracked", "steps=2", "schedule.warmup_steps=1", "observe.tensorboard=true") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "pip install tensorboardX, or set observe.tensorboard=false. The run goes on without its files." in said
+    assert "tensorboard --logdir" not in said and len(read_metrics(folder / "runs" / "untracked")) == 2
