@@ -10,7 +10,6 @@ Warm-up that does not fit into `steps` is an error if both were set in the same 
 it is made to fit, and that is said in one line.
 """
 
-import contextlib
 import copy
 import dataclasses
 import difflib
@@ -352,9 +351,7 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
         if isinstance(text, str) and text in inner:
             return text
     elif inner and origin not in (tuple, dict):  # a union
-        for option in inner:
-            with contextlib.suppress(ValueError):
-                return _convert(option, raw, path, problems)
+        return _convert_to_one_of(inner, raw, path, problems)
     elif kind is Epochs and isinstance(raw, str):
         return as_epochs(raw)
     elif kind is str and type(raw) is str:
@@ -366,6 +363,17 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
     elif kind in (int, float) and isinstance(raw, int | float | str) and not isinstance(raw, bool):
         return _number(kind, raw)
     raise ValueError
+
+
+def _convert_to_one_of(options: Iterable[Any], raw: Any, path: str, problems: _Problems) -> Any:
+    """A value of the first of these annotations that it is one of; raises ValueError with the first detail there is."""
+    details = []
+    for option in options:
+        try:
+            return _convert(option, raw, path, problems)
+        except ValueError as error:
+            details.append(str(error))
+    raise ValueError(next(filter(None, details), ""))
 
 
 def _utf8(text: str) -> str:
