@@ -105,7 +105,8 @@ HINTS: dict[str, Sequence[str]] = {
     "optimizer.accumulation": ["1", "2", "4", "8", "3"],
     "optimizer.learning_rate": ["1e-3", "1e-2", "3e-4", "1e-37", "1e6"],
     "schedule.warmup_steps": ["0", "1", "2", "100"],
-    "schedule.min_learning_rate": ["0", "1e-5", "1e-4", "1"],
+    "schedule.min_lr_ratio": ["0.1", "0", "0.5", "1"],
+    "schedule.min_learning_rate": ["null", "0", "1e-5", "1e-4", "1"],
     "schedule.timescale": ["null", "1", "7", "2147483647"],
     "schedule.pieces": [
         "[]",

@@ -2,8 +2,8 @@
 
 Data: any shards with the Llama 3 tokenizer, here data/fineweb/train; one pass over them.
 Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from takes them.
-Costs: about 5.5e10 FLOP a token, so 1 B tokens are about 40 H100 hours at 40 % of the peak; parameters, gradients and
-optimizer state take 128 GB in float32, split over mesh.fsdp.
+Costs: computed, not measured: about 5.5e10 FLOP a token, so 1 B tokens are about 40 H100 hours at 40 % of the peak; parameters,
+gradients and optimizer state take 128 GB in float32, split over mesh.fsdp.
 """
 
 from maxtrain.config import default_config
@@ -31,6 +31,6 @@ def get_config():
     config.eval.sets.fineweb = {"path": "data/fineweb/eval"}
 
     config.optimizer.learning_rate = 3e-4
-    config.schedule.min_learning_rate = 3e-5
+    config.schedule.min_lr_ratio = 0.1
     config.schedule.warmup_steps = 2000
     return config

@@ -1,8 +1,9 @@
 """A Llama of 7 M parameters on the source of Python's standard library: the first run of a newcomer.
 
 Data: `make quickstart` prepares it (a BPE tokenizer of 4,096 entries, the interpreter's own library, a share held out).
-Reaches: fewer bits per byte on the held-out files than gzip -9 needs, and completions that look like Python.
-Costs: at most 3 minutes on 2 CPU cores, compile included.
+Reaches: 4.0667 nats a token, 1.7488 bits per byte, on the held-out files, of which gzip -9 needs 1.9169; completions that look
+like Python. Measured on 2 cores with AMX, and on the library of that Python: another version has another text.
+Costs: 1:48 there, compile included; two to three minutes on 2 cores.
 """
 
 from maxtrain.config import default_config
@@ -32,7 +33,7 @@ def get_config():
     config.eval.sets.heldout = {"path": "data/stdlib/eval"}
 
     config.optimizer.learning_rate = 2e-3
-    config.schedule.min_learning_rate = 2e-4
+    config.schedule.min_lr_ratio = 0.1
     config.schedule.warmup_steps = 40
 
     config.observe.prompts = ("def __init__(self, ", "import os\n", "    for key, value in ")

@@ -1,8 +1,8 @@
 """nanoGPT's CPU recipe for characters of Shakespeare, with Llama blocks: 0.8 M parameters.
 
 Data: the tiny Shakespeare text, 1.1 MB, characters as tokens, the last tenth held out, prepared into data/shakespeare_char.
-Reaches: nanoGPT reports a validation loss of 1.88 nats per character for these sizes.
-Costs: 2,000 steps of 768 characters, a few minutes on a laptop's CPU.
+Reaches: not measured here.
+Costs: 2,000 steps of 768 characters.
 Differs: SwiGLU of 344 instead of GELU of 512 (as many parameters), RMSNorm, RoPE; the whole held-out text is evaluated.
 """
 
@@ -33,7 +33,7 @@ def get_config():
     config.eval.batch_size = 64
 
     config.optimizer.learning_rate = 1e-3
-    config.schedule.min_learning_rate = 1e-4
+    config.schedule.min_lr_ratio = 0.1
     config.schedule.warmup_steps = 100
     config.optimizer.beta2 = 0.99
     config.precision.compute = "float32"

@@ -2,11 +2,34 @@
 
 import copy
 import dataclasses
-from typing import Any, Literal
+import re
+from decimal import Decimal
+from typing import Any, Literal, NewType
 
 Verify = Literal["off", "size", "lazy", "full"]  # see shards.TokenShards.open
 CACHE, CACHE_BYTES = "~/.cache/maxtrain/shards", 1 << 36
+MAX_SEED = 2**32 - 1
 MAX_ROWS, MAX_TOKENS = 1 << 22, 1 << 24  # of a batch, and of a row: far above what anybody trains with
+
+
+Epochs = NewType("Epochs", str)  # a number of epochs as text, such as "0.5 epochs"
+Interval = int | Epochs  # between things that are due again and again: steps, or epochs of all sources together
+_EPOCHS = re.compile(r"\s*(\d{1,9}(\.\d{1,9})?|\.\d{1,9})\s*(epochs?|ep)\s*")
+
+
+def epochs_of(text: str) -> float:
+    """The number in a text such as "0.5 epochs"; ValueError: it is none, or not above 0."""
+    found = _EPOCHS.fullmatch(text)
+    if not found or not float(found[1]):
+        raise ValueError("a number above 0, and `epochs`")
+    return float(found[1])
+
+
+def as_epochs(text: str) -> str:
+    """The one way to write a number of epochs; ValueError as `epochs_of`."""
+    number = epochs_of(text)
+    digits = f"{Decimal(str(number)):f}".removesuffix(".0")
+    return f"{digits} epoch" if number == 1 else f"{digits} epochs"
 
 
 def key(
@@ -76,6 +99,7 @@ class DataConfig:
     )
     seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
     batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1, high=MAX_ROWS)
+    seed: int | None = key(None, "of the order of rows, and of their corruption; null: the root's seed", low=0, high=MAX_SEED)
     packing: Literal["stream", "bins", "pad"] = key(
         "stream", "rows: windows of one token stream, whole documents by best fit, or one document each"
     )
@@ -110,7 +134,9 @@ class EvalSetConfig:
     """One evaluation set: a directory of token shards."""
 
     path: str = key("", "directory or URL with manifest.json, made by `prepare`", path="any")
-    interval: int | None = key(None, "steps between its evaluations, 0: only at the end; null: eval_interval", low=0)
+    interval: Interval | None = key(
+        None, "steps or epochs between its evaluations, 0: only at the end; null: eval_interval", low=0
+    )
     steps: int | None = key(None, "batches of each evaluation, -1: the whole set, exactly once; null: eval_steps", low=-1)
     batch_size: int | None = key(None, "rows in one of its batches; null: eval.batch_size", low=1, high=MAX_ROWS)
 
@@ -122,3 +148,7 @@ class EvalConfig:
     sets: dict[str, EvalSetConfig] = key({}, "evaluation sets by name: eval.sets.NAME.path=DIR")
     batch_size: int | None = key(None, "rows in one evaluation batch; null: data.batch_size", low=1, high=MAX_ROWS)
     seq_length: int | None = key(None, "positions in one of its rows; null: data.seq_length", low=1, high=MAX_TOKENS)
+    stop_patience: int | None = key(
+        None, "end the run when so many evaluations of stop_set in a row have brought no lower loss; null: never", low=1
+    )
+    stop_set: str | None = key(None, "the set that stop_patience looks at; null: the first of eval.sets")

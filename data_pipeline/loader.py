@@ -311,15 +311,18 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
     return TrainingData(config, plan, [shards[name] for name in plan.names], bins, cursor)
 
 
-def resume_training(config: DataConfig, seed: int, steps: Steps, saved: dict[str, Any] | None) -> TrainingData:
+def resume_training(
+    config: DataConfig, seed: int, steps: Steps, saved: dict[str, Any] | None, changes: Sequence[str] = ()
+) -> TrainingData:
     """The training data to go on with from a checkpoint whose record is `saved` (None: from the start of a run).
 
     What it has before the checkpoint is what was read: since the start, or since the last accepted change. If it is not, the
-    data goes on from the checkpoint's cursor, provided the config accepts that; ConfigError if not.
+    data goes on from the checkpoint's cursor, provided the config accepts that; ConfigError if not. It names the `changes`:
+    settings that are not what they were, in words.
     """
     if saved is None:
         return open_training(config, seed, steps)
-    refused = None
+    refused, data = None, None
     for start in (None, *filter(None, [saved.get("start")])):
         try:
             data = open_training(config, seed, steps, start)
@@ -330,11 +333,25 @@ def resume_training(config: DataConfig, seed: int, steps: Steps, saved: dict[str
                 return data
     if config.accept_changes:
         return open_training(config, seed, steps, saved["cursor"])
-    raise refused or ConfigError(
-        f"the data before step {saved['step']:,} is not what this run was trained on: another data set, seed, batch size, row "
-        "length or mixture. Set the config back to the config.yaml saved with it, set run_name to a new name to start afresh, "
-        "or data.accept_changes=true to go on with this data from that step on."
+    if refused or data is None:
+        raise refused or AssertionError("no plan and no error")
+    step = saved["step"]
+    causes = [*changes, *_other_tokens(data, saved["cursor"])] or ["no key says why"]
+    raise ConfigError(
+        f"what this run has read before step {step:,} is not what this config says: {'; '.join(causes)}. Set that back to go "
+        "on as before (the run's config.yaml has it), set run_name to start afresh, or set data.accept_changes=true: "
+        f"what was read stays as it is, and the run goes on from step {step:,} in the order, mixture and sizes of this config."
     )
+
+
+def _other_tokens(data: TrainingData, cursor: dict[str, Any]) -> list[str]:
+    """The sources whose tokens the run has not read, where a checkpoint's cursor knows of others; in words."""
+    known = cursor["sources"]
+    gone = len([uid for uid in known if uid not in {shards.uid for shards in data.shards}])
+    new = [f"data.sources.{name}.path={s.path}" for name, s in zip(data.plan.names, data.shards) if s.uid not in known]
+    if gone and new:
+        return [f"{path} holds other tokens than the run has read" for path in new]
+    return [f"{path} is a source that the run has not read" for path in new]
 
 
 def open_evaluation(path: str | Path, config: DataConfig, batch_size: int, name: str = "NAME") -> EvaluationData:

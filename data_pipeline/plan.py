@@ -23,11 +23,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from data_pipeline.config import DataConfig
+from data_pipeline.config import DataConfig, Interval, epochs_of
 from data_pipeline.errors import ConfigError
 from data_pipeline.order import MAX_ROWS, integer_weights, permute, prefix_counts, round_keys
 
 Steps = int | Literal["auto"]
+_ROUNDING = 1e-9  # of an interval: what sums of passes may be short of a whole one
 
 
 class PlanSource(NamedTuple):
@@ -197,6 +198,23 @@ class Plan:
         drawn = segment.drawn_after(row - segment.start)
         parts = zip(self.names, drawn, segment.grid.num_rows, segment.grid.passes, strict=True)
         return {name: passes + draws / rows for name, draws, rows, passes in parts}
+
+    def all_epochs_at(self, step: int) -> float:
+        """Passes over all sources together before `step`: what is drawn of each, as shares of the tokens of all."""
+        passes = self.epochs_at(step)
+        drawn = sum(passes[name] * source.num_tokens for name, source in zip(self.names, self.sources))
+        return drawn / sum(source.num_tokens for source in self.sources)
+
+    def falls_on(self, interval: Interval, step: int) -> bool:
+        """Whether what is due every so many steps, or epochs of all sources together, is due after `step` steps; 0: never.
+
+        With epochs: after the first step that completes another one. That depends on the plan alone.
+        """
+        if isinstance(interval, int):
+            return interval > 0 and step % interval == 0
+        length = epochs_of(interval)
+        before, after = (math.floor(self.all_epochs_at(s) / length + _ROUNDING) for s in (step - 1, step))
+        return after > before
 
     def shares_at(self, step: int) -> dict[str, float]:
         """The share of each source in the mixture of the first row of `step`."""

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,8 @@ from maxtrain.checkpoint.finite import find_non_finite
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.observe.lock import RunLock
+
+_MOST_LISTED, _LONGEST = 8, 300  # entries of a list, and characters of a value, that are shown
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
@@ -85,16 +88,45 @@ def newest(steps: Sequence[Path], step: int | None) -> Path:
     return whole[-1]
 
 
-def show_step(directory: Path, step: int | None, console: Console) -> None:
-    """What one step holds: its record, and every array with shape, type, bytes and digest."""
+def in_words(value: Any) -> str:
+    """A value of a record as a person reads it, on one line; long lists as how many there are."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {in_words(inner)}" for name, inner in value.items()) or "none"
+    if isinstance(value, list) and (len(value) > _MOST_LISTED or any(isinstance(inner, list | dict) for inner in value)):
+        return f"{len(value):,} entries" if value else "none"
+    if isinstance(value, list):
+        return " ".join(map(in_words, value)) or "none"
+    if value is None or value == "":
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def show_step(directory: Path, step: int | None, console: Console, raw: bool = False) -> None:
+    """What one step holds: its record, and every array with shape, type, bytes and digest; `raw`: as the files have it."""
     path = newest(open_directory(directory)[1], step)
     commit, record = read_commit(path), read_record(path)
+    if raw:
+        print(json.dumps({"path": str(path), "commit": commit, "record": record}))
+        return
     made = ", ".join(f"{name} {version}" for name, version in commit["versions"].items())
-    console.print(f"{path}\nformat {commit['format']}, by {made}", soft_wrap=True)
+    console.print(f"{path}\nformat {commit['format']}, by {made}\n", soft_wrap=True)
+    rows = Table(box=None, show_header=False, pad_edge=False)
+    rows.add_column(no_wrap=True)
+    rows.add_column(overflow="fold")
     for name, value in record.items():
-        if name not in ("config", "digests"):  # older ones have digests here as well
-            text = json.dumps(value)
-            console.print(f"{name}: {text if len(text) < 200 else text[:200] + ' ...'}", soft_wrap=True)
+        if name in ("config", "digests"):  # one has a file of its own, older ones have the other here as well
+            continue
+        parts = value if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()) else None
+        for part, inner in (parts or {"": value}).items():
+            label = f"{name} {part}".strip().replace("_", " ")
+            text = in_words(inner)
+            rows.add_row(Text(label), Text(text if len(text) <= _LONGEST else text[:_LONGEST] + " ..."))
+    console.print(rows)
+    console.print()
     table = make_table("array", "type", "shape", "MB", "digest")
     total = 0
     for name, array in commit["arrays"].items():
@@ -191,6 +223,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         sub.add_argument("directory", metavar="DIR", type=Path, help="a run, or its folder checkpoints")
         if verb == "copy":
             sub.add_argument("to", metavar="TO", type=Path, help="folder that gets the step")
+        if verb == "show":
+            sub.add_argument("--json", action="store_true", help="all of it, as it is in the files")
         if verb in ("show", "copy"):
             sub.add_argument("--step", type=int, metavar="N", help="default: the newest whole one")
         if verb == "prune":
@@ -208,7 +242,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if asked.verb == "list":
             show_list(asked.directory, console)
         elif asked.verb == "show":
-            show_step(asked.directory, asked.step, console)
+            show_step(asked.directory, asked.step, console, asked.json)
         elif asked.verb == "verify":
             verify(asked.directory, console)
         elif asked.verb == "copy":

@@ -18,7 +18,7 @@ VERBS = {
     "status": "how far a run has come, and where its time went: status RUN",
     "replay": "steps of a run again, bit for bit: replay RUN --steps A:B",
     "compare": "where two runs part: compare RUN RUN",
-    "probe": "the largest batch that fits, and a learning rate: probe config=NAME key=value ...",
+    "probe": "a batch that fits and is worth using, and a learning rate: probe config=NAME key=value ...",
     "checkpoint": "checkpoints listed, shown, verified, copied, pruned: checkpoint list RUN",
     "evaluate": "a model to its loss on held-out sets: evaluate RUN",
     "generate": "a model to text: generate RUN --prompt TEXT",

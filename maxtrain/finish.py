@@ -102,8 +102,10 @@ def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
     """What to try next, each as a command that works in this shell."""
     prompt = next(iter(config.observe.prompts), "Once upon a time")
     commands = {"write text": [_program("maxtrain") or "maxtrain", "generate", str(folder), "--prompt", prompt]}
-    if config.observe.tensorboard and (tensorboard := _program("tensorboard")):
-        commands["look at the curves"] = [tensorboard, "--logdir", str(folder)]
+    if (folder / "tensorboard").is_dir():
+        tensorboard = _program("tensorboard")
+        first = "" if tensorboard else " (after pip install tensorboard, which is not here)"
+        commands[f"look at the curves{first}"] = [tensorboard or "tensorboard", "--logdir", str(folder)]
     wider = [f"run_name={config.run_name}-wide", f"model.embed_dim={config.model.embed_dim * 2}"]
     python = _program(Path(sys.executable).name) or sys.executable
     commands["train a wider model"] = [python, "-m", "maxtrain.train", f"config={folder / 'config.yaml'}", *wider]

@@ -19,6 +19,8 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
+from maxtrain.config.checks import fit_warmup
+from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.init import learning_rate_factors
@@ -55,10 +57,11 @@ class Parts:
     def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
         """The state before the first step: weights from elsewhere if the config says so, told of, else random ones."""
         config = self.config
+        seed = config.seed if config.init.seed is None else config.init.seed
 
         def fresh() -> TrainState:
             return create_state(
-                self.abstract, config.model, config.precision, self.optimizer, config.seed, self.loss_scale, config.init
+                self.abstract, config.model, config.precision, self.optimizer, seed, self.loss_scale, config.init
             )
 
         if config.checkpoint.init_from is None:
@@ -97,9 +100,11 @@ class Parts:
 class Job(Parts):
     """The parts of a run."""
 
-    asked: RunConfig  # with the vocabulary of the data; fits other machines, too
+    asked: RunConfig  # with the vocabulary of the data and a warm-up that fits the plan; fits other machines, too
     data: TrainingData
     sets: dict[str, EvaluationData]
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)  # see config/older.py
+    notes: tuple[str, ...] = ()  # what to tell of the config, a line each
 
     @functools.cached_property
     def layouts(self) -> dict[tuple[int, int], BatchLayout]:
@@ -132,14 +137,23 @@ class Job(Parts):
         return prefetch(map(place, host), self.config.data.prefetch)
 
 
-def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
+def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool = False) -> Job:
     """Opens the data, then starts the devices; `saved` is the record of the checkpoint to go on from, if there is one.
+
+    `as_launched`: the config is that of a launch on record, which is as it is.
 
     Raises:
         UserError: data, config and devices do not fit together.
     """
+    kept = kept_settings(saved)
     data, sets = open_data(config, saved)
     asked = with_vocabulary(config, data.vocab_size)
+    notes = []
+    if not as_launched:
+        asked, note = with_kept(asked, kept)
+        notes += [note] if note else []
+        asked, note = _with_warmup_of_plan(asked, data.plan.num_steps, kept)
+        notes += [note] if note else []
     had = distributed.start(
         config.mesh,
         config.observe.compilation_cache,
@@ -149,7 +163,22 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None) -> Job:
     if (count := jax.process_count()) < had:  # no device gets more rows at a time than it had
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     parts = make_parts(fit_to_devices(asked, jax.device_count()), jax.devices(), data.plan.num_steps, len(data.plan.names))
-    return Job(**vars(parts), asked=asked, data=data, sets=sets)
+    return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
+
+
+def _with_warmup_of_plan(config: RunConfig, num_steps: int, kept: dict[str, Any]) -> tuple[RunConfig, str]:
+    """The config with a warm-up that fits into the plan, and a line if that is another.
+
+    With steps=N the config has been made to fit when it was read. With steps=auto only the plan knows how many there are.
+    """
+    was = config.schedule.warmup_steps
+    if config.steps != "auto" or kept.get("schedule.warmup_steps") == was:
+        return config, ""
+    fitted = fit_warmup(config, num_steps)
+    if fitted is config:
+        return config, ""
+    rule = f"schedule.warmup_steps={was} does not fit into the plan of {num_steps:,} steps"
+    return fitted, f"warm-up: {rule} and is {fitted.schedule.warmup_steps}. Set schedule.warmup_steps for another."
 
 
 def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_sources: int) -> Parts:

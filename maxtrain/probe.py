@@ -1,8 +1,10 @@
-"""`maxtrain probe config=NAME key=value ...`: the largest batch that fits into memory, and a sensible learning rate.
+"""`maxtrain probe config=NAME key=value ...`: a batch that fits and is worth using, and a sensible learning rate.
 
-The batch is found by compiling the real training step from shapes alone: nothing is executed, nothing runs out of memory, and
-the devices may be a TPU topology that is elsewhere (--topology). The rate is found by a short run with the real step on the
-real data. Writes probe.json and probe.png into the run's folder; reads and writes no checkpoint.
+The largest batch is found by compiling the real training step from shapes alone: nothing is executed, nothing runs out of
+memory, and the devices may be a TPU topology that is elsewhere (--topology). What is recommended is a round number of rows that
+the data has room for, and beyond which nothing gets faster; for that a few steps are made, if the devices are here. The rate
+is found by a short run with the real step on the real data. Writes probe.json and probe.png into the run's folder; reads and
+writes no checkpoint.
 """
 
 import argparse
@@ -25,14 +27,17 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
+from data_pipeline.errors import ConfigError, DataError, DivergedError, StorageError, UsageError, run_command
 from data_pipeline.extras import load_package
+from data_pipeline.loader import open_training
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
-from maxtrain.inputs import open_data, with_vocabulary
+from maxtrain.inputs import data_seed, open_data, with_vocabulary
 from maxtrain.job import Job, make_parts
 from maxtrain.models.families.directory import model_of
+from maxtrain.observe import human
+from maxtrain.observe.batch_advice import NEARLY, Advice, Data, fast_enough, fitting_data
 from maxtrain.observe.probe_report import Try, draw, table
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, judge
@@ -40,6 +45,8 @@ from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.memory import compile_for_bytes, largest, memory_limit, size
 
+_SECONDS_OF_A_TRY = 1.0  # in which steps are made to measure their speed
+_SLOWEST_STEP = 10.0  # seconds; no larger batch is tried then
 _MOST_TOKENS = 1 << 26  # in a step: more than anybody trains with
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -51,6 +58,8 @@ class StepMemory:
         self.config, self.devices = config, devices
         data = dataclasses.replace(config.data, stages=(), batch_size=len(devices) * config.optimizer.accumulation)
         bare = dataclasses.replace(config, data=data, eval=dataclasses.replace(config.eval, sets={}, batch_size=None))
+        random = dataclasses.replace(config.checkpoint, init_from=None, init_partial=())  # speed is the same
+        bare = dataclasses.replace(bare, checkpoint=random)
         fitted = fit_to_devices(bare, len(devices))  # any mesh divides that batch
         self.parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
         self.step = self.parts.make_step()
@@ -68,6 +77,60 @@ class StepMemory:
             needed = compile_for_bytes(self.step.lower(self.parts.abstract, batch))
         share = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values())
         return None if needed is None else needed + self.config.data.prefetch * share
+
+
+def measured_speeds(
+    memory: StepMemory, most: int, length: int, show: Callable[[int, float], None] = lambda rows, speed: None
+) -> dict[int, float]:
+    """Tokens per second of batches of twice as many rows each time, up to `most`, while that makes them faster.
+
+    `show` gets rows and speed of each.
+    """
+    speeds: dict[int, float] = {}
+    rows = memory.unit
+    with jax.set_mesh(memory.parts.mesh):
+        state = memory.parts.initial_state()
+        while rows not in speeds:
+            batch = _made_up_batch(memory, rows, length)
+            compiled = memory.step.lower(state, batch).compile()
+            state, _ = jax.block_until_ready(compiled(state, batch))
+            begin, steps = time.perf_counter(), 0
+            while steps < 2 or (time.perf_counter() - begin < _SECONDS_OF_A_TRY and steps < 50):
+                state, _ = jax.block_until_ready(compiled(state, batch))
+                steps += 1
+            seconds = (time.perf_counter() - begin) / steps
+            before = max(speeds.values(), default=0.0)
+            speeds[rows] = rows * length / seconds
+            show(rows, speeds[rows])
+            if speeds[rows] < before / NEARLY or seconds > _SLOWEST_STEP:
+                break
+            rows = min(2 * rows, most)
+    return speeds
+
+
+def _made_up_batch(memory: StepMemory, rows: int, length: int) -> dict[str, jax.Array]:
+    """A batch of one document a row, whose every token is a target: speed does not depend on what they say."""
+    size = memory.parts.config.model.vocab_size
+    assert size is not None
+    numbers = np.broadcast_to(np.arange(length), (rows, length)) % size
+    values = {"loss_mask": 1, "segment_ids": 1, "inputs": numbers, "targets": numbers, "positions": np.arange(length)}
+    shapes = abstract_batch(memory.parts.mesh, rows, length)
+    return {
+        name: jax.device_put(np.broadcast_to(np.asarray(values.get(name, 0), x.dtype), x.shape), x.sharding)
+        for name, x in shapes.items()
+    }
+
+
+def data_of(config: RunConfig) -> Data:
+    """What the sources of a config hold. UserError: they are not here, or can't be planned."""
+    data, _ = open_data(dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets={})), None)
+    sources = zip(data.plan.names, data.plan.sources)
+    one_pass = sum(source.num_tokens * min(1.0, config.data.sources[name].epochs or 1.0) for name, source in sources)
+    try:
+        plan = open_training(config.data, data_seed(config), "auto").plan
+    except ConfigError:  # no source ends
+        return Data(None, one_pass)
+    return Data(float(plan.tokens_at(plan.num_steps)), one_pass)
 
 
 def probe_batch(memory: StepMemory, limit: int, length: int, show: Callable[[list[Try], int], None]) -> list[Try]:
@@ -124,7 +187,7 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     """
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
-    growth = ScheduleConfig("pieces", 0, 0.0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),))
+    growth = ScheduleConfig("pieces", 0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),))
     # Nothing may keep weights or rate as they are: that the loss goes up is what is looked for.
     blind = AnomalyConfig(loss_spike="off", grad_spike="off", dead="off", diverging="off")
     asked = dataclasses.replace(config, optimizer=optimizer, schedule=growth, anomaly=blind)
@@ -203,9 +266,12 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
 
             tries = probe_batch(memory, limit, length, show)
         console.print(table(tries, limit, length))
-        found["data.batch_size"] = max(t.rows for t in tries if t.fits)
+        most = max(t.rows for t in tries if t.fits)
+        advice, speeds = _advise(config, memory, most, length, measure=devices is None, console=console)
+        found["data.batch_size"] = advice.rows
         record["batch"] = {"devices": name, "limit_bytes": limit, "seq_length": length, "unit": memory.unit}
-        record["batch"] |= {"batch_size": found["data.batch_size"], "tries": [t._asdict() for t in tries]}
+        record["batch"] |= {"batch_size": advice.rows, "why": advice.why, "largest": most, "tokens_per_second": speeds}
+        record["batch"]["tries"] = [t._asdict() for t in tries]
     if what != "batch":
         of = f"{config.data.batch_size:,} rows a step, as data.batch_size says"
         console.print(Text(f"learning rate: {asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps, {of}"))
@@ -220,13 +286,40 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     console.print(Text(f"picture: {folder / 'probe.png'}   record: {folder / 'probe.json'}", "dim"), soft_wrap=True)
     rows = config.data.batch_size
     if test is not None and found.get("data.batch_size", rows) != rows:
-        mend = f"Add data.batch_size={found['data.batch_size']} --what learning_rate to look for that of the largest batch."
+        mend = f"Add data.batch_size={found['data.batch_size']} --what learning_rate to look for that of the recommended batch."
         console.print(Text(f"The rate is for {rows:,} rows a step. {mend}", "yellow"), soft_wrap=True)
     kept = [a for a in arguments if a.partition("=")[0] not in found]
     command = ["maxtrain", "train", *kept, *(f"{key}={value}" for key, value in found.items())]
     console.print(
         Text.assemble(("to train with what was found:\n", "dim"), (f"  {shlex.join(command)}", "cyan")), soft_wrap=True
     )
+
+
+def _advise(
+    config: RunConfig, memory: StepMemory, most: int, length: int, *, measure: bool, console: Console
+) -> tuple[Advice, dict[int, float]]:
+    """The batch to use of those that fit, told with the reason; and the speeds that were measured, if they were."""
+    try:
+        data = data_of(config)
+    except (ConfigError, DataError, StorageError) as error:
+        data = None
+        console.print(Text(f"not held against the size of the data, which is not here: {error}".splitlines()[0], "yellow"))
+    steps = None if config.steps == "auto" else config.steps
+    advice = fitting_data(most, memory.unit, length, data, steps, config.data.batch_size)
+    speeds: dict[int, float] = {}
+    if measure:
+        speeds = measured_speeds(
+            memory,
+            advice.rows,
+            length,
+            lambda rows, speed: console.print(f"  {rows:,} rows: {human.count(speed)} tokens/s", style="dim"),
+        )
+        advice = fast_enough(advice, config.data.batch_size, speeds)
+    because = f" ({advice.why})" if advice.why else ""
+    tokens = human.count(advice.rows * length)
+    what = f"largest that fits: {most:,} rows; recommended: {advice.rows:,} rows, {tokens} tokens a step{because}"
+    console.print(Text(what), soft_wrap=True)
+    return advice, speeds
 
 
 def _bytes(text: str) -> int:
@@ -245,7 +338,7 @@ def _rate(text: str) -> float:
 
 
 def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
-    about = "Find the largest batch that fits into memory, and a sensible learning rate. The config is as for `maxtrain train`."
+    about = "Find a batch that fits and is worth using, and a sensible learning rate. The config is as for `maxtrain train`."
     parser = argparse.ArgumentParser(
         prog=prog, allow_abbrev=False, description=about, usage=f"{prog} [options] config=NAME ..."
     )

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from data_pipeline.errors import DataError, DivergedError
+from data_pipeline.errors import DataError, DivergedError, UsageError
 from data_pipeline.guard import BatchGuard
 from data_pipeline.loader import Batch as HostBatch
 from maxtrain.checkpoint.rollback import Rollback, left_out
@@ -43,7 +43,7 @@ class Records:
         self.peak: Peak | None = None  # of one device, which the speed is compared with
         self._waited = 0.0  # seconds that steps had waited for their batches at the last record
         self._logs: list[MetricsLog | TensorBoard] = []
-        self.end_is_written = False  # the record of why the run ends early, known to process 0
+        self.end_at: int | None = None  # the step of the last record of why the run ended early, known to process 0
         self._metrics: MetricsLog | None = None  # the one of these that checkpoints remember, on process 0
         self.restore(None, [])
 
@@ -68,9 +68,20 @@ class Records:
         self._tokens_seen = saved.get("tokens_seen", 0)
         self._kept = Kept(**saved["metrics"]) if saved.get("metrics") else None  # of the log, when the checkpoint was saved
         ending = saved.get("ending", "")
-        policy = data.repeated if "(data.repeated)" in ending else data.zero_weight  # it names what ended the run
-        changed = self._data.start == saved.get("cursor")
-        self.ending = ending if policy == "stop" and not changed else ""  # why the run ends before its plan does
+        self.ending = ending if self._still_ends(ending, saved) else ""  # why the run ends before its plan does
+
+    def _still_ends(self, ending: str, saved: dict[str, Any]) -> bool:
+        """Whether what ended the run does so with this config, too: the ending names it. Of evaluations others judge."""
+        if self._data.start == saved.get("cursor"):  # other data, by data.accept_changes
+            return False
+        if "(data.repeated)" in ending:
+            return self._config.data.repeated == "stop"
+        return "(eval.stop_patience" in ending or self._config.data.zero_weight == "stop"
+
+    def go_on_unless(self, still: str, cause: str) -> None:
+        """Forgets an ending by this cause where it is none any more: nothing ends the run `still`."""
+        if f"({cause}" in self.ending and not still:
+            self.ending = ""
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's record has to hold of them."""
@@ -106,9 +117,12 @@ class Records:
                 self._progress.message(problem, style="bold red")
             self._logs.append(log)
             self._metrics = log
-            self.end_is_written = log.has_end
+            self.end_at = log.end_at
             if self._config.observe.tensorboard:
-                self._logs.append(TensorBoard(folder, step))
+                try:
+                    self._logs.append(TensorBoard(folder, step))
+                except UsageError as missing:  # no run ends for want of a picture: metrics.jsonl has every number
+                    self._progress.message(f"{missing} The run goes on without its files.", style="yellow")
         self._progress.update(step)
 
     def close_logs(self) -> None:

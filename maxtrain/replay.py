@@ -72,7 +72,7 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     config = launched_config(folder, launch, overrides)
     # Other data is replayed as well, so that the first batch that differs can be named.
     accepting = dataclasses.replace(config, data=dataclasses.replace(config.data, accept_changes=True))
-    job = open_job(accepting, steps[begin][1] if begin in steps else None)
+    job = open_job(accepting, steps[begin][1] if begin in steps else None, as_launched=True)
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)

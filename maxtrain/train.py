@@ -75,7 +75,7 @@ from maxtrain.training.integrity import Integrity
 from maxtrain.training.objective import Batch
 from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import TrainState, zero_summary
-from maxtrain.validation import Validation
+from maxtrain.validation import STOP_PATIENCE, Validation
 
 _MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
 _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
@@ -198,6 +198,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
 def describe(progress: Progress, job: Job) -> None:
     """What is about to train, on which data and devices."""
     progress.message(job.data.describe())
+    for note in job.notes:
+        progress.message(note, style="yellow")
     config, devices = job.config, jax.devices()
     millions = sum(x.size for x in jax.tree.leaves(job.abstract.params)) / 1e6
     axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
@@ -247,6 +249,7 @@ class Loop:
         """The checkpoint of this record if there is one, else imported weights, else random ones; with what goes with it."""
         self.records.restore(record, self.rollbacks)
         self.validation.restore(record)
+        self.records.go_on_unless(self.validation.why_stop(), STOP_PATIENCE)
         self.step = record["step"] if record else 0
         self.unevaluated = self.sets_to_read(record)
         self.again = [name for name in self.unevaluated if record is None or name in record.get("unevaluated", [])]
@@ -341,7 +344,7 @@ class Loop:
                 metrics = metrics | self.job.hashes(state, batch)
             records.add(origin, metrics)
             eval_due = self.validation.due(self.step, last)
-            save_due = last or (config.checkpoint_interval and self.step % config.checkpoint_interval == 0)
+            save_due = last or self.data.plan.falls_on(config.checkpoint_interval, self.step)
             self.stop.save_first(lambda: self.clock.doing()[0])
             stop, by_clock = (asked and not last for asked in self.stop.agreed(save=self.checkpoints.due()))
             save_due = save_due or by_clock or self.postponed
@@ -419,7 +422,9 @@ class Loop:
                     f"{rule}. {self.newest()} Lower optimizer.learning_rate, or go on from an earlier step with other settings."
                 )
         self.unevaluated = []
-        if self.records.ending and not self.records.end_is_written:
+        if names and not self.records.ending and self.step < self.data.plan.num_steps:
+            self.records.ending = self.validation.why_stop()
+        if self.records.ending and self.records.end_at != self.step:
             planned = self.data.plan.num_steps
             self.records.write(self.step, {"ending": self.records.ending, "planned_steps": planned}, "end")
         return True
@@ -570,10 +575,12 @@ class Loop:
             "cursor": self.data.cursor_at(self.step),
             "start": self.data.start,
             "best": self.validation.best,
+            "stale": self.validation.stale,
             "read": self.validation.read,
             "unevaluated": self.unevaluated,
             "rollbacks": self.rollbacks,
             "seed": self.config.seed,
+            "kept": self.job.kept,
             "config": to_yaml(self.config),
         }
         with self.clock.during("save"):

@@ -18,21 +18,27 @@ from maxtrain.signals import StopRequest
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch
 
+STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended it
+
 
 class Validation:
     """The evaluation sets of a run. `best` has step and nll of each set's best evaluation, and is saved with the run."""
 
     def __init__(self, job: Job, clock: Stopwatch, progress: Progress, stop: StopRequest):
         self._config, self._sets, self._clock, self._progress, self._stop = job.config, job.sets, clock, progress, stop
+        self._plan, self._start = job.data.plan, job.data.start
         self._layouts = {n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()}
         self._step = make_eval_step(job.graphdef, job.objective)
         self.best: dict[str, dict[str, Any]] = {}
+        self.stale: dict[str, int] = {}  # evaluations of each set since its best
         self.read = {name: self._describe(name) for name in job.sets}  # what losses of each set are losses of
 
     def restore(self, record: dict[str, Any] | None) -> None:
         """As it was at a checkpoint with this record; None: as before the first step."""
         saved = record or {}
         self.best = dict(saved.get("best", {}))
+        goes_on_with_other_data = record is not None and self._start is not None and self._start == record.get("cursor")
+        self.stale = {} if goes_on_with_other_data else dict(saved.get("stale", {}))
         for name, before in saved.get("read", {}).items():
             now = self.read.get(name, before)
             if now != before:
@@ -40,12 +46,26 @@ class Validation:
                 mend = "its losses begin another series, and its best so far is forgotten"
                 self._progress.message(f"{rule}: they can't be compared, so {mend}.", style="yellow")
                 self.best.pop(name, None)
+                self.stale.pop(name, None)
 
     def _describe(self, name: str) -> str:
         """Losses of a set can be compared where this is the same."""
         held_out, layout, steps = self._sets[name], self._layouts[name], self._steps(name)
         part = "whole" if steps < 0 else f"{steps} batches of {layout.shape[0]} rows"
         return f"{held_out.manifest.uid}, {part}, in rows of {held_out.config.seq_length}"
+
+    def why_stop(self) -> str:
+        """Why the run ends here, if the set that eval.stop_patience looks at has got no better for so long; else nothing."""
+        patience = self._config.eval.stop_patience
+        if patience is None:
+            return ""
+        name = self._config.eval.stop_set or next(iter(self._sets))
+        if self.stale.get(name, 0) < patience or name not in self.best:
+            return ""
+        best = self.best[name]
+        since = f"the last {self.stale[name]:,} evaluations of eval.sets.{name} brought no lower loss"
+        mend = "Set eval.stop_patience higher, or to null, to go on"
+        return f"{since} than {best['nll']:.4f} after step {best['step']:,} ({STOP_PATIENCE}={patience}). {mend}."
 
     def due(self, step: int, last: bool) -> list[str]:
         """Names of the sets that are to be read after this step: all after the last one."""
@@ -54,7 +74,7 @@ class Validation:
     def _falls_on(self, name: str, step: int) -> bool:
         interval = self._config.eval.sets[name].interval
         interval = self._config.eval_interval if interval is None else interval
-        return interval > 0 and step % interval == 0
+        return self._plan.falls_on(interval, step)
 
     def _steps(self, name: str) -> int:
         """How many batches of a set are read; all of them if it is negative."""
@@ -95,6 +115,9 @@ class Validation:
             return None
         if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
             self.best[name] = {"step": step, "nll": result["nll"]}
+            self.stale[name] = 0
+        else:
+            self.stale[name] = self.stale.get(name, 0) + 1
         self._progress.evaluated(step, name, result)
         self._progress.phase("")
         return {"set": name, **result, "best_step": self.best.get(name, {}).get("step"), "data": self.read[name]}

@@ -1,5 +1,6 @@
 """`maxtrain checkpoint`: what it says of whole and damaged steps, with which exit code, and what it copies and removes."""
 
+import json
 import os
 import re
 import subprocess
@@ -60,7 +61,10 @@ def test_list_has_every_step_and_says_which_count(run, capsys):
 
 def test_show_has_the_record_and_every_array(run, capsys):
     out = said(capsys, "show", run)
-    assert 'best: {"held": {"nll": 1.5, "step": 2}}' in out and "format 3, by maxtrain" in out
+    assert re.search(r"^best held +nll 1.5, step 2 *$", out, re.MULTILINE) and "format 3, by maxtrain" in out
+    assert "{" not in out and '"' not in out, "no JSON"
+    raw = json.loads(said(capsys, "show", run, "--json"))
+    assert raw["record"]["best"] == {"held": {"nll": 1.5, "step": 2}} and raw["commit"]["format"] == 3 and raw["path"] in out
     assert re.search(r"w +float32 +4 x 8 +0.000 +\w{16}", out) and re.search(r"half +bfloat16 +3 ", out)
     assert "3 arrays" in out and "00000006" in out
     assert "00000002" in said(capsys, "show", run, "--step", 2)

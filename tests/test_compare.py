@@ -6,6 +6,7 @@ import pytest
 
 from maxtrain import compare
 from maxtrain.checkpoint.integrity import FORMAT, encode_commit
+from maxtrain.compare import values_in_words
 from maxtrain.config import to_yaml
 from maxtrain.config.schema import OptimizerConfig, RunConfig
 from maxtrain.observe.metrics import MetricsLog
@@ -65,12 +66,31 @@ def test_the_first_step_of_each_number_that_differs(one, tmp_path, capsys, monke
     code, text = compared(one, other, capsys, monkeypatch)
     assert code == 70
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["loss"] == ["loss", "8", "2", "step", "5", "0.2", "0.20000000000000012", "0.5"]
-    assert lines["heldout nll"][2:] == ["1", "1", "step", "1", "2.0", "2.5", "0.5"]
-    assert lines["batch"] == ["batch", "8", "0", "-", "-", "-", "-"]
+    assert lines["loss"] == ["loss", "2", "of", "8", "step", "5", "0.2", "0.20000000000000012", "0.5"]
+    assert lines["heldout nll"][2:] == ["1", "of", "1", "step", "1", "2", "2.5", "0.5"]
+    assert lines["batch"] == ["batch", "0", "of", "8", "-", "-", "-", "-"]
     assert "checkpoints of step 4: 2 of 3 arrays differ: params.b, params.c" in text
     assert "versions.jax: 1.0 and 2.0" in text and "config.optimizer.beta1: 0.9 and 0.5" in text
-    assert "are not the same from step 1 on. Replay 0:1 of each with `maxtrain replay` to see which one repeats." in text
+    assert "error:" not in text, "other configs were meant"
+    assert "The configs differ (optimizer.beta1), so other numbers are no surprise. They are not the same from step 1" in text
+
+
+def test_with_the_same_config_it_is_an_error(one, tmp_path, capsys, monkeypatch):
+    losses = {s: 1 / s + (s == 7) * 0.5 for s in range(1, 9)}
+    code, text = compared(one, make_run(tmp_path / "two", losses, launched=launch(RunConfig(), "2.0")), capsys, monkeypatch)
+    assert code == 70 and "error: the numbers of" in text and "versions.jax: 1.0 and 2.0" in text
+    assert "are not the same from step 7 on. Replay 6:7 of each with `maxtrain replay` to see which one repeats." in text
+
+
+def test_no_number_is_broken_over_lines_in_a_narrow_terminal(one, tmp_path, capsys, monkeypatch):
+    other = make_run(tmp_path / "two-with-a-long-name", {s: 1 / s + 1e-3 for s in range(1, 9)}, launched=launch(RunConfig()))
+    monkeypatch.setenv("COLUMNS", "40")
+    assert compare.main([str(one), str(other)]) == 70
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"A: {one}" and lines[1] == f"B: {other}"
+    assert any(line.split() == ["loss", "8", "of", "8", "step", "1", "1", "1.001", "0.001"] for line in lines)
+    assert values_in_words(0.1, 0.2) == ("0.1", "0.2")
+    assert values_in_words("a" * 40, "b" * 40) == ("a" * 12 + "...", "b" * 12 + "...")
 
 
 def test_arrays_alone_may_differ(one, tmp_path, capsys, monkeypatch):

@@ -29,6 +29,7 @@ FAST = [
     "python -m maxtrain.train --help optimizer",
     "python -m maxtrain.train --help anomaly",
     "python -m maxtrain.train config=quickstart --print-config",
+    "python -m maxtrain.train quickstart --print-config",
 ]
 TESTED_ELSEWHERE = {
     "make quickstart": "tests/test_quickstart.py",

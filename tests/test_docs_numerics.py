@@ -49,4 +49,4 @@ def test_the_commands_work_in_order(tmp_path):
     other = next(out for command, out in outputs.items() if "40 mesh" in command)
     assert "the launch had devices.count 1, and now it is 2" in other and "likely cause" in other
     (parted,) = (out for command, out in outputs.items() if "compare" in command)
-    assert re.search(r"params_hash +4 +4 +step 10", parted) and "config.mesh.simulated_devices: None and 2" in parted
+    assert re.search(r"params_hash +4 of 4 +step 10", parted) and "config.mesh.simulated_devices: None and 2" in parted

@@ -105,7 +105,9 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     rows, rate = record["overrides"]["data.batch_size"], record["overrides"]["optimizer.learning_rate"]
     assert f"maxtrain train config={config} anomaly.loss_spike=stop" in shown
     assert f"data.batch_size={rows} optimizer.learning_rate={rate}" in shown
-    assert rows > 8 and f"The rate is for 8 rows a step. Add data.batch_size={rows} --what learning_rate" in shown
+    assert record["batch"]["largest"] > rows >= 8 and f"recommended: {rows} rows" in shown and "tokens a step (" in shown
+    assert next(iter(record["batch"]["tokens_per_second"])) == "8" and " tokens/s" in shown
+    assert rows == 8 or f"The rate is for 8 rows a step. Add data.batch_size={rows} --what learning_rate" in shown
     assert rows % 8 == 0 and record["batch"]["limit_bytes"] == 2 << 20
     assert {t["fits"] for t in record["batch"]["tries"]} == {True, False} and "does not fit" in shown
     test = record["learning_rate"]

@@ -96,3 +96,53 @@ def test_the_character_model_of_the_readme(tmp_path, monkeypatch, capsys):
     short = ["steps=4", "schedule.warmup_steps=1", "eval_interval=0", "observe.plot=false", "data.batch_size=8"]
     assert main(load_config(["config=shakespeare_char", *short])) == 0
     assert "4 steps" in capsys.readouterr().out
+
+
+def test_a_changed_setting_is_named_with_both_values(config, capsys):
+    """It was `another data set, seed, batch size, row length or mixture`."""
+    keys = ["steps=4", "checkpoint_interval=0"]
+    assert train(config, "changed", *keys)[0] == 0
+    capsys.readouterr()
+    for changes, words in (
+        (["data.batch_size=16"], "data.batch_size was 8 and is 16."),
+        (["seed=3"], "seed was 0 and is 3."),
+        (
+            ["data.seed=3", "data.packing=pad", "data.on_long=truncate"],
+            "data.seed was 0 and is 3; data.packing was stream",
+        ),
+        (["data.seq_length=16"], "data.seq_length was 32 and is 16."),
+        (
+            [f"data.sources.text.path={config.parent / 'ones'}"],
+            f"data.sources.text.path={config.parent / 'ones'} holds other tokens than the run has read.",
+        ),
+        (
+            ["data.sources.ones.epochs=null", f"data.sources.ones.path={config.parent / 'ones'}"],
+            f"data.sources.ones.path={config.parent / 'ones'} is a source that the run has not read.",
+        ),
+    ):
+        assert train(config, "changed", "steps=6", "checkpoint_interval=0", *changes)[0] == 78
+        said = capsys.readouterr().err
+        assert f"what this run has read before step 4 is not what this config says: {words}" in said, said
+        assert "Set that back to go on as before" in said and "run_name to start afresh" in said
+        assert "data.accept_changes=true: what was read stays as it is, and the run goes on from step 4 in the order" in said
+    accepted = ["data.batch_size=16", "data.accept_changes=true"]
+    assert train(config, "changed", "steps=6", "checkpoint_interval=0", *accepted)[0] == 0
+
+
+def test_data_and_initial_weights_may_have_seeds_of_their_own(config):
+    """And the root's seed is theirs where they have none: the same bits as when there was only that one."""
+    keys = ["steps=2", "checkpoint_interval=0"]
+    runs = {
+        name: [(record["batch"], record["params_hash"]) for record in train(config, f"seeds-{name}", *keys, *seeds)[1][:2]]
+        for name, seeds in {
+            "root": ["seed=5"],
+            "both": ["data.seed=5", "init.seed=5"],
+            "data": ["data.seed=5"],
+            "init": ["init.seed=5"],
+            "none": [],
+        }.items()
+    }
+    assert runs["root"] == runs["both"], "without dropout nothing else is random"
+    batches = {name: [batch for batch, _ in found] for name, found in runs.items()}
+    assert batches["data"] == batches["root"] != batches["none"] == batches["init"]
+    assert len({found[0][1] for found in runs.values()}) == 4

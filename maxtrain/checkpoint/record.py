@@ -23,10 +23,12 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
     "cursor": (dict,),
     "start": (dict, type(None)),
     "best": (dict,),
+    "stale": (dict,),
     "read": (dict,),
     "unevaluated": (list,),
     "rollbacks": (list,),
     "config": (str,),
+    "kept": (dict,),
 }
 
 
@@ -44,6 +46,8 @@ def wrong_type(record: Any) -> str:
         for mark in record.get("best", {}).values():
             if type(mark["step"]) is not int or not isinstance(mark["nll"], int | float):
                 raise ValueError("best must have step and nll")
+        if not all(type(count) is int for count in record.get("stale", {}).values()):
+            raise ValueError("stale must be counts")
         for entry in record.get("rollbacks", []):
             check_rollback(entry)
         if not all(isinstance(name, str) for name in record.get("unevaluated", [])):

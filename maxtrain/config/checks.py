@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data_pipeline.config import Interval
 from data_pipeline.errors import ConfigError
 from data_pipeline.remote import is_url
 from maxtrain.config.kernels import ATTENTION
@@ -134,7 +135,8 @@ def _run(c: RunConfig) -> Iterator[Problem]:
         yield Idle("eval_interval", c.eval_interval, "eval.sets={}", problem)
     if c.eval_interval and c.eval_steps == 0 and any(s.steps is None for s in c.eval.sets.values()):
         mend = "Set eval_steps=-1 for every set whole, or eval_interval=0"
-        yield f"eval_steps=0 would evaluate nothing, every eval_interval={c.eval_interval} steps. {mend}."
+        yield f"eval_steps=0 would evaluate nothing, every eval_interval={_interval(c.eval_interval)}. {mend}."
+    yield from _stop(c)
     yield from _without_prompts_and_sets(c)
     for name, held_out in c.eval.sets.items():
         if held_out.steps == 0:
@@ -176,6 +178,35 @@ def _without_prompts_and_sets(c: RunConfig) -> Iterator[Problem]:
             "eval_at_start=true needs an evaluation set, but eval.sets is empty. Add eval.sets.NAME.path=DIR, or leave it out."
         )
         yield Idle("eval_at_start", c.eval_at_start, "eval.sets={}", problem)
+
+
+def _interval(interval: Interval) -> str:
+    return f"{interval} steps" if isinstance(interval, int) else interval
+
+
+def _stop(c: RunConfig) -> Iterator[Problem]:
+    """What ends a run whose evaluations get no better."""
+    patience, named = c.eval.stop_patience, c.eval.stop_set
+    if patience is None:
+        if named is not None:
+            problem = (
+                f"eval.stop_set={named} is not used without eval.stop_patience. Set eval.stop_patience=3, or leave it out."
+            )
+            yield Idle("eval.stop_set", named, "eval.stop_patience=null", problem)
+        return
+    key = f"eval.stop_patience={patience}"
+    if not c.eval.sets:
+        problem = f"{key} needs an evaluation set, but eval.sets is empty. Add eval.sets.NAME.path=DIR, or leave it out."
+        yield Idle("eval.stop_patience", patience, "eval.sets={}", problem)
+        return
+    name = named or next(iter(c.eval.sets))
+    if name not in c.eval.sets:
+        yield f"eval.stop_set={name} must be one of eval.sets: {choices(c.eval.sets)}. Set eval.stop_set to one of these."
+        return
+    own = c.eval.sets[name].interval
+    if not (c.eval_interval if own is None else own):
+        rule = f"looks at the evaluations of eval.sets.{name}, of which there are none while training"
+        yield f"{key} {rule}. Set eval_interval=100, for example, or leave it out."
 
 
 def _integrity(c: RunConfig) -> Iterator[str]:
@@ -257,7 +288,7 @@ def _init(c: RunConfig) -> Iterator[Problem]:
         yield Idle("checkpoint.init_partial", c.checkpoint.init_partial, "checkpoint.init_from=null", problem)
     if c.checkpoint.init_from is not None and not c.checkpoint.init_partial:
         cause = f"checkpoint.init_from={c.checkpoint.init_from}"
-        for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale"):
+        for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale", "seed"):
             mend = "Set checkpoint.init_from=null, or leave it out"
             yield Idle(f"init.{name}", value, cause, f"init.{name}={show(value)} is not used with {cause}. {mend}.")
     bases = {"init.mup_base_head_dim": init.mup_base_head_dim, "init.mup_base_depth": init.mup_base_depth}
@@ -360,7 +391,8 @@ def _not_a_pattern(text: str) -> str:
 def _schedule(c: RunConfig) -> Iterator[Problem]:
     s, peak, warmup = c.schedule, c.optimizer.learning_rate, f"schedule.warmup_steps={c.schedule.warmup_steps}"
     to_the_minimum = "linear cosine exponential inverse_sqrt polynomial wsd"
-    owners = {"min_learning_rate": to_the_minimum, "decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"}
+    lowest = dict.fromkeys(("min_lr_ratio", "min_learning_rate"), to_the_minimum)
+    owners = lowest | {"decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"}
     yield from _only("schedule.", s, s.name, owners)
     if c.steps != "auto" and s.warmup_steps >= c.steps:
         yield f"{warmup} must be less than steps={c.steps}. Set schedule.warmup_steps to at most {c.steps - 1}, or more steps."
@@ -372,9 +404,15 @@ def _schedule(c: RunConfig) -> Iterator[Problem]:
             piece_borders(s, c.steps)
         except ConfigError as error:
             yield from error.problems
-    if s.name in to_the_minimum.split() and s.min_learning_rate > peak:
-        mend = f"Set for example schedule.min_learning_rate={peak / 10:.3g}"
-        yield f"schedule.min_learning_rate={s.min_learning_rate} must be at most optimizer.learning_rate={peak}. {mend}."
+    if s.name in to_the_minimum.split() and s.min_learning_rate is not None:
+        own = f"schedule.min_learning_rate={s.min_learning_rate}"
+        if s.min_learning_rate > peak:
+            mend = "Set schedule.min_learning_rate=null, for the share of the peak that schedule.min_lr_ratio says"
+            yield f"{own} must be at most optimizer.learning_rate={peak}. {mend}."
+        for name, value in _changed(s, "min_lr_ratio"):
+            mend = "Set schedule.min_learning_rate=null, or leave it out"
+            problem = f"schedule.{name}={value} is not used with {own}, which is the rate itself. {mend}."
+            yield Idle(f"schedule.{name}", value, own, problem)
     pieces = s.pieces if s.name == "pieces" else ()
     names = {s.name} | {piece.name for piece in pieces}
     if s.timescale is not None and "inverse_sqrt" not in names:
@@ -391,6 +429,34 @@ def _schedule(c: RunConfig) -> Iterator[Problem]:
             key = f"schedule.pieces[{i}].end"
             problem = f"{key}={piece.end} is not for a constant piece, which ends as it starts. {mend}."
             yield Idle(key, piece.end, f"schedule.pieces[{i}].name=constant", problem)
+
+
+def fit_warmup(config: RunConfig, num_steps: int) -> RunConfig:
+    """The config with a warm-up that a run of so many steps has room for: its own, or a tenth of them if that does not fit.
+
+    Unchanged if not even that fits, which the checks then say.
+    """
+    if warmup_fits(config.schedule, num_steps):
+        return config
+    tenth = min(max(1, num_steps // 10), num_steps - 1)
+    shorter = dataclasses.replace(config.schedule, warmup_steps=tenth)
+    if tenth > config.schedule.warmup_steps or not warmup_fits(shorter, num_steps):
+        return config
+    return dataclasses.replace(config, schedule=shorter)
+
+
+def warmup_fits(schedule: ScheduleConfig, num_steps: int) -> bool:
+    """Whether warm-up leaves room for what follows it."""
+    if schedule.warmup_steps >= num_steps:
+        return False
+    if schedule.name == "wsd":
+        return schedule.warmup_steps + schedule.decay_fraction * num_steps <= num_steps
+    if schedule.name == "pieces" and schedule.pieces:
+        try:
+            piece_borders(schedule, num_steps)
+        except ConfigError:
+            return False
+    return True
 
 
 def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:

@@ -18,7 +18,8 @@ def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
         return f"{section}: {sections[section]}\n{_table(rows)}"
     if section is not None:
         raise UsageError(f"--help {section}: {unknown(section)} Sections: {', '.join(sections)}.")
-    listed = "\n".join(f"  {name:12}{text}" for name, text in sections.items())
+    width = max(map(len, sections)) + 2
+    listed = "\n".join(f"  {name:{width}}{text}" for name, text in sections.items())
     return f"""usage
   {prog} config=NAME|FILE [KEY=VALUE ...]
   {prog} config=NAME --print-config       the resolved config as YAML, which config= takes too

@@ -7,10 +7,11 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
-from maxtrain.config.foreign import MAXTEXT
+from data_pipeline.config import Epochs
+from maxtrain.config.foreign import FOREIGN
 from maxtrain.config.schema import RunConfig
 
-_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", type(None): "null"}
+_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", type(None): "null", Epochs: "0.5 epochs"}
 
 
 class Key(NamedTuple):
@@ -87,6 +88,8 @@ def unknown(path: str) -> str:
     if not all(parts):
         return f"{show(path)} is not a key: a name in it is empty. Write for example data.sources.NAME.path."
     leaf = parts[-1].lower().replace("-", "_")
+    if path in FOREIGN:
+        return FOREIGN[path].words(path)
 
     def likeness(key: str) -> tuple[float, float]:  # the right leaf in a wrong section counts almost as much as the right path
         whole = difflib.SequenceMatcher(None, path.lower(), named(key)).ratio()
@@ -101,9 +104,8 @@ def unknown(path: str) -> str:
     best = max(likely.values())
     if path in likely:
         return f"{path} can't be set alone. Set the whole list, {path.partition('[')[0]}=[...]."
-    if best[0] < 0.99 and leaf in MAXTEXT:
-        ours, note = MAXTEXT[leaf]
-        return f"{path} is a key of MaxText. Here {f'it is {ours}: ' if ours else ''}{note}."
+    if best[0] < 0.99 and leaf in FOREIGN:
+        return FOREIGN[leaf].words(path)
     dots = max(likely, key=likely.__getitem__).count(".")
     near = [name for name, value in likely.items() if value[0] == best[0] and value[1] > best[1] - 0.1]
     right = [name for name in near if name.count(".") == dots]  # more than one, if only the section is wrong

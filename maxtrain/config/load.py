@@ -5,9 +5,11 @@ resolved config in a run directory. Types are checked here, alike for all of the
 
 A key that nothing reads is an error if it was typed for this run, or if the file has it so by itself. If it is an override
 that made a key of the file idle, that is said in one line, and the key goes back to its default.
+
+Warm-up that does not fit into `steps` is an error if both were set in the same place. If only the steps were set for this run,
+it is made to fit, and that is said in one line.
 """
 
-import contextlib
 import copy
 import dataclasses
 import difflib
@@ -24,8 +26,9 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
+from data_pipeline.config import Epochs, as_epochs
 from data_pipeline.errors import ConfigError, UsageError, UserError
-from maxtrain.config.checks import Idle, out_of_range, problems_across
+from maxtrain.config.checks import Idle, fit_warmup, out_of_range, problems_across
 from maxtrain.config.environment import check_environment
 from maxtrain.config.files import SUFFIXES, parse_yaml, read_config
 from maxtrain.config.help import help_text
@@ -171,6 +174,11 @@ def _parse(argv: Sequence[str], problems: _Problems) -> dict[str, str]:
     given: dict[str, str] = {}
     for argument in argv:
         name, equals, value = argument.partition("=")
+        if not equals and not name.startswith("-"):
+            if "config" not in given and _names_a_config(argument):
+                given["config"] = argument
+                continue
+            _require_no_config(argument, given.get("config"))
         if not equals or name.startswith("-") or not name:
             mend = f"Write {name.lstrip('-') or 'key'}={value or 'value'}, without dashes or spaces; `--help` lists the keys"
             raise UsageError(f"{argument!r} can't be understood; arguments are key=value. {mend}.")
@@ -178,6 +186,20 @@ def _parse(argv: Sequence[str], problems: _Problems) -> dict[str, str]:
             problems.append((name, f"{name} is given twice, {show(given[name])} and {show(value)}. Keep one of them."))
         given[name] = value
     return given
+
+
+def _names_a_config(word: str) -> bool:
+    """Whether a word without `config=` is the name of a shipped config, or a config file."""
+    return word in _shipped() or (Path(word).suffix in SUFFIXES and os.path.isfile(os.path.expanduser(word)))
+
+
+def _require_no_config(word: str, given: str | None) -> None:
+    """UsageError: the word looks like one, but there is one already, or it is misspelt."""
+    rule = f"{word!r} can't be understood; arguments are key=value"
+    if given is not None and _names_a_config(word):
+        raise UsageError(f"{rule}, and config={show(given)} is given already. Leave one of them out.")
+    if given is None and (close := difflib.get_close_matches(word, _shipped(), 1)):
+        raise UsageError(f"{rule}. Did you mean config={close[0]}? {_available()}.")
 
 
 def _overlaps(given: Mapping[str, str]) -> _Problems:
@@ -265,6 +287,12 @@ def _checked(tree: dict, problems: _Problems, typed: Iterable[str] = (), alone: 
         alone: the file without the overrides; None: there are none.
     """
     config = expand_paths(_section(RunConfig, tree, "", problems))
+    notes = []
+    if alone is not None:
+        fitted = _with_fitting_warmup(config, list(typed))
+        if fitted is not config:
+            notes.append(_about_warmup(config, fitted))
+            config = fitted
     made_idle = [] if alone is None else _made_idle(config, list(typed), alone)
     for idle in made_idle:
         config = _with_default(config, idle.key)
@@ -277,7 +305,27 @@ def _checked(tree: dict, problems: _Problems, typed: Iterable[str] = (), alone: 
     if texts:
         raise ConfigError(texts)
     words = ", ".join(f"{idle.key}={show(idle.value)} (not read with {idle.cause})" for idle in made_idle)
-    return Loaded(config, [f"idle: {words}"] if words else [])
+    if words:
+        notes.append(f"idle: {words}")
+    return Loaded(config, notes)
+
+
+def _with_fitting_warmup(config: RunConfig, typed: list[str]) -> RunConfig:
+    """The config with a shorter warm-up, if nobody set it for this number of steps and it does not fit into them."""
+    if config.steps == "auto" or "schedule.warmup_steps" in typed:
+        return config
+    is_default = config.schedule.warmup_steps == type(config.schedule)().warmup_steps
+    if is_default or "steps" in typed:
+        return fit_warmup(config, config.steps)
+    return config
+
+
+def _about_warmup(before: RunConfig, after: RunConfig) -> str:
+    was = f"schedule.warmup_steps={before.schedule.warmup_steps}"
+    return (
+        f"warm-up: {was}, which was not set for steps={before.steps}, does not fit and is {after.schedule.warmup_steps}. "
+        "Set schedule.warmup_steps for another."
+    )
 
 
 def _made_idle(config: RunConfig, typed: list[str], alone: dict) -> list[Idle]:
@@ -348,9 +396,9 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
         if isinstance(text, str) and text in inner:
             return text
     elif inner and origin not in (tuple, dict):  # a union
-        for option in inner:
-            with contextlib.suppress(ValueError):
-                return _convert(option, raw, path, problems)
+        return _convert_to_one_of(inner, raw, path, problems)
+    elif kind is Epochs and isinstance(raw, str):
+        return as_epochs(raw)
     elif kind is str and type(raw) is str:
         return _utf8(raw)
     elif kind is type(raw) and kind in (bool, type(None)):
@@ -360,6 +408,17 @@ def _convert(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
     elif kind in (int, float) and isinstance(raw, int | float | str) and not isinstance(raw, bool):
         return _number(kind, raw)
     raise ValueError
+
+
+def _convert_to_one_of(options: Iterable[Any], raw: Any, path: str, problems: _Problems) -> Any:
+    """A value of the first of these annotations that it is one of; raises ValueError with the first detail there is."""
+    details = []
+    for option in options:
+        try:
+            return _convert(option, raw, path, problems)
+        except ValueError as error:
+            details.append(str(error))
+    raise ValueError(next(filter(None, details), ""))
 
 
 def _utf8(text: str) -> str:

@@ -6,7 +6,7 @@ A part of the program receives its own section, never the root. Cross-field rule
 import dataclasses
 from typing import Literal
 
-from data_pipeline.config import DataConfig, EvalConfig, key
+from data_pipeline.config import MAX_SEED, DataConfig, EvalConfig, Interval, key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ class InitConfig:
     residual: Literal["none", "depth"] = key("depth", "outputs of attention and mlp: as the rest, or 1 / sqrt(2 L) of it")
     embedding_std: float | None = key(None, "standard deviation of the embedding table; null: 1 / sqrt(D)", above=0, high=1000)
     scale: float = key(1.0, "multiplies the standard deviation of every initial matrix", above=0, high=1000)
+    seed: int | None = key(None, "of the initial weights; null: the root's seed", low=0, high=MAX_SEED)
     mup_base_width: int | None = key(None, "muP: embed_dim that the learning rate was chosen at; null: no muP", low=1)
     mup_base_head_dim: int | None = key(
         None, "muP: scores by 1 / head_dim, as usual at this head_dim; null: by its root", low=2
@@ -146,8 +147,9 @@ class ScheduleConfig:
     name: Literal["constant", "linear", "cosine", "exponential", "inverse_sqrt", "polynomial", "wsd", "pieces"] = key(
         "cosine", "shape after warm-up, see training/schedule.py; wsd: warm-up, stable, decay"
     )
-    warmup_steps: int = key(100, "steps of linear warm-up", low=0)
-    min_learning_rate: float = key(3e-5, "at the end of the decay", low=0)
+    warmup_steps: int = key(100, "steps of linear warm-up; a tenth of the run, if not set for it and too long", low=0)
+    min_lr_ratio: float = key(0.1, "rate at the end of the decay, as a factor of the peak", low=0, high=1)
+    min_learning_rate: float | None = key(None, "that rate itself, in place of min_lr_ratio; null: by min_lr_ratio", low=0)
     decay_fraction: float = key(0.2, "wsd: share of the run spent decaying", above=0, high=1)
     power: float = key(2.0, "polynomial: exponent of what is left", above=0, high=1000)
     timescale: int | None = key(None, "inverse_sqrt: updates that halve the square; null: those before it began", low=1)
@@ -171,8 +173,8 @@ class LossScaleConfig:
     """Scaling of the loss, so that small gradients survive float16; see training/loss_scale.py."""
 
     mode: Literal["auto", "none", "static", "dynamic"] = key("auto", "auto: dynamic for precision.compute=float16, else none")
-    initial: float = key(2.0**32, "scale of the first step, and of every step if static", above=0)
-    window: int = key(5, "dynamic: finite steps in a row after which the scale grows", low=1)
+    initial: float = key(2.0**16, "scale of the first step, and of every step if static", above=0)
+    window: int = key(1000, "dynamic: finite steps in a row after which the scale grows", low=1)
     factor: float = key(2.0, "dynamic: what it grows by", above=1)
     backoff: float = key(0.5, "dynamic: what it is multiplied with after overflows", above=0)
     hysteresis: int = key(2, "dynamic: overflows, since it last grew, before it is lowered", low=1)
@@ -306,12 +308,12 @@ class RunConfig:
 
     run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
     output_dir: str = key("runs", "where run directories are made", path="local")
-    seed: int = key(0, "of parameters, data order and everything else random", low=0, high=2**32 - 1)
+    seed: int = key(0, "of everything random; data.seed and init.seed may differ from it", low=0, high=MAX_SEED)
     steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
-    eval_interval: int = key(0, "steps between evaluations; 0: none while training", low=0)
+    eval_interval: Interval = key(0, "steps between evaluations, or 0.5 epochs; 0: none while training", low=0)
     eval_at_start: bool = key(False, "evaluate before the first step, too")
     eval_steps: int = key(-1, "batches of each evaluation; -1: a set whole, exactly once", low=-1)
-    checkpoint_interval: int = key(1000, "steps between checkpoints; 0: only the final one", low=0)
+    checkpoint_interval: Interval = key(1000, "steps between checkpoints, or 0.5 epochs; 0: only the final one", low=0)
     log_interval: int = key(10, "steps between records of metrics", low=1)
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded", "seeded: records have hashes of parameters and batch; full: also only programs that repeat bit for bit"

@@ -127,11 +127,19 @@ def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str
 
 def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """All that is not the same in two launches, but for when and from where they started: both values by dotted path."""
-    a, b = (_flat(launch | {"config": _settings(launch)}) if launch else {} for launch in (before, after))
+    a, b = (_flat_launch(launch) if launch else {} for launch in (before, after))
     values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in a | b}
     return {
         name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in ("time", "step", "command", "run")
     }
+
+
+def _flat_launch(launch: dict[str, Any]) -> dict[str, str]:
+    """A launch by dotted path. Keys that its version did not have are as if they were left out: at their defaults."""
+    flat = _flat(launch | {"config": _settings(launch)})
+    if isinstance(flat.get("config"), str):
+        return flat
+    return _flat({"config": yaml.safe_load(to_yaml(RunConfig()))}) | flat
 
 
 def _settings(launch: Mapping[str, Any]) -> Any:

@@ -56,8 +56,8 @@ class MetricsLog:
         run: id of the run.
         kept: what the checkpoint of that step remembers of the records; None: nothing.
 
-    `problems` has a text for everything that was found to be wrong with the file; it is put aside as it was. `has_end`:
-    there is a record of why the run ended early.
+    `problems` has a text for everything that was found to be wrong with the file; it is put aside as it was. `end_at` is
+    the step of the last record of why the run ended early; None: there is none.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MetricsLog:
             self.problems.append(f"{path} as it was is kept as {aside.name}; the run goes on without what can't be read.")
         before = [record for record in records if not _comes_again(record, resume_step, again)]
         lines = [_line(record) for record in before]
-        self.has_end = any(record["kind"] == "end" for record in before)
+        self.end_at = next((record["step"] for record in reversed(before) if record["kind"] == "end"), None)
         if kept and Kept(len(lines[: kept.records]), _crc(lines[: kept.records])) != kept:
             self.problems.append(_gap(path, before, resume_step, kept))
         header = [_line({"kind": _HEADER, "step": 0, "run": run})] if run else []

@@ -4,16 +4,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from data_pipeline.errors import UsageError
+
 
 class TensorBoard:
     """Writes every number as a scalar `train/NAME` or `eval/SET/NAME` into RUN/tensorboard. Make it on process 0 only.
 
     The run goes on from `resume_step`; TensorBoard hides what was written about later ones.
+
+    Raises:
+        UsageError: its package is not installed.
     """
 
     def __init__(self, run_dir: str | Path, resume_step: int = 0):
-        import tensorboardX  # noqa: PLC0415 - brings clients of cloud storage, where they are installed
-
+        try:
+            import tensorboardX  # noqa: PLC0415 - brings clients of cloud storage, where they are installed
+        except ImportError as error:
+            rule = f"observe.tensorboard=true needs tensorboardX, which is not installed ({error})"
+            raise UsageError(f"{rule}. Run pip install tensorboardX, or set observe.tensorboard=false.") from error
         purge_step = resume_step + 1 if resume_step else None
         self._writer = tensorboardX.SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step, flush_secs=10)
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import importlib.metadata
 import importlib.util
 import math
 import mmap
@@ -51,6 +52,8 @@ def start(
     """
     if config.platform != "auto":
         jax.config.update("jax_platforms", {"gpu": "cuda"}.get(config.platform, config.platform))
+    elif jax.config.jax_platforms is None and only_cpu_possible():
+        jax.config.update("jax_platforms", "cpu")
     if config.simulated_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.simulated_devices)
@@ -211,6 +214,16 @@ def accelerator_present(kind: str = "") -> bool:
     """Whether the system has device files of a GPU or TPU, of this `kind` if given; known without starting any device."""
     patterns = ("nvidia[0-9]*", "accel*", "vfio/[0-9]*", "kfd")
     return any(any(Path("/dev").glob(pattern)) for pattern in patterns if pattern.startswith(kind))
+
+
+def only_cpu_possible() -> bool:
+    """Whether libtpu is all that jax could try here beside the CPU, and there is no device for it.
+
+    Trying it would not find anything, and libtpu prints lines of its own source code when it does not. Other plugins, for
+    GPUs, are left to look for their devices themselves: they may find some that have no usual device file.
+    """
+    others = importlib.metadata.entry_points(group="jax_plugins") or importlib.util.find_spec("jax_plugins")
+    return importlib.util.find_spec("libtpu") is not None and not others and not accelerator_present()
 
 
 def keep_host_memory() -> None:

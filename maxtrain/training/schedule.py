@@ -28,8 +28,8 @@ class _Piece(NamedTuple):
 def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
     """Learning rate of the update with index 0 ... num_steps - 1.
 
-    Warm-up goes in equal parts from peak / warmup_steps to the peak. With s of n updates done since then and low =
-    min_learning_rate, which the last update has:
+    Warm-up goes in equal parts from peak / warmup_steps to the peak. With s of n updates done since then and low the
+    `lowest_rate`, which the last update has:
 
         constant       peak
         linear         low + (peak - low) (1 - s / (n - 1))
@@ -43,7 +43,7 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
     Raises:
         ConfigError: pieces that do not fit into the run; an exponential one from or to 0.
     """
-    warmup, low = min(config.warmup_steps, num_steps), config.min_learning_rate
+    warmup, low = min(config.warmup_steps, num_steps), lowest_rate(config, peak)
     left, timescale = num_steps - warmup, config.timescale or max(1, warmup)
     if config.name == "pieces":
         pieces = _pieces(config, peak, num_steps)
@@ -56,6 +56,13 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
         pieces.insert(0, _Piece("linear", warmup, peak / warmup, peak))
     borders = [sum(piece.length for piece in pieces[:i]) for i in range(1, len(pieces))]
     return optax.join_schedules([_curve(piece) for piece in pieces], borders)
+
+
+def lowest_rate(config: ScheduleConfig, peak: float) -> float:
+    """The rate that the last update has: a share of the peak, or what the config says itself."""
+    if config.min_learning_rate is not None:
+        return config.min_learning_rate
+    return config.min_lr_ratio * peak
 
 
 def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]:
@@ -75,7 +82,7 @@ def _curve(piece: _Piece) -> optax.Schedule:
         return optax.constant_schedule(start)
     if piece.name == "exponential":
         if min(start, end) <= 0:
-            mend = "Set schedule.min_learning_rate, or `start` and `end` of the piece, to more than 0"
+            mend = "Set schedule.min_lr_ratio, or `start` and `end` of the piece, to more than 0"
             raise ConfigError(f"schedule: an exponential curve goes from {start} to {end}, but neither may be 0. {mend}.")
         return optax.exponential_decay(start, span, end / start)
     if piece.name == "inverse_sqrt":

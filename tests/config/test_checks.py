@@ -11,7 +11,6 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config import fit_to_devices, fit_to_fewer, load_config
 
 FIXED = {"steps": "300", "eval_interval": "100", "data.batch_size": "16", "schedule.warmup_steps": "30"}
-OTHER_END = ("schedule.min_learning_rate=3e-5",)  # the default, which the quickstart changes
 
 
 def load(*overrides: str):
@@ -30,7 +29,7 @@ def problems(*overrides: str) -> list[str]:
 
 def pieces(text: str) -> list[str]:
     """The overrides that choose these pieces."""
-    return [*OTHER_END, "schedule.name=pieces", f"schedule.pieces=[{text}]"]
+    return ["schedule.name=pieces", f"schedule.pieces=[{text}]"]
 
 
 @pytest.mark.parametrize(
@@ -147,8 +146,14 @@ def pieces(text: str) -> list[str]:
         (
             ["schedule.min_learning_rate=1"],
             "schedule.min_learning_rate=1.0 must be at most optimizer.learning_rate",
-            "=0.0002",
+            "Set schedule.min_learning_rate=null",
         ),
+        (
+            ["schedule.min_learning_rate=1e-5", "schedule.min_lr_ratio=0.2"],
+            "schedule.min_lr_ratio=0.2 is not used with schedule.min_learning_rate=1e-05",
+            "Set schedule.min_learning_rate=null",
+        ),
+        (["schedule.min_lr_ratio=2"], "schedule.min_lr_ratio=2.0 must be at most 1", "Set schedule.min_lr_ratio to at most 1"),
         (["optimizer.beta1=1"], "optimizer.beta1=1.0 must be less than 1", "optimizer.beta1=0.9"),
         (
             ["loss_scale.backoff=1", "loss_scale.mode=dynamic"],
@@ -250,12 +255,19 @@ def pieces(text: str) -> list[str]:
             "checkpoint.copy_to=a/../runs is output_dir itself",
             "to a directory on another disk",
         ),
+        (["eval.stop_set=heldout"], "eval.stop_set=heldout is not used without eval.stop_patience", "Set eval.stop_patience=3"),
+        (
+            ["eval.stop_patience=3", "eval.stop_set=no"],
+            "eval.stop_set=no must be one of eval.sets",
+            "Set eval.stop_set",
+        ),
+        (["eval.stop_patience=3", "eval_interval=0"], "of which there are none while training", "Set eval_interval=100"),
         (["schedule.timescale=1"], "schedule.timescale=1 is for inverse_sqrt", "Set schedule.name=inverse_sqrt"),
         (["schedule.pieces=[{}]"], "is for pieces, not for schedule.name=cosine", "Set schedule.name=pieces"),
         (
             ["schedule.name=constant", "schedule.min_learning_rate=2e-4"],
             "schedule.min_learning_rate=0.0002 is for linear, cosine, exponential, inverse_sqrt, polynomial or wsd, not for",
-            "or leave it out (schedule.min_learning_rate=3e-05).",
+            "or leave it out (schedule.min_learning_rate=null).",
         ),
         (
             [*pieces("{}"), "schedule.min_learning_rate=1"],
@@ -263,7 +275,7 @@ def pieces(text: str) -> list[str]:
             "Set schedule.name=linear, cosine",
         ),
         (
-            [*OTHER_END, "schedule.name=pieces"],
+            ["schedule.name=pieces"],
             "schedule.pieces is empty",
             "Set for example 'schedule.pieces=[{name: constant, until: 0.8",
         ),
@@ -354,7 +366,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
         ["data.repeated=skip", "anomaly.max_rollbacks=9"],
         ["model.rope_scaling=llama3", "model.rope_factor=4", "data.packing=pad", "data.on_long=skip"],
         ["data.corruption.rate=0.1", "data.corruption.token_id=3", "data.min_fill=0.1", "data.fill_patience=3"],
-        [*OTHER_END, "schedule.name=constant", "optimizer.learning_rate=1e-5"],
+        ["schedule.name=constant", "optimizer.learning_rate=1e-5"],
         ["loss_scale.mode=static", "loss_scale.initial=1024", "loss.adversarial=1", "loss.adversarial_radius=2"],
         ["precision.params=bfloat16", "optimizer.beta2=0.99", "checkpoint.init_from=hf", "init.mup_base_width=64"],
         ["optimizer.normalize=sequences", "data.attend_across_documents=true", "data.packing=pad"],

@@ -1,17 +1,20 @@
-"""MaxText's names: each leads to a key that exists here."""
+"""Names of other stacks: each leads to a key that exists here."""
 
 import pytest
 
-from maxtrain.config import keys
-from maxtrain.config.foreign import MAXTEXT
+from data_pipeline.errors import ConfigError, UsageError
+from maxtrain.config import keys, load_config
+from maxtrain.config.foreign import FOREIGN
 
 
-@pytest.mark.parametrize("name", MAXTEXT)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_every_name_leads_to_a_key_that_exists(name):
-    ours, note = MAXTEXT[name]
+    owner, ours, note = FOREIGN[name]
     assert ours in ("", "config") or ours in {k.path for k in keys.all_keys()}
     assert note and not note.endswith(".")
-    assert keys.unknown(name).startswith(f"{name} is a key of MaxText. Here "), "ours has the same name, or no answer"
+    assert keys.find(name) is None, "ours has the same name"
+    start = f"{name} is a key of {owner.partition(' and ')[0]}" if owner else f"{name} is not a key: "
+    assert keys.unknown(name).startswith(start) and note in keys.unknown(name)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,22 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("adam_b1", "optimizer.beta1"),
         ("weight_dtype", "precision.params"),
         ("remat_policy", "model.remat"),
+        ("lr", "optimizer.learning_rate"),
+        ("optimizer.lr", "optimizer.learning_rate"),
+        ("num_train_epochs", "data.sources.NAME.epochs"),
+        ("max_grad_norm", "optimizer.clip_norm"),
+        ("trainer.max_grad_norm", "optimizer.clip_norm"),
+        ("per_device_train_batch_size", "data.batch_size"),
+        ("attn_implementation", "model.attention"),
+        ("save_steps", "checkpoint_interval"),
+        *(("n_layer", "model.num_layers"), ("n_head", "model.num_heads"), ("n_embd", "model.embed_dim")),
+        *(("batch_size", "data.batch_size"), ("block_size", "data.seq_length"), ("max_iters", "steps")),
+        *(("lr_decay_iters", "steps"), ("eval_iters", "eval_steps"), ("weight_decay", "optimizer.weight_decay")),
+        *(("dropout", "regularization.residual_dropout"), ("min_lr", "schedule.min_lr_ratio")),
+        *(("warmup_iters", "schedule.warmup_steps"), ("grad_clip", "optimizer.clip_norm"), ("out_dir", "output_dir")),
+        *(("device", "mesh.platform"), ("dtype", "precision.compute"), ("compile", "every step is compiled")),
+        ("training.global_batch_size", "data.batch_size"),
+        ("trainer.num_train_steps", "steps"),
         ("head_dim", "model.head_dim"),  # the same name, one level down
         ("vocab_size", "model.vocab_size"),
         ("learning_rate", "optimizer.learning_rate"),
@@ -37,3 +56,47 @@ def test_the_usual_ones(theirs, ours):
 
 def test_names_that_are_ours_too_need_no_entry():
     assert all(keys.find(name) for name in ("steps", "eval_interval", "eval_steps", "run_name"))
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("mesh.stage", "pipelines are not there yet"),
+        ("mesh.expert", "mixture of experts is not there yet"),
+        ("mesh.context", "rows are not split over devices yet"),
+        ("ici_pipeline_parallelism", "pipelines are not there yet"),
+        ("dcn_expert_parallelism", "mixture of experts is not there yet"),
+        ("parallelism.context_parallel_degree", "rows are not split over devices yet"),
+    ],
+)
+def test_what_is_not_there_yet_is_said_and_nothing_guessed(name, missing):
+    assert missing in keys.unknown(name) and "Did you mean" not in keys.unknown(name)
+
+
+def test_a_name_of_several_stacks_is_said_to_be_theirs():
+    assert keys.unknown("learning_rate").startswith("learning_rate is a key of MaxText, Hugging Face and nanoGPT. Here it is")
+
+
+def test_the_command_line_answers_with_it_too():
+    with pytest.raises(ConfigError, match=r"lr is a key of Hugging Face. Here it is optimizer.learning_rate: the peak"):
+        load_config(["config=quickstart", "lr=1e-3"])
+
+
+def test_a_config_may_be_named_without_saying_that_it_is_one(tmp_path):
+    assert load_config(["quickstart", "steps=50"]) == load_config(["config=quickstart", "steps=50"])
+    (tmp_path / "own.yaml").write_text("data: {sources: {a: {path: b}}}")
+    assert load_config([f"{tmp_path}/own.yaml"]) == load_config([f"config={tmp_path}/own.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["quikstart"], "'quikstart' can't be understood.* Did you mean config=quickstart"),
+        (["quickstart", "llama3_1b"], "'llama3_1b' can't be understood.* config=quickstart is given already"),
+        (["config=quickstart", "llama3_1b"], "'llama3_1b' can't be understood.* config=quickstart is given already"),
+        (["config=quickstart", "steps"], "Write steps=value, without dashes"),
+    ],
+)
+def test_words_that_name_no_config_get_the_right_command(words, answer):
+    with pytest.raises(UsageError, match=answer):
+        load_config(words)

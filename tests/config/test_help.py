@@ -1,5 +1,6 @@
 """`--help`: complete, aligned, as wide as the terminal."""
 
+import dataclasses
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from data_pipeline.errors import UsageError
 from maxtrain.config import keys
 from maxtrain.config.help import help_text
+from maxtrain.config.schema import RunConfig
 
 
 def test_overview_has_usage_configs_root_keys_and_sections(monkeypatch):
@@ -49,3 +51,10 @@ def test_unknown_section_names_the_sections():
         help_text("maxtrain", "mesch", [])
     with pytest.raises(UsageError, match=r"per_device_batch_size is a key of MaxText. Here it is data.batch_size"):
         help_text("maxtrain", "per_device_batch_size", [])
+
+
+def test_names_of_sections_and_what_they_are_do_not_touch():
+    for field in dataclasses.fields(RunConfig):
+        if dataclasses.is_dataclass(field.type):
+            line = rf"^  {field.name} +{re.escape(field.metadata['help'])}$"
+            assert len(re.findall(line, help_text("maxtrain", None, []), re.MULTILINE)) == 1

@@ -13,7 +13,7 @@ from maxtrain.config import keys
         ("modle.num_layer", "model.num_layers"),  # typo in both
         ("Optimizer.Learning_Rate", "optimizer.learning_rate"),  # wrong case
         ("STEPS", "steps"),
-        ("learning_rate", "optimizer.learning_rate"),  # wrong level
+        ("momentum", "optimizer.momentum"),  # wrong level
         ("model.seq_length", "data.seq_length"),
         ("data.steps", "steps"),
         ("schedule.warmup-steps", "schedule.warmup_steps"),
@@ -39,7 +39,7 @@ def test_a_key_inside_a_list_is_said_to_be_set_with_the_list():
 
 
 def test_a_name_in_two_sections_gives_both():
-    assert "data.batch_size or eval.batch_size" in keys.unknown("batch_size")
+    assert "data.seq_length or eval.seq_length" in keys.unknown("seq_length")
 
 
 @pytest.mark.parametrize(

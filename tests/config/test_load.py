@@ -203,7 +203,7 @@ HEAD = "from maxtrain.config import default_config\n\n\ndef get_config():\n    c
         ("config.model.update(embd_dim=3)", "line 6: embd_dim is not a key. Did you mean model.embed_dim"),
         ("config.per_device_batch_size = 3", "line 6: per_device_batch_size is a key of MaxText. Here it is data.batch_size"),
         ("config.model = {'embd_dim': 3}", "model.embd_dim is not a key. Did you mean model.embed_dim"),
-        ("config.steps = 2.5", "steps=2.5 must be: whole number | auto. Write for example steps=auto."),
+        ("config.steps = 2.5", "steps=2.5 must be: whole number | auto (without a fraction). Write for example steps=auto."),
         ("config.steps = True", "steps=true must be: whole number | auto"),
         ("config.run_name = 5", "run_name=5 must be: text. Write for example run_name=run."),
         ("config.optimizer.learning_rate = [1e-3]", "optimizer.learning_rate=[0.001] must be: number"),

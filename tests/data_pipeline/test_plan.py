@@ -505,3 +505,15 @@ def test_looking_up_4096_rows_at_1e12_takes_under_10_ms():
         rows = plan.rows(10**12, 10**12 + 4096)
         seconds.append(time.perf_counter() - start)
     assert isinstance(rows, Rows) and rows.row.size == 4096 and min(seconds) < 0.010
+
+
+def test_an_epoch_of_a_mixture_is_as_many_tokens_as_all_its_sources_hold():
+    plan = solve([30, 10], weights=[1.0, 1.0], epochs=[2.0, None], batch_size=4)  # half the rows are of each
+    assert plan.num_steps == 30 and plan.epochs_at(15) == {"a": 1.0, "b": 3.0}
+    assert plan.all_epochs_at(15) == 1.5 and plan.all_epochs_at(0) == 0
+    assert [step for step in range(1, 31) if plan.falls_on("0.5 epochs", step)] == [5, 10, 15, 20, 25, 30]
+    assert [step for step in range(1, 31) if plan.falls_on("0.7 epochs", step)] == [7, 14, 21, 28]
+    assert [step for step in range(1, 31) if plan.falls_on("1 epoch", step)] == [10, 20, 30]
+    assert [step for step in range(1, 31) if plan.falls_on(12, step)] == [12, 24]
+    assert not any(plan.falls_on(0, step) for step in range(1, 31))
+    assert all(plan.falls_on("0.001 epochs", step) for step in range(1, 31)), "shorter than a step: after each"

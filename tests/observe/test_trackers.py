@@ -1,10 +1,13 @@
 """TensorBoard files hold every number, and a resumed run hides what came after the step it resumed from."""
 
 import struct
+import sys
 
 import numpy as np
+import pytest
 from tensorboardX.proto import event_pb2
 
+from data_pipeline.errors import UsageError
 from maxtrain.observe.trackers import TensorBoard
 
 
@@ -39,3 +42,9 @@ def test_resuming_purges_later_steps(tmp_path):
         board.close()
     starts = [e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START]
     assert starts == [6]
+
+
+def test_a_package_that_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(UsageError, match=r"needs tensorboardX, which is not installed.*pip install tensorboardX, or"):
+        TensorBoard(tmp_path)

@@ -1,5 +1,7 @@
 """Starting: the platform, and jobs of several processes."""
 
+import importlib.metadata
+import importlib.util
 import os
 import signal
 import socket
@@ -13,6 +15,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError, LostProcessError
 from maxtrain.config.schema import MeshConfig
+from maxtrain.parallel import distributed as module
 from maxtrain.parallel.cluster import Place
 from maxtrain.parallel.distributed import (
     GPU_FLAGS,
@@ -279,6 +282,43 @@ def test_the_limit_of_waiting_is_added_to_the_users_flags(bare, flags, expected)
     bare.setenv("XLA_FLAGS", flags)
     wait_for_slow_devices()
     assert os.environ["XLA_FLAGS"] == expected
+
+
+@pytest.mark.parametrize(
+    ("installed", "plugins", "device", "possible"),
+    [
+        (("libtpu",), [], False, True),
+        ((), [], False, False),  # nothing that would be tried, so nothing to leave out
+        (("libtpu",), [], True, False),
+        (("libtpu",), ["cuda"], False, False),  # it may know a device that has no file
+        (("libtpu", "jax_plugins"), [], False, False),
+    ],
+)
+def test_libtpu_is_left_alone_where_it_is_all_and_has_no_device(monkeypatch, installed, plugins, device, possible):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(module, "accelerator_present", lambda: device)
+    assert module.only_cpu_possible() == possible
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "possible", "platforms"),
+    [
+        (MeshConfig(), None, True, "cpu"),
+        (MeshConfig(), None, False, None),
+        (MeshConfig(), "tpu", True, "tpu"),  # JAX_PLATFORMS says it
+        (MeshConfig(platform="tpu"), None, True, "tpu"),
+    ],
+)
+def test_the_cpu_is_chosen_where_nothing_else_is_possible_and_nobody_asked_for_it(bare, config, asked, possible, platforms):
+    bare.setattr(module, "only_cpu_possible", lambda: possible)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", asked)
+    try:
+        start(config, None)
+        assert jax.config.jax_platforms == platforms
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_a_flag_that_xla_does_not_know_is_not_set(bare):

@@ -61,7 +61,7 @@ def test_static_never_changes_and_auto_is_decided_by_the_compute_type():
     assert [resolve(auto, dtype) for dtype in ("float32", "bfloat16")] == [None, None] and initial(None) is None
     assert resolve(auto, "float16") == dataclasses.replace(auto, mode="dynamic")
     assert resolve(dataclasses.replace(auto, mode="none"), "float16") is None
-    assert (auto.initial, auto.window, auto.hysteresis, auto.min, auto.max) == (2.0**32, 5, 2, 1.0, 2.0**32)
+    assert (auto.initial, auto.window, auto.hysteresis, auto.min, auto.max) == (2.0**16, 1000, 2, 1.0, 2.0**32)
 
 
 def steps(parts, batches):
@@ -84,7 +84,7 @@ def small(tiny, loss_scale, precision=HALF, shape=(1, 1, 1), **options):
 
 def test_gradients_of_1e_8_train_in_float16_only_with_scaling(tiny):
     batches = [tiny.batch()] * tiny.steps
-    dynamic = resolve(LossScaleConfig(initial=2.0**24), "float16")
+    dynamic = resolve(LossScaleConfig(initial=2.0**24, window=5), "float16")
     state, metrics = steps(small(tiny, dynamic), batches)
     _, unscaled = steps(small(tiny, None), batches)
     _, wanted = steps(small(tiny, None, tiny.precision), batches)
@@ -98,7 +98,7 @@ def test_gradients_of_1e_8_train_in_float16_only_with_scaling(tiny):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=["one device", "mesh"])
 def test_an_overflow_skips_the_update_bit_for_bit_and_lowers_the_scale(tiny, shape):
     """2 ** 32 is too much for float16 in the first steps: found, skipped, not counted as divergence, and then it trains."""
-    config = resolve(LossScaleConfig(hysteresis=1, window=1000), "float16")
+    config = resolve(LossScaleConfig(initial=2.0**32, hysteresis=1), "float16")
     parts = tiny.parts(shape, precision=HALF, step={"loss_scale": config})
     before = jax.device_get(parts.new_state())
     state, metrics = steps(parts, [tiny.batch()] * 24)

@@ -126,7 +126,22 @@ def test_an_exponential_curve_never_meets_zero():
         config(name="exponential", min_learning_rate=0.0),
         config(name="pieces", pieces=(PieceConfig("exponential"),)),
     ):
-        with pytest.raises(
-            ConfigError, match=r"exponential curve goes from .* to 0.*Set schedule\.min_learning_rate, or `start`"
-        ):
+        with pytest.raises(ConfigError, match=r"exponential curve goes from .* to 0.*Set schedule\.min_lr_ratio, or `start`"):
             make_schedule(wrong, PEAK, 5)
+
+
+@pytest.mark.parametrize(("peak", "low"), [(2e-3, 2e-4), (1e-3, 1e-4), (3e-4, 3e-5)])  # of the files in configs/
+@pytest.mark.parametrize("name", ["cosine", "linear", "wsd", "polynomial", "exponential", "inverse_sqrt"])
+def test_a_tenth_of_the_peak_is_the_rate_that_was_written_out_before(name, peak, low):
+    """Bit for bit: runs of before go on with files that say it as a factor now."""
+    ours, theirs = (
+        make_schedule(ScheduleConfig(name, warmup_steps=40, **floor), peak, 320)
+        for floor in ({"min_lr_ratio": 0.1}, {"min_learning_rate": low})
+    )
+    steps = jnp.arange(320)
+    assert np.array_equal(jax.jit(jax.vmap(ours))(steps), jax.jit(jax.vmap(theirs))(steps))
+
+
+def test_the_floor_goes_with_the_peak():
+    rate = make_schedule(ScheduleConfig(min_lr_ratio=0.25), 4e-3, 200)
+    assert rate(199) == pytest.approx(1e-3)

@@ -1,0 +1,87 @@
+"""Runs that were begun when defaults were others go on to the same bits, and say what they keep."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxtrain import failpoints, job
+from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.config import load_config
+from maxtrain.config.older import kept_settings
+from maxtrain.observe.launches import launch_differences, read_launches
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.replay import main as replay
+from maxtrain.train import main
+
+pytestmark = pytest.mark.usefixtures("this_process")
+# What a version wrote down whose defaults these were.
+THEN = ("schedule.min_learning_rate=3e-5", "loss_scale.initial=4294967296", "loss_scale.window=5")
+COMMAND = ("optimizer.learning_rate=1e-2", "precision.compute=float16")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tiny_run) -> Path:
+    folder = tmp_path_factory.mktemp("older")
+    tiny_run(folder, steps=24, checkpoint_interval=8, schedule={"warmup_steps": 5}, mesh={"data": 1, "fsdp": 8})
+    return folder
+
+
+def train(folder, run_name, *overrides):
+    return main(load_config([f"config={folder / 'tiny.yaml'}", f"run_name={run_name}", *COMMAND, *overrides]))
+
+
+def numbers(folder, run_name):
+    keys = ("step", "loss", "learning_rate", "params_hash", "loss_scale")
+    return [[record[key] for key in keys] for record in read_metrics(folder / "runs" / run_name)]
+
+
+def test_the_same_command_goes_on_with_the_defaults_of_then(folder, monkeypatch, capsys):
+    assert train(folder, "whole", *THEN) == 0
+    with monkeypatch.context() as patch:
+        patch.setenv(failpoints.VARIABLE, "after_step:nan:10")
+        assert train(folder, "half", *THEN) == 75
+    capsys.readouterr()
+    with monkeypatch.context() as patch:  # the record of an older version has no such field
+        patch.setattr(job, "kept_settings", lambda r: kept_settings(r and {k: v for k, v in r.items() if k != "kept"}))
+        patch.setenv(failpoints.VARIABLE, "after_step:nan:20")
+        assert train(folder, "half") == 75
+    told = "goes on with what it was begun with, where defaults are others now: schedule.min_learning_rate=3e-05, loss_scale."
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert train(folder, "half") == 0, "what is kept is handed on"
+    assert numbers(folder, "half") == numbers(folder, "whole")
+    assert saved_digests(folder / "runs" / "half" / "checkpoints")[24] == saved_digests(folder / "runs/whole/checkpoints")[24]
+    assert replay([str(folder / "runs" / "half"), "--steps", "4:24"]) == 0, "all launches had the same settings"
+
+
+def test_a_new_run_has_the_defaults_of_now(folder, capsys):
+    assert train(folder, "new", "steps=2", "schedule.warmup_steps=1") == 0
+    assert "begun with" not in capsys.readouterr().out
+    (launch,) = read_launches(folder / "runs" / "new")
+    assert "min_learning_rate: null" in launch["config"] and "window: 1000" in launch["config"]
+
+
+def test_a_key_that_a_version_did_not_have_is_no_difference(folder):
+    (launch, *_) = read_launches(folder / "runs" / "whole")
+    older = launch | {"config": launch["config"].replace("  min_lr_ratio: 0.1\n", "")}
+    assert older != launch and launch_differences(older, launch) == {}
+
+
+def test_a_warmup_longer_than_the_plan_is_shortened_and_recorded(folder, capsys):
+    auto = ("steps=auto", "data.sources.text.epochs=1", "schedule.warmup_steps=100", "checkpoint_interval=0")
+    assert train(folder, "auto", *auto) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    (launch,) = read_launches(folder / "runs" / "auto")
+    steps = len(read_metrics(folder / "runs" / "auto"))
+    assert f"schedule.warmup_steps=100 does not fit into the plan of {steps} steps and is {steps // 10}." in said
+    assert f"warmup_steps: {steps // 10}\n" in launch["config"]
+    rates = [record["learning_rate"] for record in read_metrics(folder / "runs" / "auto")]
+    assert rates[-1] < rates[steps // 10] and max(rates) == pytest.approx(1e-2)
+
+
+def test_a_run_goes_on_without_a_tracker_whose_package_is_missing(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    assert train(folder, "untracked", "steps=2", "schedule.warmup_steps=1", "observe.tensorboard=true") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "pip install tensorboardX, or set observe.tensorboard=false. The run goes on without its files." in said
+    assert "tensorboard --logdir" not in said and len(read_metrics(folder / "runs" / "untracked")) == 2
