@@ -96,8 +96,10 @@ def in_words(value: Any) -> str:
         return f"{len(value):,} entries" if value else "none"
     if isinstance(value, list):
         return " ".join(map(in_words, value)) or "none"
-    if isinstance(value, bool) or value is None or value == "":
-        return {True: "yes", False: "no"}.get(value, "none")
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == "":
+        return "none"
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

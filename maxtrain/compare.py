@@ -65,10 +65,13 @@ def values_in_words(x: Any, y: Any) -> tuple[str, str]:
     """Two values that differ, as short as shows it: 9 digits tell numbers of float32 apart, and digests have no need of all."""
     if isinstance(x, float) and isinstance(y, float) and f"{x:.9g}" != f"{y:.9g}":
         return f"{x:.9g}", f"{y:.9g}"
-    words = str(x), str(y)
     if isinstance(x, str) and isinstance(y, str) and x[:_SHORT] != y[:_SHORT]:
-        words = tuple(text if len(text) <= _SHORT else f"{text[:_SHORT]}..." for text in words)
-    return words
+        return _shortened(x), _shortened(y)
+    return str(x), str(y)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
 
 
 def table_of(fields: list[Field]) -> Table:
