@@ -339,7 +339,7 @@ def resume_training(
     causes = [*changes, *_other_tokens(data, saved["cursor"])] or ["no key says why"]
     raise ConfigError(
         f"what this run has read before step {step:,} is not what this config says: {'; '.join(causes)}. Set that back to go "
-        "on as before (the run's config.yaml has it), set run_name to start afresh, or set data.accept_changes=true: "
+        "on as before (config.yaml has it), set run_name to a new name to start afresh, or data.accept_changes=true: "
         f"what was read stays as it is, and the run goes on from step {step:,} in the order, mixture and sizes of this config."
     )
 

@@ -221,8 +221,8 @@ def test_interrupted_and_killed_is_as_never_stopped(config, finished):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["seed=1"], "the data before step 60 is not what this run was trained on"),
-        (["data.seq_length=16"], "the data before step 60 is not what this run was trained on"),
+        (["seed=1"], "read before step 60 is not what this config says: seed was 0 and is 1"),
+        (["data.seq_length=16"], "read before step 60 is not what this config says: data.seq_length was 32 and is 16"),
         (["model.mlp_dim=96"], r"params\.layers\.mlp\.up +float32\[2, 32, 64\] +float32\[2, 32, 96\]"),
         (["model.tie_embeddings=true"], r"params\.head +float32\[32, 257\] +missing"),
     ],

@@ -54,10 +54,10 @@ def plot_curves(
     if is_smoothed := len(losses) >= _LEAST_SMOOTHED:
         top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
     top.plot(steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train")
-    for name, series in evaluation_series(evals).items():
+    for i, (name, series) in enumerate(evaluation_series(evals).items()):
         steps, values = _columns(series, "nll")
         last = f", at the end {values[-1]:.4f}" if len(values) else ""
-        top.plot(steps, values, ":o", markersize=5, label=f"eval {name}{last}")
+        top.plot(steps, values, ":o", color=f"C{1 + i % 9}", markersize=5, label=f"eval {name}{last}")
     for i, (first, last) in enumerate(left_out):
         top.axvspan(first - 0.5, last + 0.5, color="C3", alpha=0.15, linewidth=0, label=None if i else "left out")
     counts = [sum(v for k, v in r.items() if k.startswith("anomalies/")) for r in train]
@@ -67,7 +67,7 @@ def plot_curves(
         for i, step in enumerate(marked):
             top.axvline(step + 0.5, color="0.5", linewidth=0.8, linestyle=style, label=None if i else label)
     top.legend(loc="upper right", frameon=False)
-    norm.plot(*_columns(train, "grad_norm"), color="C1", linewidth=0.8)
+    norm.plot(*_columns(train, "grad_norm"), color="C5", linewidth=0.8)
     speed.plot(*_columns(train, "tokens_per_second"), color="C2")
     rate.plot(*_columns(train, "learning_rate"), color="C4")
     labels = ((top, "loss, nats per token"), (norm, "gradient norm"), (speed, "tokens/s"), (rate, "learning rate"))
