@@ -67,7 +67,7 @@ def plot_curves(
         for i, step in enumerate(marked):
             top.axvline(step + 0.5, color="0.5", linewidth=0.8, linestyle=style, label=None if i else label)
     top.legend(loc="upper right", frameon=False)
-    norm.plot(*_columns(train, "grad_norm"), color="C5", linewidth=0.8)
+    norm.plot(*_columns(train, "grad_norm"), color="C5")
     speed.plot(*_columns(train, "tokens_per_second"), color="C2")
     rate.plot(*_columns(train, "learning_rate"), color="C4")
     labels = ((top, "loss, nats per token"), (norm, "gradient norm"), (speed, "tokens/s"), (rate, "learning rate"))
