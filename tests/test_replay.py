@@ -225,14 +225,14 @@ def test_the_first_step_that_differs_is_named_with_both_numbers(dense, capsys):
 
     def change(record):
         if record["step"] >= 13:
-            record["loss"] = float(np.nextafter(np.float32(record["loss"]), np.float32(9)))
+            record["step_loss"] = float(np.nextafter(np.float32(record["step_loss"]), np.float32(9)))
         return record
 
     rewrite(dense, change)
     code, text = replayed(dense, "8:16", capsys)
     assert code == 70 and "step 13 is the first that differs, of 4" in text
-    then = next(r["loss"] for r in read_metrics(dense) if r["step"] == 13)
-    assert f"loss: {then!r} ({then.hex()}) then, " in text and "grad_norm" not in text
+    then = next(r["step_loss"] for r in read_metrics(dense) if r["step"] == 13)
+    assert f"step_loss: {then!r} ({then.hex()}) then, " in text and "grad_norm" not in text
     assert "nothing that is on record has changed" in text and "train with determinism=full" in text
 
 

@@ -462,7 +462,7 @@ def test_importing_the_job_is_fast_and_touches_no_device():
     ids=["storage", "internal"],
 )
 def test_only_errors_of_our_own_show_a_traceback(config, monkeypatch, capsys, error, code, message):
-    def run(config):
+    def run(config, ends_process):
         raise error
 
     monkeypatch.setattr("maxtrain.train.run", run)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import mmap
 import os
+import stat
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -72,9 +73,13 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def survey(directory: Path) -> dict[int, str]:
-    """Steps that have a directory, in ascending order, and why they don't count; empty for those that do."""
+    """Steps that have a directory, in ascending order, and why they don't count; empty for those that do.
+
+    One that a training removes meanwhile is passed over.
+    """
     steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
-    return {step: defect(directory / f"{step:08d}") for step in steps}
+    found = {step: defect(directory / f"{step:08d}") for step in steps}
+    return {step: why for step, why in found.items() if not why or (directory / f"{step:08d}").exists()}
 
 
 def damaged(directory: Path) -> list[Path]:
@@ -96,7 +101,7 @@ def defect(path: Path) -> str:
     if path.name.isdecimal() and step != int(path.name):
         return f"it is a copy of step {step}"
     for name, entry in files.items():
-        size = (path / name).stat().st_size if (path / name).is_file() else None
+        size = _size(path / name)
         if size != entry["bytes"]:
             return f"{name} is missing" if size is None else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
     try:
@@ -104,6 +109,15 @@ def defect(path: Path) -> str:
         return damage or _worthless(path, commit)
     except (OSError, ValueError) as error:
         return f"a file is not readable ({error})"
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None if there is none. In one look: between two, it may be removed."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _worthless(path: Path, commit: dict[str, Any]) -> str:

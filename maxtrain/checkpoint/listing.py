@@ -56,8 +56,18 @@ def latest_record(
 
 
 def saved_steps(directory: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """What `read_step` gives for all complete checkpoints below a directory, by step; StorageError: one can't be read."""
-    return {step: read_step(path) for step, path in complete(directory.expanduser()).items()}
+    """What `read_step` gives for all complete checkpoints below a directory, by step; StorageError: one can't be read.
+
+    One that a training removes meanwhile is passed over.
+    """
+    found = {}
+    for step, path in complete(directory.expanduser()).items():
+        try:
+            found[step] = read_step(path)
+        except StorageError:
+            if path.exists():
+                raise
+    return found
 
 
 def saved_digests(directory: Path) -> dict[int, dict[str, str]]:

@@ -5,6 +5,7 @@ import mmap
 import os
 import random
 import shutil
+import threading
 from unittest.mock import Mock
 
 import jax
@@ -14,9 +15,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data_pipeline.errors import DamagedError, StorageError
-from maxtrain.checkpoint import integrity, manager, plain
+from maxtrain.checkpoint import integrity, listing, manager, plain
+from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.integrity import encode_commit, find_damage, hash_files, read_commit, survey
-from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.listing import latest_record, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.checkpoint.plain import read_plain
 from maxtrain.config.schema import CheckpointConfig
@@ -191,3 +193,47 @@ def test_damaged_steps_are_put_aside_and_never_deleted(checkpoints, capsys):
     with pytest.raises(StorageError, match=r"only damaged ones:\n(.|\n)*Copy a good one there, or start afresh") as caught:
         latest_record(checkpoints.directory)
     assert all(step in str(caught.value) for step in ("00000001.damaged-", "00000002.damaged-"))
+
+
+def test_a_step_that_is_removed_while_it_is_looked_at_is_no_step(checkpoints, monkeypatch):
+    """As a training prunes while somebody lists its checkpoints, or another thread of its own does."""
+    looked, size = [], integrity._size
+
+    def remove_first(path):
+        if path.is_relative_to(checkpoints.directory / "00000001") and not looked.append(path) and len(looked) == 3:
+            remove_step(checkpoints.directory / "00000001")
+        return size(path)
+
+    monkeypatch.setattr(integrity, "_size", remove_first)
+    assert survey(checkpoints.directory) == {2: ""} and len(looked) >= 3
+    there = {step: checkpoints.directory / f"{step:08d}" for step in (1, 2)}
+    monkeypatch.setattr(listing, "complete", lambda directory: there)
+    assert saved_steps(checkpoints.directory).keys() == {2}
+    assert size(checkpoints.directory / "00000002/commit.json/more") is None and size(checkpoints.directory) is None
+
+
+def test_steps_come_and_go_under_whoever_lists_them(checkpoints):
+    """Hundreds of looks at two steps, one of which is there or not."""
+    ended, errors = threading.Event(), []
+
+    def come_and_go():
+        path = checkpoints.directory / "00000001"
+        kept = path.with_name(".kept")
+        shutil.copytree(path, kept)
+        while not ended.is_set():
+            remove_step(path)
+            shutil.copytree(kept, path.with_name(".new"))
+            path.with_name(".new").rename(path)
+
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(300):
+            assert {step for step, why in survey(checkpoints.directory).items() if not why} in ({1, 2}, {2})
+            assert latest_record(checkpoints.directory)["step"] == 2
+    except OSError as error:
+        errors.append(error)
+    finally:
+        ended.set()
+        thread.join()
+    assert not errors
