@@ -44,18 +44,20 @@ def finish(
     model: Decoder | None,
     rollbacks: Sequence[Mapping[str, Any]] = (),
     problem: str = "",
+    read: Mapping[str, str] | None = None,
 ) -> None:
     """Draws curves.png; prints completions of observe.prompts, the summary, and what to try next.
 
     `step` is the number of finished steps, `ending` why these are not all, or empty, `found` at how many of them something was
     wrong with the batch. `model` is None where this process does not hold all of it. `rollbacks` are
-    those of checkpoint/rollback.py. With a `problem`, the weights are of no use: no completions, and nothing to try.
+    those of checkpoint/rollback.py. With a `problem`, the weights are of no use: no completions, and nothing to try. `read`
+    says of each evaluation set what it is now (see validation.py): evaluations of what it was before are not in the summary.
     """
     notes = [f"Something was wrong with the batches of {found:,} steps (data.zero_weight)."] if found else []
     if problem:
         notes.append(problem)
-    if ending:
-        notes.append(f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}")
+    early = f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}" if ending else ""
+    notes += [early] if early else []
     folder = Path(config.output_dir, config.run_name)
     records, launches = read_metrics(folder), read_launches(folder)
     seconds = goodput(read_clock(folder)) or clock.seconds()
@@ -69,7 +71,7 @@ def finish(
     if config.observe.plot:
         files["curves"] = folder / "curves.png"
         left_out = [rollback["left_out"] for rollback in rollbacks]
-        resumes = [launch["step"] for launch in launches if launch["step"]]
+        resumes = [launch["step"] for launch in launches if 0 < launch["step"] < step]
         changes = [span.step for span in data.plan.spans[1:]]
         plot_curves(records, files["curves"], config.run_name, data.plan.describe(), left_out, resumes, changes)
     comparison = "\n".join(
@@ -84,12 +86,19 @@ def finish(
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})
     notes += filter(None, [counted(last, rollbacks)])
     words = {"comparison": comparison, "ending": "\n".join(notes), "made_by": made_by}
-    console.print(summary(config.run_name, step, records, seconds, **words, files=files))
+    shown = [record for record in records if record["kind"] != "eval" or _is_of_now(record, read or {})]
+    console.print(summary(config.run_name, step, shown, seconds, **words, files=files))
     commands = {} if problem else _next_commands(config, folder)
     for what, command in commands.items():
         console.print(Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True)  # to be copied whole
-    if ending:
-        console.print(Text(notes[-1], "bold yellow"), soft_wrap=True)
+    if early:
+        console.print(Text(early, "bold yellow"), soft_wrap=True)
+
+
+def _is_of_now(record: Mapping[str, Any], read: Mapping[str, str]) -> bool:
+    """Whether an evaluation is of a set that there still is, and of the text that it is now."""
+    now = read.get(record["set"])
+    return now is not None and record.get("data", now) == now
 
 
 def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list[str]:

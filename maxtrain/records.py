@@ -43,6 +43,7 @@ class Records:
         self.peak: Peak | None = None  # of one device, which the speed is compared with
         self._waited = 0.0  # seconds that steps had waited for their batches at the last record
         self._logs: list[MetricsLog | TensorBoard] = []
+        self.made_before = 0  # the last step of the records that were dropped, known to process 0
         self.end_at: int | None = None  # the step of the last record of why the run ended early, known to process 0
         self._metrics: MetricsLog | None = None  # the one of these that checkpoints remember, on process 0
         self.restore(None, [])
@@ -118,6 +119,7 @@ class Records:
             self._logs.append(log)
             self._metrics = log
             self.end_at = log.end_at
+            self.made_before = log.dropped_to
             if self._config.observe.tensorboard:
                 try:
                     self._logs.append(TensorBoard(folder, step))

@@ -132,7 +132,7 @@ class StopRequest:
     @staticmethod
     def _end(code: int, text: str) -> None:
         """Ends the process, even if whoever reads stderr does not."""
-        text += " Run the same command again: it goes on where it was."
+        text += " Run the same command again: it goes on from the last checkpoint."
         show_cursor = "\033[?25h" if sys.stderr.isatty() else ""
         teller = threading.Thread(
             target=print, args=(show_cursor + text,), kwargs={"file": sys.stderr, "flush": True}, daemon=True

@@ -51,7 +51,8 @@ def status(folder: Path, console: Console) -> None:
         for cause, spent in seconds.items():
             table.add_row(f"{spent:,.1f}", f"{spent / total:.1%}", f"{cause}: {_ABOUT.get(cause, cause)}")
         console.print(table)
-        console.print(f"goodput: {seconds.get('step', 0.0) / total:.1%} of {total:,.1f} s in {len(launches)} launches")
+        count = f"{len(launches)} launches" if len(launches) > 1 else "one launch"
+        console.print(f"goodput: {seconds.get('step', 0.0) / total:.1%} of {total:,.1f} s in {count}")
     if attempts:
         table = Table(box=None)
         for name in ("attempt", "processes", "began", "from step", "to step", "saved", "lost s", "ended with"):

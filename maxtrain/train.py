@@ -143,10 +143,7 @@ def run_from_newest(config: RunConfig, attempt: int, stop: StopRequest) -> None:
         try:
             state = loop.restore(saved)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
-            watchdog.begin(lambda: loop.step, run_folder.id)
-            records.open_logs(loop.step, loop.again, run_folder.id)
-            if chief and loop.step < num_steps:
-                note_launch(job, run_folder, loop.step)
+            begin_books(loop, watchdog, saved is None)
             if not loop.done():
                 if warning := checkpoints.require_space(job.abstract):
                     progress.message(warning, style="yellow")
@@ -175,7 +172,19 @@ def conclude(loop: "Loop", state: TrainState) -> None:
         whole = jax.process_count() == 1  # else this process does not hold all of the model
         model = nnx.merge(job.graphdef, eval_params(state)) if whole else None
         found, ending = records.guard.found, records.ending
-        finish(job.config, job.data, job.sets, loop.step, loop.clock, ending, found, model, loop.rollbacks, problem)
+        finish(
+            job.config,
+            job.data,
+            job.sets,
+            loop.step,
+            loop.clock,
+            ending,
+            found,
+            model,
+            loop.rollbacks,
+            problem,
+            loop.validation.read,
+        )
     if problem:
         raise DivergedError(problem)
 
@@ -185,6 +194,19 @@ def take_locks(held: contextlib.ExitStack, folder: Path, second: Path | None) ->
     held.enter_context(RunLock(folder))
     if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
         held.enter_context(RunLock(second.parent, needed=False))
+
+
+def begin_books(loop: "Loop", watchdog: Watchdog, is_new: bool) -> None:
+    """Opens what this launch writes into the run's folder; `is_new`: it begins at step 1."""
+    records = loop.records
+    if not loop.done():  # else no time is spent on the run
+        watchdog.begin(lambda: loop.step, loop.run_folder.id)
+    records.open_logs(loop.step, loop.again, loop.run_folder.id)
+    if is_new and records.made_before:
+        rule = f"There is no checkpoint, so steps 1 to {records.made_before:,}, which are on record, are made again"
+        loop.progress.message(f"{rule}.", style="yellow")
+    if jax.process_index() == 0 and not loop.done():
+        note_launch(loop.job, loop.run_folder, loop.step)
 
 
 def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
@@ -270,7 +292,7 @@ class Loop:
         if self.data.start == record["cursor"]:
             changed = f"What was read before step {self.step:,} is not what this config says: accepted"
             self.progress.message(f"{changed}, by data.accept_changes. The plan begins there.", style="yellow")
-        if record["num_steps"] != self.data.plan.num_steps:
+        if record["num_steps"] != self.data.plan.num_steps and self.step < self.data.plan.num_steps:
             planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
             self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
         return state
@@ -304,7 +326,7 @@ class Loop:
         """What to say of a run that has nothing left to do."""
         asked = self.data.plan.num_steps
         if self.records.ending:
-            return f"ended early, and would again. {self.records.ending}"
+            return f"ended early, and would again: {self.records.ending}"
         if self.step > asked:
             return f"has {self.step:,} steps, more than the {asked:,} that are asked for. Nothing of it is dropped."
         return f"has all {asked:,} steps."

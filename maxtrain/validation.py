@@ -63,7 +63,8 @@ class Validation:
         if self.stale.get(name, 0) < patience or name not in self.best:
             return ""
         best = self.best[name]
-        since = f"the last {self.stale[name]:,} evaluations of eval.sets.{name} brought no lower loss"
+        count = f"{self.stale[name]:,} evaluations" if self.stale[name] > 1 else "evaluation"
+        since = f"the last {count} of eval.sets.{name} brought no lower loss"
         mend = "Set eval.stop_patience higher, or to null, to go on"
         return f"{since} than {best['nll']:.4f} after step {best['step']:,} ({STOP_PATIENCE}={patience}). {mend}."
 

@@ -50,7 +50,7 @@ def test_a_run_ends_when_evaluations_get_no_better_and_says_so_again(config, cap
     )
     assert records[-1]["kind"] == "end" and words in records[-1]["ending"]
     assert train(config, "stuck", *STUCK) == (0, records)
-    assert "ended early, and would again. the last 2 evaluations" in " ".join(capsys.readouterr().out.split())
+    assert "ended early, and would again: the last 2 evaluations" in " ".join(capsys.readouterr().out.split())
     code, records = train(config, "stuck", *STUCK[:2], "eval.stop_patience=3")
     assert code == 0 and evaluated(records) == [2, 4, 6, 8] and saved(config, "stuck")[-1] == 8
     code, records = train(config, "stuck", *STUCK[:2])

@@ -64,10 +64,13 @@ def test_a_set_that_is_new_to_a_finished_run_is_read_once(config, finished, agai
     assert "Nothing to do" in said and len(evaluations) == 2
 
 
-def test_a_set_that_is_another_text_now_is_read_as_that(config, again):
+def test_a_set_that_is_another_text_now_is_read_as_that(config, finished, again):
     said, evaluations = again(f"eval.sets.val.path={config.parent}/more/data/eval")
     assert "eval.sets.val was" in said and f"Evaluates val, which step {STEPS}" in said and "lost" not in said
     assert evaluations == [("val", STEPS)] * 2
+    said, _ = again(f"eval.sets.val.path={config.parent}/data/eval")
+    first = next(r for r in read_metrics(finished) if r["kind"] == "eval")
+    assert f" val {first['nll']:.4f} " in said, "the summary has the text that it is now"
     said, evaluations = again(f"eval.sets.val.path={config.parent}/more/data/eval")
     assert "Nothing to do" in said and len(evaluations) == 2
 

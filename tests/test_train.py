@@ -329,7 +329,7 @@ def test_or_it_ends_the_run_in_good_order(config, without_targets, capsys):
     records = read_metrics(folder_of(config, "stop"))
     assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
     again = capsys.readouterr().out
-    assert "stop ended early, and would again. step 3: the batch has 0 target" in " ".join(again.split())
+    assert "stop ended early, and would again: step 3: the batch has 0 target" in " ".join(again.split())
     assert again.splitlines()[-1] == printed.splitlines()[-1] and read_metrics(folder_of(config, "stop")) == records
     assert train(config, "stop", *without_targets, "data.zero_weight=warn") == 0
     assert "ENDED EARLY" not in (on := capsys.readouterr().out) and "batches of 2 steps (data.zero_weight)" in on

@@ -57,7 +57,8 @@ class MetricsLog:
         kept: what the checkpoint of that step remembers of the records; None: nothing.
 
     `problems` has a text for everything that was found to be wrong with the file; it is put aside as it was. `end_at` is
-    the step of the last record of why the run ended early; None: there is none.
+    the step of the last record of why the run ended early; None: there is none. `dropped_to` is the last step of the
+    records that were dropped; 0: none was.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class MetricsLog:
             self.problems.append(f"{path} as it was is kept as {aside.name}; the run goes on without what can't be read.")
         before = [record for record in records if not _comes_again(record, resume_step, again)]
         lines = [_line(record) for record in before]
+        self.dropped_to = max((record["step"] for record in records if record["step"] > resume_step), default=0)
         self.end_at = next((record["step"] for record in reversed(before) if record["kind"] == "end"), None)
         if kept and Kept(len(lines[: kept.records]), _crc(lines[: kept.records])) != kept:
             self.problems.append(_gap(path, before, resume_step, kept))

@@ -16,6 +16,7 @@ from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_LONG = 1e6  # a perplexity that would make the table too wide
 _SMOOTHING = 50  # a point is the mean of at most one part in so many of the curve, to each side
 _LEAST_SMOOTHED = 2 * _SMOOTHING
 
@@ -56,7 +57,7 @@ def plot_curves(
     top.plot(steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train")
     for i, (name, series) in enumerate(evaluation_series(evals).items()):
         steps, values = _columns(series, "nll")
-        last = f", at the end {values[-1]:.4f}" if len(values) else ""
+        last = f", {values[-1]:.4f} at step {steps[-1]:,.0f}" if len(values) else ""
         top.plot(steps, values, ":o", color=f"C{1 + i % 9}", markersize=5, label=f"eval {name}{last}")
     for i, (first, last) in enumerate(left_out):
         top.axvspan(first - 0.5, last + 0.5, color="C3", alpha=0.15, linewidth=0, label=None if i else "left out")
@@ -157,7 +158,8 @@ def summary(
         files: what is where.
     """
     train = [r for r in records if r["kind"] == "train"]
-    evaluations = {r["set"]: r for r in records if r["kind"] == "eval"}
+    last = {r["set"]: r for r in records if r["kind"] == "eval"}
+    evaluations = {name if r["step"] == steps else f"{name}, step {r['step']:,}": r for name, r in last.items()}
     wall = sum(seconds.values())
     head = [f"{steps:,} steps"]
     if train:
@@ -168,8 +170,7 @@ def summary(
     if curve := terminal_curve([r["step"] for r in train], [r["loss"] for r in train]):
         parts += ["", Text(curve, "cyan", no_wrap=True)]
     if evaluations:
-        forms = {"nll": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "tokens": ",.0f"}
-        cells = {n: [format(r[key], form) if key in r else "-" for key, form in forms.items()] for n, r in evaluations.items()}
+        cells = {name: _evaluation(record) for name, record in evaluations.items()}
         parts += ["", _table(("evaluation", "nats/token", "perplexity", "bits/byte", "targets"), cells)]
     if comparison:
         parts.append(Text(comparison, "dim"))
@@ -179,6 +180,14 @@ def summary(
     for head, rows in ((("wall time", "", "share"), shares), (("files", ""), {k: [str(v)] for k, v in (files or {}).items()})):
         parts += ["", _table(head, rows)] if rows else []
     return Panel(Group(*parts), title=Text(run_name, "bold"), title_align="left", border_style="dim", padding=(0, 2))
+
+
+def _evaluation(record: Mapping[str, Any]) -> list[str]:
+    """The numbers of an evaluation as the cells of a row."""
+    forms = {"nll": ".4f", "perplexity": ".2f", "bits_per_byte": ".4f", "tokens": ",.0f"}
+    if record.get("perplexity", 0.0) >= _LONG:
+        forms["perplexity"] = ".4g"
+    return [format(record[key], form) if key in record else "-" for key, form in forms.items()]
 
 
 def _last_loss(train: Sequence[Mapping[str, Any]]) -> list[str]:
