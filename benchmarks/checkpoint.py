@@ -1,6 +1,8 @@
-"""Saving and restoring beside the disk's own speed, with and without checks, in turns; and flipped bits: how many are silent.
+"""Saving and restoring beside the disk's own speed, with and without checks, in turns; and flipped
+bits: how many are silent.
 
-    python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--pairs 20] [--flips 1000] [--directory DIR]
+    python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--pairs 20] [--flips 1000]
+    [--directory DIR]
 
 prints the tables of benchmarks/results/checkpoint.md.
 """
@@ -37,7 +39,8 @@ def sizes_only(path: Path, names: list[str]) -> Files:
 
 
 def forget(path: Path) -> None:
-    """Has the kernel drop what it keeps in memory of the files below a directory, so that they are read from the disk."""
+    """Has the kernel drop what it keeps in memory of the files below a directory, so that they are
+    read from the disk."""
     for file in [file for file in path.rglob("*") if file.is_file()]:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -53,7 +56,8 @@ def write_one(path: Path, content: memoryview) -> None:
 
 
 def read_one(path: Path, into: memoryview | None) -> None:
-    """One large sequential read, to a buffer that is used again (None), or to memory of that size."""
+    """One large sequential read, to a buffer that is used again (None), or to memory of that
+    size."""
     again = memoryview(bytearray(8 << 20))
     with path.open("rb", buffering=0) as file:
         at = 0
@@ -84,7 +88,9 @@ def by_orbax() -> Iterator[None]:
 
 
 def make_state(mib: int) -> dict[str, jax.Array]:
-    return {f"w{i:02d}": jax.random.normal(jax.random.key(i), (mib // 16 << 8, 1024)) for i in range(16)}
+    return {
+        f"w{i:02d}": jax.random.normal(jax.random.key(i), (mib // 16 << 8, 1024)) for i in range(16)
+    }
 
 
 class Times:
@@ -98,13 +104,18 @@ class Times:
             forget(cold)
         begin, cpu = time.perf_counter(), time.process_time()
         jax.block_until_ready(job())
-        self.all.setdefault(what, []).append((time.perf_counter() - begin, time.process_time() - cpu))
+        self.all.setdefault(what, []).append(
+            (time.perf_counter() - begin, time.process_time() - cpu)
+        )
         print(f"{what}: {self.all[what][-1][0]:.2f} s", file=sys.stderr, flush=True)
 
     def table(self, mib: int) -> Iterator[str]:
         yield "| what | times | s, median | quarter below | least | GB/s | s of processors |\n|:--|--:|--:|--:|--:|--:|--:|"
         for what, times in self.all.items():
-            walls, cpu = sorted(wall for wall, _ in times), statistics.median(cpu for _, cpu in times)
+            walls, cpu = (
+                sorted(wall for wall, _ in times),
+                statistics.median(cpu for _, cpu in times),
+            )
             wall, quarter, least = statistics.median(walls), walls[len(walls) // 4], walls[0]
             speed = mib / 1024 * 1.0737 / wall
             yield f"| {what} | {len(times)} | {wall:.2f} | {quarter:.2f} | {least:.2f} | {speed:.2f} | {cpu:.2f} |"
@@ -116,25 +127,41 @@ def costs(directory: Path, mib: int, rounds: int) -> None:
     content = memoryview(b"".join(np.asarray(x).tobytes() for x in state.values()))
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False, keep=1))
     behind = Checkpoints(directory.with_name("behind"), CheckpointConfig(asynchronous=True, keep=1))
-    packed = Checkpoints(directory.with_name("packed"), CheckpointConfig(asynchronous=False, keep=1))
+    packed = Checkpoints(
+        directory.with_name("packed"), CheckpointConfig(asynchronous=False, keep=1)
+    )
     packed._orbax.close()
     packed._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())  # compressed, in few files
     times = Times()
-    one, restore = directory.with_name("one") / "file", functools.partial(checkpoints.restore, state)
+    one, restore = (
+        directory.with_name("one") / "file",
+        functools.partial(checkpoints.restore, state),
+    )
     one.parent.mkdir()
     for number in range(rounds):
         times.note("one sequential write, fsync", functools.partial(write_one, one, content))
         times.note("save", functools.partial(checkpoints.save, number, state, {}))
-        times.note("save, asynchronous: until training goes on", functools.partial(behind.save, number, state, {}))
+        times.note(
+            "save, asynchronous: until training goes on",
+            functools.partial(behind.save, number, state, {}),
+        )
         times.note("save, asynchronous: the rest, behind", behind.wait)
         times.note("save as before, compressed", functools.partial(packed.save, number, state, {}))
-        times.note("one sequential read, 8 MiB at a time", functools.partial(read_one, one, None), one.parent)
+        times.note(
+            "one sequential read, 8 MiB at a time",
+            functools.partial(read_one, one, None),
+            one.parent,
+        )
         fresh = "one sequential read, to memory of that size"
         times.note(fresh, lambda: read_one(one, memoryview(bytearray(mib << 20))), one.parent)
         times.note("restore", restore, directory)
         with by_orbax():
             times.note("restore by Orbax", restore, directory)
-        times.note("restore as before, compressed", functools.partial(packed.restore, state), packed.directory)
+        times.note(
+            "restore as before, compressed",
+            functools.partial(packed.restore, state),
+            packed.directory,
+        )
         times.note("digests alone", functools.partial(tree_digests, state))
     for each in (checkpoints, behind, packed):
         each.close()
@@ -142,7 +169,8 @@ def costs(directory: Path, mib: int, rounds: int) -> None:
 
 
 def checks(directory: Path, mib: int, pairs: int) -> None:
-    """Each job with checks and without in turns, and nothing else between them: the first pair warms up."""
+    """Each job with checks and without in turns, and nothing else between them: the first pair
+    warms up."""
     state, times = make_state(mib), Times()
     for job in ("save", "asynchronous save", "restore"):
         config = CheckpointConfig(asynchronous=job == "asynchronous save", keep=1)
@@ -167,10 +195,18 @@ def checks(directory: Path, mib: int, pairs: int) -> None:
 def damage(directory: Path, count: int) -> None:
     """Flips, truncations and removals of one file at a time."""
     rng, told = random.Random(1), {"flipped bit": [0, 0], "truncated": [0, 0], "removed": [0, 0]}
-    state = {"w": jax.random.normal(jax.random.key(0), (64, 96)), "zeros": jnp.zeros((256, 64)), "step": jnp.int32(1)}
+    state = {
+        "w": jax.random.normal(jax.random.key(0), (64, 96)),
+        "zeros": jnp.zeros((256, 64)),
+        "step": jnp.int32(1),
+    }
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False))
     checkpoints.save(1, state, {"cursor": list(range(50))})
-    files = sorted(file for file in (directory / "00000001").rglob("*") if file.is_file() and file.stat().st_size)
+    files = sorted(
+        file
+        for file in (directory / "00000001").rglob("*")
+        if file.is_file() and file.stat().st_size
+    )
     sizes = [file.stat().st_size for file in files]
     for number in range(count):
         for what, tally in told.items():
@@ -180,7 +216,9 @@ def damage(directory: Path, count: int) -> None:
             whole = file.read_bytes()
             at = rng.randrange(len(whole))
             if what == "flipped bit":
-                file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :])
+                file.write_bytes(
+                    whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
+                )
             elif what == "truncated":
                 os.truncate(file, at)
             else:
@@ -196,18 +234,31 @@ def damage(directory: Path, count: int) -> None:
     print("\n| damage | trials | noticed | silent | 95 % upper bound |\n|:--|--:|--:|--:|--:|")
     for what, (trials, noticed) in told.items():
         silent = trials - noticed
-        print(f"| {what} | {trials:,} | {noticed:,} | {silent} | {f'{3 / trials:.2%}' if not silent else ''} |")
+        print(
+            f"| {what} | {trials:,} | {noticed:,} | {silent} | {f'{3 / trials:.2%}' if not silent else ''} |"
+        )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.checkpoint", description=__doc__)
-    parser.add_argument("--mib", type=int, default=1024, help="size of the state, a multiple of 16 (default: %(default)s)")
+    parser.add_argument(
+        "--mib",
+        type=int,
+        default=1024,
+        help="size of the state, a multiple of 16 (default: %(default)s)",
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=20, help="with checks and without (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=20, help="with checks and without (default: %(default)s)"
+    )
     parser.add_argument("--flips", type=int, default=1000)
-    parser.add_argument("--directory", help="where to write (default: the system's temporary directory)")
+    parser.add_argument(
+        "--directory", help="where to write (default: the system's temporary directory)"
+    )
     asked = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}; {asked.mib:,} MiB\n")
+    print(
+        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}; {asked.mib:,} MiB\n"
+    )
     with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
         if asked.rounds:
             costs(Path(folder, "costs"), asked.mib, asked.rounds)

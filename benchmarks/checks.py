@@ -1,11 +1,14 @@
-"""What checks cost in a training step, those that are on by default and those of `integrity`: taking turns step by step.
+"""What checks cost in a training step, those that are on by default and those of `integrity`:
+taking turns step by step.
 
     python -m benchmarks.checks [--write] [--steps 12]
 
-The step is that of benchmarks.train_step in bfloat16. The bare one has the watch on anomalies replaced by constants; digests
-of parameters and batch are taken once per record, of which there is one in LOG_INTERVAL steps; the invariants of a batch are
-checked on the host while the device is at work, so that they cost a step nothing unless the host is the slower one. The
-checks of `integrity` are made once in INTEGRITY_INTERVAL steps; what copies between devices cost to compare is their digests.
+The step is that of benchmarks.train_step in bfloat16. The bare one has the watch on anomalies
+replaced by constants; digests of parameters and batch are taken once per record, of which there is
+one in LOG_INTERVAL steps; the invariants of a batch are checked on the host while the device is at
+work, so that they cost a step nothing unless the host is the slower one. The checks of `integrity`
+are made once in INTEGRITY_INTERVAL steps; what copies between devices cost to compare is their
+digests.
 """
 
 import argparse
@@ -39,7 +42,13 @@ def _no_judge(watch: Any, *_: Any) -> Verdict:
     """A verdict that nothing has to be computed for."""
     no, zeros = jnp.zeros((), bool), jnp.zeros(3)
     found = jnp.zeros(len(ANOMALIES), bool)
-    metrics = {"found": found, "anomalies": watch.found, "halted": no, "median": zeros, "deviation": zeros}
+    metrics = {
+        "found": found,
+        "anomalies": watch.found,
+        "halted": no,
+        "median": zeros,
+        "deviation": zeros,
+    }
     return Verdict(no, no, watch, metrics)
 
 
@@ -62,7 +71,10 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
             bare = Variant("bfloat16", "none")
     watched = Variant("bfloat16", "none")
     mesh = watched.batch["inputs"].sharding.mesh
-    integrity = Integrity(IntegrityConfig(replicas_interval=INTEGRITY_INTERVAL, repeat_interval=INTEGRITY_INTERVAL), mesh)
+    integrity = Integrity(
+        IntegrityConfig(replicas_interval=INTEGRITY_INTERVAL, repeat_interval=INTEGRITY_INTERVAL),
+        mesh,
+    )
     host = {name: np.asarray(x) for name, x in watched.batch.items()}
     calls: dict[str, Callable[[], Any]] = {
         "bare": bare.run,
@@ -71,23 +83,45 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
         "digests": lambda: (digests(watched.state.params), digests(watched.batch)),
         "guard": lambda: check_batch(host, MODEL.vocab_size or 0, str),
         "copies": lambda: integrity.check(INTEGRITY_INTERVAL, watched.state),
-        "again": lambda: integrity.repeat(INTEGRITY_INTERVAL, watched.compiled, watched.state, watched.batch),
+        "again": lambda: integrity.repeat(
+            INTEGRITY_INTERVAL, watched.compiled, watched.state, watched.batch
+        ),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for step in range(steps + 2):
         for name, call in calls.items():
-            seconds[name].append(call() if name in ("bare", "finite", "watched") else _seconds(call))
+            seconds[name].append(
+                call() if name in ("bare", "finite", "watched") else _seconds(call)
+            )
         print(f"step {step + 1} of {steps + 2}", file=sys.stderr)
     step, looked, watch = (np.array(seconds[name][2:]) for name in ("bare", "finite", "watched"))
-    digest, guard, copies, again = (statistics.median(seconds[name][2:]) for name in ("digests", "guard", "copies", "again"))
+    digest, guard, copies, again = (
+        statistics.median(seconds[name][2:]) for name in ("digests", "guard", "copies", "again")
+    )
     base = float(np.median(step))
     return [
         ("bare step", base, 0.0),
-        ("step that looks whether its result is finite", float(np.median(looked)), float(np.median(looked / step)) - 1),
-        ("and with the watch on anomalies", float(np.median(watch)), float(np.median(watch / step)) - 1),
-        (f"digests of parameters and batch, once in {LOG_INTERVAL} steps", digest, digest / base / LOG_INTERVAL),
+        (
+            "step that looks whether its result is finite",
+            float(np.median(looked)),
+            float(np.median(looked / step)) - 1,
+        ),
+        (
+            "and with the watch on anomalies",
+            float(np.median(watch)),
+            float(np.median(watch / step)) - 1,
+        ),
+        (
+            f"digests of parameters and batch, once in {LOG_INTERVAL} steps",
+            digest,
+            digest / base / LOG_INTERVAL,
+        ),
         ("invariants of a batch, on the host meanwhile", guard, guard / base),
-        (f"integrity.replicas_interval={INTEGRITY_INTERVAL}: copies compared", copies, copies / base / INTEGRITY_INTERVAL),
+        (
+            f"integrity.replicas_interval={INTEGRITY_INTERVAL}: copies compared",
+            copies,
+            copies / base / INTEGRITY_INTERVAL,
+        ),
         (
             f"integrity.repeat_interval={INTEGRITY_INTERVAL}: a step made again and compared",
             again + copies,
@@ -97,13 +131,22 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checks", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} in benchmarks/results")
-    parser.add_argument("--steps", type=int, default=12, help="counted steps of each kind, after two that are not")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.checks", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {RESULTS.name} in benchmarks/results"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=12, help="counted steps of each kind, after two that are not"
+    )
     options = parser.parse_args(argv)
     if not accelerator_present():
         keep_host_memory()
-    rows = [f"| {what} | {1e3 * seconds:,.1f} | {share:+.2%} |" for what, seconds, share in measure(options.steps)]
+    rows = [
+        f"| {what} | {1e3 * seconds:,.1f} | {share:+.2%} |"
+        for what, seconds, share in measure(options.steps)
+    ]
     text = "\n".join(
         [
             "# What the checks cost",

@@ -1,9 +1,11 @@
-"""What loading costs: tokens per second of the host's batches, a launch anywhere in a run, many shards, and memory.
+"""What loading costs: tokens per second of the host's batches, a launch anywhere in a run, many
+shards, and memory.
 
     python -m benchmarks.data [--write]
 
-Makes shards of random tokens (documents of 600 tokens on average) in a temporary directory, so nothing has to be there; all
-of it fits in the page cache. The process is pinned to one core. Every figure is the median of several runs.
+Makes shards of random tokens (documents of 600 tokens on average) in a temporary directory, so
+nothing has to be there; all of it fits in the page cache. The process is pinned to one core. Every
+figure is the median of several runs.
 """
 
 import dataclasses
@@ -55,12 +57,21 @@ def make_source(directory: Path, seed: int, documents: int) -> Path:
     kept = CharTokenizer(map(chr, range(1000, 1000 + VOCAB_SIZE - 1)), eod=True)
     kept.save(directory)
     special = {"eod": kept.eod_id}
-    tokenizer = {"name": "random", "sha256": kept.sha256, "vocab_size": kept.vocab_size, "special_ids": special}
-    Manifest(tokenizer, "uint16", "append", 4 * sum(e.tokens for e in entries), tuple(entries)).save(directory)
+    tokenizer = {
+        "name": "random",
+        "sha256": kept.sha256,
+        "vocab_size": kept.vocab_size,
+        "special_ids": special,
+    }
+    Manifest(
+        tokenizer, "uint16", "append", 4 * sum(e.tokens for e in entries), tuple(entries)
+    ).save(directory)
     return directory
 
 
-def median_seconds(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+def median_seconds(
+    work: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Median time of one call, in seconds."""
     seconds = []
     for _ in range(REPEATS):
@@ -71,9 +82,12 @@ def median_seconds(work: Callable[[], object], clock: Callable[[], float] = time
 
 
 def rates(data: TrainingData) -> list[float]:
-    """Millions of targets per second: `.batch` in a loop, then through grain; each by wall clock and by processor time."""
+    """Millions of targets per second: `.batch` in a loop, then through grain; each by wall clock
+    and by processor time."""
     steps = max(10, min(3000, TOKENS // (data.config.batch_size * data.config.seq_length)))
-    for shards in data.shards:  # every block was read and compared with its crc32 before the clock starts
+    for (
+        shards
+    ) in data.shards:  # every block was read and compared with its crc32 before the clock starts
         shards.read(0, shards.num_tokens)
     targets = sum(data.batch(step).num_targets for step in range(steps))
 
@@ -89,27 +103,40 @@ def rates(data: TrainingData) -> list[float]:
 
 
 def speeds(work: Callable[[], object], targets: int) -> list[float]:
-    """Millions of targets per second of something that reads so many, by wall clock and by processor time."""
+    """Millions of targets per second of something that reads so many, by wall clock and by
+    processor time."""
     work()
-    return [targets / median_seconds(work, clock) / 1e6 for clock in (time.perf_counter, time.process_time)]
+    return [
+        targets / median_seconds(work, clock) / 1e6
+        for clock in (time.perf_counter, time.process_time)
+    ]
 
 
 def first_fit(shards: TokenShards, rows: int, length: int) -> list[float]:
-    """The same of grain's own pipeline: one document an element, shuffled, packed by its first fit, batched.
+    """The same of grain's own pipeline: one document an element, shuffled, packed by its first fit,
+    batched.
 
-    Rows have tokens, segment ids and positions, but neither targets apart from inputs, nor a loss mask, nor any check.
+    Rows have tokens, segment ids and positions, but neither targets apart from inputs, nor a loss
+    mask, nor any check.
     """
 
     def document(number: int) -> dict[str, np.ndarray]:
         first, size = shards.document(number)
         return {"tokens": shards.read(first, min(size, length))}
 
-    documents = grain.MapDataset.range(shards.num_documents).shuffle(seed=0).map(document).to_iter_dataset()
-    packed = FirstFitPackIterDataset(documents, length_struct={"tokens": length}, num_packing_bins=rows).batch(rows)
+    documents = (
+        grain.MapDataset.range(shards.num_documents).shuffle(seed=0).map(document).to_iter_dataset()
+    )
+    packed = FirstFitPackIterDataset(
+        documents, length_struct={"tokens": length}, num_packing_bins=rows
+    ).batch(rows)
     num_batches = max(2, min(100, TOKENS // 8 // (rows * length)))
 
     def some() -> int:
-        return sum(int(np.count_nonzero(batch["tokens_segment_ids"])) for batch in itertools.islice(packed, num_batches))
+        return sum(
+            int(np.count_nonzero(batch["tokens_segment_ids"]))
+            for batch in itertools.islice(packed, num_batches)
+        )
 
     return speeds(some, some())
 
@@ -128,11 +155,14 @@ class Windows:
 
 
 def data_loader(shards: TokenShards, rows: int, length: int) -> list[float]:
-    """The same of grain's own DataLoader: one row an element, shuffled, batched in its process. Rows are nothing but tokens."""
+    """The same of grain's own DataLoader: one row an element, shuffled, batched in its process.
+    Rows are nothing but tokens."""
     source = Windows(shards, length)
     sampler = grain.samplers.IndexSampler(len(source), shuffle=True, seed=0)
     loader = grain.DataLoader(
-        data_source=source, sampler=sampler, operations=[grain.transforms.Batch(rows, drop_remainder=True)]
+        data_source=source,
+        sampler=sampler,
+        operations=[grain.transforms.Batch(rows, drop_remainder=True)],
     )
     num_batches = max(2, min(200, TOKENS // (rows * length)))
 
@@ -149,19 +179,33 @@ def many_shards(directory: Path, source: Path, number: int) -> Path:
     (directory / TOKENIZER).hardlink_to(source / TOKENIZER)
     for nth in range(number):
         for suffix in (".bin", ".idx", ".crc"):
-            (directory / f"tokens-{nth:05d}{suffix}").hardlink_to((source / manifest.shards[0].path).with_suffix(suffix))
-    shards = tuple(dataclasses.replace(manifest.shards[0], path=f"tokens-{nth:05d}.bin") for nth in range(number))
+            (directory / f"tokens-{nth:05d}{suffix}").hardlink_to(
+                (source / manifest.shards[0].path).with_suffix(suffix)
+            )
+    shards = tuple(
+        dataclasses.replace(manifest.shards[0], path=f"tokens-{nth:05d}.bin")
+        for nth in range(number)
+    )
     dataclasses.replace(manifest, shards=shards).save(directory)
     return directory
 
 
 def memory(path: Path) -> dict[str, float]:
-    """MiB of this process after it read everything in a directory once: of its own, and of mapped files."""
-    data = open_training(DataConfig({"a": SourceConfig(str(path))}, batch_size=64, seq_length=4096), seed=0, steps="auto")
+    """MiB of this process after it read everything in a directory once: of its own, and of mapped
+    files."""
+    data = open_training(
+        DataConfig({"a": SourceConfig(str(path))}, batch_size=64, seq_length=4096),
+        seed=0,
+        steps="auto",
+    )
     for _ in data.iterate(0):
         pass
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
-    return {words[0][:-1]: int(words[1]) / 1024 for words in lines if words and words[0] in {"RssAnon:", "RssFile:"}}
+    return {
+        words[0][:-1]: int(words[1]) / 1024
+        for words in lines
+        if words and words[0] in {"RssAnon:", "RssFile:"}
+    }
 
 
 def resume_lines(paths: list[Path]) -> list[str]:
@@ -169,14 +213,23 @@ def resume_lines(paths: list[Path]) -> list[str]:
     sources = {path.name: SourceConfig(str(path), 1.0, None) for path in paths}
     config = DataConfig(sources=sources, batch_size=8, seq_length=4096)
     steps = 2 * max(CURSORS) // 8
-    seconds = {row: median_seconds(lambda row=row: open_training(config, 0, steps).batch(row // 8)) for row in CURSORS}
-    return [f"| launch and first batch at row {row:.0e} of a run | {value:.4f} s |" for row, value in seconds.items()]
+    seconds = {
+        row: median_seconds(lambda row=row: open_training(config, 0, steps).batch(row // 8))
+        for row in CURSORS
+    }
+    return [
+        f"| launch and first batch at row {row:.0e} of a run | {value:.4f} s |"
+        for row, value in seconds.items()
+    ]
 
 
 def scale_lines(root: Path, source: Path) -> list[str]:
     """Rows of the table: many shards, and memory."""
     few_tokens = make_source(root / "tiny", 2, 2 * 32)
-    many = DataConfig({"a": SourceConfig(str(many_shards(root / "many", few_tokens, SHARDS)), 1.0, None)}, seq_length=512)
+    many = DataConfig(
+        {"a": SourceConfig(str(many_shards(root / "many", few_tokens, SHARDS)), 1.0, None)},
+        seq_length=512,
+    )
     launch = median_seconds(lambda: open_training(many, 0, 10_000).batch(0))
     speed = rates(open_training(many, 0, 10_000))[0]
     copies = max(1, MEMORY_TOKENS // Manifest.load(source).shards[0].tokens)
@@ -196,17 +249,23 @@ def plan_milliseconds() -> float:
     """Look-up of 4,096 rows at global row 10^12 of a mixture of 6 sources."""
     weights = {name: 10.0**-i for i, name in enumerate("abcdef")}
     sources = {
-        name: PlanSource(f"uid-{name}", int(4e12 * weight), {4096: int(1e9 * weight)}) for name, weight in weights.items()
+        name: PlanSource(f"uid-{name}", int(4e12 * weight), {4096: int(1e9 * weight)})
+        for name, weight in weights.items()
     }
     named = {name: SourceConfig(name, weight, None) for name, weight in weights.items()}
-    plan = Plan.solve(0, sources, DataConfig(sources=named, seq_length=4096, batch_size=4096), 10**9)
+    plan = Plan.solve(
+        0, sources, DataConfig(sources=named, seq_length=4096, batch_size=4096), 10**9
+    )
     return 1e3 * median_seconds(lambda: plan.rows(10**12, 10**12 + 4096))
 
 
 def ahead(paths: list[Path]) -> list[str]:
-    """The lines of `benchmarks.prefetch`: in a process of its own, as jax would count in the figures of memory."""
+    """The lines of `benchmarks.prefetch`: in a process of its own, as jax would count in the
+    figures of memory."""
     command = [sys.executable, "-m", "benchmarks.prefetch", *map(str, paths)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    return subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.splitlines()
 
 
 def report() -> str:
@@ -220,20 +279,39 @@ def report() -> str:
     ]
     with tempfile.TemporaryDirectory() as root:
         sizes = {"a": DOCUMENTS, "b": DOCUMENTS // 8}
-        paths = [make_source(Path(root) / name, seed, size) for seed, (name, size) in enumerate(sizes.items())]
-        sources = {path.name: SourceConfig(str(path), weight, None) for path, weight in zip(paths, (0.8, 0.2), strict=True)}
+        paths = [
+            make_source(Path(root) / name, seed, size)
+            for seed, (name, size) in enumerate(sizes.items())
+        ]
+        sources = {
+            path.name: SourceConfig(str(path), weight, None)
+            for path, weight in zip(paths, (0.8, 0.2), strict=True)
+        }
         config = DataConfig(sources=sources, on_long="truncate")
         for packing, rows, length in ROWS:
-            config = dataclasses.replace(config, packing=packing, batch_size=rows, seq_length=length)
+            config = dataclasses.replace(
+                config, packing=packing, batch_size=rows, seq_length=length
+            )
             figures = rates(open_training(config, seed=0, steps=10_000))
-            lines.append(f"| {packing} | {rows} x {length:,} | " + " | ".join(f"{figure:,.1f}" for figure in figures) + " |")
-        for name, theirs in (("DataLoader, windows", data_loader), ("first fit, documents", first_fit)):
-            figures = " | ".join(f"{figure:,.1f}" for figure in theirs(TokenShards.open(paths[0]), 8, 4096))
+            lines.append(
+                f"| {packing} | {rows} x {length:,} | "
+                + " | ".join(f"{figure:,.1f}" for figure in figures)
+                + " |"
+            )
+        for name, theirs in (
+            ("DataLoader, windows", data_loader),
+            ("first fit, documents", first_fit),
+        ):
+            figures = " | ".join(
+                f"{figure:,.1f}" for figure in theirs(TokenShards.open(paths[0]), 8, 4096)
+            )
             lines.append(f"| grain's {name} of source a | 8 x 4,096 | | | {figures} |")
         config = dataclasses.replace(config, packing="stream")
         launch = median_seconds(lambda: open_training(config, seed=0, steps=10_000))
         lines += ["", "| what | figure |", "| --- | ---: |"]
-        lines += [f"| plan look-up, 4,096 rows at row 10^12, 6 sources | {plan_milliseconds():.2f} ms |"]
+        lines += [
+            f"| plan look-up, 4,096 rows at row 10^12, 6 sources | {plan_milliseconds():.2f} ms |"
+        ]
         lines += [f"| launch: open 2 sources, solve the plan | {launch:.4f} s |"]
         lines += [*resume_lines(paths), *scale_lines(Path(root), paths[0]), "", *ahead(paths)]
     return "\n".join(lines)

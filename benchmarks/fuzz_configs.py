@@ -1,13 +1,16 @@
-"""Random configs, each trained for two steps with evaluation, saves and a resume, or refused with a mend.
+"""Random configs, each trained for two steps with evaluation, saves and a resume, or refused with a
+mend.
 
     python -m benchmarks.fuzz_configs [--trials 300] [--seed 1] [--first 0] [--folder DIR]
 
-A trial draws values for some keys, most of them usual and some at the very ends of their ranges. What the checks refuse must
-be refused with a mend; what they name is then taken out, until the config is accepted or nothing is left to take out.
+A trial draws values for some keys, most of them usual and some at the very ends of their ranges.
+What the checks refuse must be refused with a mend; what they name is then taken out, until the
+config is accepted or nothing is left to take out.
 
-An accepted one trains two steps or so, with a checkpoint after each. Then the last checkpoint is removed, and the same
-command must come to the same numbers and the same arrays, bit for bit. It may also end with a message (a model that diverges, a
-document that is longer than a row), but never with a traceback, by a signal or not at all.
+An accepted one trains two steps or so, with a checkpoint after each. Then the last checkpoint is
+removed, and the same command must come to the same numbers and the same arrays, bit for bit. It may
+also end with a message (a model that diverges, a document that is longer than a row), but never
+with a traceback, by a signal or not at all.
 
 Exit code 1: something was found; its log and the command are named.
 """
@@ -45,7 +48,14 @@ CHANGES = {
     "checkpoint_interval": 1,
     "schedule": {"warmup_steps": 1},
     "precision": {},
-    "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 64},
+    "model": {
+        "num_layers": 1,
+        "embed_dim": 16,
+        "mlp_dim": 32,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "max_length": 64,
+    },
     "mesh": {"data": 2, "fsdp": 4, "simulated_devices": DEVICES},
 }
 MEND = re.compile(
@@ -57,7 +67,8 @@ NOT_DRAWN = re.compile(
     r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)"
     r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)|observe\..*|watchdog\..*|.*\.NAME\.?.*"
 )
-# Values of keys whose range says too little about what is usual; the others have the ends of their range and some in between.
+# Values of keys whose range says too little about what is usual; the others have the ends of their
+# range and some in between.
 HINTS: dict[str, Sequence[str]] = {
     "seed": ["0", "1", "4294967295"],
     "eval_interval": ["0", "1", "2", "3"],
@@ -122,7 +133,9 @@ HINTS: dict[str, Sequence[str]] = {
     "mesh.tensor": ["1", "2", "4", "8", "-1"],
     "checkpoint.keep": ["1", "2", "3"],
 }
-FOREIGN = {"model.attention": ["cudnn", "flash"]}  # values that need another device than this machine has
+FOREIGN = {
+    "model.attention": ["cudnn", "flash"]
+}  # values that need another device than this machine has
 # Drawn together, so that what belongs together is tried together more often than chance would.
 THEMES: Sequence[Sequence[str]] = (
     ("mesh.data=-1", "mesh.fsdp=1", "optimizer.zero=1"),
@@ -182,7 +195,8 @@ class Key(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a trial: trained, ended (with a message), refused (after all), or found (a bug, in words)."""
+    """What came of a trial: trained, ended (with a message), refused (after all), or found (a bug,
+    in words)."""
 
     kind: Literal["trained", "ended", "refused", "found"]
     words: str
@@ -203,7 +217,8 @@ def drawn_keys(section: Any = None, prefix: str = "") -> list[Key]:
 
 
 def _values(path: str, field: Any) -> list[str]:
-    """Values of a key without a hint: all of a choice; of a number the ends of its range, the default and some in between."""
+    """Values of a key without a hint: all of a choice; of a number the ends of its range, the
+    default and some in between."""
     options = [*typing.get_args(field.type)] or [field.type]
     limits = field.metadata
     values = []
@@ -222,7 +237,9 @@ def _values(path: str, field: Any) -> list[str]:
             least = limits["low"] if limits["low"] is not None else 1.2e-38
             most = limits["high"] if limits["high"] is not None else 3.4e38
             usual = field.default if isinstance(field.default, float) else 0.5
-            values += [str(x) for x in (least, usual, usual, 0.1, 0.5, 0.9, most) if least <= x <= most]
+            values += [
+                str(x) for x in (least, usual, usual, 0.1, 0.5, 0.9, most) if least <= x <= most
+            ]
     return [value for value in dict.fromkeys(values) if value not in FOREIGN.get(path, ())]
 
 
@@ -240,7 +257,8 @@ def draw(rng: random.Random, folder: Path) -> list[str]:
 
 
 def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] | None, int]:
-    """Overrides without those that the checks refuse; None: nothing is left to take out. And how often they refused.
+    """Overrides without those that the checks refuse; None: nothing is left to take out. And how
+    often they refused.
 
     Raises:
         AssertionError: a refusal without a mend.
@@ -254,7 +272,11 @@ def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] 
             for problem in error.problems:
                 assert MEND.search(problem.partition(". ")[2] or problem), f"no mend: {problem}"
             text = "\n".join(error.problems)
-            named = [o for o in left if re.search(rf"(?<![\w.]){re.escape(o.partition('=')[0])}(?![\w])", text)]
+            named = [
+                o
+                for o in left
+                if re.search(rf"(?<![\w.]){re.escape(o.partition('=')[0])}(?![\w])", text)
+            ]
             if not named:
                 return None, refusals + 1
             left.remove(named[-1])
@@ -275,7 +297,8 @@ def trial(
         runs: where the run directories are.
         name: of the run.
         overrides: what is tried.
-        run: does what the command does with such words; gives its exit code, or "hangs", and what it said.
+        run: does what the command does with such words; gives its exit code, or "hangs", and what
+            it said.
     """
     try:
         left, refusals = accepted(words, overrides)
@@ -288,7 +311,9 @@ def trial(
     if wrong := _wrong(code, said):
         return Outcome("found", wrong, left, refusals)
     if code:
-        return Outcome("refused" if code == 78 else "ended", f"exit {code}: {_message(said)}", left, refusals)
+        return Outcome(
+            "refused" if code == 78 else "ended", f"exit {code}: {_message(said)}", left, refusals
+        )
     folder = runs / name
     first = folder.with_name(f"{name}-first")
     shutil.copytree(folder, first)
@@ -302,8 +327,14 @@ def trial(
     code, said = run(command)
     if code:
         return Outcome("found", f"the resumed run: exit {code}: {_message(said)}", left, refusals)
-    different = [field.name for field in compare_records(read_metrics(first), read_metrics(folder)) if field.different]
-    step, count, arrays = compare_arrays(saved_digests(first / "checkpoints"), saved_digests(folder / "checkpoints"))
+    different = [
+        field.name
+        for field in compare_records(read_metrics(first), read_metrics(folder))
+        if field.different
+    ]
+    step, count, arrays = compare_arrays(
+        saved_digests(first / "checkpoints"), saved_digests(folder / "checkpoints")
+    )
     if different or arrays or (step, bool(count)) != (last, True):
         words_of = f"records {different}, arrays {arrays[:5]}, step {step} with {count} arrays"
         return Outcome("found", f"the resumed run is another one: {words_of}", left, refusals)
@@ -330,7 +361,9 @@ def _message(said: str) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the trials and prints what came of them; 1 if there is a find."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="number of the first trial")
@@ -345,7 +378,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = f"{options.seed}-{number}"
         overrides = draw(random.Random(name), folder)
         outcome = trial(
-            scene.words(name)[:1], scene.runs, name, overrides, lambda words, name=name: _forked(scene, name, words)
+            scene.words(name)[:1],
+            scene.runs,
+            name,
+            overrides,
+            lambda words, name=name: _forked(scene, name, words),
         )
         counts[outcome.kind] += 1
         counts["refused first"] += bool(outcome.refusals)
@@ -353,7 +390,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{name}: {outcome.kind} in {seconds:.0f} s {outcome.words}", flush=True)
         if outcome.kind != "trained":
             print(
-                "   ", " ".join(repr(override) if " " in override else override for override in outcome.overrides), flush=True
+                "   ",
+                " ".join(
+                    repr(override) if " " in override else override
+                    for override in outcome.overrides
+                ),
+                flush=True,
             )
         shutil.rmtree(folder / "cache", ignore_errors=True)
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
@@ -363,7 +405,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_scene(folder: Path) -> Scene:
     """Two sets of data, and the config that trials begin with."""
     scene = Scene(folder, 0.006, **CHANGES)  # some documents fit into a row, some do not
-    scene.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # twice as many trials in the same time
+    scene.environment["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0"  # twice as many trials in the same time
+    )
     (folder / "second").mkdir(exist_ok=True)
     if not (folder / "more").exists():
         make_data(folder / "more", 0.005)

@@ -1,4 +1,5 @@
-"""What benchmarks of one core share: the command line, the core, and the head of the file of results."""
+"""What benchmarks of one core share: the command line, the core, and the head of the file of
+results."""
 
 import argparse
 import os
@@ -8,14 +9,24 @@ from importlib.metadata import version
 from pathlib import Path
 
 
-def run(name: str, title: str, description: str, report: Callable[[], str], packages: tuple[str, ...], runs: str) -> None:
-    """The command `python -m benchmarks.NAME [--write]`: print what `report` measures, Markdown, on one core of this machine.
+def run(
+    name: str,
+    title: str,
+    description: str,
+    report: Callable[[], str],
+    packages: tuple[str, ...],
+    runs: str,
+) -> None:
+    """The command `python -m benchmarks.NAME [--write]`: print what `report` measures, Markdown, on
+    one core of this machine.
 
     `packages`: whose versions are named. `runs`: of what the figures are medians.
     """
     results = Path(__file__).parent / "results" / f"{name}.md"
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--write", action="store_true", help=f"write {results.parent.name}/{results.name}")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {results.parent.name}/{results.name}"
+    )
     arguments = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -35,4 +46,7 @@ def processor() -> str:
     """Its name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.processor())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if "model name" in line),
+        platform.processor(),
+    )

@@ -1,9 +1,11 @@
-"""What reading ahead and copying ahead are worth, where a step takes the device as long as its batch takes the host.
+"""What reading ahead and copying ahead are worth, where a step takes the device as long as its
+batch takes the host.
 
     python -m benchmarks.prefetch DIRECTORY...
 
-prints a table of benchmarks/results/data.md, for token shards as `benchmarks.data` makes them, which calls this. The step waits
-in a callback: like an accelerator's, it takes time, but none of the host's.
+prints a table of benchmarks/results/data.md, for token shards as `benchmarks.data` makes them,
+which calls this. The step waits in a callback: like an accelerator's, it takes time, but none of
+the host's.
 """
 
 import os
@@ -27,7 +29,8 @@ Arrays = dict[str, jax.Array]
 
 
 def run(batches: Iterable[Arrays], seconds: float, behind: int) -> float:
-    """Seconds for a step on each of the batches, waiting each time for the step so many before it."""
+    """Seconds for a step on each of the batches, waiting each time for the step so many before
+    it."""
 
     def wait(before: np.ndarray, token: np.ndarray) -> np.ndarray:
         time.sleep(seconds)
@@ -37,7 +40,11 @@ def run(batches: Iterable[Arrays], seconds: float, behind: int) -> float:
     def step(carry: jax.Array, batch: Arrays) -> jax.Array:
         return jax.pure_callback(wait, carry, carry, batch["inputs"][0, 0])
 
-    results = [step(jnp.zeros((), jnp.int32), {"inputs": jnp.zeros((ROWS, LENGTH), jnp.int32)}).block_until_ready()]
+    results = [
+        step(
+            jnp.zeros((), jnp.int32), {"inputs": jnp.zeros((ROWS, LENGTH), jnp.int32)}
+        ).block_until_ready()
+    ]
     started = time.perf_counter()
     for batch in batches:
         results.append(step(results[-1], {"inputs": batch["inputs"]}))
@@ -71,7 +78,10 @@ def rows(data: TrainingData) -> Iterator[str]:
         "one after the other: batch, copy, step": (one_by_one, 0),
         "the batch while the step before runs, as dispatch allows it": (one_by_one, 1),
         "batches read ahead by grain": (read_ahead, 1),
-        f"and copied ahead, as in training (data.prefetch={ahead})": (lambda: prefetch(read_ahead(), ahead), 1),
+        f"and copied ahead, as in training (data.prefetch={ahead})": (
+            lambda: prefetch(read_ahead(), ahead),
+            1,
+        ),
     }
     for name, (batches, behind) in ways.items():
         seconds = statistics.median(run(batches(), batch, behind) for _ in range(REPEATS)) / STEPS
@@ -84,7 +94,9 @@ def main(directories: list[str]) -> None:
     data = open_training(DataConfig(sources, batch_size=ROWS, seq_length=LENGTH), 0, 10_000)
     for shards in data.shards:
         shards.read(0, shards.num_tokens)
-    print(f"A device whose step takes as long as the host takes for a batch of {ROWS} x {LENGTH:,}, medians of {REPEATS}.\n")
+    print(
+        f"A device whose step takes as long as the host takes for a batch of {ROWS} x {LENGTH:,}, medians of {REPEATS}.\n"
+    )
     print("| what is done ahead | batch and copy, ms | step, ms | together, ms | of a step |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for line in rows(data):

@@ -1,11 +1,13 @@
-"""What preparing costs: tokens per second of one core, beside the `tokenizers` library called in a bare loop.
+"""What preparing costs: tokens per second of one core, beside the `tokenizers` library called in a
+bare loop.
 
     python -m benchmarks.prepare [--write]
 
-The documents are the running Python's standard library, tokenized with a BPE of 32,000 entries that is trained on it once and
-kept in the temporary directory. The bare loop encodes the same texts, one call each, and drops the ids; `prepare` also reads
-the files, checks the text, writes and digests the shards. Words that came before are known from the first turn on, which is
-not counted, as they are in a worker that has done its first unit. All run in this process, pinned to one core, in turn.
+The documents are the running Python's standard library, tokenized with a BPE of 32,000 entries that
+is trained on it once and kept in the temporary directory. The bare loop encodes the same texts, one
+call each, and drops the ids; `prepare` also reads the files, checks the text, writes and digests
+the shards. Words that came before are known from the first turn on, which is not counted, as they
+are in a worker that has done its first unit. All run in this process, pinned to one core, in turn.
 """
 
 import functools
@@ -36,10 +38,14 @@ REPEATS = 5
 
 def trained(pieces: list[Piece]) -> Tokenizer:
     """The tokenizer of this benchmark, trained if it is not there yet."""
-    folder = Path(tempfile.gettempdir()) / f"maxtrain-benchmark-bpe-{ENTRIES}-{version('tokenizers')}"
+    folder = (
+        Path(tempfile.gettempdir()) / f"maxtrain-benchmark-bpe-{ENTRIES}-{version('tokenizers')}"
+    )
     if not (folder / TOKENIZER).exists():
         folder.mkdir(exist_ok=True)
-        train_tokenizer(f"bpe:{ENTRIES}", "append", make_units(pieces), "replace", lambda size: None).save(folder)
+        train_tokenizer(
+            f"bpe:{ENTRIES}", "append", make_units(pieces), "replace", lambda size: None
+        ).save(folder)
     return load_tokenizer(folder)
 
 
@@ -78,12 +84,26 @@ def report() -> str:
             digests = Digests(folder, 0) if dedupe else None
             if digests:
                 find_duplicates(folder, folder, units, "replace", here, lambda size: None)
-            build_part(out, work / "records", units, tokenizer, "append", "replace", here, lambda size: None, digests)
+            build_part(
+                out,
+                work / "records",
+                units,
+                tokenizer,
+                "append",
+                "replace",
+                here,
+                lambda size: None,
+                digests,
+            )
 
         jobs = {
             "`tokenizers` in a bare loop": loop,
-            "the same, all texts at once, without offsets": lambda: [e.ids for e in bare.encode_batch_fast(texts)],
-            "`Tokenizer.encode`, as `prepare` calls it": lambda: [tokenizer.encode(text) for text in texts],
+            "the same, all texts at once, without offsets": lambda: [
+                e.ids for e in bare.encode_batch_fast(texts)
+            ],
+            "`Tokenizer.encode`, as `prepare` calls it": lambda: [
+                tokenizer.encode(text) for text in texts
+            ],
             "`prepare`": lambda: build(False),
             "`prepare --dedupe`": lambda: build(True),
         }
@@ -108,7 +128,14 @@ def report() -> str:
 def main() -> None:
     """The command."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # as in the workers of `prepare`
-    one_core.run("prepare", "Preparing", __doc__ or "", report, ("numpy", "tokenizers"), f"{REPEATS} turns, by processor time,")
+    one_core.run(
+        "prepare",
+        "Preparing",
+        __doc__ or "",
+        report,
+        ("numpy", "tokenizers"),
+        f"{REPEATS} turns, by processor time,",
+    )
 
 
 if __name__ == "__main__":

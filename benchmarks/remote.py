@@ -1,8 +1,10 @@
-"""Reading shards behind a URL, beside the same shards on disk: with an empty cache, and with all of it there.
+"""Reading shards behind a URL, beside the same shards on disk: with an empty cache, and with all of
+it there.
 
     python -m benchmarks.remote URL
 
-URL is a folder to write to, such as s3://bucket/bench or file:///tmp/bench. Prints a table of Markdown.
+URL is a folder to write to, such as s3://bucket/bench or file:///tmp/bench. Prints a table of
+Markdown.
 """
 
 import hashlib
@@ -57,14 +59,18 @@ def main(url: str) -> None:
             with tempfile.TemporaryDirectory() as cache:
                 shape = {"seq_length": _LENGTH, "batch_size": _ROWS, "cache": cache}
                 local, remote = (
-                    open_training(DataConfig({"a": SourceConfig(str(path), epochs=None)}, **shape), 0, 2000)
+                    open_training(
+                        DataConfig({"a": SourceConfig(str(path), epochs=None)}, **shape), 0, 2000
+                    )
                     for path in (folder, url)
                 )
                 found["cold cache"].append(measure(remote, 0))
                 measure(remote, 0), measure(local, 0)  # every block that is touched is compared
                 found["local"].append(measure(local, 0))
                 found["warm cache"].append(measure(remote, 0))
-    print(f"| {url.partition('://')[0]}://, rows of {_ROWS} x {_LENGTH:,} | M targets/s |\n| --- | ---: |")
+    print(
+        f"| {url.partition('://')[0]}://, rows of {_ROWS} x {_LENGTH:,} | M targets/s |\n| --- | ---: |"
+    )
     for name, rates in found.items():
         print(f"| {name} | {statistics.median(rates):.1f} |")
 

@@ -1,10 +1,12 @@
-"""What a training step costs on a fixed workload, in bfloat16 and float32, without remat and with full remat.
+"""What a training step costs on a fixed workload, in bfloat16 and float32, without remat and with
+full remat.
 
     python -m benchmarks.train_step [--write] [--steps 8] [--where]
 
-The workload never changes, so that figures can be compared over time: vocabulary 32,000, width 512, 8 layers, 8 heads of
-64, SwiGLU 1,376, batch 8 x 512, AdamW, float32 masters. The variants of one call take turns step by step: machines drift,
-ratios within a call do not. `--where` adds a table of the kinds of work that fill a bfloat16 step, from XLA's own profile.
+The workload never changes, so that figures can be compared over time: vocabulary 32,000, width 512,
+8 layers, 8 heads of 64, SwiGLU 1,376, batch 8 x 512, AdamW, float32 masters. The variants of one
+call take turns step by step: machines drift, ratios within a call do not. `--where` adds a table of
+the kinds of work that fill a bfloat16 step, from XLA's own profile.
 """
 
 import argparse
@@ -27,7 +29,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from maxtrain.config.schema import (
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
 from maxtrain.models.cost import token_flops
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
@@ -42,7 +50,14 @@ from maxtrain.training.step import make_train_step
 RESULTS = Path(__file__).parent / "results" / "train_step.md"
 ROWS, LENGTH = 8, 512
 MODEL = ModelConfig(
-    vocab_size=32_000, num_layers=8, embed_dim=512, mlp_dim=1376, num_heads=8, num_kv_heads=8, scan_layers=False, loss_chunk=512
+    vocab_size=32_000,
+    num_layers=8,
+    embed_dim=512,
+    mlp_dim=1376,
+    num_heads=8,
+    num_kv_heads=8,
+    scan_layers=False,
+    loss_chunk=512,
 )
 VARIANTS = (("bfloat16", "none"), ("float32", "none"), ("bfloat16", "full"), ("float32", "full"))
 
@@ -57,12 +72,20 @@ class Variant:
         with jax.set_mesh(mesh):
             graphdef, params = abstract_model(model, precision, mesh)
             config, shape = OptimizerConfig(), ScheduleConfig()
-            optimizer, schedule = make_optimizer(config, shape, 1000, params), make_schedule(shape, config.learning_rate, 1000)
+            optimizer, schedule = (
+                make_optimizer(config, shape, 1000, params),
+                make_schedule(shape, config.learning_rate, 1000),
+            )
             abstract = abstract_state(params, optimizer, mesh)
             self.state = create_state(abstract, model, precision, optimizer, 0)
             ids = np.random.default_rng(0).integers(0, 32_000, (ROWS, LENGTH + 1)).astype(np.int32)
             ones = np.ones((ROWS, LENGTH), np.int32)
-            arrays = {"inputs": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": ones, "loss_mask": ones.astype(np.float32)}
+            arrays = {
+                "inputs": ids[:, :-1],
+                "targets": ids[:, 1:],
+                "segment_ids": ones,
+                "loss_mask": ones.astype(np.float32),
+            }
             arrays["positions"] = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
             self.batch = BatchLayout(mesh, ROWS, LENGTH).to_global(arrays)
             step = make_train_step(abstract, graphdef, next_token(), optimizer, schedule, 1)
@@ -89,7 +112,9 @@ def processor() -> str:
     text = info.read_text() if info.exists() else ""
     found = re.search(r"model name\s*: (.+)", text)
     amx = ", AMX" if "amx_bf16" in text else ""
-    return f"{found[1] if found else platform.processor()}, {len(os.sched_getaffinity(0))} cores{amx}"
+    return (
+        f"{found[1] if found else platform.processor()}, {len(os.sched_getaffinity(0))} cores{amx}"
+    )
 
 
 def table(variants: list[Variant], peaks: dict[str, float]) -> str:
@@ -116,22 +141,32 @@ def where(variant: Variant) -> str:
         (path,) = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)
         with gzip.open(path) as file:
             events = json.load(file)["traceEvents"]
-    instruction = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+ .*op_name=\"([^\"]*)\"", re.MULTILINE)
-    known = {name: op for name, op in instruction.findall(variant.compiled.as_text()) if "while" not in name}
+    instruction = re.compile(
+        r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+ .*op_name=\"([^\"]*)\"", re.MULTILINE
+    )
+    known = {
+        name: op
+        for name, op in instruction.findall(variant.compiled.as_text())
+        if "while" not in name
+    }
     milliseconds: collections.Counter[str] = collections.Counter()
     for event in events:
         if event.get("ph") == "X" and event["name"] in known:
             milliseconds[kind(event["name"], known[event["name"]])] += event["dur"] / 1e3
     total = sum(milliseconds.values())
     lines = ["| work in a bfloat16 step | thread ms | share |", "|---|---|---|"]
-    return "\n".join(lines + [f"| {k} | {v:,.0f} | {v / total:.0%} |" for k, v in milliseconds.most_common()])
+    return "\n".join(
+        lines + [f"| {k} | {v:,.0f} | {v / total:.0%} |" for k, v in milliseconds.most_common()]
+    )
 
 
 def kind(name: str, op: str) -> str:
     """What an XLA operation belongs to, from its place in the model."""
     attention = re.search(r"bk[mhs]+,bk[mhs]+->bk", op)
     if "while/body" in op:
-        return "head and loss: products" if "dot_general" in op else "head and loss: everything else"
+        return (
+            "head and loss: products" if "dot_general" in op else "head and loss: everything else"
+        )
     if attention:
         return "attention: products"
     if "dot_general" in op:
@@ -140,13 +175,23 @@ def kind(name: str, op: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.train_step", description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name} in benchmarks/results")
-    parser.add_argument("--steps", type=int, default=8, help="counted steps of each variant, after two that are not")
-    parser.add_argument("--where", action="store_true", help="also say where the time of a bfloat16 step goes (CPU)")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--write", action="store_true", help=f"write {RESULTS.name} in benchmarks/results"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=8, help="counted steps of each variant, after two that are not"
+    )
+    parser.add_argument(
+        "--where", action="store_true", help="also say where the time of a bfloat16 step goes (CPU)"
+    )
     options = parser.parse_args(argv)
     if options.where:  # read by XLA when it first compiles
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_xprof_traceme=true"
+        os.environ["XLA_FLAGS"] = (
+            os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_xprof_traceme=true"
+        )
     if not accelerator_present():
         keep_host_memory()
     variants = []

@@ -1,4 +1,5 @@
-"""Bytes on each of 8 devices for each stage of ZeRO, as the compiler counts them; nothing is computed.
+"""Bytes on each of 8 devices for each stage of ZeRO, as the compiler counts them; nothing is
+computed.
 
     python -m benchmarks.zero
 
@@ -16,7 +17,14 @@ from maxtrain.parallel.sharding import named_sharding
 
 ROWS, LENGTH = 16, 512
 MODEL = ModelConfig(
-    vocab_size=8192, num_layers=8, embed_dim=512, mlp_dim=1536, num_heads=8, num_kv_heads=8, remat="full", loss_chunk=512
+    vocab_size=8192,
+    num_layers=8,
+    embed_dim=512,
+    mlp_dim=1536,
+    num_heads=8,
+    num_kv_heads=8,
+    remat="full",
+    loss_chunk=512,
 )
 
 
@@ -26,8 +34,13 @@ def measure(zero: int, devices: list[Any]) -> Any:
     config = RunConfig(model=MODEL, mesh=mesh, optimizer=OptimizerConfig(zero=zero, accumulation=2))
     parts = make_parts(config, devices, 100, 1)
     rows = named_sharding(parts.mesh, ("activation_batch", "activation_length"), (ROWS, LENGTH))
-    types = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {"loss_mask": np.float32}
-    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype, sharding=rows) for name, dtype in types.items()}
+    types = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {
+        "loss_mask": np.float32
+    }
+    batch = {
+        name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype, sharding=rows)
+        for name, dtype in types.items()
+    }
     with jax.set_mesh(parts.mesh):
         return parts.make_step().lower(parts.abstract, batch).compile().memory_analysis()
 
@@ -39,7 +52,9 @@ def main() -> int:
     for zero in range(4):
         memory = measure(zero, devices)
         state, temporary = memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
-        print(f"| {zero} | {state:,.1f} | {temporary:,.1f} | {state + temporary:,.1f} |", flush=True)
+        print(
+            f"| {zero} | {state:,.1f} | {temporary:,.1f} | {state + temporary:,.1f} |", flush=True
+        )
     return 0
 
 

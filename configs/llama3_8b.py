@@ -2,7 +2,8 @@
 
 Data: any shards with the Llama 3 tokenizer, here data/fineweb/train; one pass over them.
 Reaches: not run. The shapes are those of the published weights, so checkpoint.init_from takes them.
-Costs: computed, not measured: about 5.5e10 FLOP a token, so 1 B tokens are about 40 H100 hours at 40 % of the peak; parameters,
+Costs: computed, not measured: about 5.5e10 FLOP a token, so 1 B tokens are about 40 H100 hours at
+    40 % of the peak; parameters,
 gradients and optimizer state take 128 GB in float32, split over mesh.fsdp.
 """
 

@@ -1,7 +1,8 @@
-"""Micro-batches of sequences of very different lengths (chat, reinforcement learning), alike in cost on every device and step.
+"""Micro-batches of sequences of very different lengths (chat, reinforcement learning), alike in
+cost on every device and step.
 
-A pure function of the global list of lengths: each host calls it and takes its share, and nothing is communicated. Arithmetic
-is in whole numbers, so that all hosts get the same bits.
+A pure function of the global list of lengths: each host calls it and takes its share, and nothing
+is communicated. Arithmetic is in whole numbers, so that all hosts get the same bits.
 """
 
 import dataclasses
@@ -13,17 +14,20 @@ import numpy as np
 from data_pipeline.bins import best_fit
 from data_pipeline.errors import DataError
 
-_TOLERANCE = 0.005  # spread of the groups' costs, relative to their mean, at which nothing more is exchanged
+_TOLERANCE = (
+    0.005  # spread of the groups' costs, relative to their mean, at which nothing more is exchanged
+)
 _MISSES = 32  # rounds of exchanges in a row without a smaller spread, each with other pairs, before the end
 _COST_BITS = 40  # a cost in whole numbers is less than 2 to this power: sums are exact for millions of sequences
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Groups:
-    """What `pack` returns: group g has the sequences `order[offsets[g] : offsets[g + 1]]` and is read by shard g % num_shards
-    in step g // num_shards.
+    """What `pack` returns: group g has the sequences `order[offsets[g] : offsets[g + 1]]` and is
+    read by shard g % num_shards in step g // num_shards.
 
-    `x[order]` puts anything that is by sequence into the order of groups, `y[inverse]` puts it back.
+    `x[order]` puts anything that is by sequence into the order of groups, `y[inverse]` puts it
+    back.
     """
 
     order: np.ndarray  # int64 [sequences]
@@ -31,7 +35,9 @@ class Groups:
     offsets: np.ndarray  # int64 [groups + 1]
     tokens: np.ndarray  # int64 [groups], without padding
     cost: np.ndarray  # float64 [groups]
-    shapes: np.ndarray  # int64 [steps]: tokens with padding of each group of a step, the same on all shards
+    shapes: (
+        np.ndarray
+    )  # int64 [steps]: tokens with padding of each group of a step, the same on all shards
     num_shards: int
 
     @property
@@ -55,27 +61,37 @@ def pack(
 ) -> Groups:
     """Put sequences into as few groups of at most `max_tokens` as best fit finds, alike in cost.
 
-    A heap gives each sequence, the most expensive first, to the cheapest group with room (Graham's LPT); where that leads to no
-    end, best fit begins. Then dear and cheap groups exchange sequences. O(n log n), whatever the number of groups.
+    A heap gives each sequence, the most expensive first, to the cheapest group with room (Graham's
+    LPT); where that leads to no end, best fit begins. Then dear and cheap groups exchange
+    sequences. O(n log n), whatever the number of groups.
 
     Args:
         lengths: tokens of each sequence, at least 1; the same list on all hosts.
         max_tokens: room of a group, in tokens.
-        min_groups: least number of groups; the result has more where there is no room, or `num_shards` does not divide it.
-        cost: (a, b) of a sequence's cost a n + b n^2 for n tokens; maxtrain.models.cost.sequence_cost gives a model's.
-        num_shards: readers that go in step; each has as many groups. Where there are fewer sequences, some are empty.
-        num_shapes: groups are padded to a multiple of max_tokens / num_shapes, rounded up: as many programs to compile at most.
+        min_groups: least number of groups; the result has more where there is no room, or
+            `num_shards` does not divide it.
+        cost: (a, b) of a sequence's cost a n + b n^2 for n tokens;
+            maxtrain.models.cost.sequence_cost gives a model's.
+        num_shards: readers that go in step; each has as many groups. Where there are fewer
+            sequences, some are empty.
+        num_shapes: groups are padded to a multiple of max_tokens / num_shapes, rounded up: as many
+            programs to compile at most.
 
     Raises:
         DataError: no sequence, one without tokens, or one that is longer than `max_tokens`.
 
-    Source: R. L. Graham, Bounds on multiprocessing timing anomalies, 1969; exchanges as in local search for P||Cmax.
+    Source: R. L. Graham, Bounds on multiprocessing timing anomalies, 1969; exchanges as in local
+        search for P||Cmax.
     """
     sizes = np.asarray(lengths, np.int64)
     _check(sizes, max_tokens)
     a, b = cost
     exact = a * sizes.astype(float) + b * sizes.astype(float) ** 2
-    assert min(a, b) >= 0 and min(min_groups, num_shards, num_shapes) >= 1 and exact.max() > 0, (cost, min_groups, num_shards)
+    assert min(a, b) >= 0 and min(min_groups, num_shards, num_shapes) >= 1 and exact.max() > 0, (
+        cost,
+        min_groups,
+        num_shards,
+    )
     whole = np.ceil(exact / exact.max() * (1 << _COST_BITS)).astype(np.int64)
     by_cost = np.argsort(-sizes, kind="stable")  # a dearer sequence is a longer one
     offsets, fitted = best_fit(sizes, max_tokens)
@@ -93,29 +109,46 @@ def pack(
     multiples = -(-longest * num_shapes // max_tokens)
     shapes = -(-multiples * max_tokens // num_shapes)
     total = np.array([exact[group].sum() for group in members])
-    return Groups(order, inverse, np.concatenate([[0], np.cumsum(counts)]), tokens, total, shapes, num_shards)
+    return Groups(
+        order, inverse, np.concatenate([[0], np.cumsum(counts)]), tokens, total, shapes, num_shards
+    )
 
 
 def _check(sizes: np.ndarray, max_tokens: int) -> None:
     if not sizes.size:
-        raise DataError("lengths is empty, but a batch has at least one sequence. Give the length of each.")
+        raise DataError(
+            "lengths is empty, but a batch has at least one sequence. Give the length of each."
+        )
     for bad, rule, mend in (
         (sizes < 1, "is less than 1", "Leave sequences without tokens out"),
-        (sizes > max_tokens, f"is more than max_tokens={max_tokens:,}", "Raise it to {:,}, or cut or leave out what is longer"),
+        (
+            sizes > max_tokens,
+            f"is more than max_tokens={max_tokens:,}",
+            "Raise it to {:,}, or cut or leave out what is longer",
+        ),
     ):
         if bad.any():
             at, count = int(np.argmax(bad)), np.count_nonzero(bad)
             many = f"; so are {count:,} lengths in all" if count > 1 else ""
-            raise DataError(f"lengths[{at}]={sizes[at]:,} {rule}{many}. {mend.format(sizes.max())}.")
+            raise DataError(
+                f"lengths[{at}]={sizes[at]:,} {rule}{many}. {mend.format(sizes.max())}."
+            )
 
 
-def _cheapest_first(sizes: np.ndarray, costs: np.ndarray, room: int, num_groups: int) -> list[list[int]] | None:
-    """Each item, in falling order of size, to the cheapest group with room for it; None if there is none for one of them.
+def _cheapest_first(
+    sizes: np.ndarray, costs: np.ndarray, room: int, num_groups: int
+) -> list[list[int]] | None:
+    """Each item, in falling order of size, to the cheapest group with room for it; None if there is
+    none for one of them.
 
-    A group too full for an item waits until items are small enough for it, so that every one is looked at O(1) times an item.
+    A group too full for an item waits until items are small enough for it, so that every one is
+    looked at O(1) times an item.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
-    open_groups, waiting = [(0, g) for g in range(num_groups)], []  # by cost; by room, the most first
+    open_groups, waiting = (
+        [(0, g) for g in range(num_groups)],
+        [],
+    )  # by cost; by room, the most first
     left, spent = [room] * num_groups, [0] * num_groups
     for item, (size, cost) in enumerate(zip(sizes.tolist(), costs.tolist())):
         while waiting and -waiting[0][0] >= size:
@@ -134,26 +167,39 @@ def _cheapest_first(sizes: np.ndarray, costs: np.ndarray, room: int, num_groups:
 
 
 def _exchange(members: list[np.ndarray], sizes: np.ndarray, costs: np.ndarray, room: int) -> None:
-    """Makes groups alike, in place: the dearest exchanges with the cheapest, the next with the next, and so on, in rounds.
+    """Makes groups alike, in place: the dearest exchanges with the cheapest, the next with the
+    next, and so on, in rounds.
 
     After a round without a smaller spread, each one meets another in the next.
     """
     used = np.array([sizes[group].sum() for group in members])
     spent = np.array([costs[group].sum() for group in members])
-    tolerance, half, least, misses = _TOLERANCE * spent.mean(), len(members) // 2, np.iinfo(np.int64).max, 0
+    tolerance, half, least, misses = (
+        _TOLERANCE * spent.mean(),
+        len(members) // 2,
+        np.iinfo(np.int64).max,
+        0,
+    )
     while np.ptp(spent) > tolerance and misses < min(half, _MISSES):
         ranks = np.argsort(spent, kind="stable")
         for high, low in zip(ranks[::-1][:half], np.roll(ranks[:half], -misses)):
             if spent[high] - spent[low] <= tolerance:
                 continue
             swap = _best_swap(
-                members[high], members[low], sizes, costs, room - used[[high, low]], int(spent[high] - spent[low])
+                members[high],
+                members[low],
+                sizes,
+                costs,
+                room - used[[high, low]],
+                int(spent[high] - spent[low]),
             )
             if swap is not None:
                 out, back = swap
                 there, here = members[high][out : out + 1], members[low][back : back + 1]
                 members[high] = np.concatenate([np.delete(members[high], out), here])
-                members[low] = np.concatenate([members[low][:back], members[low][back + 1 :], there])
+                members[low] = np.concatenate(
+                    [members[low][:back], members[low][back + 1 :], there]
+                )
                 for g in (high, low):
                     used[g], spent[g] = sizes[members[g]].sum(), costs[members[g]].sum()
         misses = 0 if np.ptp(spent) < least else misses + 1
@@ -161,9 +207,15 @@ def _exchange(members: list[np.ndarray], sizes: np.ndarray, costs: np.ndarray, r
 
 
 def _best_swap(
-    high: np.ndarray, low: np.ndarray, sizes: np.ndarray, costs: np.ndarray, room: np.ndarray, difference: int
+    high: np.ndarray,
+    low: np.ndarray,
+    sizes: np.ndarray,
+    costs: np.ndarray,
+    room: np.ndarray,
+    difference: int,
 ) -> tuple[int, int] | None:
-    """Which item of the dear group goes to the cheap one, and which comes back (len(low): none), for most likeness.
+    """Which item of the dear group goes to the cheap one, and which comes back (len(low): none),
+    for most likeness.
 
     None if no exchange makes them more alike. `room` is what is left in both.
     """
@@ -171,7 +223,10 @@ def _best_swap(
     ranks = np.argsort(back_costs, kind="stable")
     place = np.searchsorted(back_costs[ranks], costs[high] - difference // 2)
     best, found = difference, None
-    for near in (place - 1, place):  # what comes back should cost half the difference less than what goes
+    for near in (
+        place - 1,
+        place,
+    ):  # what comes back should cost half the difference less than what goes
         back = ranks[near.clip(0, len(ranks) - 1)]
         after = np.abs(difference - 2 * (costs[high] - back_costs[back]))
         more = sizes[high] - back_sizes[back]
@@ -183,9 +238,11 @@ def _best_swap(
 
 
 def _deal(members: list[np.ndarray], costs: np.ndarray, num_shards: int) -> list[np.ndarray]:
-    """Groups in the order of steps: those of a step are next to each other in cost, the dearest step first.
+    """Groups in the order of steps: those of a step are next to each other in cost, the dearest
+    step first.
 
-    Within a step the dearest goes to the shard that has had the least work so far. A group's own sequences are by number.
+    Within a step the dearest goes to the shard that has had the least work so far. A group's own
+    sequences are by number.
     """
     spent = [int(costs[group].sum()) for group in members]
     ranks = sorted(range(len(members)), key=lambda g: (-spent[g], g))

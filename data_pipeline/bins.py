@@ -1,11 +1,13 @@
 """Rows of whole documents: which documents share a row, planned once and kept beside the manifest.
 
-A document's targets are its tokens, the end mark too; without end marks (`eod: none`) all but its first. `bins` puts documents
-into rows of `length` targets by best fit, the longest first; `pad` gives each a row of its own. A document is in at most one
-row and never divided. One that is longer than a row has a row of its own, cut, or is left out, or is refused.
+A document's targets are its tokens, the end mark too; without end marks (`eod: none`) all but its
+first. `bins` puts documents into rows of `length` targets by best fit, the longest first; `pad`
+gives each a row of its own. A document is in at most one row and never divided. One that is longer
+than a row has a row of its own, cut, or is left out, or is refused.
 
-`bins-LENGTH.plan` is a sha256 over the manifest's uid, the length and the rest, then little-endian int64: the number of long
-documents, the tokens of the others, the number of rows, their offsets and documents (see `Bins`), long ones in the last rows.
+`bins-LENGTH.plan` is a sha256 over the manifest's uid, the length and the rest, then little-endian
+int64: the number of long documents, the tokens of the others, the number of rows, their offsets and
+    documents (see `Bins`), long ones in the last rows.
 """
 
 import bisect
@@ -31,14 +33,17 @@ _VERSION = 1
 class Bins:
     """The rows of one source for one row length. Build it with `open_bins`. Picklable.
 
-    Row r holds the documents `numbers[offsets[r] : offsets[r + 1]]`, by their numbers in the shards, in this order.
+    Row r holds the documents `numbers[offsets[r] : offsets[r + 1]]`, by their numbers in the
+    shards, in this order.
     """
 
     length: int  # targets that a row has room for
     offsets: np.ndarray  # int64 [num_rows + 1]
     numbers: np.ndarray  # int64 [documents in rows]
     num_tokens: int  # targets in the rows, whatever their loss mask
-    num_targets: int  # targets with a loss mask of 1; the manifest's num_targets, if no document is too long
+    num_targets: (
+        int  # targets with a loss mask of 1; the manifest's num_targets, if no document is too long
+    )
     skipped: int  # documents left out because they are too long
     truncated: int  # documents cut because they are too long
 
@@ -53,14 +58,17 @@ class Bins:
         return self.num_tokens / max(1, self.num_rows * self.length)
 
     def documents(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The documents of these rows, int64 [B], back to back: offsets into them, int64 [B + 1], and their numbers, int64.
+        """The documents of these rows, int64 [B], back to back: offsets into them, int64 [B + 1],
+        and their numbers, int64.
 
         A row outside [0, num_rows) has none: it is padding.
         """
         inside = (rows >= 0) & (rows < self.num_rows)
         at = np.where(inside, rows, 0)
         first, last = self.offsets[at], self.offsets[at + inside]
-        return np.concatenate([[0], np.cumsum(last - first)]), self.numbers[ranges(first, last - first)]
+        return np.concatenate([[0], np.cumsum(last - first)]), self.numbers[
+            ranges(first, last - first)
+        ]
 
     def describe(self) -> str:
         """One line for the start of a run."""
@@ -73,25 +81,37 @@ class Bins:
 def targets(shards: TokenShards, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where in the stream the targets of documents begin, and how many they are; both int64 [n]."""
     first, sizes = shards.documents(numbers)
-    unannounced = int(shards.manifest.eod == "none")  # the first token: no end mark before it says that it begins
+    unannounced = int(
+        shards.manifest.eod == "none"
+    )  # the first token: no end mark before it says that it begins
     return first + unannounced, sizes - unannounced
 
 
 def open_bins(
-    shards: TokenShards, length: int, packing: Literal["bins", "pad"], on_long: Literal["raise", "skip", "truncate"]
+    shards: TokenShards,
+    length: int,
+    packing: Literal["bins", "pad"],
+    on_long: Literal["raise", "skip", "truncate"],
 ) -> Bins:
-    """Rows of `length` targets of all documents; the plan of `bins` is read if it is there, else made and kept.
+    """Rows of `length` targets of all documents; the plan of `bins` is read if it is there, else
+    made and kept.
 
-    Where the directory can't be written to, the plan is made each time. That of a directory behind a URL is kept in the cache
-    of each host, for many would write it there at once, but read there if somebody put it there.
+    Where the directory can't be written to, the plan is made each time. That of a directory behind
+    a URL is kept in the cache of each host, for many would write it there at once, but read there
+    if somebody put it there.
 
-    ConfigError: a document is longer than a row, and `on_long` is "raise". DataError: the plan that is there is damaged, or of
+    ConfigError: a document is longer than a row, and `on_long` is "raise". DataError: the plan that
+        is there is damaged, or of
     other data.
     """
     identity = f"bins | {_VERSION} | {shards.uid} | {length}"
     plan = _kept(shards, length, identity) if packing == "bins" else _plan(shards, length, packing)
     num_long, num_tokens, num_rows = plan[:3].tolist()
-    offsets, numbers, num_targets = plan[3 : num_rows + 4], plan[num_rows + 4 :], shards.manifest.num_targets
+    offsets, numbers, num_targets = (
+        plan[3 : num_rows + 4],
+        plan[num_rows + 4 :],
+        shards.manifest.num_targets,
+    )
     short = num_rows - num_long
     if num_long:
         long, kept = numbers[offsets[short] :], length if on_long == "truncate" else 0
@@ -99,7 +119,9 @@ def open_bins(
         if on_long == "raise":
             rule = f"but document {long[0]} of {shards.path} has {sizes[0]:,}; {num_long:,} documents have too many"
             mend = f"Set data.seq_length to at least {sizes.max():,}, or data.on_long to skip or truncate"
-            raise ConfigError(f"data.seq_length={length:,} is the number of targets a row has room for, {rule}. {mend}.")
+            raise ConfigError(
+                f"data.seq_length={length:,} is the number of targets a row has room for, {rule}. {mend}."
+            )
         num_tokens += num_long * kept
         num_targets -= _count_targets(shards, first + kept, sizes - kept)
     if on_long == "skip":
@@ -141,20 +163,26 @@ def _plan(shards: TokenShards, length: int, packing: Literal["bins", "pad"]) -> 
     sizes = targets(shards, np.arange(shards.num_documents))[1]
     short, long = np.flatnonzero((sizes > 0) & (sizes <= length)), np.flatnonzero(sizes > length)
     each = np.arange(short.size)
-    offsets, order = best_fit(sizes[short], length) if packing == "bins" else (np.append(each, short.size), each)
+    offsets, order = (
+        best_fit(sizes[short], length) if packing == "bins" else (np.append(each, short.size), each)
+    )
     offsets = np.concatenate([offsets, offsets[-1] + 1 + np.arange(long.size)])
     header = [long.size, sizes[short].sum(), offsets.size - 1]
     return np.concatenate([header, offsets, short[order], long]).astype("<i8")
 
 
 def best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best fit, the largest first: each item, of a size in [1, length], goes where it leaves the least room in a row.
+    """Best fit, the largest first: each item, of a size in [1, length], goes where it leaves the
+    least room in a row.
 
-    Takes int64 [n] sizes. Returns offsets, int64 [rows + 1], into the numbers of the items, int64 [n], of each row. Rows are
-    handled in groups of equal room. A row takes items of one size until none fits, which more than halves its room, so a group
-    is moved at most log2(length) times: O(n log n) for sorting, and O(length log length) of Python.
+    Takes int64 [n] sizes. Returns offsets, int64 [rows + 1], into the numbers of the items, int64
+    [n], of each row. Rows are handled in groups of equal room. A row takes items of one size until
+    none fits, which more than halves its room, so a group is moved at most log2(length) times: O(n
+    log n) for sorting, and O(length log length) of Python.
     """
-    order = np.argsort((length - sizes).astype(np.uint16 if length < 1 << 16 else np.int64), kind="stable")
+    order = np.argsort(
+        (length - sizes).astype(np.uint16 if length < 1 << 16 else np.int64), kind="stable"
+    )
     counts = np.bincount(sizes, minlength=1)
     groups: dict[int, list[np.ndarray]] = {}  # rows by the room that is left in them
     rooms: list[int] = []  # the keys of `groups`, sorted
@@ -198,11 +226,15 @@ def _digest(identity: str, body: bytes) -> bytes:
 
 
 def _save(path: Path, identity: str, plan: np.ndarray) -> None:
-    own = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.plan")  # several hosts may make it at once: the bytes are the same
+    own = path.with_name(
+        f"{path.stem}.{uuid.uuid4().hex}.plan"
+    )  # several hosts may make it at once: the bytes are the same
     body = plan.tobytes()
     write_atomic(own, _digest(identity, body) + body)
     os.replace(own, path)
-    for left in path.parent.glob(f"*{path.stem}.*.plan*"):  # by a process that was killed; others may be at it just now
+    for left in path.parent.glob(
+        f"*{path.stem}.*.plan*"
+    ):  # by a process that was killed; others may be at it just now
         with contextlib.suppress(OSError):  # or somebody else has removed it
             if left.stat().st_mtime < time.time() - 3600:
                 left.unlink()
@@ -214,5 +246,7 @@ def _load(path: Path | RemotePath, identity: str) -> np.ndarray:
     if found != expected:
         what = "it is damaged, or was made for other tokens"
         mend = "Delete it: it is made again when it is next needed"
-        raise DataError(f"{path}: expected digest {expected.hex()}, found {found.hex()}: {what}. {mend}.")
+        raise DataError(
+            f"{path}: expected digest {expected.hex()}, found {found.hex()}: {what}. {mend}."
+        )
     return np.frombuffer(content, "<i8", offset=32)

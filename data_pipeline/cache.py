@@ -1,8 +1,10 @@
-"""A folder of this host for what was fetched from elsewhere, shared by its processes and kept below a number of bytes.
+"""A folder of this host for what was fetched from elsewhere, shared by its processes and kept below
+a number of bytes.
 
-Files are sparse, named by a digest of their content, and filled in place: whoever reads them compares what is there with that
-digest, so half a write, a kill or a power cut does no harm, and two processes that write one file write the same bytes. The
-files that were not opened or written to for longest are removed first. One that is removed stays readable where it is mapped.
+Files are sparse, named by a digest of their content, and filled in place: whoever reads them
+compares what is there with that digest, so half a write, a kill or a power cut does no harm, and
+two processes that write one file write the same bytes. The files that were not opened or written to
+for longest are removed first. One that is removed stays readable where it is mapped.
 """
 
 import contextlib
@@ -18,7 +20,8 @@ _KEPT = 0.9  # of the limit is left when files were removed
 
 
 class Cache:
-    """A cache folder; `limit` bytes are exceeded by each process by at most a 64th, or what it fetches at once. Picklable."""
+    """A cache folder; `limit` bytes are exceeded by each process by at most a 64th, or what it
+    fetches at once. Picklable."""
 
     def __init__(self, folder: str | Path = CACHE, limit: int = CACHE_BYTES):
         self.folder, self.limit = Path(folder).expanduser(), limit
@@ -32,7 +35,8 @@ class Cache:
         return self.folder / name[:2] / name
 
     def open(self, name: str, size: int) -> int:
-        """A descriptor of a file of `size` bytes, with holes where nothing was written yet. StorageError: it can't be made."""
+        """A descriptor of a file of `size` bytes, with holes where nothing was written yet.
+        StorageError: it can't be made."""
         path = self.path(name)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,7 +59,8 @@ class Cache:
         self._written += len(view)
 
     def trim(self) -> None:
-        """Remove what was unused for longest, if there is too much; one process at a time does so."""
+        """Remove what was unused for longest, if there is too much; one process at a time does
+        so."""
         if self._written < self.limit // _SHARE:
             return
         self._written = 0

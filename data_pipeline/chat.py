@@ -1,7 +1,9 @@
-"""Chat templates: messages to text, and which of it the assistant said. Rendered as transformers' `apply_chat_template` does.
+"""Chat templates: messages to text, and which of it the assistant said. Rendered as transformers'
+`apply_chat_template` does.
 
-The same messages always give the same text: a template that writes today's date needs to be told one. Templates are other
-people's programs and run in jinja2's sandbox. Knows neither files of conversations nor token ids.
+The same messages always give the same text: a template that writes today's date needs to be told
+one. Templates are other people's programs and run in jinja2's sandbox. Knows neither files of
+conversations nor token ids.
 """
 
 import datetime
@@ -9,13 +11,32 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.chat_template import MARKS, RANDOM_FILTERS, RANDOM_NAMES, ChatError, Contents, Conversation, Span, Template
+from data_pipeline.chat_template import (
+    MARKS,
+    RANDOM_FILTERS,
+    RANDOM_NAMES,
+    ChatError,
+    Contents,
+    Conversation,
+    Span,
+    Template,
+)
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.extras import load_package
 from data_pipeline.template_process import ask
 from data_pipeline.tokenizer import SETTINGS, named_token, read_settings, tokenizer_path
 
-__all__ = ["MARKS", "ChatError", "Conversation", "Span", "Template", "load_template", "render", "render_all", "render_spans"]
+__all__ = [
+    "MARKS",
+    "ChatError",
+    "Conversation",
+    "Span",
+    "Template",
+    "load_template",
+    "render",
+    "render_all",
+    "render_spans",
+]
 _CHATML = """
 {%- if tools %}{{ raise_exception('chatml has no form for tools') }}{% endif %}
 {%- for message in messages %}
@@ -30,12 +51,16 @@ _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 _FILE = "chat_template.jinja"
 
 
-def load_template(spec: str, tokenizer: str | Path, special: Iterable[str], date: str = "") -> tuple[Template, list[Path]]:
+def load_template(
+    spec: str, tokenizer: str | Path, special: Iterable[str], date: str = ""
+) -> tuple[Template, list[Path]]:
     """The template that --chat-template names, and the files it is made of.
 
     Args:
-        spec: a file, "chatml", or empty: chat_template.jinja or tokenizer_config.json beside the tokenizer.
-        tokenizer: as for `load_tokenizer`; the tokenizer_config.json beside it tells bos_token, eos_token and the like.
+        spec: a file, "chatml", or empty: chat_template.jinja or tokenizer_config.json beside the
+            tokenizer.
+        tokenizer: as for `load_tokenizer`; the tokenizer_config.json beside it tells bos_token,
+            eos_token and the like.
         special: its special tokens.
         date: YYYY-MM-DD, for templates that write the date.
     Raises:
@@ -47,7 +72,11 @@ def load_template(spec: str, tokenizer: str | Path, special: Iterable[str], date
         source, files = _find_source(spec, beside, settings)
         named = {key: named_token(settings, key) for key in settings if key.endswith("_token")}
     except ValueError as error:
-        raise error if isinstance(error, UserError) else DataError(f"--tokenizer {tokenizer}: {error}. Mend it.") from error
+        raise (
+            error
+            if isinstance(error, UserError)
+            else DataError(f"--tokenizer {tokenizer}: {error}. Mend it.")
+        ) from error
     name = f"--chat-template {spec or (files[0] if files else SETTINGS)}"
     files += [beside.with_name(SETTINGS)] if beside and settings else []
     missing = sorted(_CHATML_TOKENS.difference(special)) if spec == "chatml" else []
@@ -63,7 +92,9 @@ def load_template(spec: str, tokenizer: str | Path, special: Iterable[str], date
             f'Add "{unnamed[0]}" there, with null if there is no such token.'
         )
     if "strftime_now" in used.names and not date:
-        raise DataError(f"{name}: writes the date. Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes.")
+        raise DataError(
+            f"{name}: writes the date. Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes."
+        )
     try:
         datetime.date.fromisoformat(date or "2000-01-01")
     except ValueError as error:
@@ -72,8 +103,11 @@ def load_template(spec: str, tokenizer: str | Path, special: Iterable[str], date
     return Template(source, tokens, tuple(sorted(special)), date), files
 
 
-def _find_source(spec: str, tokenizer: Path | None, settings: dict[str, Any]) -> tuple[str, list[Path]]:
-    """Text of the template, and the file that has it, unless `settings` have. DataError: there is none, or it can't be read."""
+def _find_source(
+    spec: str, tokenizer: Path | None, settings: dict[str, Any]
+) -> tuple[str, list[Path]]:
+    """Text of the template, and the file that has it, unless `settings` have. DataError: there is
+    none, or it can't be read."""
     if spec == "chatml":
         return _CHATML, []
     file = Path(spec) if spec else tokenizer.with_name(_FILE) if tokenizer else Path(_FILE)
@@ -82,10 +116,14 @@ def _find_source(spec: str, tokenizer: Path | None, settings: dict[str, Any]) ->
             return file.read_text(encoding="utf-8"), [file]
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
-            raise DataError(f"--chat-template {file}: can't be read ({reason}). Name a file, or chatml.") from error
+            raise DataError(
+                f"--chat-template {file}: can't be read ({reason}). Name a file, or chatml."
+            ) from error
     source = settings.get("chat_template")
     if isinstance(source, list):  # several, by name
-        source = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}.get("default")
+        source = {
+            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
+        }.get("default")
     if not isinstance(source, str):
         raise DataError(
             f"--chat: there is no chat template beside the tokenizer: neither {_FILE} nor chat_template in {SETTINGS}. "
@@ -95,7 +133,8 @@ def _find_source(spec: str, tokenizer: Path | None, settings: dict[str, Any]) ->
 
 
 def _examine(source: str, name: str) -> Contents:
-    """The names that a template uses. DataError: it is not jinja, or would write something else each time."""
+    """The names that a template uses. DataError: it is not jinja, or would write something else
+    each time."""
     load_package("jinja2", "chat", "--chat")  # missed here, with the extra that brings it
     found = ask("examine", source, what=name)
     if isinstance(found, str):
@@ -104,11 +143,18 @@ def _examine(source: str, name: str) -> Contents:
     random = [f"the filter {filter}" for filter in used.filters if filter in RANDOM_FILTERS]
     random += [variable for variable in used.variables if variable in RANDOM_NAMES]
     if random:
-        raise DataError(f"{name}: uses {random[0]}, which gives another text each time. Take it out of the template.")
+        raise DataError(
+            f"{name}: uses {random[0]}, which gives another text each time. Take it out of the template."
+        )
     return used
 
 
-def render(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None, prompt: bool = False) -> str:
+def render(
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None = None,
+    prompt: bool = False,
+) -> str:
     """The text of messages, each with at least `role`; `prompt`: begin the assistant's next turn.
 
     ChatError: refused. DataError: the template does not end, or takes all memory.
@@ -116,8 +162,11 @@ def render(template: Template, messages: list[dict[str, Any]], tools: list[Any] 
     return ask("render", tuple(template), messages, tools, prompt)
 
 
-def render_all(template: Template, conversations: list[Conversation]) -> list[list[Span] | ChatError]:
-    """What `render_spans` gives or raises for each of them; several at a time, since a change of processes takes its time.
+def render_all(
+    template: Template, conversations: list[Conversation]
+) -> list[list[Span] | ChatError]:
+    """What `render_spans` gives or raises for each of them; several at a time, since a change of
+    processes takes its time.
 
     DataError: the template does not end for one of them, or takes all memory.
     """
@@ -125,14 +174,18 @@ def render_all(template: Template, conversations: list[Conversation]) -> list[li
     return [ChatError(result) if isinstance(result, str) else result for result in outcomes]
 
 
-def render_spans(template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[Span]:
-    """The text of a conversation in spans, of which those are targets that the assistant said, ends of turns included.
+def render_spans(
+    template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None
+) -> list[Span]:
+    """The text of a conversation in spans, of which those are targets that the assistant said, ends
+    of turns included.
 
-    By the template's generation blocks. Without them an answer is what the template writes behind the messages before it and
-    add_generation_prompt; a template without that prompt is asked for another answer, and what it writes before both is the
-    header of the turn, no target.
+    By the template's generation blocks. Without them an answer is what the template writes behind
+    the messages before it and add_generation_prompt; a template without that prompt is asked for
+    another answer, and what it writes before both is the header of the turn, no target.
 
-    ChatError: the template refuses, changes what it wrote once more messages follow, or there is nothing of the assistant's.
+    ChatError: the template refuses, changes what it wrote once more messages follow, or there is
+        nothing of the assistant's.
     DataError: the template does not end, or takes all memory.
     """
     (spans,) = render_all(template, [(messages, tools)])

@@ -1,4 +1,5 @@
-"""The `data` and `eval` sections of a run's config: frozen dataclasses with a type, a default and a line of help per key."""
+"""The `data` and `eval` sections of a run's config: frozen dataclasses with a type, a default and a
+line of help per key."""
 
 import copy
 import dataclasses
@@ -9,11 +10,16 @@ from typing import Any, Literal, NewType
 Verify = Literal["off", "size", "lazy", "full"]  # see shards.TokenShards.open
 CACHE, CACHE_BYTES = "~/.cache/maxtrain/shards", 1 << 36
 MAX_SEED = 2**32 - 1
-MAX_ROWS, MAX_TOKENS = 1 << 22, 1 << 24  # of a batch, and of a row: far above what anybody trains with
+MAX_ROWS, MAX_TOKENS = (
+    1 << 22,
+    1 << 24,
+)  # of a batch, and of a row: far above what anybody trains with
 
 
 Epochs = NewType("Epochs", str)  # a number of epochs as text, such as "0.5 epochs"
-Interval = int | Epochs  # between things that are due again and again: steps, or epochs of all sources together
+Interval = (
+    int | Epochs
+)  # between things that are due again and again: steps, or epochs of all sources together
 _EPOCHS = re.compile(r"\s*(\d{1,9}(\.\d{1,9})?|\.\d{1,9})\s*(epochs?|ep)\s*")
 
 
@@ -47,7 +53,8 @@ def key(
         default: copied for each instance.
         help: the line of --help.
         low, high, above: bounds: low <= value <= high, value > above.
-        path: "local", "any": the value is a path of this machine, or that or a URL; a leading ~ is expanded when it is read.
+        path: "local", "any": the value is a path of this machine, or that or a URL; a leading ~ is
+            expanded when it is read.
     """
     metadata = {"help": help, "low": low, "high": high, "above": above, "path": path}
     if isinstance(default, dict | list) or dataclasses.is_dataclass(default):
@@ -62,28 +69,46 @@ class SourceConfig:
     path: str = key("", "directory or URL with manifest.json, made by `prepare`", path="any")
     weight: float = key(1.0, "share of tokens in the mixture, relative to the other sources", low=0)
     epochs: float | None = key(
-        1.0, "passes over the source before it is finished, may be fractional; null: no end", above=0, high=1e9
+        1.0,
+        "passes over the source before it is finished, may be fractional; null: no end",
+        above=0,
+        high=1e9,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """One stage: mixture and shape of batch. Stages follow each other; every source goes on where it left off."""
+    """One stage: mixture and shape of batch. Stages follow each other; every source goes on where
+    it left off."""
 
-    until: float | None = key(None, "where the stage ends, counted from the start of the run; null: its end", above=0)
-    unit: Literal["steps", "tokens", "fraction"] = key("steps", "unit of `until`; fraction is of `steps`")
-    weights: dict[str, float] = key({}, "share of tokens of each source, one left out is not drawn; empty: the sources' own")
-    batch_size: int | None = key(None, "rows in a step of this stage; null: data.batch_size", low=1, high=MAX_ROWS)
+    until: float | None = key(
+        None, "where the stage ends, counted from the start of the run; null: its end", above=0
+    )
+    unit: Literal["steps", "tokens", "fraction"] = key(
+        "steps", "unit of `until`; fraction is of `steps`"
+    )
+    weights: dict[str, float] = key(
+        {}, "share of tokens of each source, one left out is not drawn; empty: the sources' own"
+    )
+    batch_size: int | None = key(
+        None, "rows in a step of this stage; null: data.batch_size", low=1, high=MAX_ROWS
+    )
     seq_length: int | None = key(
-        None, "tokens in a row of this stage, with a fresh pass; null: data.seq_length", low=1, high=MAX_TOKENS
+        None,
+        "tokens in a row of this stage, with a fresh pass; null: data.seq_length",
+        low=1,
+        high=MAX_TOKENS,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class CorruptionConfig:
-    """Input tokens of training rows that are replaced, while the targets stay; see corruption.py."""
+    """Input tokens of training rows that are replaced, while the targets stay; see
+    corruption.py."""
 
-    rate: float = key(0.0, "expected share of input tokens that are replaced; 0: none", low=0, high=0.99)
+    rate: float = key(
+        0.0, "expected share of input tokens that are replaced; 0: none", low=0, high=0.99
+    )
     span: float = key(1.0, "mean tokens in a replaced span; 1: tokens one by one", low=1, high=1000)
     token_id: int | None = key(None, "id to replace with; null: random ids", low=0)
 
@@ -92,41 +117,74 @@ class CorruptionConfig:
 class DataConfig:
     """What the model reads, in which order, and what is checked on the way."""
 
-    sources: dict[str, SourceConfig] = key({}, "training sources by name: data.sources.NAME.path=DIR")
-    stages: tuple[StageConfig, ...] = key((), "mixture stages in order; empty: one stage with the sources' own weights")
+    sources: dict[str, SourceConfig] = key(
+        {}, "training sources by name: data.sources.NAME.path=DIR"
+    )
+    stages: tuple[StageConfig, ...] = key(
+        (), "mixture stages in order; empty: one stage with the sources' own weights"
+    )
     on_exhausted: Literal["stop", "renormalize", "repeat", "error"] = key(
-        "stop", "when a source ends its epochs: end the run, share its weight among the rest, repeat it, or refuse to start"
+        "stop",
+        "when a source ends its epochs: end the run, share its weight among the rest, repeat it, or refuse to start",
     )
     seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
     batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1, high=MAX_ROWS)
-    seed: int | None = key(None, "of the order of rows, and of their corruption; null: the root's seed", low=0, high=MAX_SEED)
-    packing: Literal["stream", "bins", "pad"] = key(
-        "stream", "rows: windows of one token stream, whole documents by best fit, or one document each"
+    seed: int | None = key(
+        None,
+        "of the order of rows, and of their corruption; null: the root's seed",
+        low=0,
+        high=MAX_SEED,
     )
-    on_long: Literal["raise", "skip", "truncate"] = key("raise", "bins and pad: what to do about a document longer than a row")
+    packing: Literal["stream", "bins", "pad"] = key(
+        "stream",
+        "rows: windows of one token stream, whole documents by best fit, or one document each",
+    )
+    on_long: Literal["raise", "skip", "truncate"] = key(
+        "raise", "bins and pad: what to do about a document longer than a row"
+    )
     accept_changes: bool = key(
-        False, "go on from a checkpoint although its data was another: that order ends there, this config's begins"
+        False,
+        "go on from a checkpoint although its data was another: that order ends there, this config's begins",
     )
     attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
-    corruption: CorruptionConfig = key(CorruptionConfig(), "what is done to the inputs, for regularisation")
+    corruption: CorruptionConfig = key(
+        CorruptionConfig(), "what is done to the inputs, for regularisation"
+    )
     zero_weight: Literal["raise", "stop", "warn"] = key(
-        "raise", "what to do about a batch without a target, with too few of them, or too many empty rows"
+        "raise",
+        "what to do about a batch without a target, with too few of them, or too many empty rows",
     )
     repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = key(
         "raise",
         "about tokens that other rows had; skip, rollback: goes back, leaves out that step, or anomaly.leave_out of them",
     )
-    min_fill: float = key(0.0, "least share of targets among positions, over fill_patience steps", low=0, high=1)
+    min_fill: float = key(
+        0.0, "least share of targets among positions, over fill_patience steps", low=0, high=1
+    )
     fill_patience: int = key(8, "steps that min_fill looks at together", low=1, high=1000)
-    max_empty_rows: float = key(1.0, "largest share of a batch's rows that may have no target", low=0, high=1)
-    verify: Verify = key("lazy", "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch")
-    cache: str = key(CACHE, "folder of the host for blocks of shards behind URLs; processes share it", path="local")
+    max_empty_rows: float = key(
+        1.0, "largest share of a batch's rows that may have no target", low=0, high=1
+    )
+    verify: Verify = key(
+        "lazy",
+        "shard checks: none, sizes at launch, crc32 when a block is first read, or all at launch",
+    )
+    cache: str = key(
+        CACHE,
+        "folder of the host for blocks of shards behind URLs; processes share it",
+        path="local",
+    )
     cache_bytes: int = key(
-        CACHE_BYTES, "most that the cache may hold: what was unused for longest goes first", low=1 << 24, high=1 << 60
+        CACHE_BYTES,
+        "most that the cache may hold: what was unused for longest goes first",
+        low=1 << 24,
+        high=1 << 60,
     )
     workers: int = key(0, "grain worker processes; 0: threads of this process", low=0, high=1024)
-    prefetch: int = key(4, "batches kept ready on the host, and copied to the device ahead of use", low=1, high=1024)
+    prefetch: int = key(
+        4, "batches kept ready on the host, and copied to the device ahead of use", low=1, high=1024
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,20 +193,37 @@ class EvalSetConfig:
 
     path: str = key("", "directory or URL with manifest.json, made by `prepare`", path="any")
     interval: Interval | None = key(
-        None, "steps or epochs between its evaluations, 0: only at the end; null: eval_interval", low=0
+        None,
+        "steps or epochs between its evaluations, 0: only at the end; null: eval_interval",
+        low=0,
     )
-    steps: int | None = key(None, "batches of each evaluation, -1: the whole set, exactly once; null: eval_steps", low=-1)
-    batch_size: int | None = key(None, "rows in one of its batches; null: eval.batch_size", low=1, high=MAX_ROWS)
+    steps: int | None = key(
+        None,
+        "batches of each evaluation, -1: the whole set, exactly once; null: eval_steps",
+        low=-1,
+    )
+    batch_size: int | None = key(
+        None, "rows in one of its batches; null: eval.batch_size", low=1, high=MAX_ROWS
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """What is held out; when is said by eval_interval and eval_steps at the root, unless a set says so itself."""
+    """What is held out; when is said by eval_interval and eval_steps at the root, unless a set says
+    so itself."""
 
     sets: dict[str, EvalSetConfig] = key({}, "evaluation sets by name: eval.sets.NAME.path=DIR")
-    batch_size: int | None = key(None, "rows in one evaluation batch; null: data.batch_size", low=1, high=MAX_ROWS)
-    seq_length: int | None = key(None, "positions in one of its rows; null: data.seq_length", low=1, high=MAX_TOKENS)
-    stop_patience: int | None = key(
-        None, "end the run when so many evaluations of stop_set in a row have brought no lower loss; null: never", low=1
+    batch_size: int | None = key(
+        None, "rows in one evaluation batch; null: data.batch_size", low=1, high=MAX_ROWS
     )
-    stop_set: str | None = key(None, "the set that stop_patience looks at; null: the first of eval.sets")
+    seq_length: int | None = key(
+        None, "positions in one of its rows; null: data.seq_length", low=1, high=MAX_TOKENS
+    )
+    stop_patience: int | None = key(
+        None,
+        "end the run when so many evaluations of stop_set in a row have brought no lower loss; null: never",
+        low=1,
+    )
+    stop_set: str | None = key(
+        None, "the set that stop_patience looks at; null: the first of eval.sets"
+    )

@@ -1,10 +1,13 @@
-"""Corrupted inputs: some tokens, or spans of them, that the model reads are replaced; what it is to predict stays as it is.
+"""Corrupted inputs: some tokens, or spans of them, that the model reads are replaced; what it is to
+predict stays as it is.
 
-Which ones is a pure function of (seed, source, epoch, row), so a row is corrupted alike on any host, and otherwise in the next
-epoch. Spans begin anywhere with equal probability, may overlap, and have geometric lengths; the probability is chosen so that
-the expected share of corrupted positions is exactly `rate`, at a row's first position as much as in its middle.
+Which ones is a pure function of (seed, source, epoch, row), so a row is corrupted alike on any
+host, and otherwise in the next epoch. Spans begin anywhere with equal probability, may overlap, and
+have geometric lengths; the probability is chosen so that the expected share of corrupted positions
+is exactly `rate`, at a row's first position as much as in its middle.
 
-Source: random replacement as in Xie et al., "Data Noising as Smoothing in Neural Network Language Models" (2017); spans with
+Source: random replacement as in Xie et al., "Data Noising as Smoothing in Neural Network Language
+    Models" (2017); spans with
 geometric lengths as in Joshi et al., "SpanBERT" (2020).
 """
 
@@ -24,16 +27,19 @@ _REACH = 40  # mean lengths before a row from which its first positions may stil
 @functools.lru_cache(maxsize=4096)
 def row_seed(seed: int, uid: str, epoch: int) -> int:
     """What the rows of one epoch of one source draw from, uint64."""
-    digest = hashlib.blake2b(f"corruption | {seed} | {uid} | {epoch}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(
+        f"corruption | {seed} | {uid} | {epoch}".encode(), digest_size=8
+    ).digest()
     return int.from_bytes(digest, "little")
 
 
 @functools.lru_cache(maxsize=64)
 def start_probability(rate: float, span: float) -> float:
-    """Probability that a span begins at a position, so that a share `rate` is covered by spans of mean length `span`.
+    """Probability that a span begins at a position, so that a share `rate` is covered by spans of
+    mean length `span`.
 
-    A position is free if no span that began j positions before it is longer than j: the product over j of
-    1 - p * (1 - 1 / span)^j is 1 - rate.
+    A position is free if no span that began j positions before it is longer than j: the product
+    over j of 1 - p * (1 - 1 / span)^j is 1 - rate.
     """
     stay = 1.0 - 1.0 / span
     reach = stay ** np.arange(math.ceil(_REACH * span))
@@ -47,10 +53,16 @@ def start_probability(rate: float, span: float) -> float:
     return high
 
 
-def corrupted(seeds: np.ndarray, rows: np.ndarray, length: int, config: CorruptionConfig) -> np.ndarray:
-    """Which positions are corrupted, bool [b, T], of rows of an epoch: uint64 [b] `row_seed`s and int64 [b] numbers."""
+def corrupted(
+    seeds: np.ndarray, rows: np.ndarray, length: int, config: CorruptionConfig
+) -> np.ndarray:
+    """Which positions are corrupted, bool [b, T], of rows of an epoch: uint64 [b] `row_seed`s and
+    int64 [b] numbers."""
     before = 0 if config.span == 1 else math.ceil(_REACH * config.span)
-    begins, sizes = _uniform(seeds, rows, before + length, 0), _uniform(seeds, rows, before + length, 1)
+    begins, sizes = (
+        _uniform(seeds, rows, before + length, 0),
+        _uniform(seeds, rows, before + length, 1),
+    )
     begins = begins < start_probability(config.rate, config.span)
     if config.span == 1:
         return begins
@@ -63,7 +75,8 @@ def corrupt(
     inputs: np.ndarray, seeds: np.ndarray, rows: np.ndarray, length: int, columns: slice, config: CorruptionConfig,
     vocab_size: int, keep: np.ndarray,
 ) -> None:  # fmt: skip
-    """Replaces input ids int32 [b, t], in place, but for those where `keep`, bool [b, t]: begin marks and padding.
+    """Replaces input ids int32 [b, t], in place, but for those where `keep`, bool [b, t]: begin
+    marks and padding.
 
     They are `columns` of rows of `length` tokens; seeds and rows as in `corrupted`.
     """
@@ -71,11 +84,18 @@ def corrupt(
     if config.token_id is not None:
         inputs[where] = config.token_id
     else:
-        inputs[where] = (_uniform(seeds, rows, length, 2)[:, columns] * vocab_size).astype(np.int32)[where]
+        inputs[where] = (_uniform(seeds, rows, length, 2)[:, columns] * vocab_size).astype(
+            np.int32
+        )[where]
 
 
 def _uniform(seeds: np.ndarray, rows: np.ndarray, length: int, stream: int) -> np.ndarray:
     """Numbers in [0, 1), float64 [b, length], of an independent stream for each purpose."""
     row = splitmix64(seeds + rows.astype(np.uint64) * _STEP)[:, None]
-    bits = splitmix64(row ^ splitmix64((np.arange(length, dtype=np.uint64) * np.uint64(4) + np.uint64(stream + 1)) * _STEP))
+    bits = splitmix64(
+        row
+        ^ splitmix64(
+            (np.arange(length, dtype=np.uint64) * np.uint64(4) + np.uint64(stream + 1)) * _STEP
+        )
+    )
     return (bits >> np.uint64(11)) * 2.0**-53

@@ -1,11 +1,13 @@
-"""Exact duplicates: which documents are the same as an earlier one, in memory that does not grow with the input.
+"""Exact duplicates: which documents are the same as an earlier one, in memory that does not grow
+with the input.
 
-Each unit of work gets a file of the digests of its documents, as they are used: sorted, one of each, and apart from them the
-documents that repeat another of the same unit. So a text is at most once in a unit's table, however often it is in the input,
-and a range of digests is a slice of every table. The ranges are compared one after the other; each leaves a file of the
-documents that repeat one of an earlier unit. A unit's own table is made the same way, of sorted runs of its documents. In the
-end each unit has a file that says which of its documents are left out. All files are written atomically: what is there need not
-be done again.
+Each unit of work gets a file of the digests of its documents, as they are used: sorted, one of
+each, and apart from them the documents that repeat another of the same unit. So a text is at most
+once in a unit's table, however often it is in the input, and a range of digests is a slice of every
+table. The ranges are compared one after the other; each leaves a file of the documents that repeat
+one of an earlier unit. A unit's own table is made the same way, of sorted runs of its documents. In
+the end each unit has a file that says which of its documents are left out. All files are written
+atomically: what is there need not be done again.
 """
 
 import bisect
@@ -33,7 +35,8 @@ _U8 = np.dtype("<u8")
 
 
 class _Table(NamedTuple):
-    """Sorted rows in a file, from byte `offset`: uint64 [count, 3], two halves of a digest and the place of its document."""
+    """Sorted rows in a file, from byte `offset`: uint64 [count, 3], two halves of a digest and the
+    place of its document."""
 
     path: Path
     count: int
@@ -53,12 +56,14 @@ class _Table(NamedTuple):
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Some of the rows: uint64 [n, 3]."""
-        return np.fromfile(self.path, _U8, 3 * (last - first), offset=self.offset + 24 * first).reshape(-1, 3)
+        return np.fromfile(
+            self.path, _U8, 3 * (last - first), offset=self.offset + 24 * first
+        ).reshape(-1, 3)
 
 
 class Digests(NamedTuple):
-    """The digests of one unit: its file in `folder`, and what `compare` found out about it. Where work is done on several
-    machines, all of them see the folder."""
+    """The digests of one unit: its file in `folder`, and what `compare` found out about it. Where
+    work is done on several machines, all of them see the folder."""
 
     folder: Path | RemotePath
     number: int  # of the unit: earlier units have lower ones
@@ -73,9 +78,14 @@ class Digests(NamedTuple):
         return self.number << _PLACE_BITS
 
     def save(self, documents: Iterable[Document]) -> None:
-        """Write the file: how many documents and rows; a bit for each document, 1 if it repeats; the table of the rows."""
-        beside = self.folder if isinstance(self.folder, Path) else None  # None: where the system keeps temporary files
-        with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=beside) as name:  # of this attempt: there may be another
+        """Write the file: how many documents and rows; a bit for each document, 1 if it repeats;
+        the table of the rows."""
+        beside = (
+            self.folder if isinstance(self.folder, Path) else None
+        )  # None: where the system keeps temporary files
+        with tempfile.TemporaryDirectory(
+            prefix=ATTEMPT, dir=beside
+        ) as name:  # of this attempt: there may be another
             own, runs, count = Path(name), [], 0
             for batch in itertools.batched(map(digest, documents), _COMPARED):
                 rows = np.empty((len(batch), 3), _U8)
@@ -99,7 +109,8 @@ class Digests(NamedTuple):
 
     @property
     def answer(self) -> Path | RemotePath:
-        """A file: how many documents, then a bit for each, 1 if it repeats an earlier one, of this unit or another."""
+        """A file: how many documents, then a bit for each, 1 if it repeats an earlier one, of this
+        unit or another."""
         return self.path.with_suffix(".repeated")
 
     def repeated(self) -> bytes:
@@ -109,7 +120,8 @@ class Digests(NamedTuple):
 
 
 def digest(document: Document) -> bytes:
-    """16 bytes of what a document teaches: its text; or its ids; or its spans, with what of them is a target."""
+    """16 bytes of what a document teaches: its text; or its ids; or its spans, with what of them is
+    a target."""
     result = hashlib.blake2b(digest_size=16)
     if document.spans is not None:
         for text, target in document.spans:
@@ -123,14 +135,25 @@ def digest(document: Document) -> bytes:
 
 
 def compare(folder: Path | RemotePath, num_units: int, here: Path) -> None:
-    """Find the documents that repeat an earlier one, from the digests of all units of the folder; leaves the answer of each.
+    """Find the documents that repeat an earlier one, from the digests of all units of the folder;
+    leaves the answer of each.
 
     `here`: a folder of this machine for what is compared; the same folder, if that is one.
     """
-    units, names = [Digests(folder, number) for number in range(num_units)], {path.name for path in folder.iterdir()}
-    local, here_already = [here / unit.path.name for unit in units], {path.name for path in here.iterdir()}
+    units, names = (
+        [Digests(folder, number) for number in range(num_units)],
+        {path.name for path in folder.iterdir()},
+    )
+    local, here_already = (
+        [here / unit.path.name for unit in units],
+        {path.name for path in here.iterdir()},
+    )
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        todo = [unit.path for unit in units if unit.path.name not in here_already and isinstance(unit.path, RemotePath)]
+        todo = [
+            unit.path
+            for unit in units
+            if unit.path.name not in here_already and isinstance(unit.path, RemotePath)
+        ]
         list(pool.map(lambda path: path.download(here / path.name), todo))
         ranges = {int(path.stem) for path in here.glob("*.repeats")}
         for number, rows in _merged(list(map(_table, local)), ranges):
@@ -138,7 +161,12 @@ def compare(folder: Path | RemotePath, num_units: int, here: Path) -> None:
         sizes = {path: path.stat().st_size for path in here.glob("*.repeats")}
         places = [map_read_only(path, size).view(_U8) for path, size in sizes.items() if size]
         todo = [(unit, path) for unit, path in zip(units, local) if unit.answer.name not in names]
-        list(pool.map(lambda pair: write_atomic(pair[0].answer, _answer(pair[1], pair[0].base, places)), todo))
+        list(
+            pool.map(
+                lambda pair: write_atomic(pair[0].answer, _answer(pair[1], pair[0].base, places)),
+                todo,
+            )
+        )
 
 
 def _table(path: Path) -> _Table:
@@ -148,7 +176,8 @@ def _table(path: Path) -> _Table:
 
 
 def _answer(path: Path, base: int, places: list[np.ndarray]) -> bytes:
-    """What the file of an answer holds, of the local file of a unit's digests and all places, sorted, that ranges found."""
+    """What the file of an answer holds, of the local file of a unit's digests and all places,
+    sorted, that ranges found."""
     (count,) = np.fromfile(path, _U8, 1).tolist()
     flags = np.unpackbits(np.fromfile(path, np.uint8, -(-count // 8), offset=16), count=count)
     for found in places:
@@ -158,7 +187,8 @@ def _answer(path: Path, base: int, places: list[np.ndarray]) -> bytes:
 
 
 def _merged(tables: list[_Table], done: Iterable[int] = ()) -> Iterator[tuple[int, np.ndarray]]:
-    """All rows of some tables, sorted, in ranges of similar size: number of the range, uint64 [n, 3]; without those `done`."""
+    """All rows of some tables, sorted, in ranges of similar size: number of the range, uint64 [n,
+    3]; without those `done`."""
     num_ranges = max(1, -(-sum(table.count for table in tables) // _COMPARED))
     borders = np.array([(2**64 * number) // num_ranges for number in range(1, num_ranges)], _U8)
     cuts = [table.cuts(borders) for table in tables]

@@ -1,7 +1,8 @@
 """Errors a user can act on, each with the exit code of the process that it ends.
 
-Every message has three parts: the dotted path and value, the rule, the mend. Our own invariants use `assert` instead.
-Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try again".
+Every message has three parts: the dotted path and value, the rule, the mend. Our own invariants use
+`assert` instead. Codes follow sysexits.h, so that schedulers can tell "fix your input" from "try
+again".
 """
 
 import errno
@@ -15,8 +16,23 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-_LASTING = {None, errno.EACCES, errno.EPERM, errno.EINVAL, errno.EISDIR, errno.ENOTDIR}  # of a file itself
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+_LASTING = {
+    None,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EINVAL,
+    errno.EISDIR,
+    errno.ENOTDIR,
+}  # of a file itself
+_PASSING = (
+    errno.EIO,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+    errno.ENOTCONN,
+    errno.ENOMEM,
+    errno.EMFILE,
+    errno.ENFILE,
+)
 
 
 class UserError(ValueError):
@@ -66,7 +82,9 @@ class DamagedError(StorageError):
 
     def __init__(self, path: Path, what: str):
         look = f"Look at all of them with `maxtrain checkpoint verify {path.parent}`"
-        super().__init__(f"{path} is damaged: {what}. {look}. Remove or rename {path} to go on from the checkpoint before it.")
+        super().__init__(
+            f"{path} is damaged: {what}. {look}. Remove or rename {path} to go on from the checkpoint before it."
+        )
         self.path, self.what = path, what
 
 
@@ -81,7 +99,8 @@ class LockedError(StorageError):
 
 
 class LostProcessError(TryAgainError):
-    """Another process of the job is out of reach: it does not come to anything any more that waits for it."""
+    """Another process of the job is out of reach: it does not come to anything any more that waits
+    for it."""
 
 
 class ConfigError(UserError):
@@ -101,7 +120,8 @@ class ConfigError(UserError):
 
 
 def blame_storage(path: str, error: Exception) -> None:
-    """Raise a StorageError if reading this input file failed for a reason that is not in it, as far as the error says.
+    """Raise a StorageError if reading this input file failed for a reason that is not in it, as far
+    as the error says.
 
     Libraries that read files themselves say it in words.
     """
@@ -116,29 +136,39 @@ def blame_storage(path: str, error: Exception) -> None:
 
 
 def end_at_signals() -> None:
-    """Until somebody else handles them, SIGINT and SIGTERM end this process with exit 75: there is nothing to save yet."""
+    """Until somebody else handles them, SIGINT and SIGTERM end this process with exit 75: there is
+    nothing to save yet."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_by_signal)
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """Ends the process, even if nobody reads stderr; an exception would be a traceback of whatever is being imported."""
+    """Ends the process, even if nobody reads stderr; an exception would be a traceback of whatever
+    is being imported."""
     try:
         if select.select([], [2], [], 1)[1]:
-            os.write(2, f"{signal.Signals(number).name}: nothing is left to save. Run the same command again.\n".encode())
+            os.write(
+                2,
+                f"{signal.Signals(number).name}: nothing is left to save. Run the same command again.\n".encode(),
+            )
     finally:
         os._exit(TryAgainError.exit_code)
 
 
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:
-    """The exit code of a command that does this job. What a user can mend is a message on stderr, a bug of ours a traceback.
+    """The exit code of a command that does this job. What a user can mend is a message on stderr, a
+    bug of ours a traceback.
 
     `resumes`: the same command goes on where it was interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of files may be bytes that are no text in any encoding
-    again = "the same command again: it goes on where it was." if resumes else "the same command again."
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # names of files may be bytes that are no text in any encoding
+    again = (
+        "the same command again: it goes on where it was." if resumes else "the same command again."
+    )
     try:
         job()
         return 0
@@ -149,10 +179,16 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     except KeyboardInterrupt:
         error = TryAgainError(f"interrupted. Run {again}")
     except OSError as problem:
-        what = f"{problem.filename}: {problem.strerror}" if problem.filename else problem.strerror or problem
+        what = (
+            f"{problem.filename}: {problem.strerror}"
+            if problem.filename
+            else problem.strerror or problem
+        )
         error = StorageError(f"{what}. Free space or mend access, then run {again}")
     except MemoryError:
-        error = OutOfMemoryError(f"this machine has no memory left. End what else uses it, then run {again}")
+        error = OutOfMemoryError(
+            f"this machine has no memory left. End what else uses it, then run {again}"
+        )
     except Exception:
         traceback.print_exc()
         return UserError.exit_code

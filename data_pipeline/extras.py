@@ -1,4 +1,5 @@
-"""Packages that only an extra brings: imported where they are used, and missed with a message that names the extra."""
+"""Packages that only an extra brings: imported where they are used, and missed with a message that
+names the extra."""
 
 import importlib
 from typing import Any
@@ -11,4 +12,6 @@ def load_package(name: str, extra: str, wanted_by: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"{wanted_by}: needs {name} ({error}). Install it: pip install 'maxtrain[{extra}]'") from error
+        raise UsageError(
+            f"{wanted_by}: needs {name} ({error}). Install it: pip install 'maxtrain[{extra}]'"
+        ) from error

@@ -1,7 +1,8 @@
 """Cheap invariants of every host batch, and what to do about a batch without a single target.
 
-An accelerator does not complain about wrong ids (it clamps, or gives NaN or zeros) nor about a batch of padding (loss 0.0,
-while weight decay goes on), so both are caught here, on the host, before the batch is used.
+An accelerator does not complain about wrong ids (it clamps, or gives NaN or zeros) nor about a
+batch of padding (loss 0.0, while weight decay goes on), so both are caught here, on the host,
+before the batch is used.
 """
 
 import collections
@@ -16,7 +17,9 @@ from data_pipeline.errors import DataError
 _MASK = 2**64 - 1
 
 
-def check_batch(arrays: dict[str, np.ndarray], vocab_size: int, describe: Callable[[int], str], first: int = 0) -> None:
+def check_batch(
+    arrays: dict[str, np.ndarray], vocab_size: int, describe: Callable[[int], str], first: int = 0
+) -> None:
     """Check the arrays of `packing.pack`, whose first column is column `first` of the rows.
 
     DataError: names the row, where it is from by `describe`, the value and the mend.
@@ -33,22 +36,34 @@ def check_batch(arrays: dict[str, np.ndarray], vocab_size: int, describe: Callab
 
 
 def _sound(arrays: dict[str, np.ndarray], vocab_size: int, first: int) -> bool:
-    """True only if every one of `_invariants` holds; in a quarter of their time, and mostly True if they do."""
+    """True only if every one of `_invariants` holds; in a quarter of their time, and mostly True if
+    they do."""
     segments, mask = arrays["segment_ids"], arrays["loss_mask"]
     return bool(
-        all(arrays[name].view(np.uint32).max(initial=0) < vocab_size for name in ("inputs", "targets"))
+        all(
+            arrays[name].view(np.uint32).max(initial=0) < vocab_size
+            for name in ("inputs", "targets")
+        )
         and arrays["positions"].view(np.uint32).max(initial=0) < first + segments.shape[1]
         and segments.min(initial=1) > 0  # no padding
         and segments[:, 0].max(initial=0) <= first + 1
         and (segments[:, 1:] - segments[:, :-1]).view(np.uint32).max(initial=0) <= 1
-        and mask.view(np.uint32).max(initial=0) < 0x7F800000  # the bits of infinity: NaN and negative ones have higher ones
+        and mask.view(np.uint32).max(initial=0)
+        < 0x7F800000  # the bits of infinity: NaN and negative ones have higher ones
     )
 
 
-def _invariants(arrays: dict[str, np.ndarray], vocab_size: int, first: int) -> Iterator[tuple[str, int, np.ndarray, str]]:
-    """(array, columns not looked at, where it is wrong, the rule). Seen as uint32, a negative id is huge: one comparison."""
+def _invariants(
+    arrays: dict[str, np.ndarray], vocab_size: int, first: int
+) -> Iterator[tuple[str, int, np.ndarray, str]]:
+    """(array, columns not looked at, where it is wrong, the rule). Seen as uint32, a negative id is
+    huge: one comparison."""
     segments, mask = arrays["segment_ids"], arrays["loss_mask"]
-    for name, bound in (("inputs", vocab_size), ("targets", vocab_size), ("positions", first + segments.shape[1])):
+    for name, bound in (
+        ("inputs", vocab_size),
+        ("targets", vocab_size),
+        ("positions", first + segments.shape[1]),
+    ):
         yield name, 0, arrays[name].view(np.uint32) >= bound, f"must be in [0, {bound:,})"
     rule = "segments must count 1, 2, ... with 0 only at the end"
     yield "segment_ids", 0, segments[:, :1].view(np.uint32) > first + 1, rule
@@ -64,25 +79,34 @@ def _odd_numbers(count: int, seed: int) -> np.ndarray:
 
 
 def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
-    """Of targets, int32 [b, t], of these rows of a global batch, from column `first` on: a number of 64 bits.
+    """Of targets, int32 [b, t], of these rows of a global batch, from column `first` on: a number
+    of 64 bits.
 
-    Checksums of parts of a batch that do not overlap sum, modulo 2^64, to that of the batch, however it is cut.
+    Checksums of parts of a batch that do not overlap sum, modulo 2^64, to that of the batch,
+    however it is cut.
     """
     end = first + targets.shape[1]
-    weights = _odd_numbers(1 << (end // 2).bit_length(), 0)  # of pairs of columns: the second one counts 2^32 times as much
+    weights = _odd_numbers(
+        1 << (end // 2).bit_length(), 0
+    )  # of pairs of columns: the second one counts 2^32 times as much
     if first % 2 == 0 == end % 2 and targets.flags.c_contiguous:
         words, weights = targets.view("<i8"), weights[first // 2 : end // 2]
     else:
         columns = np.arange(first, end)
         words, weights = targets.astype(np.int64), weights[columns // 2] << (columns % 2 * 32)
     of_rows = np.einsum("rc,c->r", words, weights)
-    return int((of_rows * _odd_numbers(1 << int(rows.max(initial=0)).bit_length(), 1)[rows]).sum()) & _MASK
+    return (
+        int((of_rows * _odd_numbers(1 << int(rows.max(initial=0)).bit_length(), 1)[rows]).sum())
+        & _MASK
+    )
 
 
 class Verdict(NamedTuple):
-    """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if it is not empty.
+    """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if
+    it is not empty.
 
-    `back`: "skip" or "rollback" if the run is to go back, and to leave out that step, or more; else empty.
+    `back`: "skip" or "rollback" if the run is to go back, and to leave out that step, or more; else
+        empty.
     """
 
     stop: bool
@@ -91,11 +115,13 @@ class Verdict(NamedTuple):
 
 
 class BatchGuard:
-    """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or go back, if tokens repeat.
+    """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or
+    go back, if tokens repeat.
 
-    Found are: a batch without a target (which changes nothing); less than `min_fill` of the positions targets over `patience`
-    steps; more than `max_empty_rows` of the rows without a target; and two batches of other rows with the same tokens.
-    What it remembers is in `state`, so that a run that goes on from a checkpoint is judged as one that never stopped.
+    Found are: a batch without a target (which changes nothing); less than `min_fill` of the
+    positions targets over `patience` steps; more than `max_empty_rows` of the rows without a
+    target; and two batches of other rows with the same tokens. What it remembers is in `state`, so
+    that a run that goes on from a checkpoint is judged as one that never stopped.
     """
 
     _REMEMBERED = 256  # batches
@@ -108,10 +134,17 @@ class BatchGuard:
         patience: int = 8,
         repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = "raise",
     ):
-        self.policy, self.min_fill, self.max_empty_rows, self.repeated = policy, min_fill, max_empty_rows, repeated
+        self.policy, self.min_fill, self.max_empty_rows, self.repeated = (
+            policy,
+            min_fill,
+            max_empty_rows,
+            repeated,
+        )
         self.found = 0  # steps at which something was
         self._fills: collections.deque[float] = collections.deque(maxlen=patience)
-        self._seen: collections.OrderedDict[int, tuple[str, int]] = collections.OrderedDict()  # place and step by content
+        self._seen: collections.OrderedDict[int, tuple[str, int]] = (
+            collections.OrderedDict()
+        )  # place and step by content
 
     def state(self) -> dict[str, Any]:
         """All that it remembers, as JSON; at most 15 KB, and 20 bytes for each step of patience."""
@@ -122,7 +155,9 @@ class BatchGuard:
         """Remember what `state` says."""
         self.found = state["found"]
         self._fills.extend(state["fills"])
-        self._seen.update({int(content, 16): (place, step) for content, place, step in state["seen"]})
+        self._seen.update(
+            {int(content, 16): (place, step) for content, place, step in state["seen"]}
+        )
 
     def repeats(self, content: int, place: str, step: int) -> bool:
         """Whether an earlier step, from another place, had tokens with this checksum."""
@@ -131,8 +166,11 @@ class BatchGuard:
             self._seen.popitem(last=False)
         return before != place
 
-    def observe(self, step: int, targets: float, empty_rows: float, shape: tuple[int, int], repeated: bool) -> Verdict | None:
-        """Judge a step by the targets, the rows without one and the shape [B, T] of its global batch; None: all is well.
+    def observe(
+        self, step: int, targets: float, empty_rows: float, shape: tuple[int, int], repeated: bool
+    ) -> Verdict | None:
+        """Judge a step by the targets, the rows without one and the shape [B, T] of its global
+        batch; None: all is well.
 
         DataError: it is not, and the policy is "raise".
         """
@@ -140,11 +178,20 @@ class BatchGuard:
         policy, decides = self.policy, "data.zero_weight"
         fill = sum(self._fills) / len(self._fills)
         if targets <= 0:
-            what, key = f"the batch has {targets:g} target tokens, so there is nothing to learn from it", "data.zero_weight"
+            what, key = (
+                f"the batch has {targets:g} target tokens, so there is nothing to learn from it",
+                "data.zero_weight",
+            )
         elif len(self._fills) == self._fills.maxlen and fill < self.min_fill:
-            what, key = f"{fill:.2%} of {len(self._fills)} batches are targets", f"data.min_fill={self.min_fill:g}"
+            what, key = (
+                f"{fill:.2%} of {len(self._fills)} batches are targets",
+                f"data.min_fill={self.min_fill:g}",
+            )
         elif empty_rows > self.max_empty_rows * shape[0]:
-            what, key = f"{empty_rows:g} of {shape[0]} rows have no target", f"data.max_empty_rows={self.max_empty_rows:g}"
+            what, key = (
+                f"{empty_rows:g} of {shape[0]} rows have no target",
+                f"data.max_empty_rows={self.max_empty_rows:g}",
+            )
         elif repeated:
             policy, decides = self.repeated, "data.repeated"
             what, key = "its tokens are those of an earlier batch of other rows", decides
@@ -156,7 +203,9 @@ class BatchGuard:
         if policy == "raise":
             raise DataError(f"{what}. {mend}, or set {decides} to stop or warn.")
         if policy == "stop":
-            return Verdict(True, f"{what}; the run stops here. {mend}, or set {decides}=warn to go on.")
+            return Verdict(
+                True, f"{what}; the run stops here. {mend}, or set {decides}=warn to go on."
+            )
         if policy != "warn":
             return Verdict(False, f"{what}.", policy)
         if self.found > 3 and self.found & (self.found - 1):  # then only the 4th, 8th, 16th, ...

@@ -1,8 +1,9 @@
 """Loading: the host's batch of step s, by number or as a stream read ahead by grain.
 
-One grain element is this host's whole batch of one step, so the number of workers and threads can't change the order, and
-grain's own iterator state is never needed: `iterate(start_step)` begins anywhere. Training goes by the plan; evaluation
-reads a set exactly once, in order, with rows of zero weight to fill its last batch.
+One grain element is this host's whole batch of one step, so the number of workers and threads can't
+change the order, and grain's own iterator state is never needed: `iterate(start_step)` begins
+anywhere. Training goes by the plan; evaluation reads a set exactly once, in order, with rows of
+zero weight to fill its last batch.
 """
 
 import dataclasses
@@ -35,16 +36,20 @@ from data_pipeline.workers import watched
 _BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-up
 
 
-Parts = Part | dict[tuple[int, int], Part] | None  # alike for all batches, or by their shape; None: the whole
+Parts = (
+    Part | dict[tuple[int, int], Part] | None
+)  # alike for all batches, or by their shape; None: the whole
 
 
 class Batch(NamedTuple):
     """One host's batch of one step, and how many of its targets count.
 
-    `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T]) of this host's b rows, and
-    source (int32 [b]): the number of each row's source among the plan's names; 0 where the batch is of an evaluation set.
-    `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their sources, whatever the
-    epoch, so they are the same on every host; `content` is the `checksum` of this host's targets. `error`: why it is empty.
+    `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
+        of this host's b rows, and
+    source (int32 [b]): the number of each row's source among the plan's names; 0 where the batch is
+    of an evaluation set. `digest` identifies the rows of the whole global batch, `place` where
+    their tokens lie in their sources, whatever the epoch, so they are the same on every host;
+    `content` is the `checksum` of this host's targets. `error`: why it is empty.
     """
 
     step: int
@@ -60,13 +65,29 @@ class _Dataset:
     """What training and evaluation share. Picklable: grain's workers open the files themselves."""
 
     def __init__(self, config: DataConfig, sources: list[TokenShards], bins: dict[int, list[Bins]]):
-        self.config, self.sources, self.bins, self.vocab_size = config, sources, bins, sources[0].vocab_size
+        self.config, self.sources, self.bins, self.vocab_size = (
+            config,
+            sources,
+            bins,
+            sources[0].vocab_size,
+        )
         self._sizes = np.array([source.num_tokens for source in sources])
 
-    def _read(self, step: int, batch: Rows, phases: np.ndarray, part: Part | None, names: Sequence[str], length: int) -> Batch:
-        """The batch of a step: this host's part of the global batch, whose epochs begin at `phases` of their streams."""
+    def _read(
+        self,
+        step: int,
+        batch: Rows,
+        phases: np.ndarray,
+        part: Part | None,
+        names: Sequence[str],
+        length: int,
+    ) -> Batch:
+        """The batch of a step: this host's part of the global batch, whose epochs begin at `phases`
+        of their streams."""
         starts = phases + batch.row * length
-        place = _digest(batch.source, batch.row if self.bins else starts % self._sizes[batch.source])
+        place = _digest(
+            batch.source, batch.row if self.bins else starts % self._sizes[batch.source]
+        )
         rows, columns = part or Part(np.arange(len(starts)))
         first = columns.indices(length)[0]
         source, epoch, row, starts = (of_all[rows] for of_all in (*batch, starts))
@@ -83,19 +104,33 @@ class _Dataset:
 
         check_batch(arrays, self.vocab_size, describe, first)
         arrays["source"] = source.astype(np.int32)
-        num_targets, content = int(np.count_nonzero(arrays["loss_mask"] != 0)), checksum(arrays["targets"], rows, first)
+        num_targets, content = (
+            int(np.count_nonzero(arrays["loss_mask"] != 0)),
+            checksum(arrays["targets"], rows, first),
+        )
         return Batch(step, arrays, num_targets, _digest(*batch), content, place)
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         workers, prefetch = self.config.workers, self.config.prefetch
-        options = grain.ReadOptions(num_threads=1 if workers else 2, prefetch_buffer_size=1 if workers else prefetch)
+        options = grain.ReadOptions(
+            num_threads=1 if workers else 2, prefetch_buffer_size=1 if workers else prefetch
+        )
         stream = grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options)
         if workers:
-            if not flags.FLAGS.is_parsed():  # grain's workers read its flags, and our programs do not parse absl's
+            if (
+                not flags.FLAGS.is_parsed()
+            ):  # grain's workers read its flags, and our programs do not parse absl's
                 flags.FLAGS.mark_as_parsed()
-            stream = stream.mp_prefetch(grain.MultiprocessingOptions(workers, per_worker_buffer_size=-(-prefetch // workers)))
-            # Through pipes: shared memory is slower for such arrays, 64 MB in many containers, and leaks when interrupted.
-            stream = experimental.WithOptionsIterDataset(stream, options=experimental.DatasetOptions(min_shm_size=1 << 62))
+            stream = stream.mp_prefetch(
+                grain.MultiprocessingOptions(
+                    workers, per_worker_buffer_size=-(-prefetch // workers)
+                )
+            )
+            # Through pipes: shared memory is slower for such arrays, 64 MB in many containers, and
+            # leaks when interrupted.
+            stream = experimental.WithOptionsIterDataset(
+                stream, options=experimental.DatasetOptions(min_shm_size=1 << 62)
+            )
         iterator = iter(stream)
         try:
             yield from watched(iterator, workers) if workers else iterator
@@ -109,7 +144,8 @@ class _Dataset:
 class TrainingData(_Dataset):
     """The training stream. Build it with `open_training`.
 
-    `plan` says what is read when, `shards` are in its order of names, `start` is the cursor that the plan goes on from.
+    `plan` says what is read when, `shards` are in its order of names, `start` is the cursor that
+    the plan goes on from.
     """
 
     def __init__(
@@ -133,54 +169,84 @@ class TrainingData(_Dataset):
         return load_tokenizer(self.shards[0].path)
 
     def describe(self) -> str:
-        """What a run reads and why it ends; a line for the rows of each source, if they are of whole documents."""
-        lines = [f"{name}: {b.describe()}" for of_length in self.bins.values() for name, b in zip(self.plan.names, of_length)]
+        """What a run reads and why it ends; a line for the rows of each source, if they are of
+        whole documents."""
+        lines = [
+            f"{name}: {b.describe()}"
+            for of_length in self.bins.values()
+            for name, b in zip(self.plan.names, of_length)
+        ]
         return "\n".join([self.plan.describe(), *lines])
 
     def fingerprint_at(self, step: int) -> str:
-        """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on to go on from it."""
+        """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on
+        to go on from it."""
         config = self.config
-        restart = config.restart_positions or config.attend_across_documents  # then every row has one segment
-        cut = any(rows.skipped or rows.truncated for of_length in self.bins.values() for rows in of_length)
+        restart = (
+            config.restart_positions or config.attend_across_documents
+        )  # then every row has one segment
+        cut = any(
+            rows.skipped or rows.truncated for of_length in self.bins.values() for rows in of_length
+        )
         rows = (config.packing, cut and config.on_long, restart, config.attend_across_documents)
         corruption = dataclasses.astuple(config.corruption) if config.corruption.rate else ()
         content = (self.plan.fingerprint_at(step), *rows, *corruption)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     def cursor_at(self, step: int) -> dict[str, Any]:
-        """Where the data stands before `step`, as JSON: what a checkpoint of that step needs to go on with other settings."""
+        """Where the data stands before `step`, as JSON: what a checkpoint of that step needs to go
+        on with other settings."""
         return self.plan.cursor_at(step)._asdict()
 
     def _read_block(self, block: int) -> np.ndarray:
-        """int64 [4, rows]: source, epoch and row of the rows of a block, and where in its stream the epoch of each begins."""
+        """int64 [4, rows]: source, epoch and row of the rows of a block, and where in its stream
+        the epoch of each begins."""
         first = self.plan.first_row + block * _BLOCK_ROWS
         rows = self.plan.rows(first, first + _BLOCK_ROWS)
         pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
-        return np.stack([*rows, np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs])])
+        return np.stack(
+            [
+                *rows,
+                np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs]),
+            ]
+        )
 
     def _rows(self, step: int) -> np.ndarray:
         """Source, epoch, row and beginning of the epoch of each row of a step, int64 [4, rows]."""
         assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
         first, end = (row - self.plan.first_row for row in self.plan.row_range(step))
         blocks = range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1)
-        parts = [self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS] for b in blocks]
+        parts = [
+            self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS]
+            for b in blocks
+        ]
         return np.concatenate(parts, axis=1)
 
     def describe_rows(self, step: int, most: int = 8) -> str:
-        """Which rows a step reads, by source and epoch and at most so many of each, and a command that shows one of them."""
+        """Which rows a step reads, by source and epoch and at most so many of each, and a command
+        that shows one of them."""
         sources, epochs, rows, _ = self._rows(step)
         parts = []
         for source, epoch in np.unique([sources, epochs], axis=1).T.tolist():
             found = rows[(sources == source) & (epochs == epoch)].tolist()
             more = f" and {len(found) - most:,} more" if len(found) > most else ""
-            parts.append(f"{self.plan.names[source]}, epoch {epoch}: rows {', '.join(map(str, found[:most]))}{more}")
+            parts.append(
+                f"{self.plan.names[source]}, epoch {epoch}: rows {', '.join(map(str, found[:most]))}{more}"
+            )
         return f"It reads {'; '.join(parts)}. To look at the first: {self.show_command(step)}"
 
     def show_command(self, step: int) -> str:
         """The command that shows the first row of a step."""
         (source, *_), (epoch, *_), (row, *_), _ = self._rows(step).tolist()
-        options = {"row": row, "epoch": epoch, "seq-length": self.plan.span(step).seq_length, "packing": self.config.packing}
-        words = [f"--{name} {value}" for name, value in (options | {"seed": self.plan.seed}).items()]
+        options = {
+            "row": row,
+            "epoch": epoch,
+            "seq-length": self.plan.span(step).seq_length,
+            "packing": self.config.packing,
+        }
+        words = [
+            f"--{name} {value}" for name, value in (options | {"seed": self.plan.seed}).items()
+        ]
         return f"python -m data_pipeline.prepare show {shlex.quote(str(self.shards[source].path))} {' '.join(words)}"
 
     def rows_at(self, step: int) -> Rows:
@@ -192,17 +258,20 @@ class TrainingData(_Dataset):
         return _digest(*self.rows_at(step))
 
     def window_at(self, step: int, place: int) -> tuple[int, int, int]:
-        """Of one row of a step: where its first input is in its source's stream, its length, and its number in the epoch."""
+        """Of one row of a step: where its first input is in its source's stream, its length, and
+        its number in the epoch."""
         length = self.plan.span(step).seq_length
         _, _, row, begin = self._rows(step)[:, place].tolist()
         return begin + row * length, length, row
 
     def bins_of(self, step: int, source: int) -> Bins | None:
-        """The rows of whole documents of a source, at a step; None: its rows are windows of a stream."""
+        """The rows of whole documents of a source, at a step; None: its rows are windows of a
+        stream."""
         return self.bins[self.plan.span(step).seq_length][source] if self.bins else None
 
     def batch(self, step: int, part: Parts = None) -> Batch:
-        """This part of the batch of a step, its rows in this order: a pure function of (config, manifests, seed, step).
+        """This part of the batch of a step, its rows in this order: a pure function of (config,
+        manifests, seed, step).
 
         DataError: a shard is damaged, or a batch breaks an invariant.
         """
@@ -211,21 +280,43 @@ class TrainingData(_Dataset):
         part = part[span.batch_size, span.seq_length] if isinstance(part, dict) else part
         result = self._read(step, Rows(*batch), phases, part, self.plan.names, span.seq_length)
         if self.config.corruption.rate:
-            self._corrupt(result.arrays, Rows(*batch), part or Part(np.arange(span.batch_size)), span.seq_length)
+            self._corrupt(
+                result.arrays,
+                Rows(*batch),
+                part or Part(np.arange(span.batch_size)),
+                span.seq_length,
+            )
         return result
 
     def _corrupt(self, arrays: dict[str, np.ndarray], batch: Rows, part: Part, length: int) -> None:
-        """Replaces inputs of this part of the batch, in place; padding and the marks between documents stay."""
+        """Replaces inputs of this part of the batch, in place; padding and the marks between
+        documents stay."""
         source, epoch, row = (of_all[part.rows] for of_all in batch)
         pairs = zip(source.tolist(), epoch.tolist())
-        seeds = np.array([row_seed(self.plan.seed, self.shards[s].uid, e) for s, e in pairs], np.uint64)
-        marks = [s.manifest.tokenizer["special_ids"]["eod"] for s in self.shards]  # named when a source was prepared
+        seeds = np.array(
+            [row_seed(self.plan.seed, self.shards[s].uid, e) for s, e in pairs], np.uint64
+        )
+        marks = [
+            s.manifest.tokenizer["special_ids"]["eod"] for s in self.shards
+        ]  # named when a source was prepared
         eod = np.array([-1 if mark is None else mark for mark in marks])[source, None]
         keep = (arrays["segment_ids"] == 0) | (arrays["inputs"] == eod)
-        corrupt(arrays["inputs"], seeds, row, length, part.columns, self.config.corruption, self.vocab_size, keep)
+        corrupt(
+            arrays["inputs"],
+            seeds,
+            row,
+            length,
+            part.columns,
+            self.config.corruption,
+            self.vocab_size,
+            keep,
+        )
 
-    def iterate(self, start_step: int, part: Parts = None, stop_step: int | None = None) -> Iterator[Batch]:
-        """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read ahead by grain."""
+    def iterate(
+        self, start_step: int, part: Parts = None, stop_step: int | None = None
+    ) -> Iterator[Batch]:
+        """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read
+        ahead by grain."""
         stop = self.plan.num_steps if stop_step is None else stop_step
         return self._iterate(start_step, stop, functools.partial(self.batch, part=part))
 
@@ -233,8 +324,8 @@ class TrainingData(_Dataset):
 class EvaluationData(_Dataset):
     """A held-out set, every token a target exactly once, in order. Build it with `open_evaluation`.
 
-    `num_tokens` counts all targets, `text_bytes` their text (0: some of it is no target); they and `num_batches` come from
-    the manifest, not from hosts.
+    `num_tokens` counts all targets, `text_bytes` their text (0: some of it is no target); they and
+    `num_batches` come from the manifest, not from hosts.
     """
 
     def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
@@ -245,14 +336,20 @@ class EvaluationData(_Dataset):
         self.num_tokens = rows.num_targets if rows else self.manifest.num_targets
         whole = not shards.masked and self.num_tokens == self.manifest.num_targets
         self.text_bytes = shards.text_bytes if whole else 0
-        self.num_batches = -(-(rows.num_rows if rows else count_rows(shards.num_tokens, config.seq_length)) // batch_size)
+        self.num_batches = -(
+            -(rows.num_rows if rows else count_rows(shards.num_tokens, config.seq_length))
+            // batch_size
+        )
 
     def batch(self, step: int, part: Part | None = None) -> Batch:
-        """Batch number `step`; rows past the end of the set are padding of zero weight. See `TrainingData.batch`."""
+        """Batch number `step`; rows past the end of the set are padding of zero weight. See
+        `TrainingData.batch`."""
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
         row = step * self.batch_size + np.arange(self.batch_size)
         batch = Rows(np.zeros_like(row), np.zeros_like(row), row)
-        return self._read(step, batch, np.full_like(row, -1), part, ["held out"], self.config.seq_length)
+        return self._read(
+            step, batch, np.full_like(row, -1), part, ["held out"], self.config.seq_length
+        )
 
     def iterate(self, part: Part | None = None, num_batches: int | None = None) -> Iterator[Batch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
@@ -260,11 +357,15 @@ class EvaluationData(_Dataset):
         return self._iterate(0, stop, functools.partial(self.batch, part=part))
 
 
-def carry_errors(stream: Iterator[Batch], steps: range, part: Callable[[int], Part]) -> Iterator[Batch]:
-    """The batches of a stream for these steps; where it can't be read, empty ones that carry the error, to the end.
+def carry_errors(
+    stream: Iterator[Batch], steps: range, part: Callable[[int], Part]
+) -> Iterator[Batch]:
+    """The batches of a stream for these steps; where it can't be read, empty ones that carry the
+    error, to the end.
 
-    One of several hosts that raised alone would leave the others waiting for it: it takes part until all can agree to stop.
-    `part` is what this host holds of the batch of a step, its columns with both ends.
+    One of several hosts that raised alone would leave the others waiting for it: it takes part
+    until all can agree to stop. `part` is what this host holds of the batch of a step, its columns
+    with both ends.
     """
     read = 0
     try:
@@ -276,35 +377,60 @@ def carry_errors(stream: Iterator[Batch], steps: range, part: Callable[[int], Pa
             rows, columns = part(step)
             zeros = np.zeros((len(rows), columns.stop - columns.start), np.int32)
             arrays = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), zeros)
-            arrays |= {"loss_mask": zeros.astype(np.float32), "source": np.zeros(len(rows), np.int32)}
+            arrays |= {
+                "loss_mask": zeros.astype(np.float32),
+                "source": np.zeros(len(rows), np.int32),
+            }
             yield Batch(step, arrays, 0, "", 0, "", error)
 
 
 def _digest(*arrays: np.ndarray) -> str:
-    return hashlib.blake2b(np.concatenate(arrays).astype("<i8").tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        np.concatenate(arrays).astype("<i8").tobytes(), digest_size=8
+    ).hexdigest()
 
 
-def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str, Any] | None = None) -> TrainingData:
-    """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the order of rows.
+def open_training(
+    config: DataConfig, seed: int, steps: Steps, cursor: dict[str, Any] | None = None
+) -> TrainingData:
+    """Open all sources and solve the plan for `steps` optimizer steps, or "auto"; `seed` is of the
+    order of rows.
 
-    With the `cursor` of a checkpoint, the plan goes on from there, whatever the settings were before.
+    With the `cursor` of a checkpoint, the plan goes on from there, whatever the settings were
+    before.
 
-    ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ. DataError: a directory is not whole.
+    ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ.
+        DataError: a directory is not whole.
     """
-    shards = {name: _open(f"data.sources.{name}.path", source.path, config) for name, source in config.sources.items()}
+    shards = {
+        name: _open(f"data.sources.{name}.path", source.path, config)
+        for name, source in config.sources.items()
+    }
     if shards:
         require_one_tokenizer({f"data.sources.{name}": source for name, source in shards.items()})
         size, token = next(iter(shards.values())).vocab_size, config.corruption.token_id
         if token is not None and token >= size:
             rule = f"must be below {size}, the entries of the data's tokenizer"
-            raise ConfigError(f"data.corruption.token_id={token} {rule}. Set it to an id of the tokenizer, or to null.")
+            raise ConfigError(
+                f"data.corruption.token_id={token} {rule}. Set it to an id of the tokenizer, or to null."
+            )
     start = Cursor(**cursor) if cursor else None
-    lengths = {config.seq_length, *(stage.seq_length or config.seq_length for stage in config.stages)}
+    lengths = {
+        config.seq_length,
+        *(stage.seq_length or config.seq_length for stage in config.stages),
+    }
     ordered = [shards[name] for name in sorted(shards)]
     bins = _open_bins(config, ordered, lengths)
-    rows = {n: [b.num_rows for b in bins[n]] if bins else [count_rows(s.num_tokens, n) for s in ordered] for n in lengths}
+    rows = {
+        n: [b.num_rows for b in bins[n]] if bins else [count_rows(s.num_tokens, n) for s in ordered]
+        for n in lengths
+    }
     sources = {
-        name: PlanSource(shards[name].uid, shards[name].num_tokens, {length: rows[length][i] for length in lengths})
+        name: PlanSource(
+            shards[name].uid,
+            shards[name].num_tokens,
+            {length: rows[length][i] for length in lengths},
+        )
         for i, name in enumerate(sorted(shards))
     }
     plan = Plan.solve(seed, sources, config, steps, start)
@@ -312,13 +438,19 @@ def open_training(config: DataConfig, seed: int, steps: Steps, cursor: dict[str,
 
 
 def resume_training(
-    config: DataConfig, seed: int, steps: Steps, saved: dict[str, Any] | None, changes: Sequence[str] = ()
+    config: DataConfig,
+    seed: int,
+    steps: Steps,
+    saved: dict[str, Any] | None,
+    changes: Sequence[str] = (),
 ) -> TrainingData:
-    """The training data to go on with from a checkpoint whose record is `saved` (None: from the start of a run).
+    """The training data to go on with from a checkpoint whose record is `saved` (None: from the
+    start of a run).
 
-    What it has before the checkpoint is what was read: since the start, or since the last accepted change. If it is not, the
-    data goes on from the checkpoint's cursor, provided the config accepts that; ConfigError if not. It names the `changes`:
-    settings that are not what they were, in words.
+    What it has before the checkpoint is what was read: since the start, or since the last accepted
+    change. If it is not, the data goes on from the checkpoint's cursor, provided the config accepts
+    that; ConfigError if not. It names the `changes`: settings that are not what they were, in
+    words.
     """
     if saved is None:
         return open_training(config, seed, steps)
@@ -345,46 +477,71 @@ def resume_training(
 
 
 def _other_tokens(data: TrainingData, cursor: dict[str, Any]) -> list[str]:
-    """The sources whose tokens the run has not read, where a checkpoint's cursor knows of others; in words."""
+    """The sources whose tokens the run has not read, where a checkpoint's cursor knows of others;
+    in words."""
     known = cursor["sources"]
     gone = len([uid for uid in known if uid not in {shards.uid for shards in data.shards}])
-    new = [f"data.sources.{name}.path={s.path}" for name, s in zip(data.plan.names, data.shards) if s.uid not in known]
+    new = [
+        f"data.sources.{name}.path={s.path}"
+        for name, s in zip(data.plan.names, data.shards)
+        if s.uid not in known
+    ]
     if gone and new:
         return [f"{path} holds other tokens than the run has read" for path in new]
     return [f"{path} is a source that the run has not read" for path in new]
 
 
-def open_evaluation(path: str | Path, config: DataConfig, batch_size: int, name: str = "NAME") -> EvaluationData:
-    """Open a held-out set for batches of `batch_size` rows over all hosts; DataError if it is not whole, or has no target."""
+def open_evaluation(
+    path: str | Path, config: DataConfig, batch_size: int, name: str = "NAME"
+) -> EvaluationData:
+    """Open a held-out set for batches of `batch_size` rows over all hosts; DataError if it is not
+    whole, or has no target."""
     data = EvaluationData(config, batch_size, _open(f"eval.sets.{name}.path", path, config))
     if data.num_tokens < 1:
-        raise DataError(f"eval.sets.{name}: {path} has no target tokens. Prepare it from longer documents, or leave it out.")
+        raise DataError(
+            f"eval.sets.{name}: {path} has no target tokens. Prepare it from longer documents, or leave it out."
+        )
     return data
 
 
-def _open_bins(config: DataConfig, shards: list[TokenShards], lengths: set[int]) -> dict[int, list[Bins]]:
-    """The rows of each source by row length; empty where rows are windows of a stream. DataError: a source has none."""
+def _open_bins(
+    config: DataConfig, shards: list[TokenShards], lengths: set[int]
+) -> dict[int, list[Bins]]:
+    """The rows of each source by row length; empty where rows are windows of a stream. DataError: a
+    source has none."""
     if config.packing == "stream":
         return {}
-    bins = {length: [open_bins(s, length, config.packing, config.on_long) for s in shards] for length in sorted(lengths)}
+    bins = {
+        length: [open_bins(s, length, config.packing, config.on_long) for s in shards]
+        for length in sorted(lengths)
+    }
     for length, of_length in bins.items():
         for source, rows in zip(shards, of_length):
             if not rows.num_targets:
                 mend = "Set data.seq_length higher, data.on_long=truncate, or leave the source out"
-                raise DataError(f"{source.path}: no document has a target in a row of data.seq_length={length:,}. {mend}.")
+                raise DataError(
+                    f"{source.path}: no document has a target in a row of data.seq_length={length:,}. {mend}."
+                )
     return bins
 
 
 def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
     if not str(path):
-        raise ConfigError(f"{key} is empty; it must name a directory with manifest.json. Set it to one made by `prepare`.")
+        raise ConfigError(
+            f"{key} is empty; it must name a directory with manifest.json. Set it to one made by `prepare`."
+        )
     try:
         shards = TokenShards.open(path, config.verify, Cache(config.cache, config.cache_bytes))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    file, expected = shards.path / TOKENIZER, shards.manifest.tokenizer["sha256"]  # now, not when the run's end needs it
+    file, expected = (
+        shards.path / TOKENIZER,
+        shards.manifest.tokenizer["sha256"],
+    )  # now, not when the run's end needs it
     found = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "no file"
     if config.verify != "off" and found != expected:
         mend = "Restore it, or build the data again with `prepare --overwrite`"
-        raise DataError(f"{key}: {file}: expected sha256 {expected}, found {found}: not the data's tokenizer. {mend}.")
+        raise DataError(
+            f"{key}: {file}: expected sha256 {expected}, found {found}: not the data's tokenizer. {mend}."
+        )
     return shards

@@ -10,19 +10,26 @@ _PROGRAM = ["python", "-m", "data_pipeline.prepare", "OUT"]  # how the command o
 
 
 def require_one_tokenizer(data: dict[str, TokenShards]) -> None:
-    """ConfigError, if data that meets one model, by the config key that names it, was not all made with one tokenizer."""
+    """ConfigError, if data that meets one model, by the config key that names it, was not all made
+    with one tokenizer."""
     (first, ours), *others = data.items()
     for where, theirs in others:
         if theirs.manifest.tokenizer["sha256"] == ours.manifest.tokenizer["sha256"]:
             continue
         names = " but ".join([f"with tokenizer {_name(theirs)},", f"{first} with {_name(ours)}"])
         rule = f"{where} was made {names}, so that ids would mean different text"
-        keeps, remade = (theirs, ours) if _keep_rank(where, theirs) > _keep_rank(first, ours) else (ours, theirs)
+        keeps, remade = (
+            (theirs, ours)
+            if _keep_rank(where, theirs) > _keep_rank(first, ours)
+            else (ours, theirs)
+        )
         command = remake_command(remade, keeps)
         if not command:
             raise ConfigError(f"{rule}. Prepare one of them again with the tokenizer of the other.")
         again = where if remade is theirs else first
-        raise ConfigError(f"{rule}. Make {again} again, in its place, with the tokenizer of the other: `{command}`")
+        raise ConfigError(
+            f"{rule}. Make {again} again, in its place, with the tokenizer of the other: `{command}`"
+        )
 
 
 def _name(shards: TokenShards) -> str:
@@ -33,7 +40,8 @@ def _name(shards: TokenShards) -> str:
 def _keep_rank(key: str, shards: TokenShards) -> tuple[int, bool, bool]:
     """How little data can do without its own tokenizer: ids need it, chats its special tokens.
 
-    Otherwise what is trained on keeps it before what is held out, and one that somebody trained or chose before plain bytes.
+    Otherwise what is trained on keeps it before what is held out, and one that somebody trained or
+    chose before plain bytes.
     """
     kinds = _kinds(shards.manifest)
     need = 2 if kinds & TOKEN_FORMATS else int("chat" in kinds)
@@ -45,7 +53,8 @@ def _kinds(manifest: Manifest) -> set[str]:
 
 
 def remake_command(shards: TokenShards, like: TokenShards) -> str:
-    """The command that makes data again in its place, with the tokenizer of other data; empty: none is known."""
+    """The command that makes data again in its place, with the tokenizer of other data; empty: none
+    is known."""
     words = shlex.split(shards.manifest.command)
     if words[: len(_PROGRAM)] != _PROGRAM or _kinds(shards.manifest) & TOKEN_FORMATS:
         return ""
@@ -57,4 +66,6 @@ def remake_command(shards: TokenShards, like: TokenShards) -> str:
         options += ["--eod", "none"]
     in_parts = "--holdout" in options and shards.path.name in PARTS
     out = shards.path.parent if in_parts else shards.path
-    return shlex.join([*_PROGRAM[:-1], str(out), *options, "--tokenizer", str(like.path), "--overwrite"])
+    return shlex.join(
+        [*_PROGRAM[:-1], str(out), *options, "--tokenizer", str(like.path), "--overwrite"]
+    )

@@ -1,9 +1,10 @@
-"""Order and shares: keyed permutations, and mixtures that are exact in every prefix. Pure arithmetic on numbers of rows.
+"""Order and shares: keyed permutations, and mixtures that are exact in every prefix. Pure
+arithmetic on numbers of rows.
 
-* `permute`: draw d of an epoch is row `permute(d)`; keyed by (seed, source uid, epoch) alone, so neither other sources nor
-  batch size nor hosts change it.
-* `prefix_counts`: integer weights over 2^20 split the first k rows among sources exactly; each count is monotone in k and
-  within 2 rows of its share.
+* `permute`: draw d of an epoch is row `permute(d)`; keyed by (seed, source uid, epoch) alone, so
+  neither other sources nor batch size nor hosts change it.
+* `prefix_counts`: integer weights over 2^20 split the first k rows among sources exactly; each
+  count is monotone in k and within 2 rows of its share.
 """
 
 import functools
@@ -18,7 +19,8 @@ _ROUNDS = 8
 
 
 def integer_weights(weights: list[float]) -> tuple[int, ...]:
-    """Positive weights as integers of at least 1 that sum to 2^20; the largest takes what rounding leaves."""
+    """Positive weights as integers of at least 1 that sum to 2^20; the largest takes what rounding
+    leaves."""
     largest = max(weights)
     total = math.fsum(w / largest for w in weights)
     result = [max(1, round(w / largest / total * _WEIGHT_UNIT)) for w in weights]
@@ -29,9 +31,10 @@ def integer_weights(weights: list[float]) -> tuple[int, ...]:
 def prefix_counts(count, weights: tuple[int, ...]) -> list:
     """How many of the first `count` rows belong to each source: exact, and monotone in `count`.
 
-    Each source in turn takes its share of what the sources before it left, rounded to the nearest row; what is left grows by
-    0 or 1 per row, so exactly one source's count does.
-    `count` is an int, or int64 array, at most 2^42; `weights` sum to 2^20; the result has one such count per source.
+    Each source in turn takes its share of what the sources before it left, rounded to the nearest
+    row; what is left grows by 0 or 1 per row, so exactly one source's count does.
+    `count` is an int, or int64 array, at most 2^42; `weights` sum to 2^20; the result has one such
+    count per source.
     """
     remaining, left, counts = sum(weights), count, []
     for weight in weights[:-1]:
@@ -43,8 +46,11 @@ def prefix_counts(count, weights: tuple[int, ...]) -> list:
 
 @functools.lru_cache(maxsize=4096)
 def round_keys(seed: int, uid: str, epoch: int) -> np.ndarray:
-    """Keys of the permutation of one epoch of one source, uint64 [8]. Hashed, so (seed 7, epoch 1) is unrelated to (8, 0)."""
-    digest = hashlib.blake2b(f"perm | {seed} | {uid} | {epoch}".encode(), digest_size=8 * _ROUNDS).digest()
+    """Keys of the permutation of one epoch of one source, uint64 [8]. Hashed, so (seed 7, epoch 1)
+    is unrelated to (8, 0)."""
+    digest = hashlib.blake2b(
+        f"perm | {seed} | {uid} | {epoch}".encode(), digest_size=8 * _ROUNDS
+    ).digest()
     return np.frombuffer(digest, "<u8")
 
 
@@ -55,13 +61,18 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def permute(position: np.ndarray, length: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Keyed bijection of [0, length): a balanced Feistel network on the next even power of two, walked until inside.
+    """Keyed bijection of [0, length): a balanced Feistel network on the next even power of two,
+    walked until inside.
 
-    Takes int64 [n] positions, each below its length, int64 [n] lengths up to 2^42, and uint64 [n, 8] keys of `round_keys`.
+    Takes int64 [n] positions, each below its length, int64 [n] lengths up to 2^42, and uint64 [n,
+    8] keys of `round_keys`.
 
-    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002); splitmix64 finaliser as the round function.
+    Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002); splitmix64 finaliser
+        as the round function.
     """
-    half = ((np.maximum(2, np.frexp(length - 1.0)[1]) + 1) // 2).astype(np.uint64)  # frexp: the exact bit length below 2^53
+    half = ((np.maximum(2, np.frexp(length - 1.0)[1]) + 1) // 2).astype(
+        np.uint64
+    )  # frexp: the exact bit length below 2^53
     mask, bound, keys = (np.uint64(1) << half) - np.uint64(1), length.astype(np.uint64), keys.T
     result = np.array(position, np.uint64)
     todo = np.arange(result.size)

@@ -1,4 +1,5 @@
-"""What a step reads, for people: which rows of which sources, which documents these are of, and the beginning of their text."""
+"""What a step reads, for people: which rows of which sources, which documents these are of, and the
+beginning of their text."""
 
 import shlex
 from collections.abc import Iterator
@@ -22,11 +23,14 @@ class RowPreview(NamedTuple):
     documents: np.ndarray  # int64 [documents], by their numbers in the source, in order
     num_targets: int
     num_tokens: int  # positions that are not padding
-    text: str  # of the first targets, in one line; with marks around targets, if not all of them are
+    text: (
+        str  # of the first targets, in one line; with marks around targets, if not all of them are
+    )
 
 
 def describe_step(data: TrainingData, step: int, most: int, width: int) -> Iterator[str]:
-    """Lines about the batch of a step, counted from 0: totals, sources, and `most` of its rows in so many columns.
+    """Lines about the batch of a step, counted from 0: totals, sources, and `most` of its rows in
+    so many columns.
 
     DataError: a shard is damaged.
     """
@@ -57,8 +61,11 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
     yield f"A whole row: {data.show_command(step)}"
 
 
-def preview_rows(data: TrainingData, step: int, arrays: dict[str, np.ndarray], most: int, width: int) -> Iterator[RowPreview]:
-    """The first `most` rows of a step, whose arrays these are, with so many characters of their text."""
+def preview_rows(
+    data: TrainingData, step: int, arrays: dict[str, np.ndarray], most: int, width: int
+) -> Iterator[RowPreview]:
+    """The first `most` rows of a step, whose arrays these are, with so many characters of their
+    text."""
     rows = data.rows_at(step)
     for i in range(min(most, len(rows.row))):
         source = int(rows.source[i])
@@ -71,7 +78,9 @@ def preview_rows(data: TrainingData, step: int, arrays: dict[str, np.ndarray], m
         text = spell(data.tokenizer, ids) if whole else marked_text(data.tokenizer, ids, mask)
         counts = int(np.count_nonzero(learnt)), int(np.count_nonzero(real))
         name = data.plan.names[source]
-        yield RowPreview(name, int(rows.epoch[i]), int(rows.row[i]), documents, *counts, one_line(text, width))
+        yield RowPreview(
+            name, int(rows.epoch[i]), int(rows.row[i]), documents, *counts, one_line(text, width)
+        )
 
 
 def _documents(data: TrainingData, step: int, place: int) -> np.ndarray:
@@ -86,7 +95,9 @@ def _documents(data: TrainingData, step: int, place: int) -> np.ndarray:
     first, last = shards.documents_at(ends).tolist()
     if ends[0] <= ends[1] and count < shards.num_tokens:
         return np.arange(first, last + 1)
-    return np.concatenate([np.arange(first, shards.num_documents), np.arange(last + 1)])  # goes round the stream's end
+    return np.concatenate(
+        [np.arange(first, shards.num_documents), np.arange(last + 1)]
+    )  # goes round the stream's end
 
 
 def _list_documents(documents: np.ndarray) -> str:

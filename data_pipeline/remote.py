@@ -1,8 +1,9 @@
-"""Files behind URLs: s3://, gs:// and whatever fsspec knows. The one file that knows fsspec; nothing local comes here.
+"""Files behind URLs: s3://, gs:// and whatever fsspec knows. The one file that knows fsspec;
+nothing local comes here.
 
-A `RemotePath` has of pathlib's Path what the data pipeline uses. What fails for a reason that may pass (a connection, a
-server) is tried again with growing pauses. FileNotFoundError is left to the caller; no access, and no success in the end, are
-StorageErrors.
+A `RemotePath` has of pathlib's Path what the data pipeline uses. What fails for a reason that may
+pass (a connection, a server) is tried again with growing pauses. FileNotFoundError is left to the
+caller; no access, and no success in the end, are StorageErrors.
 """
 
 import contextlib
@@ -44,7 +45,8 @@ class Found(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RemotePath:
-    """A file or folder behind a URL. Picklable; the connection is fsspec's and is made when first used."""
+    """A file or folder behind a URL. Picklable; the connection is fsspec's and is made when first
+    used."""
 
     url: str
 
@@ -77,12 +79,26 @@ class RemotePath:
 
     def write_bytes(self, data: bytes) -> None:
         """Write an object whole, and look whether it arrived."""
-        _persist(self, "writing", lambda fs, path: (fs.makedirs(fs._parent(path), exist_ok=True), fs.pipe_file(path, data)))
+        _persist(
+            self,
+            "writing",
+            lambda fs, path: (
+                fs.makedirs(fs._parent(path), exist_ok=True),
+                fs.pipe_file(path, data),
+            ),
+        )
         self._arrived(len(data))
 
     def upload(self, file: Path) -> None:
         """Copy a local file here, whole, and look whether it arrived."""
-        _persist(self, "writing", lambda fs, path: (fs.makedirs(fs._parent(path), exist_ok=True), fs.put_file(str(file), path)))
+        _persist(
+            self,
+            "writing",
+            lambda fs, path: (
+                fs.makedirs(fs._parent(path), exist_ok=True),
+                fs.put_file(str(file), path),
+            ),
+        )
         self._arrived(file.stat().st_size)
 
     def download(self, file: Path) -> None:
@@ -90,12 +106,16 @@ class RemotePath:
         part = file.with_name(f".{file.name}.tmp")
         _persist(self, "reading", lambda fs, path: fs.get_file(path, str(part)))
         if (expected := self.found().size) != part.stat().st_size:
-            raise StorageError(f"{self}: {part.stat().st_size} of {expected} bytes arrived. Run the same command again.")
+            raise StorageError(
+                f"{self}: {part.stat().st_size} of {expected} bytes arrived. Run the same command again."
+            )
         part.replace(file)
 
     def _arrived(self, size: int) -> None:
         if (found := self.found().size) != size:
-            raise StorageError(f"{self}: {size} bytes were written, but {found} are there. Run the same command again.")
+            raise StorageError(
+                f"{self}: {size} bytes were written, but {found} are there. Run the same command again."
+            )
 
     def found(self) -> Found:
         """Size and stamp; FileNotFoundError: it is not there."""
@@ -111,9 +131,12 @@ class RemotePath:
         return _persist(self, "looking at", lambda fs, path: fs.isdir(path))
 
     def files(self, depth: int | None = None) -> list[Found]:
-        """The files of this folder, and of those below it down to `depth` (None: all); none if there is no such folder."""
+        """The files of this folder, and of those below it down to `depth` (None: all); none if
+        there is no such folder."""
         try:
-            listing = _persist(self, "listing", lambda fs, path: fs.find(path, maxdepth=depth, detail=True))
+            listing = _persist(
+                self, "listing", lambda fs, path: fs.find(path, maxdepth=depth, detail=True)
+            )
         except FileNotFoundError:
             return []
         return [_found(_at(self, name), info) for name, info in sorted(listing.items())]
@@ -139,7 +162,8 @@ class RemotePath:
             _persist(self, "deleting", lambda fs, path: fs.rm(path, recursive=True))
 
     def open(self, stamp: str = "") -> io.BufferedReader:
-        """The file, to read from anywhere in. DataError: it is not the one that had this `stamp` ("": whichever it is)."""
+        """The file, to read from anywhere in. DataError: it is not the one that had this `stamp`
+        ("": whichever it is)."""
         found = self.found()
         if stamp not in ("", found.stamp):
             raise DataError(
@@ -149,8 +173,8 @@ class RemotePath:
 
 
 class _Reader(io.RawIOBase):
-    """A remote file: read by blocks, of which a few are kept. StorageError: it can't be; never a mere OSError, which would be
-    taken for a file that is damaged."""
+    """A remote file: read by blocks, of which a few are kept. StorageError: it can't be; never a
+    mere OSError, which would be taken for a file that is damaged."""
 
     def __init__(self, found: Found):
         self._found, self._at = found, 0
@@ -163,7 +187,9 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._found.size}[whence]
+        self._at = (
+            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._found.size}[whence]
+        )
         return self._at
 
     def tell(self) -> int:
@@ -171,7 +197,9 @@ class _Reader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         number, start = divmod(self._at, _BLOCK_BYTES)
-        data = self._block(number)[start : start + len(buffer)] if self._at < self._found.size else b""
+        data = (
+            self._block(number)[start : start + len(buffer)] if self._at < self._found.size else b""
+        )
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -182,9 +210,13 @@ class _Reader(io.RawIOBase):
         try:
             (data,) = read_ranges([(self._found.path, start, stop)])
         except FileNotFoundError as error:
-            raise StorageError(f"{self._found.path}: was deleted while it was read. Restore it, then run it again.") from error
+            raise StorageError(
+                f"{self._found.path}: was deleted while it was read. Restore it, then run it again."
+            ) from error
         if len(data) != stop - start:
-            raise StorageError(f"{self._found.path}: was cut short while it was read. Restore it, then run it again.")
+            raise StorageError(
+                f"{self._found.path}: was cut short while it was read. Restore it, then run it again."
+            )
         return data
 
 
@@ -202,11 +234,16 @@ def find(pattern: str) -> list[Found]:
         listing = _persist(path, "listing", lambda fs, inner: fs.glob(inner, detail=True))
     except FileNotFoundError:
         return []
-    return [_found(_at(path, name), info) for name, info in sorted(listing.items()) if info.get("type") == "file"]
+    return [
+        _found(_at(path, name), info)
+        for name, info in sorted(listing.items())
+        if info.get("type") == "file"
+    ]
 
 
 def read_ranges(ranges: Sequence[tuple[RemotePath, int, int | None]]) -> list[bytes]:
-    """Bytes from `start` to before `stop` (None: the end) of each of these files, of one file system, read at the same time."""
+    """Bytes from `start` to before `stop` (None: the end) of each of these files, of one file
+    system, read at the same time."""
     results: dict[int, bytes] = {}
 
     def read(fs: Any, _: str) -> None:
@@ -214,7 +251,13 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int | None]]) -> list[by
         paths = [fs._strip_protocol(ranges[number][0].url) for number in todo]
         starts, stops = ([ranges[number][at] for number in todo] for at in (1, 2))
         found = fs.cat_ranges(paths, starts, stops, on_error="return")
-        results.update({number: bytes(data) for number, data in zip(todo, found) if not isinstance(data, Exception)})
+        results.update(
+            {
+                number: bytes(data)
+                for number, data in zip(todo, found)
+                if not isinstance(data, Exception)
+            }
+        )
         for data in found:
             if isinstance(data, Exception):
                 raise data
@@ -235,7 +278,8 @@ def _found(path: RemotePath, info: dict[str, Any]) -> Found:
 
 
 def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> Any:
-    """What `call` gives for the file system of a path and the path in it; tried again where that may help."""
+    """What `call` gives for the file system of a path and the path in it; tried again where that
+    may help."""
     protocol = path.url.partition("://")[0]
     fsspec = load_package("fsspec", "remote", path.url)
     for number in range(_TRIES):
@@ -243,7 +287,9 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
             fs, inner = fsspec.core.url_to_fs(path.url, use_listings_cache=False)
             return call(fs, inner)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise FileNotFoundError(errno.ENOENT, "there is no such file, folder or bucket", path.url) from error
+            raise FileNotFoundError(
+                errno.ENOENT, "there is no such file, folder or bucket", path.url
+            ) from error
         except ImportError as error:
             extra = _EXTRAS.get(protocol, "remote")
             raise UsageError(
@@ -257,10 +303,14 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
                 raise UsageError(
                     f"{path}: {protocol}:// is not known ({error}). Name an s3://, gs:// or other URL of fsspec."
                 ) from error
-            if isinstance(error, PermissionError) or re.search(r"Credentials|RefreshError", type(error).__name__):
+            if isinstance(error, PermissionError) or re.search(
+                r"Credentials|RefreshError", type(error).__name__
+            ):
                 mend = "Give this machine credentials that may, or name another place"
                 raise StorageError(f"{path}: {what} is not allowed ({reason}). {mend}.") from error
             if number == _TRIES - 1:
                 mend = "Check network and service, then run the same command again"
-                raise StorageError(f"{path}: {what} failed {_TRIES} times ({reason}), which may pass. {mend}.") from error
+                raise StorageError(
+                    f"{path}: {what} failed {_TRIES} times ({reason}), which may pass. {mend}."
+                ) from error
             time.sleep(_PAUSE * 2**number * random.uniform(0.5, 1))

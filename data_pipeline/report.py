@@ -1,4 +1,5 @@
-"""What a person sees of token shards: the summary of a build, and a row as training reads it. Plain text, 80 columns."""
+"""What a person sees of token shards: the summary of a build, and a row as training reads it. Plain
+text, 80 columns."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -16,7 +17,10 @@ _BAR = 44  # characters of the longest bar
 _AT_ONCE = 1 << 20  # documents whose lengths are read at a time
 _COLOURS = ("cyan", "yellow", "green", "magenta")  # of segments, in turn
 _WIDTH = 78
-OPEN, CLOSE = "\u27e6", "\u27e7"  # around targets, where there is no colour: ⟦ ⟧, which text hardly has
+OPEN, CLOSE = (
+    "\u27e6",
+    "\u27e7",
+)  # around targets, where there is no colour: ⟦ ⟧, which text hardly has
 _EXAMPLE_TOKENS = 16  # before the first target, and from it on
 _TARGETS_BY = {
     "marked": "what {% generation %} holds in the chat template",
@@ -25,7 +29,8 @@ _TARGETS_BY = {
 
 
 def summary(shards: TokenShards) -> Iterator[str]:
-    """Lines about a directory: sizes, bytes per token, lengths of documents, what was left out or mended."""
+    """Lines about a directory: sizes, bytes per token, lengths of documents, what was left out or
+    mended."""
     m = shards.manifest
     targets = f"{m.num_targets:,} of them targets, " if shards.masked else ""
     yield f"{shards.path}: {m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
@@ -44,11 +49,15 @@ def summary(shards: TokenShards) -> Iterator[str]:
         yield f"  left out or mended, of {read:,} documents:"
         for kind, entry in m.problems.items():
             yield f"  {entry['count']:>9,} x {kind} ({entry['count'] / read:.2%}), such as"
-            yield from (f"{'':14}{where}".encode(errors="backslashreplace").decode() for where in entry["examples"])
+            yield from (
+                f"{'':14}{where}".encode(errors="backslashreplace").decode()
+                for where in entry["examples"]
+            )
 
 
 def _example(shards: TokenShards) -> str:
-    """The first target of a directory and a few tokens around it, in one line, with marks around what is a target."""
+    """The first target of a directory and a few tokens around it, in one line, with marks around
+    what is a target."""
     first, length = shards.document(0)
     mask = shards.mask(np.array([first]), length)[0]
     ids = shards.read(first, length)
@@ -64,7 +73,8 @@ def _tokenizer(identity: dict[str, object]) -> str:
 
 
 def histogram(shards: TokenShards) -> tuple[np.ndarray, int]:
-    """Documents of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and the length of the longest."""
+    """Documents of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and the length of the
+    longest."""
     counts, longest = np.zeros(64, np.int64), 0
     for first in range(0, shards.num_documents, _AT_ONCE):
         lengths = shards.documents(np.arange(first, min(first + _AT_ONCE, shards.num_documents)))[1]
@@ -83,30 +93,48 @@ def bars(counts: np.ndarray) -> Iterator[str]:
 
 
 def row_arrays(
-    shards: TokenShards, row: int, length: int, packing: Literal["stream", "bins", "pad"], seed: int, epoch: int = 0
+    shards: TokenShards,
+    row: int,
+    length: int,
+    packing: Literal["stream", "bins", "pad"],
+    seed: int,
+    epoch: int = 0,
 ) -> dict[str, np.ndarray]:
-    """The arrays [T] of row `row` of an epoch, before permutation, of T = `length` positions, as training reads it.
+    """The arrays [T] of row `row` of an epoch, before permutation, of T = `length` positions, as
+    training reads it.
 
-    Rows of whole documents are planned, and the plan kept beside the manifest, as training does; long documents are cut.
+    Rows of whole documents are planned, and the plan kept beside the manifest, as training does;
+    long documents are cut.
     DataError: there is no such row.
     """
     bins = None if packing == "stream" else open_bins(shards, length, packing, "truncate")
     num_rows = bins.num_rows if bins else count_rows(shards.num_tokens, length)
     if not 0 <= row < num_rows:
-        raise DataError(f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. Choose one of 0 to {num_rows - 1}.")
+        raise DataError(
+            f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. Choose one of 0 to {num_rows - 1}."
+        )
     if bins:
-        batch = pack_documents([shards], [bins], np.array([0]), np.array([row]), length, True, False)
+        batch = pack_documents(
+            [shards], [bins], np.array([0]), np.array([row]), length, True, False
+        )
     else:
-        start, count = phase(seed, shards.uid, epoch, shards.num_tokens) + row * length, shards.num_tokens - row * length
+        start, count = (
+            phase(seed, shards.uid, epoch, shards.num_tokens) + row * length,
+            shards.num_tokens - row * length,
+        )
         windows = Windows(np.array([0]), np.array([start]), np.array([min(length, count)]))
         batch = pack([shards], windows, length, True, False)
     return {name: array[0] for name, array in batch.items()}
 
 
-def describe_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer, marks: bool = False) -> Iterator[Text]:
-    """The targets of a row, decoded: a headline for each segment, then its text in its colour, dim where nothing is learnt.
+def describe_row(
+    arrays: dict[str, np.ndarray], tokenizer: Tokenizer, marks: bool = False
+) -> Iterator[Text]:
+    """The targets of a row, decoded: a headline for each segment, then its text in its colour, dim
+    where nothing is learnt.
 
-    `marks`: there are no colours, so marks are put around what is learnt, in segments of which some is not.
+    `marks`: there are no colours, so marks are put around what is learnt, in segments of which some
+        is not.
     """
     segments, targets, learnt = arrays["segment_ids"], arrays["targets"], arrays["loss_mask"] > 0
     for segment in range(1, int(segments.max()) + 1):
@@ -140,17 +168,21 @@ def marked_text(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> st
 
 
 def spell(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """The text of ids, in which special tokens are written by their names: an end of turn is a target like others."""
+    """The text of ids, in which special tokens are written by their names: an end of turn is a
+    target like others."""
     names = {number: name for name, number in tokenizer.special.items()}
     special = np.isin(ids, list(names))
     parts = []
     for run, named in _runs(ids, special):
-        parts.append("".join(names[number] for number in run.tolist()) if named else tokenizer.decode(run))
+        parts.append(
+            "".join(names[number] for number in run.tolist()) if named else tokenizer.decode(run)
+        )
     return "".join(parts)
 
 
 def one_line(text: str, most: int) -> str:
-    """A text in one line, shortened to so many characters, with control characters as Python writes them."""
+    """A text in one line, shortened to so many characters, with control characters as Python writes
+    them."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 

@@ -1,11 +1,14 @@
-"""Where units of work run: in this process, in processes of this machine, or on the machines of a Ray cluster.
+"""Where units of work run: in this process, in processes of this machine, or on the machines of a
+Ray cluster.
 
-A runner calls one function with each of many tasks, whose second item is a unit. Tasks leave files and nothing else, and leave
-them whole; so one that is lost may run again, even while the first is still at it, and results never travel.
+A runner calls one function with each of many tasks, whose second item is a unit. Tasks leave files
+and nothing else, and leave them whole; so one that is lost may run again, even while the first is
+still at it, and results never travel.
 
-Why Ray, and its core alone: Apache Beam 2.77 refuses the numpy, protobuf, pyarrow, pillow, python-dateutil and beartype of
-constraints.txt as too new; Spark needs a Java runtime beside Python. Ray 2.60 adds itself and four small packages and changes
-none. A unit is one call, so there are no rows to move that would need Ray Data (and pandas).
+Why Ray, and its core alone: Apache Beam 2.77 refuses the numpy, protobuf, pyarrow, pillow,
+python-dateutil and beartype of constraints.txt as too new; Spark needs a Java runtime beside
+Python. Ray 2.60 adds itself and four small packages and changes none. A unit is one call, so there
+are no rows to move that would need Ray Data (and pandas).
 """
 
 import concurrent.futures
@@ -30,24 +33,31 @@ _AHEAD = 2  # tasks that Ray knows of, for each CPU: the next one is there when 
 Job = Callable[..., None]
 Task = tuple[Any, ...]
 Tasks = Sequence[Task]
-Run = Callable[[Job, Tasks], Iterator[Task]]  # yields tasks when they are done; raises what the first that failed raised
+Run = Callable[
+    [Job, Tasks], Iterator[Task]
+]  # yields tasks when they are done; raises what the first that failed raised
 
 
 @contextlib.contextmanager
 def open_runner(name: str, workers: int, options: Sequence[str]) -> Iterator[Run]:
-    """A runner, one of RUNNERS. `workers`: processes of "local". `options`: KEY=VALUE of the other; UsageError: not usable."""
+    """A runner, one of RUNNERS. `workers`: processes of "local". `options`: KEY=VALUE of the other;
+    UsageError: not usable."""
     if name == "local":
         yield functools.partial(run_local, workers)
         return
     ray = load_package("ray", "ray", f"--runner {name}")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports to nobody
+    os.environ.setdefault(
+        "RAY_USAGE_STATS_ENABLED", "0"
+    )  # a cluster that is started here reports to nobody
     given = dict(map(_option, options))
     try:
         ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | given)
     except Exception as error:  # of many kinds, and not documented
         ray.shutdown()
         mend = "Give arguments of ray.init, such as address=HOST:6379; set RAY_AUTH_MODE=token if the cluster asks for a token."
-        raise UsageError(f"--runner-options {' '.join(options)}: Ray does not start ({error}). {mend}") from error
+        raise UsageError(
+            f"--runner-options {' '.join(options)}: Ray does not start ({error}). {mend}"
+        ) from error
     try:
         yield functools.partial(_run_ray, ray)
     finally:
@@ -65,7 +75,8 @@ def _option(text: str) -> tuple[str, Any]:
 
 
 def run_local(workers: int, job: Job, tasks: Tasks) -> Iterator[Task]:
-    """See `Run`: in so many processes, or in this one if one is enough. TryAgainError: a worker was killed."""
+    """See `Run`: in so many processes, or in this one if one is enough. TryAgainError: a worker was
+    killed."""
     if min(workers, len(tasks)) < 2:
         for task in tasks:
             job(*task)
@@ -73,7 +84,9 @@ def run_local(workers: int, job: Job, tasks: Tasks) -> Iterator[Task]:
         return
     context = multiprocessing.get_context("spawn")
     try:
-        with concurrent.futures.ProcessPoolExecutor(min(workers, len(tasks)), context, _start_worker) as pool:
+        with concurrent.futures.ProcessPoolExecutor(
+            min(workers, len(tasks)), context, _start_worker
+        ) as pool:
             for task, _ in zip(tasks, pool.map(job, *zip(*tasks)), strict=True):
                 yield task
     except concurrent.futures.BrokenExecutor as error:
@@ -91,11 +104,15 @@ def _start_worker() -> None:
 
 
 def _run_ray(ray: Any, job: Job, tasks: Tasks) -> Iterator[Task]:
-    """See `Run`: one CPU of the cluster each. TryAgainError: Ray lost a task, and lost it again when it ran it anew."""
+    """See `Run`: one CPU of the cluster each. TryAgainError: Ray lost a task, and lost it again
+    when it ran it anew."""
     remote, here, waiting, running = ray.remote(_call), os.getcwd(), iter(tasks), {}
     while True:
         at_once = max(1, int(_AHEAD * ray.cluster_resources().get("CPU", 0)))  # a cluster may grow
-        running |= {remote.remote(here, job, task): task for task in itertools.islice(waiting, at_once - len(running))}
+        running |= {
+            remote.remote(here, job, task): task
+            for task in itertools.islice(waiting, at_once - len(running))
+        }
         if not running:
             return
         (done,), _ = ray.wait([*running])
@@ -104,15 +121,21 @@ def _run_ray(ray: Any, job: Job, tasks: Tasks) -> Iterator[Task]:
         except ray.exceptions.RayError:
             break
         yield running.pop(done)
-    ray.wait([*running], num_returns=len(running))  # nothing may write any more when the caller removes the output
-    for each in running:  # the first of those that failed, in order of the tasks, as without a cluster
+    ray.wait(
+        [*running], num_returns=len(running)
+    )  # nothing may write any more when the caller removes the output
+    for (
+        each
+    ) in running:  # the first of those that failed, in order of the tasks, as without a cluster
         try:
             ray.get(each)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
             mend = "Run the same command again, with fewer CPUs of the cluster if memory was short; finished work is kept."
-            raise TryAgainError(f"--runner ray: {str(error).partition(chr(10))[0]} {mend}") from error
+            raise TryAgainError(
+                f"--runner ray: {str(error).partition(chr(10))[0]} {mend}"
+            ) from error
 
 
 def _call(directory: str, job: Job, task: Task) -> None:
@@ -125,4 +148,6 @@ def _call(directory: str, job: Job, task: Task) -> None:
         job(*task)
     except FileNotFoundError as error:
         mend = "Give every machine the same file systems under the same paths, for input, output and the working directory."
-        raise StorageError(f"{error.filename}: is not there on {socket.gethostname()}. {mend}") from error
+        raise StorageError(
+            f"{error.filename}: is not there on {socket.gethostname()}. {mend}"
+        ) from error

@@ -1,7 +1,9 @@
-"""JSON from outside, read strictly: one meaning, or a ValueError. The only place of this package that parses JSON.
+"""JSON from outside, read strictly: one meaning, or a ValueError. The only place of this package
+that parses JSON.
 
-Python's own parser takes more than JSON is: of a key that is there twice it keeps the last, NaN and Infinity become numbers,
-as does 1e400, and brackets in brackets end in a RecursionError, here or wherever the value is walked through later.
+Python's own parser takes more than JSON is: of a key that is there twice it keeps the last, NaN and
+Infinity become numbers, as does 1e400, and brackets in brackets end in a RecursionError, here or
+wherever the value is walked through later.
 """
 
 import json
@@ -14,10 +16,11 @@ _CONTAINERS = frozenset((dict, list))
 
 
 class StrictJsonError(ValueError):
-    """Text that Python's parser would take, or die of, and that is refused. `kind` is the rule, the message has the place too.
+    """Text that Python's parser would take, or die of, and that is refused. `kind` is the rule, the
+    message has the place too.
 
-    Text that is not JSON at all raises json.JSONDecodeError, and bytes that are not UTF-8 a UnicodeDecodeError: both are
-    ValueErrors as well.
+    Text that is not JSON at all raises json.JSONDecodeError, and bytes that are not UTF-8 a
+    UnicodeDecodeError: both are ValueErrors as well.
     """
 
     def __init__(self, kind: str, found: str = ""):
@@ -32,8 +35,8 @@ def loads(text: str | bytes) -> Any:
         text: all of it; bytes are UTF-8, with or without a byte order mark.
 
     Returns:
-        None, bool, int, float, str, list or dict. Strings may hold lone surrogates, which JSON can spell. All floats are
-        finite. Lists and objects are at most MAX_DEPTH inside each other.
+        None, bool, int, float, str, list or dict. Strings may hold lone surrogates, which JSON can
+        spell. All floats are finite. Lists and objects are at most MAX_DEPTH inside each other.
 
     Raises:
         ValueError: it is not JSON, or not strictly so; see `StrictJsonError`.
@@ -46,7 +49,9 @@ def loads(text: str | bytes) -> Any:
         raise
     except RecursionError:
         raise StrictJsonError(_TOO_DEEP) from None
-    except ValueError as error:  # only int() raises it, since it would take minutes for a million digits
+    except (
+        ValueError
+    ) as error:  # only int() raises it, since it would take minutes for a million digits
         raise StrictJsonError("a number has too many digits") from error
     if _is_deep(value):
         raise StrictJsonError(_TOO_DEEP)
@@ -64,7 +69,9 @@ def _is_deep(value: Any) -> bool:
         inner = []
         for container in level:
             items = container.values() if type(container) is dict else container
-            if not _CONTAINERS.isdisjoint(map(type, items)):  # four times as fast as to look at each item here
+            if not _CONTAINERS.isdisjoint(
+                map(type, items)
+            ):  # four times as fast as to look at each item here
                 inner += [item for item in items if type(item) in _CONTAINERS]
         level = inner
         depth += 1
@@ -91,4 +98,6 @@ def _refuse_constant(name: str) -> NoReturn:
     raise StrictJsonError("NaN or Infinity, which JSON does not have", name)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_make_object, parse_float=_make_float, parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_make_object, parse_float=_make_float, parse_constant=_refuse_constant
+)

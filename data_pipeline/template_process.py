@@ -1,8 +1,10 @@
-"""A process beside this one in which chat templates run, with limits: they are other people's programs, and may not end.
+"""A process beside this one in which chat templates run, with limits: they are other people's
+programs, and may not end.
 
-Limits are of CPU time, not of time: a machine that is busy, or sleeps, changes nothing. Nothing within Python could end a
-template for certain: `9 ** (9 ** 9)` is one call of C, in any thread. A process can be ended at any time, and so can one of a
-worker. Its hashes have a fixed seed, and its clock no zone.
+Limits are of CPU time, not of time: a machine that is busy, or sleeps, changes nothing. Nothing
+within Python could end a template for certain: `9 ** (9 ** 9)` is one call of C, in any thread. A
+process can be ended at any time, and so can one of a worker. Its hashes have a fixed seed, and its
+clock no zone.
 """
 
 import atexit
@@ -124,7 +126,8 @@ def _explain(status: int, what: str) -> DataError | TryAgainError:
 
 
 def serve(fd: int, seconds: int) -> None:
-    """Answer requests from this descriptor, each within so much CPU time, until its other end is closed."""
+    """Answer requests from this descriptor, each within so much CPU time, until its other end is
+    closed."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(ValueError, OSError):  # not every system limits it
@@ -148,7 +151,8 @@ def _at_most(limit: int, most: int) -> int:
 
 
 def _answer(request: bytes) -> tuple[str, Any]:
-    """What came of a request: "result", "refused" or "usage"; and the result, or a message. MemoryError: too little."""
+    """What came of a request: "result", "refused" or "usage"; and the result, or a message.
+    MemoryError: too little."""
     function, arguments = marshal.loads(request)
     try:
         if function == "examine":

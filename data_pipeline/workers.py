@@ -1,5 +1,5 @@
-"""Worker processes of a stream, watched: grain waits for ever for one that is killed while it writes a batch into its pipe,
-for the reader has the pipe's other end open, too."""
+"""Worker processes of a stream, watched: grain waits for ever for one that is killed while it
+writes a batch into its pipe, for the reader has the pipe's other end open, too."""
 
 import contextlib
 import gc
@@ -15,7 +15,8 @@ _PATIENCE = 5.0  # seconds without a batch after which is looked whether all wor
 
 
 def watched[T](stream: Iterator[T], workers: int) -> Iterator[T]:
-    """The items of a stream that starts so many processes when it is first read; it is read in a thread of its own.
+    """The items of a stream that starts so many processes when it is first read; it is read in a
+    thread of its own.
 
     TryAgainError: one was killed.
     """
@@ -45,7 +46,9 @@ def watched[T](stream: Iterator[T], workers: int) -> Iterator[T]:
             if error is not None:
                 if lost or "terminated unexpectedly with exit code -" in str(error):
                     mend = "Run the same command again, with fewer of them or a lower data.prefetch if memory was short"
-                    raise TryAgainError(f"data.workers={workers}: a worker process was killed. {mend}.") from error
+                    raise TryAgainError(
+                        f"data.workers={workers}: a worker process was killed. {mend}."
+                    ) from error
                 raise error
             if not item:
                 return
@@ -61,10 +64,14 @@ def watched[T](stream: Iterator[T], workers: int) -> Iterator[T]:
 
 
 def _release(workers: set[Any]) -> bool:
-    """Let what waits for workers that were killed see the end of their pipes, and grain forget them; whether there are any."""
+    """Let what waits for workers that were killed see the end of their pipes, and grain forget
+    them; whether there are any."""
     if killed := {worker for worker in workers if (worker.exitcode or 0) < 0}:
         for each in gc.get_objects():  # grain gives nobody its iterators
-            if type(each).__name__ == "ProcessPrefetchDatasetIterator" and each._prefetch_process in killed:
+            if (
+                type(each).__name__ == "ProcessPrefetchDatasetIterator"
+                and each._prefetch_process in killed
+            ):
                 each._prefetch_process = None  # to close it would be to read its pipe, too
                 each._buffer._writer.close()
         workers -= killed

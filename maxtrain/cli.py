@@ -1,4 +1,5 @@
-"""The console script: `maxtrain VERB ...`. Each verb imports its job when it is called, so that help comes at once."""
+"""The console script: `maxtrain VERB ...`. Each verb imports its job when it is called, so that
+help comes at once."""
 # ruff: noqa: PLC0415
 
 import difflib
@@ -24,7 +25,10 @@ VERBS = {
     "generate": "a model to text: generate RUN --prompt TEXT",
 }
 # Verbs whose `main` takes the arguments, and what to call the program.
-JOBS = {verb: f"maxtrain.{verb}" for verb in ("supervise", "status", "replay", "compare", "probe", "evaluate", "generate")}
+JOBS = {
+    verb: f"maxtrain.{verb}"
+    for verb in ("supervise", "status", "replay", "compare", "probe", "evaluate", "generate")
+}
 JOBS["checkpoint"] = "maxtrain.checkpoints"
 # Train and probe look at the environment when they read their config.
 COMPUTING = ("supervise", "replay", "evaluate", "generate")

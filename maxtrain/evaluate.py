@@ -1,6 +1,8 @@
-"""`maxtrain evaluate RUN`: the loss of a trained model on held-out sets; of a Hugging Face directory with `--hf DIR`.
+"""`maxtrain evaluate RUN`: the loss of a trained model on held-out sets; of a Hugging Face
+directory with `--hf DIR`.
 
-Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run reads them.
+Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run
+reads them.
 """
 
 import argparse
@@ -39,7 +41,8 @@ _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 
 
 class Reading(NamedTuple):
-    """How sets are read: which ones, with which settings of data, in batches of how many rows, and how many of these."""
+    """How sets are read: which ones, with which settings of data, in batches of how many rows, and
+    how many of these."""
 
     sets: dict[str, EvalSetConfig]
     data: DataConfig
@@ -47,14 +50,19 @@ class Reading(NamedTuple):
     batches: int  # of each set; negative: all
 
 
-def evaluate_sets(model: Decoder, mesh: Mesh, tokenizer: Tokenizer, reading: Reading) -> dict[str, dict[str, Any]]:
+def evaluate_sets(
+    model: Decoder, mesh: Mesh, tokenizer: Tokenizer, reading: Reading
+) -> dict[str, dict[str, Any]]:
     """For each set what `training.evaluate.evaluate` gives, and the seconds it took.
 
     Raises:
         ConfigError: a set of another tokenizer, or more entries than the model has.
         DataError: a set that is not whole.
     """
-    opened = {name: _open(name, config, reading, tokenizer, model) for name, config in reading.sets.items()}
+    opened = {
+        name: _open(name, config, reading, tokenizer, model)
+        for name, config in reading.sets.items()
+    }
     graphdef, params = nnx.split(model)
     step, results = make_eval_step(graphdef, next_token()), {}
     with jax.set_mesh(mesh):
@@ -66,20 +74,30 @@ def evaluate_sets(model: Decoder, mesh: Mesh, tokenizer: Tokenizer, reading: Rea
             batches = data.iterate(layout.part, None if whole else count)
             begin = time.perf_counter()
             targets, text_bytes = (data.num_tokens, data.text_bytes) if whole else (None, 0)
-            result = evaluate(step, params, (layout.to_global(b.arrays) for b in batches), targets, text_bytes)
+            result = evaluate(
+                step, params, (layout.to_global(b.arrays) for b in batches), targets, text_bytes
+            )
             results[name] = result | {"seconds": time.perf_counter() - begin}
     return results
 
 
-def _open(name: str, config: EvalSetConfig, reading: Reading, tokenizer: Tokenizer, model: Decoder) -> EvaluationData:
+def _open(
+    name: str, config: EvalSetConfig, reading: Reading, tokenizer: Tokenizer, model: Decoder
+) -> EvaluationData:
     data = open_evaluation(config.path, reading.data, config.batch_size or reading.rows, name)
     made_with, vocab = data.manifest.tokenizer, model.config.vocab_size or 0
     if made_with["sha256"] != tokenizer.sha256:
         rule = f"was made with another tokenizer ({made_with['name']}) than the model's, so that ids would mean different text"
-        raise ConfigError(f"eval.sets.{name}={config.path} {rule}. Prepare it with `--tokenizer` of the model's.")
+        raise ConfigError(
+            f"eval.sets.{name}={config.path} {rule}. Prepare it with `--tokenizer` of the model's."
+        )
     if made_with["vocab_size"] > vocab:
-        rule = f"has a tokenizer of {made_with['vocab_size']:,} entries, and the model has {vocab:,}"
-        raise ConfigError(f"eval.sets.{name}={config.path} {rule}. Prepare it with the model's own tokenizer.")
+        rule = (
+            f"has a tokenizer of {made_with['vocab_size']:,} entries, and the model has {vocab:,}"
+        )
+        raise ConfigError(
+            f"eval.sets.{name}={config.path} {rule}. Prepare it with the model's own tokenizer."
+        )
     return data
 
 
@@ -92,21 +110,37 @@ def _mesh(rows: Sequence[int]) -> Mesh:
 
 def _reading_of_run(run: Path, asked: argparse.Namespace) -> Reading:
     config = read_run_config(run)
-    data = dataclasses.replace(config.data, seq_length=asked.seq_length or config.eval.seq_length or config.data.seq_length)
+    data = dataclasses.replace(
+        config.data, seq_length=asked.seq_length or config.eval.seq_length or config.data.seq_length
+    )
     sets = _named(asked.set) or config.eval.sets
     if not sets:
-        raise UsageError(f"{run} has no evaluation sets. Name one with --set NAME=DIR, made by `prepare`.")
+        raise UsageError(
+            f"{run} has no evaluation sets. Name one with --set NAME=DIR, made by `prepare`."
+        )
     batches = config.eval_steps if asked.batches is None else asked.batches
     if asked.batches is not None or not batches:  # a run may have turned its evaluations off
         sets = {name: dataclasses.replace(s, steps=None) for name, s in sets.items()}
-    return Reading(sets, data, asked.batch_size or config.eval.batch_size or config.data.batch_size, batches or -1)
+    return Reading(
+        sets,
+        data,
+        asked.batch_size or config.eval.batch_size or config.data.batch_size,
+        batches or -1,
+    )
 
 
 def _reading_of_weights(directory: str, asked: argparse.Namespace) -> Reading:
     if not asked.set:
-        raise UsageError("--hf: has no evaluation sets of its own. Name one with --set NAME=DIR, made by `prepare`.")
+        raise UsageError(
+            "--hf: has no evaluation sets of its own. Name one with --set NAME=DIR, made by `prepare`."
+        )
     length = asked.seq_length or min(_LENGTH, read_config(directory).max_length)
-    return Reading(_named(asked.set), DataConfig(seq_length=length), asked.batch_size or _ROWS, asked.batches or -1)
+    return Reading(
+        _named(asked.set),
+        DataConfig(seq_length=length),
+        asked.batch_size or _ROWS,
+        asked.batches or -1,
+    )
 
 
 def _named(words: Sequence[str]) -> dict[str, EvalSetConfig]:
@@ -114,9 +148,13 @@ def _named(words: Sequence[str]) -> dict[str, EvalSetConfig]:
     for word in words:
         name, separator, path = word.partition("=")
         if not (name and separator and path):
-            raise UsageError(f"--set {word}: must be NAME=DIR. Write for example --set val=data/stdlib/eval.")
+            raise UsageError(
+                f"--set {word}: must be NAME=DIR. Write for example --set val=data/stdlib/eval."
+            )
         if name in sets:
-            raise UsageError(f"--set {word}: the name {name} is given twice. Give each set a name of its own.")
+            raise UsageError(
+                f"--set {word}: the name {name} is given twice. Give each set a name of its own."
+            )
         sets[name] = EvalSetConfig(path=path)
     return sets
 
@@ -127,32 +165,76 @@ def _table(results: dict[str, dict[str, Any]]) -> Table:
         table.add_column(head, justify="left" if head == "set" else "right", no_wrap=True)
     for name, r in results.items():
         bits = f"{r['bits_per_byte']:.4f}" if "bits_per_byte" in r else "-"
-        table.add_row(name, f"{r['nll']:.4f}", f"{r['perplexity']:.4g}", bits, f"{r['tokens']:,}", f"{r['seconds']:.1f}")
+        table.add_row(
+            name,
+            f"{r['nll']:.4f}",
+            f"{r['perplexity']:.4g}",
+            bits,
+            f"{r['tokens']:,}",
+            f"{r['seconds']:.1f}",
+        )
     return table
 
 
 def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog, allow_abbrev=False, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog,
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("run", metavar="RUN", nargs="?", help="directory of a training run")
-    add("--hf", metavar="DIR", help="instead of RUN: a Hugging Face directory with weights and tokenizer.json")
-    add("--dtype", choices=["float32", "bfloat16"], default="float32", help="number format for --hf (default: %(default)s)")
-    add("--set", metavar="NAME=DIR", action="append", default=[], help="a set to read; several times for several")
+    add(
+        "--hf",
+        metavar="DIR",
+        help="instead of RUN: a Hugging Face directory with weights and tokenizer.json",
+    )
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        default="float32",
+        help="number format for --hf (default: %(default)s)",
+    )
+    add(
+        "--set",
+        metavar="NAME=DIR",
+        action="append",
+        default=[],
+        help="a set to read; several times for several",
+    )
     add("--step", metavar="N", type=int, help="checkpoint of RUN (default: the newest)")
-    add("--batches", metavar="N", type=int, help="of each set, at most (default: all, or as RUN does)")
-    add("--batch-size", metavar="ROWS", type=int, help=f"rows of a batch (default: as RUN, {_ROWS} for --hf)")
-    add("--seq-length", metavar="TOKENS", type=int, help=f"of a row (default: as RUN, at most {_LENGTH:,} for --hf)")
+    add(
+        "--batches",
+        metavar="N",
+        type=int,
+        help="of each set, at most (default: all, or as RUN does)",
+    )
+    add(
+        "--batch-size",
+        metavar="ROWS",
+        type=int,
+        help=f"rows of a batch (default: as RUN, {_ROWS} for --hf)",
+    )
+    add(
+        "--seq-length",
+        metavar="TOKENS",
+        type=int,
+        help=f"of a row (default: as RUN, at most {_LENGTH:,} for --hf)",
+    )
     add("--json", action="store_true", help="print the numbers as JSON")
     asked = parser.parse_args(argv)
     if (asked.run is None) == (asked.hf is None):
         parser.error("name what is evaluated: either RUN or --hf DIR")
     if asked.hf is not None and asked.step is not None:
-        raise UsageError(f"--step {asked.step}: is a checkpoint of RUN, but --hf is what is evaluated. Leave one out.")
+        raise UsageError(
+            f"--step {asked.step}: is a checkpoint of RUN, but --hf is what is evaluated. Leave one out."
+        )
     for option in ("batches", "batch_size", "seq_length"):
         if (value := getattr(asked, option)) is not None and value < 1:
-            raise UsageError(f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the default.")
+            raise UsageError(
+                f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the default."
+            )
     return asked
 
 
@@ -161,11 +243,18 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         asked = _parse(argv, program)
-        reading = _reading_of_weights(asked.hf, asked) if asked.hf else _reading_of_run(Path(asked.run).expanduser(), asked)
+        reading = (
+            _reading_of_weights(asked.hf, asked)
+            if asked.hf
+            else _reading_of_run(Path(asked.run).expanduser(), asked)
+        )
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
         mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
         if asked.hf:
-            tokenizer, (model, _) = load_tokenizer(asked.hf), load_pretrained(asked.hf, asked.dtype, mesh)
+            tokenizer, (model, _) = (
+                load_tokenizer(asked.hf),
+                load_pretrained(asked.hf, asked.dtype, mesh),
+            )
             what = asked.hf
         else:
             model, tokenizer = load_run(asked.run, asked.step, mesh)
@@ -179,7 +268,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             console.print(what, markup=False)
             console.print(_table(results))
         if bad := [name for name, result in results.items() if not math.isfinite(result["nll"])]:
-            raise DivergedError(f"{what}: the loss on {', '.join(bad)} is not finite. Take another checkpoint with --step.")
+            raise DivergedError(
+                f"{what}: the loss on {', '.join(bad)} is not finite. Take another checkpoint with --step."
+            )
 
     return run_command(job, resumes=False)
 

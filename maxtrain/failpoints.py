@@ -1,11 +1,12 @@
 """Faults on purpose, so that recovery from them is tested as a whole.
 
     MAXTRAIN_FAILPOINT=PLACE:ACTION[:STEP[:ATTEMPT[:PROCESS]]],...
-    MAXTRAIN_FAILPOINT=before_commit:kill:40        dies when it has written all of checkpoint 40 but its commit record
+    MAXTRAIN_FAILPOINT=before_commit:kill:40        dies when it has written all of checkpoint 40
+                                                    but its commit record
     MAXTRAIN_FAILPOINT=data:delay=0.5,after_step:nan:7::1
 
-An empty or missing part means any; an attempt is one of `maxtrain supervise`, from 1. Steps are numbered from 1. Without the
-variable a place costs one look at an empty list.
+An empty or missing part means any; an attempt is one of `maxtrain supervise`, from 1. Steps are
+numbered from 1. Without the variable a place costs one look at an empty list.
 """
 
 import dataclasses
@@ -40,7 +41,10 @@ PLACES = {
     "restore": "before the arrays of checkpoint STEP are read",
 }
 ACTIONS = ("kill", "term", "raise", "hang", "delay", "nan", "enospc", "bitflip")
-_CHANGES = {"nan": ("data", "before_step", "after_step"), "bitflip": ("data", "before_step", "after_step", "after_commit")}
+_CHANGES = {
+    "nan": ("data", "before_step", "after_step"),
+    "bitflip": ("data", "before_step", "after_step", "after_commit"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +69,24 @@ def arm() -> None:
         UsageError: the variable is not understood.
     """
     attempt = int(os.environ.get(ATTEMPT) or 1)
-    faults = [_parse(word.strip()) for word in os.environ.get(VARIABLE, "").split(",") if word.strip()]
+    faults = [
+        _parse(word.strip()) for word in os.environ.get(VARIABLE, "").split(",") if word.strip()
+    ]
     _armed[:] = [fault for fault in faults if fault.attempt in (None, attempt)]
 
 
 def hit(place: str, step: int, value: Any = None) -> Any:
-    """Passes a place; the value as it came, or with a fault in it: a tree of arrays, or the directory of a checkpoint."""
+    """Passes a place; the value as it came, or with a fault in it: a tree of arrays, or the
+    directory of a checkpoint."""
     for fault in _armed:
-        if fault.place == place and fault.step in (None, step) and fault.process in (None, jax.process_index()):
-            print(f"{VARIABLE}: {fault.action} at {place} of step {step}", file=sys.stderr, flush=True)
+        if (
+            fault.place == place
+            and fault.step in (None, step)
+            and fault.process in (None, jax.process_index())
+        ):
+            print(
+                f"{VARIABLE}: {fault.action} at {place} of step {step}", file=sys.stderr, flush=True
+            )
             value = _act(fault, value)
     return value
 
@@ -83,7 +96,9 @@ def _parse(word: str) -> Fault:
     action, _, seconds = action.partition("=")
     known = {"PLACE": (place, PLACES), "ACTION": (action, ACTIONS)}
     problems = [
-        f"{name} {value!r} is none of {', '.join(names)}" for name, (value, names) in known.items() if value not in names
+        f"{name} {value!r} is none of {', '.join(names)}"
+        for name, (value, names) in known.items()
+        if value not in names
     ]
     if action in _CHANGES and place in PLACES and place not in _CHANGES[action]:
         problems.append(f"{action} is for {', '.join(_CHANGES[action])}")
@@ -94,7 +109,9 @@ def _parse(word: str) -> Fault:
     if problems:
         mend = f"Write PLACE:ACTION[:STEP[:ATTEMPT[:PROCESS]]], such as before_step:kill:7, or unset {VARIABLE}"
         raise UsageError(f"{VARIABLE}={word}: {'; '.join(problems)}. {mend}.")
-    return Fault(place, action, float(seconds or 1), *(int(number) if number else None for number in numbers))
+    return Fault(
+        place, action, float(seconds or 1), *(int(number) if number else None for number in numbers)
+    )
 
 
 def _act(fault: Fault, value: Any) -> Any:
@@ -106,7 +123,9 @@ def _act(fault: Fault, value: Any) -> Any:
         case "raise":
             raise RuntimeError(f"{VARIABLE}: raised at {fault.place}")
         case "enospc":
-            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({VARIABLE} at {fault.place})")
+            raise OSError(
+                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({VARIABLE} at {fault.place})"
+            )
         case "delay":
             time.sleep(fault.seconds)
         case "hang":
@@ -118,15 +137,21 @@ def _act(fault: Fault, value: Any) -> Any:
         _flip_file(value)
         return value
     leaves, treedef = jax.tree.flatten(value)
-    chosen = next(i for i, x in enumerate(leaves) if fault.action == "bitflip" or jnp.issubdtype(x.dtype, jnp.floating))
+    chosen = next(
+        i
+        for i, x in enumerate(leaves)
+        if fault.action == "bitflip" or jnp.issubdtype(x.dtype, jnp.floating)
+    )
     leaves[chosen] = _changed(leaves[chosen], fault)
     return jax.tree.unflatten(treedef, leaves)
 
 
 def _changed(array: jax.Array, fault: Fault) -> jax.Array:
-    """The array with the first number on the first device of this process changed; copies on other devices are left alone.
+    """The array with the first number on the first device of this process changed; copies on other
+    devices are left alone.
 
-    Of a batch it is the weight of a target; a batch without targets, as of a step that is left out, stays as it is.
+    Of a batch it is the weight of a target; a batch without targets, as of a step that is left out,
+    stays as it is.
     """
     parts = [shard.data for shard in array.addressable_shards]
     first = np.array(parts[0])
@@ -142,7 +167,9 @@ def _changed(array: jax.Array, fault: Fault) -> jax.Array:
 
 def _flip_file(folder: Path) -> None:
     """Changes a bit in the middle of the largest file below a directory."""
-    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    path = max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
         (byte,) = file.read(1)

@@ -1,4 +1,5 @@
-"""The end of a run, on process 0: curves, comparison with gzip, completions, summary, and what to try next."""
+"""The end of a run, on process 0: curves, comparison with gzip, completions, summary, and what to
+try next."""
 
 import gzip
 import shlex
@@ -29,7 +30,9 @@ _COMPLETION_TOKENS = 64
 def gzip_bits_per_byte(eval_set: EvaluationData, tokenizer: Tokenizer) -> float:
     """Bits per byte of `gzip -9` on the text of a set, all documents one after the other."""
     shards = eval_set.shards
-    text = "".join(tokenizer.decode(shards.read(*shards.document(n))) for n in range(shards.num_documents)).encode()
+    text = "".join(
+        tokenizer.decode(shards.read(*shards.document(n))) for n in range(shards.num_documents)
+    ).encode()
     return 8 * len(gzip.compress(text, 9)) / len(text)
 
 
@@ -48,12 +51,17 @@ def finish(
 ) -> None:
     """Draws curves.png; prints completions of observe.prompts, the summary, and what to try next.
 
-    `step` is the number of finished steps, `ending` why these are not all, or empty, `found` at how many of them something was
-    wrong with the batch. `model` is None where this process does not hold all of it. `rollbacks` are
-    those of checkpoint/rollback.py. With a `problem`, the weights are of no use: no completions, and nothing to try. `read`
-    says of each evaluation set what it is now (see validation.py): evaluations of what it was before are not in the summary.
+    `step` is the number of finished steps, `ending` why these are not all, or empty, `found` at how
+    many of them something was wrong with the batch. `model` is None where this process does not
+    hold all of it. `rollbacks` are those of checkpoint/rollback.py. With a `problem`, the weights
+    are of no use: no completions, and nothing to try. `read` says of each evaluation set what it is
+    now (see validation.py): evaluations of what it was before are not in the summary.
     """
-    notes = [f"Something was wrong with the batches of {found:,} steps (data.zero_weight)."] if found else []
+    notes = (
+        [f"Something was wrong with the batches of {found:,} steps (data.zero_weight)."]
+        if found
+        else []
+    )
     if problem:
         notes.append(problem)
     early = f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}" if ending else ""
@@ -73,7 +81,15 @@ def finish(
         left_out = [rollback["left_out"] for rollback in rollbacks]
         resumes = [launch["step"] for launch in launches if 0 < launch["step"] < step]
         changes = [span.step for span in data.plan.spans[1:]]
-        plot_curves(records, files["curves"], config.run_name, data.plan.describe(), left_out, resumes, changes)
+        plot_curves(
+            records,
+            files["curves"],
+            config.run_name,
+            data.plan.describe(),
+            left_out,
+            resumes,
+            changes,
+        )
     comparison = "\n".join(
         f"gzip -9 reaches {gzip_bits_per_byte(eval_set, data.tokenizer):.4f} bits per byte on the text of {name}."
         for name, eval_set in sets.items()
@@ -86,11 +102,15 @@ def finish(
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})
     notes += filter(None, [counted(last, rollbacks)])
     words = {"comparison": comparison, "ending": "\n".join(notes), "made_by": made_by}
-    shown = [record for record in records if record["kind"] != "eval" or _is_of_now(record, read or {})]
+    shown = [
+        record for record in records if record["kind"] != "eval" or _is_of_now(record, read or {})
+    ]
     console.print(summary(config.run_name, step, shown, seconds, **words, files=files))
     commands = {} if problem else _next_commands(config, folder)
     for what, command in commands.items():
-        console.print(Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True)  # to be copied whole
+        console.print(
+            Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True
+        )  # to be copied whole
     if early:
         console.print(Text(early, "bold yellow"), soft_wrap=True)
 
@@ -103,28 +123,52 @@ def _is_of_now(record: Mapping[str, Any], read: Mapping[str, str]) -> bool:
 
 def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list[str]:
     """What the model makes of each of observe.prompts, of which there is at least one."""
-    options = {"max_tokens": _COMPLETION_TOKENS, "temperature": 0.7, "top_p": 0.95, "seed": config.seed}
+    options = {
+        "max_tokens": _COMPLETION_TOKENS,
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "seed": config.seed,
+    }
     return complete(model, tokenizer, config.observe.prompts, **options)
 
 
 def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
     """What to try next, each as a command that works in this shell."""
     prompt = next(iter(config.observe.prompts), "Once upon a time")
-    commands = {"write text": [_program("maxtrain") or "maxtrain", "generate", str(folder), "--prompt", prompt]}
+    commands = {
+        "write text": [
+            _program("maxtrain") or "maxtrain",
+            "generate",
+            str(folder),
+            "--prompt",
+            prompt,
+        ]
+    }
     if (folder / "tensorboard").is_dir():
         tensorboard = _program("tensorboard")
         first = "" if tensorboard else " (after pip install tensorboard, which is not here)"
-        commands[f"look at the curves{first}"] = [tensorboard or "tensorboard", "--logdir", str(folder)]
+        commands[f"look at the curves{first}"] = [
+            tensorboard or "tensorboard",
+            "--logdir",
+            str(folder),
+        ]
     wider = [f"run_name={config.run_name}-wide", f"model.embed_dim={config.model.embed_dim * 2}"]
     python = _program(Path(sys.executable).name) or sys.executable
-    commands["train a wider model"] = [python, "-m", "maxtrain.train", f"config={folder / 'config.yaml'}", *wider]
+    commands["train a wider model"] = [
+        python,
+        "-m",
+        "maxtrain.train",
+        f"config={folder / 'config.yaml'}",
+        *wider,
+    ]
     return {what: shlex.join(words) for what, words in commands.items()}
 
 
 def _program(name: str) -> str | None:
     """What to type for a program that is installed beside this Python; None if there is none.
 
-    Its name if that finds it, as in an activated environment; else its path, from the working directory if it is below it.
+    Its name if that finds it, as in an activated environment; else its path, from the working
+    directory if it is below it.
     """
     path = Path(sys.executable).parent / name
     if not path.exists():

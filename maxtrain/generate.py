@@ -1,11 +1,12 @@
 """The job that continues text: prompts in, completions out, with a key/value cache.
 
-Prompts of a batch end in the same column; shorter ones have padding on their left, of another segment, so that no token
-sees it. Rows never see each other either, and a row's random numbers depend on seed, row and number of tokens before: a
-completion is the same in any company.
+Prompts of a batch end in the same column; shorter ones have padding on their left, of another
+segment, so that no token sees it. Rows never see each other either, and a row's random numbers
+depend on seed, row and number of tokens before: a completion is the same in any company.
 
-A text that grows beyond model.max_length is read again from its middle: the last max_length / 2 tokens become the prompt of
-what follows, at positions from 0 on, which the model has been trained on.
+A text that grows beyond model.max_length is read again from its middle: the last max_length / 2
+tokens become the prompt of what follows, at positions from 0 on, which the model has been trained
+on.
 """
 
 import argparse
@@ -40,7 +41,9 @@ from maxtrain.run_folder import require_own_config
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
 
-_PROMPT_UNIT = 64  # prompts are padded to a multiple, so that a few compiled programs serve all lengths
+_PROMPT_UNIT = (
+    64  # prompts are padded to a multiple, so that a few compiled programs serve all lengths
+)
 _MOST_TOKENS = 1 << 31  # positions are int32
 _COLDEST = 1e-6  # as a divisor of logits; in float32, much less gives infinities
 _LOOK_EVERY = 16  # tokens between looks at what came, to see which rows have ended
@@ -63,14 +66,17 @@ class _Choice(NamedTuple):
         if self.top_p is not None:
             weights = jax.nn.softmax(logits, axis=-1)
             before = jnp.cumsum(weights, axis=-1) - weights
-            kept = (before < self.top_p).at[:, 0].set(True)  # also where top_p is 0 in the numbers of the logits
+            kept = (
+                (before < self.top_p).at[:, 0].set(True)
+            )  # also where top_p is 0 in the numbers of the logits
             logits = jnp.where(kept, logits, -jnp.inf)
         picked = jax.vmap(jax.random.categorical)(keys, logits)
         return jnp.take_along_axis(ids, picked[:, None], axis=-1)[:, 0].astype(jnp.int32)
 
 
 class Speed(NamedTuple):
-    """What generation took; the first token of a window comes from reading its prompt, the others one by one."""
+    """What generation took; the first token of a window comes from reading its prompt, the others
+    one by one."""
 
     first_seconds: float  # reading prompts, and compiling
     tokens: int  # that came one by one
@@ -103,10 +109,12 @@ def generate(
 
     Args:
         model: on one device, or split over the current mesh.
-        prompts: ids, at least one each; lengths may differ. Of one beyond the model's max_length, the end is read.
+        prompts: ids, at least one each; lengths may differ. Of one beyond the model's max_length,
+            the end is read.
         max_tokens: new tokens of each prompt, at most.
         temperature: that logits are divided by, at least 1e-6; 0: always the likeliest token.
-        top_k, top_p: choose among so many likeliest tokens, and the likeliest of these that together have this probability.
+        top_k, top_p: choose among so many likeliest tokens, and the likeliest of these that
+        together have this probability.
         seed: of the random choices, in [0, 2**32).
         stop_ids: a row ends before any of these.
         stop: called with a row's new tokens every few tokens; the row ends when it says True.
@@ -128,8 +136,13 @@ def generate(
 
     while going:
         contexts = [in_window([*prompts[row], *made[row]], length) for row in going]
-        rooms = [min(length - len(ids) + 1, max_tokens - len(made[row])) for row, ids in zip(going, contexts)]
-        window = _Window(model, choice, contexts, max(rooms), seed, going, [len(made[row]) for row in going])
+        rooms = [
+            min(length - len(ids) + 1, max_tokens - len(made[row]))
+            for row, ids in zip(going, contexts)
+        ]
+        window = _Window(
+            model, choice, contexts, max(rooms), seed, going, [len(made[row]) for row in going]
+        )
         started, ended, new = time.perf_counter(), set[int](), [[] for _ in going]
         for limit in range(_LOOK_EVERY, max(rooms) + _LOOK_EVERY, _LOOK_EVERY):
             for i, (row, room, came) in enumerate(zip(going, rooms, window.tokens(limit))):
@@ -150,7 +163,8 @@ def generate(
 
 
 def in_window(ids: Sequence[int], max_length: int) -> list[int]:
-    """What the model reads of a text: all of it, or the last max_length / 2 tokens if it is longer than max_length."""
+    """What the model reads of a text: all of it, or the last max_length / 2 tokens if it is longer
+    than max_length."""
     return list(ids if len(ids) <= max_length else ids[-max(1, max_length // 2) :])
 
 
@@ -183,8 +197,15 @@ class _Window:
         tokens = [[0] * start + ids for start, ids in zip(starts, contexts)]
         self._choice = choice
         self._graphdef, self._params = nnx.split(model)
-        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(np.array(rows, np.uint32))
-        inputs = np.array(tokens, np.int32), np.array(starts, np.int32), keys, np.array(before, np.int32)
+        keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(
+            np.array(rows, np.uint32)
+        )
+        inputs = (
+            np.array(tokens, np.int32),
+            np.array(starts, np.int32),
+            keys,
+            np.array(before, np.int32),
+        )
         self._state = _prefill(self._graphdef, choice, room, self._params, *inputs)
         self._state = jax.block_until_ready(self._decode(0))  # compiles, and makes nothing
 
@@ -197,18 +218,29 @@ class _Window:
         return _decode(self._graphdef, self._choice, self._width, self._params, self._state, limit)
 
 
-def _check_options(max_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int) -> None:
+def _check_options(
+    max_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int
+) -> None:
     """What can be said of options without a model. UsageError: one is outside its range."""
     room = "Set 64, for example."
     for good, problem in (
         (max_tokens >= 1, f"max_tokens={max_tokens} must be at least 1. {room}"),
-        (max_tokens < _MOST_TOKENS, f"max_tokens={max_tokens} must be below {_MOST_TOKENS}. {room}"),
+        (
+            max_tokens < _MOST_TOKENS,
+            f"max_tokens={max_tokens} must be below {_MOST_TOKENS}. {room}",
+        ),
         (
             temperature == 0 or _COLDEST <= temperature < float("inf"),
             f"temperature={temperature} must be 0 or a number of at least {_COLDEST}. Set 0 (the likeliest token) or 0.8.",
         ),
-        (top_k is None or top_k >= 1, f"top_k={top_k} must be at least 1. Set 40, for example, or leave it out."),
-        (top_p is None or 0 < top_p <= 1, f"top_p={top_p} must be above 0 and at most 1. Set 0.95, or leave it out."),
+        (
+            top_k is None or top_k >= 1,
+            f"top_k={top_k} must be at least 1. Set 40, for example, or leave it out.",
+        ),
+        (
+            top_p is None or 0 < top_p <= 1,
+            f"top_p={top_p} must be above 0 and at most 1. Set 0.95, or leave it out.",
+        ),
         (0 <= seed < 1 << 32, f"seed={seed} must be in [0, 4294967295]. Set 0, for example."),
     ):
         if not good:
@@ -225,7 +257,8 @@ def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def _segments(starts: Array, columns: int) -> Array:
-    """1 from each prompt's first token on, also where nothing is yet: no query looks ahead of its own column."""
+    """1 from each prompt's first token on, also where nothing is yet: no query looks ahead of its
+    own column."""
     return (jnp.arange(columns) >= starts[:, None]).astype(jnp.int32)
 
 
@@ -250,14 +283,23 @@ def _prefill(
     rows, width = tokens.shape
     columns = width + max_tokens - 1
     positions = jnp.maximum(jnp.arange(width, dtype=jnp.int32) - starts[:, None], 0)
-    hidden, cache = model.extend(tokens, _segments(starts, columns), positions, 0, model.new_cache(rows, columns))
+    hidden, cache = model.extend(
+        tokens, _segments(starts, columns), positions, 0, model.new_cache(rows, columns)
+    )
     first = choice(model.logits(hidden[:, -1:])[:, 0], _folded(keys, before))
     out = jnp.zeros((rows, max_tokens), jnp.int32).at[:, 0].set(first)
     return _State(starts, keys, before, constrain(out, None, None), jnp.ones((), jnp.int32), cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _decode(graphdef: nnx.GraphDef, choice: _Choice, width: int, params: nnx.State, state: _State, limit: Any) -> _State:
+def _decode(
+    graphdef: nnx.GraphDef,
+    choice: _Choice,
+    width: int,
+    params: nnx.State,
+    state: _State,
+    limit: Any,
+) -> _State:
     """Tokens one by one, until there are `limit` of each row."""
     model: Decoder = nnx.merge(graphdef, params)
     segments = _segments(state.starts, state.cache.k.shape[2])
@@ -286,18 +328,26 @@ def complete(
     Args:
         model, tokenizer: that belong together.
         prompts: each the beginning of a document.
-        begin: ids put before every prompt; None: the one that ends the document before, if the tokenizer has it.
+        begin: ids put before every prompt; None: the one that ends the document before, if the
+            tokenizer has it.
         stop: a completion ends before any of these texts.
         options: of `generate`.
 
     Raises:
-        UsageError: as `generate`; an empty prompt is one only where nothing marks the beginning of a document.
+        UsageError: as `generate`; an empty prompt is one only where nothing marks the beginning of
+            a document.
     """
     end = [] if tokenizer.eod_id is None else [tokenizer.eod_id]
-    ids = [[*(end if begin is None else begin), *tokenizer.encode(text).tolist()] or end for text in prompts]
+    ids = [
+        [*(end if begin is None else begin), *tokenizer.encode(text).tolist()] or end
+        for text in prompts
+    ]
 
     def text(prompt: list[int], new: list[int]) -> str:
-        head, whole = tokenizer.decode(prompt), tokenizer.decode([*prompt, *new])  # alone, some tokens lose a first space
+        head, whole = (
+            tokenizer.decode(prompt),
+            tokenizer.decode([*prompt, *new]),
+        )  # alone, some tokens lose a first space
         whole = whole[len(head) :] if whole.startswith(head) else tokenizer.decode(new)
         return whole[: min((at for s in stop if (at := whole.find(s)) >= 0), default=len(whole))]
 
@@ -325,22 +375,31 @@ def describe_speed(speed: Speed) -> str:
 
 
 def read_run_config(directory: str | Path) -> RunConfig:
-    """The config that a run was last launched with; UserError: `directory` is not a run, or something is wrong with it."""
+    """The config that a run was last launched with; UserError: `directory` is not a run, or
+    something is wrong with it."""
     run = Path(directory).expanduser()
     if not (run / "config.yaml").exists():
-        known = ", ".join(str(path.parent) for path in sorted(run.parent.glob("*/config.yaml"))[:5]) or "runs/quickstart"
-        raise UsageError(f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}.")
+        known = (
+            ", ".join(str(path.parent) for path in sorted(run.parent.glob("*/config.yaml"))[:5])
+            or "runs/quickstart"
+        )
+        raise UsageError(
+            f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}."
+        )
     require_own_config(run)
     return load_config([f"config={run / 'config.yaml'}"])
 
 
-def load_run(directory: str | Path, step: int | None = None, mesh: Mesh | None = None) -> tuple[Decoder, Tokenizer]:
+def load_run(
+    directory: str | Path, step: int | None = None, mesh: Mesh | None = None
+) -> tuple[Decoder, Tokenizer]:
     """The model of a training run at a step (None: the newest checkpoint), and its tokenizer.
 
     `mesh`: that the parameters are split over; None: all on this process's first device.
 
     Raises:
-        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints or its data.
+        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints
+            or its data.
     """
     config, run = read_run_config(directory), Path(directory).expanduser()
     tokenizer = load_tokenizer(next(iter(config.data.sources.values())).path)
@@ -351,8 +410,12 @@ def load_run(directory: str | Path, step: int | None = None, mesh: Mesh | None =
         if config.optimizer.ema_decay is None:
             params = checkpoints.restore({"params": params}, step, partial=True)[0]["params"]
         else:
-            average = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, "float32", sharding=p.sharding), params)
-            average = checkpoints.restore({"opt_state": {"average": average}}, step, partial=True)[0]["opt_state"]["average"]
+            average = jax.tree.map(
+                lambda p: jax.ShapeDtypeStruct(p.shape, "float32", sharding=p.sharding), params
+            )
+            average = checkpoints.restore({"opt_state": {"average": average}}, step, partial=True)[
+                0
+            ]["opt_state"]["average"]
             params = jax.tree.map(lambda x, p: x.astype(p.dtype), average, params)
     finally:
         checkpoints.close()
@@ -360,34 +423,91 @@ def load_run(directory: str | Path, step: int | None = None, mesh: Mesh | None =
 
 
 def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=prog, allow_abbrev=False, description="Continue text with a trained model.")
+    parser = argparse.ArgumentParser(
+        prog=prog, allow_abbrev=False, description="Continue text with a trained model."
+    )
     add = parser.add_argument
     add("run", metavar="RUN", nargs="?", help="directory of a training run")
-    add("--hf", metavar="DIR", help="instead of RUN: a Hugging Face directory with weights and tokenizer.json")
-    add("--dtype", choices=["float32", "bfloat16"], help="number format for --hf (default: float32)")
-    add("--prompt", metavar="TEXT", action="append", required=True, help="beginning of a document; may be given several times")
-    add("--max-tokens", metavar="N", type=int, default=64, help="new tokens of each prompt, at most (default: %(default)s)")
-    add("--temperature", metavar="T", type=float, default=0.8, help="0: always the likeliest token (default: %(default)s)")
+    add(
+        "--hf",
+        metavar="DIR",
+        help="instead of RUN: a Hugging Face directory with weights and tokenizer.json",
+    )
+    add(
+        "--dtype", choices=["float32", "bfloat16"], help="number format for --hf (default: float32)"
+    )
+    add(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        required=True,
+        help="beginning of a document; may be given several times",
+    )
+    add(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=64,
+        help="new tokens of each prompt, at most (default: %(default)s)",
+    )
+    add(
+        "--temperature",
+        metavar="T",
+        type=float,
+        default=0.8,
+        help="0: always the likeliest token (default: %(default)s)",
+    )
     add("--top-k", metavar="K", type=int, help="choose among the K likeliest tokens")
-    add("--top-p", metavar="P", type=float, help="choose among the likeliest tokens that together have probability P")
-    add("--seed", metavar="N", type=int, default=0, help="of the random choices (default: %(default)s)")
-    add("--stop", metavar="TEXT", action="append", default=[], help="end a completion before this text")
+    add(
+        "--top-p",
+        metavar="P",
+        type=float,
+        help="choose among the likeliest tokens that together have probability P",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=int,
+        default=0,
+        help="of the random choices (default: %(default)s)",
+    )
+    add(
+        "--stop",
+        metavar="TEXT",
+        action="append",
+        default=[],
+        help="end a completion before this text",
+    )
     add("--step", metavar="N", type=int, help="checkpoint of RUN (default: the newest)")
     arguments = parser.parse_args(argv)
     if (arguments.run is None) == (arguments.hf is None):
         parser.error("name what generates: either RUN or --hf DIR")
     if arguments.hf is not None and arguments.step is not None:
-        raise UsageError(f"--step {arguments.step}: is a checkpoint of RUN, but --hf is what generates. Leave one out.")
+        raise UsageError(
+            f"--step {arguments.step}: is a checkpoint of RUN, but --hf is what generates. Leave one out."
+        )
     if arguments.run is not None and arguments.dtype is not None:
-        raise UsageError(f"--dtype {arguments.dtype}: belongs to --hf; RUN has its own. Leave it out.")
+        raise UsageError(
+            f"--dtype {arguments.dtype}: belongs to --hf; RUN has its own. Leave it out."
+        )
     if arguments.step is not None and arguments.step < 0:
-        raise UsageError(f"--step {arguments.step}: must be at least 0. Leave it out for the newest checkpoint.")
+        raise UsageError(
+            f"--step {arguments.step}: must be at least 0. Leave it out for the newest checkpoint."
+        )
     if "" in arguments.stop:
-        raise UsageError("--stop '': every text begins with nothing, so nothing would come. Give some text, or leave it out.")
+        raise UsageError(
+            "--stop '': every text begins with nothing, so nothing would come. Give some text, or leave it out."
+        )
     for option, texts in (("--prompt", arguments.prompt), ("--stop", arguments.stop)):
         for text in texts:
             _check_text(option, text)
-    _check_options(arguments.max_tokens, arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    _check_options(
+        arguments.max_tokens,
+        arguments.temperature,
+        arguments.top_k,
+        arguments.top_p,
+        arguments.seed,
+    )
     return arguments
 
 
@@ -397,14 +517,23 @@ def _check_text(option: str, text: str) -> None:
         raise UsageError(f"{option}: has a NUL character at {text.index(chr(0))}. Leave it out.")
     try:
         text.encode()
-    except UnicodeEncodeError as error:  # Python keeps bytes of the command line that are not UTF-8 as lone surrogates
+    except (
+        UnicodeEncodeError
+    ) as error:  # Python keeps bytes of the command line that are not UTF-8 as lone surrogates
         code = ord(text[error.start])
-        what = f"the byte 0x{code - 0xDC00:02X}" if 0xDC80 <= code <= 0xDCFF else f"the lone surrogate U+{code:04X}"
-        raise UsageError(f"{option}: has {what} at character {error.start}, which is not UTF-8. Give text in UTF-8.") from error
+        what = (
+            f"the byte 0x{code - 0xDC00:02X}"
+            if 0xDC80 <= code <= 0xDCFF
+            else f"the lone surrogate U+{code:04X}"
+        )
+        raise UsageError(
+            f"{option}: has {what} at character {error.start}, which is not UTF-8. Give text in UTF-8."
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.generate") -> int:
-    """Run the command `prog` with `argv` (None: the process's): completions to stdout, the rest to stderr; the exit code."""
+    """Run the command `prog` with `argv` (None: the process's): completions to stdout, the rest to
+    stderr; the exit code."""
 
     def job() -> None:
         asked = _parse(sys.argv[1:] if argv is None else argv, prog)
@@ -413,15 +542,32 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.gene
         if asked.hf is None:
             model, tokenizer = load_run(asked.run, asked.step)
         else:
-            tokenizer, (model, _) = load_tokenizer(asked.hf), load_pretrained(asked.hf, asked.dtype or "float32")
-            begin = tokenizer.inner.encode("", add_special_tokens=True).ids if isinstance(tokenizer, JsonTokenizer) else []
-        options = {name: getattr(asked, name) for name in ("stop", "max_tokens", "temperature", "top_k", "top_p", "seed")}
+            tokenizer, (model, _) = (
+                load_tokenizer(asked.hf),
+                load_pretrained(asked.hf, asked.dtype or "float32"),
+            )
+            begin = (
+                tokenizer.inner.encode("", add_special_tokens=True).ids
+                if isinstance(tokenizer, JsonTokenizer)
+                else []
+            )
+        options = {
+            name: getattr(asked, name)
+            for name in ("stop", "max_tokens", "temperature", "top_k", "top_p", "seed")
+        }
         longest = max(len(begin or "1") + len(tokenizer.encode(prompt)) for prompt in asked.prompt)
         if longest + asked.max_tokens - 1 > model.config.max_length:
-            limit = f"the {model.config.max_length:,} tokens that it is meant for (model.max_length)"
-            print(f"The model reads at most {limit}: what is further back is forgotten.", file=sys.stderr)
+            limit = (
+                f"the {model.config.max_length:,} tokens that it is meant for (model.max_length)"
+            )
+            print(
+                f"The model reads at most {limit}: what is further back is forgotten.",
+                file=sys.stderr,
+            )
         speed: list[Speed] = []
-        texts = complete(model, tokenizer, asked.prompt, begin=begin, report=speed.append, **options)
+        texts = complete(
+            model, tokenizer, asked.prompt, begin=begin, report=speed.append, **options
+        )
         show(Console(highlight=False), asked.prompt, texts)
         print(describe_speed(*speed), file=sys.stderr)
 

@@ -21,16 +21,25 @@ _DECIDES = re.compile(
 )
 
 
-def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[TrainingData, dict[str, EvaluationData]]:
+def open_data(
+    config: RunConfig, saved: dict[str, Any] | None
+) -> tuple[TrainingData, dict[str, EvaluationData]]:
     """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
 
-    `saved` is the record of the checkpoint to go on from: what was read before it must be what this config says, unless the
-    config accepts that it was not.
+    `saved` is the record of the checkpoint to go on from: what was read before it must be what this
+    config says, unless the config accepts that it was not.
     """
-    data = resume_training(config.data, data_seed(config), config.steps, saved, _changes_of_data(config, saved))
+    data = resume_training(
+        config.data, data_seed(config), config.steps, saved, _changes_of_data(config, saved)
+    )
     rows = config.eval.batch_size or config.data.batch_size
-    like = dataclasses.replace(config.data, seq_length=config.eval.seq_length or config.data.seq_length)
-    sets = {name: open_evaluation(s.path, like, s.batch_size or rows, name) for name, s in config.eval.sets.items()}
+    like = dataclasses.replace(
+        config.data, seq_length=config.eval.seq_length or config.data.seq_length
+    )
+    sets = {
+        name: open_evaluation(s.path, like, s.batch_size or rows, name)
+        for name, s in config.eval.sets.items()
+    }
     first = next(iter(config.data.sources))
     opened = {f"data.sources.{first}": data.shards[data.plan.names.index(first)]}
     for name, eval_set in sets.items():
@@ -39,8 +48,12 @@ def open_data(config: RunConfig, saved: dict[str, Any] | None) -> tuple[Training
             if seen := [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]:
                 rule = f"holds {len(seen):,} shards that data.sources.{source} trains on, such as {seen[0]}"
                 mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
-                raise ConfigError(f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}.")
-    require_one_tokenizer(opened | {f"eval.sets.{name}": eval_set.shards for name, eval_set in sets.items()})
+                raise ConfigError(
+                    f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}."
+                )
+    require_one_tokenizer(
+        opened | {f"eval.sets.{name}": eval_set.shards for name, eval_set in sets.items()}
+    )
     if config.observe.prompts:  # whose mistakes would else come out when all is trained
         require_prompts(config.observe.prompts, data.tokenizer)
     return data, sets
@@ -52,7 +65,8 @@ def data_seed(config: RunConfig) -> int:
 
 
 def _changes_of_data(config: RunConfig, saved: dict[str, Any] | None) -> list[str]:
-    """Settings that decide what is read and are not those that a checkpoint was made with: both values, by their keys."""
+    """Settings that decide what is read and are not those that a checkpoint was made with: both
+    values, by their keys."""
     try:
         before = yaml.safe_load((saved or {}).get("config", ""))
     except yaml.YAMLError:
@@ -64,10 +78,17 @@ def _changes_of_data(config: RunConfig, saved: dict[str, Any] | None) -> list[st
     was = before["data"].get("seed")
     seed = before.get("seed") if was is None else was
     if seed != data_seed(config):
-        changes.append(f"{'seed' if config.data.seed is None else 'data.seed'} was {seed} and is {data_seed(config)}")
+        changes.append(
+            f"{'seed' if config.data.seed is None else 'data.seed'} was {seed} and is {data_seed(config)}"
+        )
     stages = [*(before["data"].get("stages") or ()), *now["data"]["stages"]]
-    if any(stage.get("unit") == "fraction" for stage in stages) and before.get("steps") != now["steps"]:
-        changes.append(f"steps was {before.get('steps')} and is {now['steps']}")  # which such stages are fractions of
+    if (
+        any(stage.get("unit") == "fraction" for stage in stages)
+        and before.get("steps") != now["steps"]
+    ):
+        changes.append(
+            f"steps was {before.get('steps')} and is {now['steps']}"
+        )  # which such stages are fractions of
     default = yaml.safe_load(to_yaml(RunConfig()))
     then, today = (_by_path(default["data"] | tree["data"], "data") for tree in (before, now))
     for key, value in today.items():
@@ -81,11 +102,16 @@ def _by_path(tree: Any, path: str) -> dict[str, Any]:
     """Plain values by their dotted path."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
-    return {key: value for name, inner in tree.items() for key, value in _by_path(inner, f"{path}.{name}").items()}
+    return {
+        key: value
+        for name, inner in tree.items()
+        for key, value in _by_path(inner, f"{path}.{name}").items()
+    }
 
 
 def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if one of observe.prompts has no token to go on from, or is not what the tokenizer knows."""
+    """Raises ConfigError if one of observe.prompts has no token to go on from, or is not what the
+    tokenizer knows."""
     begin = 0 if tokenizer.eod_id is None else 1  # the end of the document before
     for i, prompt in enumerate(prompts):
         key = f"observe.prompts[{i}]={show(repr(prompt))}"
@@ -100,11 +126,14 @@ def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """The config with model.vocab_size filled in from the data; raises ConfigError if it is too small for the data."""
+    """The config with model.vocab_size filled in from the data; raises ConfigError if it is too
+    small for the data."""
     asked = config.model.vocab_size
     if asked is not None and asked < vocab_size:
         raise ConfigError(
             f"model.vocab_size={asked} is smaller than the data's tokenizer, which has {vocab_size} entries. "
             f"Set model.vocab_size to {vocab_size} or more, or to null."
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size))
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size)
+    )

@@ -1,6 +1,8 @@
-"""What a run is made of: its data and plan, the devices, the model, the optimizer and the step; nothing that changes meanwhile.
+"""What a run is made of: its data and plan, the devices, the model, the optimizer and the step;
+nothing that changes meanwhile.
 
-Whatever goes through steps of a run, to train, to try something or to look again, begins with `open_job`.
+Whatever goes through steps of a run, to train, to try something or to look again, begins with
+`open_job`.
 """
 
 import dataclasses
@@ -36,7 +38,13 @@ from maxtrain.training.loss_scale import resolve
 from maxtrain.training.objective import Batch, Objective, next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import TrainState, abstract_model, abstract_state, create_state, state_from_params
+from maxtrain.training.state import (
+    TrainState,
+    abstract_model,
+    abstract_state,
+    create_state,
+    state_from_params,
+)
 from maxtrain.training.step import Metrics, make_train_step
 from maxtrain.weights.start import starting_params
 
@@ -55,26 +63,38 @@ class Parts:
     abstract: TrainState
 
     def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
-        """The state before the first step: weights from elsewhere if the config says so, told of, else random ones."""
+        """The state before the first step: weights from elsewhere if the config says so, told of,
+        else random ones."""
         config = self.config
         seed = config.seed if config.init.seed is None else config.init.seed
 
         def fresh() -> TrainState:
             return create_state(
-                self.abstract, config.model, config.precision, self.optimizer, seed, self.loss_scale, config.init
+                self.abstract,
+                config.model,
+                config.precision,
+                self.optimizer,
+                seed,
+                self.loss_scale,
+                config.init,
             )
 
         if config.checkpoint.init_from is None:
             state = fresh()
             if bad := non_finite_names({"params": state.params}):
                 mend = "Lower init.scale or init.std"
-                raise ConfigError(f"init: the initial weights are not finite, first those of {bad[0]}. {mend}.")
+                raise ConfigError(
+                    f"init: the initial weights are not finite, first those of {bad[0]}. {mend}."
+                )
             return state
-        params = starting_params(self.abstract.params, config.checkpoint, config.model, lambda: fresh().params, tell)
+        params = starting_params(
+            self.abstract.params, config.checkpoint, config.model, lambda: fresh().params, tell
+        )
         return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
 
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
-        """Digests of parameters and batch, to be put among the metrics of the step that made this state of this batch."""
+        """Digests of parameters and batch, to be put among the metrics of the step that made this
+        state of this batch."""
         return {"params_hash": digests(state.params), "batch_hash": digests(batch)}
 
     def make_step(self) -> jax.stages.Wrapped:
@@ -119,26 +139,33 @@ class Job(Parts):
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()
     ) -> Iterator[tuple[Batch, HostBatch]]:
-        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where each comes from.
+        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where
+        each comes from.
 
-        Those of the steps `left_out` have no target, so that they change nothing. An error is raised after the batches before
-        it; in one of several processes, `error` of the empty ones after it has it.
+        Those of the steps `left_out` have no target, so that they change nothing. An error is
+        raised after the batches before it; in one of several processes, `error` of the empty ones
+        after it has it.
         """
 
         def place(batch: HostBatch) -> tuple[Batch, HostBatch]:
             mask = batch.arrays["loss_mask"]
-            arrays = batch.arrays | ({"loss_mask": np.zeros_like(mask)} if batch.step in left_out else {})
+            arrays = batch.arrays | (
+                {"loss_mask": np.zeros_like(mask)} if batch.step in left_out else {}
+            )
             return self.layout(batch.step).to_global(arrays), batch._replace(arrays={})
 
         stop = self.data.plan.num_steps if stop is None else stop
-        host = self.data.iterate(start, {shape: layout.part for shape, layout in self.layouts.items()}, stop)
+        host = self.data.iterate(
+            start, {shape: layout.part for shape, layout in self.layouts.items()}, stop
+        )
         if jax.process_count() > 1:
             host = carry_errors(host, range(start, stop), lambda step: self.layout(step).part)
         return prefetch(map(place, host), self.config.data.prefetch)
 
 
 def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool = False) -> Job:
-    """Opens the data, then starts the devices; `saved` is the record of the checkpoint to go on from, if there is one.
+    """Opens the data, then starts the devices; `saved` is the record of the checkpoint to go on
+    from, if there is one.
 
     `as_launched`: the config is that of a launch on record, which is as it is.
 
@@ -162,14 +189,22 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool 
     )
     if (count := jax.process_count()) < had:  # no device gets more rows at a time than it had
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
-    parts = make_parts(fit_to_devices(asked, jax.device_count()), jax.devices(), data.plan.num_steps, len(data.plan.names))
+    parts = make_parts(
+        fit_to_devices(asked, jax.device_count()),
+        jax.devices(),
+        data.plan.num_steps,
+        len(data.plan.names),
+    )
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
 
 
-def _with_warmup_of_plan(config: RunConfig, num_steps: int, kept: dict[str, Any]) -> tuple[RunConfig, str]:
+def _with_warmup_of_plan(
+    config: RunConfig, num_steps: int, kept: dict[str, Any]
+) -> tuple[RunConfig, str]:
     """The config with a warm-up that fits into the plan, and a line if that is another.
 
-    With steps=N the config has been made to fit when it was read. With steps=auto only the plan knows how many there are.
+    With steps=N the config has been made to fit when it was read. With steps=auto only the plan
+    knows how many there are.
     """
     was = config.schedule.warmup_steps
     if config.steps != "auto" or kept.get("schedule.warmup_steps") == was:
@@ -178,18 +213,27 @@ def _with_warmup_of_plan(config: RunConfig, num_steps: int, kept: dict[str, Any]
     if fitted is config:
         return config, ""
     rule = f"schedule.warmup_steps={was} does not fit into the plan of {num_steps:,} steps"
-    return fitted, f"warm-up: {rule} and is {fitted.schedule.warmup_steps}. Set schedule.warmup_steps for another."
+    return (
+        fitted,
+        f"warm-up: {rule} and is {fitted.schedule.warmup_steps}. Set schedule.warmup_steps for another.",
+    )
 
 
-def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_sources: int) -> Parts:
-    """What trains on these devices, which may be descriptions of some that are elsewhere, as shapes: nothing is computed.
+def make_parts(
+    config: RunConfig, devices: Sequence[Any], num_steps: int, num_sources: int
+) -> Parts:
+    """What trains on these devices, which may be descriptions of some that are elsewhere, as
+    shapes: nothing is computed.
 
-    The config fits the devices and knows its vocabulary. ConfigError: a dim that the mesh does not divide.
+    The config fits the devices and knows its vocabulary. ConfigError: a dim that the mesh does not
+    divide.
     """
     require_platform(config.model.attention, devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
     num_sources = num_sources if config.loss.by_source else 0
-    objective = next_token(config.loss, config.optimizer.normalize, num_sources, config.regularization)
+    objective = next_token(
+        config.loss, config.optimizer.normalize, num_sources, config.regularization
+    )
     if config.loss.adversarial:
         objective = adversarial(objective, config.loss)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
@@ -203,11 +247,19 @@ def make_parts(config: RunConfig, devices: Sequence[Any], num_steps: int, num_so
 
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
-    """What all processes must have in common before the first step; where a host keeps the data is its own affair."""
+    """What all processes must have in common before the first step; where a host keeps the data is
+    its own affair."""
     mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
     own = re.compile(rf"observe\..*|{mesh}|.*\.path|data\.cache(_bytes)?")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}
-    versions = {name: importlib.metadata.version(name) for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")}
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")
+    }
     step = f"step {saved['step']}" if saved else "none"
-    return fields | versions | {"data": job.data.fingerprint_at(job.data.plan.num_steps), "checkpoint": step}
+    return (
+        fields
+        | versions
+        | {"data": job.data.fingerprint_at(job.data.plan.num_steps), "checkpoint": step}
+    )

@@ -1,4 +1,5 @@
-"""What `maxtrain plan` is asked for: the config, the run's folder if one is named, and a step to look at. Without jax.
+"""What `maxtrain plan` is asked for: the config, the run's folder if one is named, and a step to
+look at. Without jax.
 
 maxtrain plan config=NAME key=value ...
 maxtrain plan RUN --step 37 key=value ...
@@ -33,7 +34,8 @@ class PlanOptions(NamedTuple):
 
 
 def read_options(argv: Sequence[str], prog: str) -> PlanOptions:
-    """The options of a command line; problems are printed without a traceback and end the process, as does --help."""
+    """The options of a command line; problems are printed without a traceback and end the process,
+    as does --help."""
     try:
         given, words = _take_options(argv)
         run = _take_run(words)
@@ -42,7 +44,9 @@ def read_options(argv: Sequence[str], prog: str) -> PlanOptions:
         raise SystemExit(error.exit_code) from None
     if "--help" in words or "-h" in words:
         print(_USAGE.format(prog=prog, rows=_ROWS))
-    config = from_command_line([f"config={run / 'config.yaml'}", *words] if run else words, prog, model_of)
+    config = from_command_line(
+        [f"config={run / 'config.yaml'}", *words] if run else words, prog, model_of
+    )
     overrides = tuple(word for word in words if not word.startswith("config="))
     return PlanOptions(config, overrides, run, given.get("--step"), given.get("--rows", _ROWS))
 
@@ -62,11 +66,15 @@ def _take_options(argv: Sequence[str]) -> tuple[dict[str, int], list[str]]:
         if name in given:
             raise UsageError(f"{name} is given twice. Keep one of them.")
         if not re.fullmatch(r"[1-9]\d{0,17}", text):
-            what = "the number of a step, counted from 1" if name == "--step" else "a number of rows"
+            what = (
+                "the number of a step, counted from 1" if name == "--step" else "a number of rows"
+            )
             raise UsageError(f"{name}={text} must be {what}. Use for example {name} 100.")
         given[name] = int(text)
     if "--rows" in given and "--step" not in given:
-        raise UsageError("--rows belongs to --step: it says how many rows of that step are shown. Give --step N, too.")
+        raise UsageError(
+            "--rows belongs to --step: it says how many rows of that step are shown. Give --step N, too."
+        )
     return given, words
 
 
@@ -81,7 +89,9 @@ def _take_run(words: list[str]) -> Path | None:
     configs = [word for word in words if word.startswith("config=")]
     if len(folders) > 1 or configs:
         both = f"{first!r} and {(folders[1:] + configs)[0]!r}"
-        raise UsageError(f"{both}: a plan is of one run. Name its folder, or give config=NAME; settings are key=value.")
+        raise UsageError(
+            f"{both}: a plan is of one run. Name its folder, or give config=NAME; settings are key=value."
+        )
     run = Path(first).expanduser()
     if not (run / "config.yaml").is_file():
         mend = f"Name the folder of a run, such as runs/quickstart, or write config={first}"

@@ -1,10 +1,12 @@
-"""`maxtrain probe config=NAME key=value ...`: a batch that fits and is worth using, and a sensible learning rate.
+"""`maxtrain probe config=NAME key=value ...`: a batch that fits and is worth using, and a sensible
+learning rate.
 
-The largest batch is found by compiling the real training step from shapes alone: nothing is executed, nothing runs out of
-memory, and the devices may be a TPU topology that is elsewhere (--topology). What is recommended is a round number of rows that
-the data has room for, and beyond which nothing gets faster; for that a few steps are made, if the devices are here. The rate
-is found by a short run with the real step on the real data. Writes probe.json and probe.png into the run's folder; reads and
-writes no checkpoint.
+The largest batch is found by compiling the real training step from shapes alone: nothing is
+executed, nothing runs out of memory, and the devices may be a TPU topology that is elsewhere
+(--topology). What is recommended is a round number of rows that the data has room for, and beyond
+which nothing gets faster; for that a few steps are made, if the devices are here. The rate is found
+by a short run with the real step on the real data. Writes probe.json and probe.png into the run's
+folder; reads and writes no checkpoint.
 """
 
 import argparse
@@ -27,7 +29,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from data_pipeline.errors import ConfigError, DataError, DivergedError, StorageError, UsageError, run_command
+from data_pipeline.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    StorageError,
+    UsageError,
+    run_command,
+)
 from data_pipeline.extras import load_package
 from data_pipeline.loader import open_training
 from data_pipeline.shards import write_atomic
@@ -52,13 +61,20 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class StepMemory:
-    """The bytes that the training step of a config needs on each of some devices, for batches of different shapes."""
+    """The bytes that the training step of a config needs on each of some devices, for batches of
+    different shapes."""
 
     def __init__(self, config: RunConfig, devices: Sequence[Any]):
         self.config, self.devices = config, devices
-        data = dataclasses.replace(config.data, stages=(), batch_size=len(devices) * config.optimizer.accumulation)
-        bare = dataclasses.replace(config, data=data, eval=dataclasses.replace(config.eval, sets={}, batch_size=None))
-        random = dataclasses.replace(config.checkpoint, init_from=None, init_partial=())  # speed is the same
+        data = dataclasses.replace(
+            config.data, stages=(), batch_size=len(devices) * config.optimizer.accumulation
+        )
+        bare = dataclasses.replace(
+            config, data=data, eval=dataclasses.replace(config.eval, sets={}, batch_size=None)
+        )
+        random = dataclasses.replace(
+            config.checkpoint, init_from=None, init_partial=()
+        )  # speed is the same
         bare = dataclasses.replace(bare, checkpoint=random)
         fitted = fit_to_devices(bare, len(devices))  # any mesh divides that batch
         self.parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
@@ -66,23 +82,31 @@ class StepMemory:
 
     @property
     def unit(self) -> int:
-        """The rows of a batch are a multiple of this: of the parts that rows are split into, times accumulation."""
+        """The rows of a batch are a multiple of this: of the parts that rows are split into, times
+        accumulation."""
         mesh = self.parts.config.mesh
         return mesh.data * mesh.fsdp * self.config.optimizer.accumulation
 
     def bytes(self, rows: int, length: int) -> int | None:
-        """What a step needs, and the batches that wait for it; None: more than the compiler allows."""
+        """What a step needs, and the batches that wait for it; None: more than the compiler
+        allows."""
         batch = abstract_batch(self.parts.mesh, rows, length)
         with jax.set_mesh(self.parts.mesh):
             needed = compile_for_bytes(self.step.lower(self.parts.abstract, batch))
-        share = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values())
+        share = sum(
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values()
+        )
         return None if needed is None else needed + self.config.data.prefetch * share
 
 
 def measured_speeds(
-    memory: StepMemory, most: int, length: int, show: Callable[[int, float], None] = lambda rows, speed: None
+    memory: StepMemory,
+    most: int,
+    length: int,
+    show: Callable[[int, float], None] = lambda rows, speed: None,
 ) -> dict[int, float]:
-    """Tokens per second of batches of twice as many rows each time, up to `most`, while that makes them faster.
+    """Tokens per second of batches of twice as many rows each time, up to `most`, while that makes
+    them faster.
 
     `show` gets rows and speed of each.
     """
@@ -109,23 +133,37 @@ def measured_speeds(
 
 
 def _made_up_batch(memory: StepMemory, rows: int, length: int) -> dict[str, jax.Array]:
-    """A batch of one document a row, whose every token is a target: speed does not depend on what they say."""
+    """A batch of one document a row, whose every token is a target: speed does not depend on what
+    they say."""
     size = memory.parts.config.model.vocab_size
     assert size is not None
     numbers = np.broadcast_to(np.arange(length), (rows, length)) % size
-    values = {"loss_mask": 1, "segment_ids": 1, "inputs": numbers, "targets": numbers, "positions": np.arange(length)}
+    values = {
+        "loss_mask": 1,
+        "segment_ids": 1,
+        "inputs": numbers,
+        "targets": numbers,
+        "positions": np.arange(length),
+    }
     shapes = abstract_batch(memory.parts.mesh, rows, length)
     return {
-        name: jax.device_put(np.broadcast_to(np.asarray(values.get(name, 0), x.dtype), x.shape), x.sharding)
+        name: jax.device_put(
+            np.broadcast_to(np.asarray(values.get(name, 0), x.dtype), x.shape), x.sharding
+        )
         for name, x in shapes.items()
     }
 
 
 def data_of(config: RunConfig) -> Data:
     """What the sources of a config hold. UserError: they are not here, or can't be planned."""
-    data, _ = open_data(dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets={})), None)
+    data, _ = open_data(
+        dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets={})), None
+    )
     sources = zip(data.plan.names, data.plan.sources)
-    one_pass = sum(source.num_tokens * min(1.0, config.data.sources[name].epochs or 1.0) for name, source in sources)
+    one_pass = sum(
+        source.num_tokens * min(1.0, config.data.sources[name].epochs or 1.0)
+        for name, source in sources
+    )
     try:
         plan = open_training(config.data, data_seed(config), "auto").plan
     except ConfigError:  # no source ends
@@ -133,8 +171,11 @@ def data_of(config: RunConfig) -> Data:
     return Data(float(plan.tokens_at(plan.num_steps)), one_pass)
 
 
-def probe_batch(memory: StepMemory, limit: int, length: int, show: Callable[[list[Try], int], None]) -> list[Try]:
-    """Tries batch sizes; the largest that fits is the one to use, to the row below 100 times `unit`, and to 1 % above.
+def probe_batch(
+    memory: StepMemory, limit: int, length: int, show: Callable[[list[Try], int], None]
+) -> list[Try]:
+    """Tries batch sizes; the largest that fits is the one to use, to the row below 100 times
+    `unit`, and to 1 % above.
 
     `show` gets the tries so far, and the rows tried now or 0.
 
@@ -161,11 +202,16 @@ def probe_batch(memory: StepMemory, limit: int, length: int, show: Callable[[lis
 
 
 def fitting_tokens(
-    memory: StepMemory, limit: int, multiple: int = 128, show: Callable[[int], None] = lambda tokens: None
+    memory: StepMemory,
+    limit: int,
+    multiple: int = 128,
+    show: Callable[[int], None] = lambda tokens: None,
 ) -> int:
-    """The most tokens in one row of each device that fit: the max_tokens of data_pipeline.balance.pack.
+    """The most tokens in one row of each device that fit: the max_tokens of
+    data_pipeline.balance.pack.
 
-    A multiple of `multiple`, at most model.max_length; `show` gets those tried now. ConfigError: not even `multiple` fit.
+    A multiple of `multiple`, at most model.max_length; `show` gets those tried now. ConfigError:
+    not even `multiple` fit.
     """
     multiple = min(multiple, memory.config.model.max_length)
 
@@ -176,18 +222,24 @@ def fitting_tokens(
     if found := largest(measure, limit, memory.config.model.max_length // multiple):
         return found * multiple
     mend = "Set model.remat=full, or a higher mesh.fsdp or mesh.tensor"
-    raise ConfigError(f"max_tokens=auto: not even {multiple} tokens in a row of each device fit into {size(limit)}. {mend}.")
+    raise ConfigError(
+        f"max_tokens=auto: not even {multiple} tokens in a row of each device fit into {size(limit)}. {mend}."
+    )
 
 
 def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) -> RangeTest:
-    """A run from fresh weights over the first batches, whose learning rate grows exponentially from `low` to `high`.
+    """A run from fresh weights over the first batches, whose learning rate grows exponentially from
+    `low` to `high`.
 
     Raises:
-        UserError: the loss never fell, or was not finite from the start; data and config do not fit together.
+        UserError: the loss never fell, or was not finite from the start; data and config do not fit
+            together.
     """
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
-    growth = ScheduleConfig("pieces", 0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),))
+    growth = ScheduleConfig(
+        "pieces", 0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),)
+    )
     # Nothing may keep weights or rate as they are: that the loss goes up is what is looked for.
     blind = AnomalyConfig(loss_spike="off", grad_spike="off", dead="off", diverging="off")
     asked = dataclasses.replace(config, optimizer=optimizer, schedule=growth, anomaly=blind)
@@ -209,51 +261,88 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     finite = np.isfinite(losses).nonzero()[0]
     if len(finite) < 8:
         mend = "Set --low to a tenth of it, or look at the data"
-        raise DivergedError(f"the loss was finite for {len(finite)} steps only, from learning rate {low:.3g} on. {mend}.")
-    return judge(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])  # a loss is that of the updates before it
+        raise DivergedError(
+            f"the loss was finite for {len(finite)} steps only, from learning rate {low:.3g} on. {mend}."
+        )
+    return judge(
+        np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]]
+    )  # a loss is that of the updates before it
 
 
 def described_devices(topology: str) -> Sequence[Any]:
-    """The devices of a TPU topology such as v5e:2x4, to compile for; needs libtpu, but no TPU. UsageError: no such thing."""
+    """The devices of a TPU topology such as v5e:2x4, to compile for; needs libtpu, but no TPU.
+    UsageError: no such thing."""
     load_package("libtpu", "tpu", f"--topology {topology}")
     from jax.experimental import topologies  # noqa: PLC0415 - its import starts nothing, but takes its time
 
-    # It looks for the TPU of this machine, and complains: any answer will do, as the topology is given.
-    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": "v5litepod-4"}
+    # It looks for the TPU of this machine, and complains: any answer will do, as the topology is
+    # given.
+    quiet = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    }
     quiet |= {"TPU_MIN_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     os.environ.update(quiet | {name: os.environ[name] for name in quiet if name in os.environ})
-    jax.config.update("jax_enable_compilation_cache", False)  # what is compiled for devices elsewhere can't be read here
+    jax.config.update(
+        "jax_enable_compilation_cache", False
+    )  # what is compiled for devices elsewhere can't be read here
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     except Exception as error:  # jax passes on whatever the plugin raises
         mend = "Write KIND:CHIPS, for example v5e:2x4, v5p:2x2x1 or v6e:4x4"
-        raise UsageError(f"--topology {topology}: libtpu knows no such: {str(error).splitlines()[0][:200]}. {mend}.") from error
+        raise UsageError(
+            f"--topology {topology}: libtpu knows no such: {str(error).splitlines()[0][:200]}. {mend}."
+        ) from error
 
 
 def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """What the command does; `arguments` are those of the config, to be printed with what was found."""
+    """What the command does; `arguments` are those of the config, to be printed with what was
+    found."""
     console, found, record = Console(highlight=False), {}, {}
     what = asked.what or ("batch" if asked.topology else "both")
     tries, test, limit, length = [], None, 0, 0
     devices = described_devices(asked.topology) if asked.topology else None
-    start = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None) if devices else config.mesh
+    start = (
+        dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None)
+        if devices
+        else config.mesh
+    )
     distributed.start(start, config.observe.compilation_cache, config.determinism == "full")
     if jax.process_count() > 1:
-        raise UsageError("probe runs in one process, on one machine. Start it once, with --topology for devices elsewhere.")
+        raise UsageError(
+            "probe runs in one process, on one machine. Start it once, with --topology for devices elsewhere."
+        )
     if what != "learning_rate":
         if config.model.vocab_size is None:
             config = with_vocabulary(config, open_data(config, None)[0].vocab_size)
         memory = StepMemory(config, devices or jax.devices())
         limit = asked.memory or memory_limit(memory.devices[0], described=bool(devices))
-        length = max([config.data.seq_length, *(s.seq_length for s in config.data.stages if s.seq_length)])
+        length = max(
+            [config.data.seq_length, *(s.seq_length for s in config.data.stages if s.seq_length)]
+        )
         name = f"{len(memory.devices)} x {memory.devices[0].device_kind}"
         if what == "max_tokens":
-            console.print(Text(f"max_tokens: {name}, {size(limit)} each; one row on each, at most model.max_length"))
-            tokens = fitting_tokens(memory, limit, show=lambda n: console.print(f"compiling {n:,} tokens"))
+            console.print(
+                Text(
+                    f"max_tokens: {name}, {size(limit)} each; one row on each, at most model.max_length"
+                )
+            )
+            tokens = fitting_tokens(
+                memory, limit, show=lambda n: console.print(f"compiling {n:,} tokens")
+            )
             console.print(f"  pack(lengths, max_tokens={tokens})", style="cyan")
             return
-        console.print(Text(f"batch: {name}, {size(limit)} each; rows of {length:,} tokens, multiples of {memory.unit:,}"))
-        with Live(console=console, transient=True) if console.is_terminal else contextlib.nullcontext() as live:
+        console.print(
+            Text(
+                f"batch: {name}, {size(limit)} each; rows of {length:,} tokens, multiples of {memory.unit:,}"
+            )
+        )
+        with (
+            Live(console=console, transient=True)
+            if console.is_terminal
+            else contextlib.nullcontext() as live
+        ):
 
             def show(tries: list[Try], pending: int) -> None:
                 if live:
@@ -267,43 +356,85 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
             tries = probe_batch(memory, limit, length, show)
         console.print(table(tries, limit, length))
         most = max(t.rows for t in tries if t.fits)
-        advice, speeds = _advise(config, memory, most, length, measure=devices is None, console=console)
+        advice, speeds = _advise(
+            config, memory, most, length, measure=devices is None, console=console
+        )
         found["data.batch_size"] = advice.rows
-        record["batch"] = {"devices": name, "limit_bytes": limit, "seq_length": length, "unit": memory.unit}
-        record["batch"] |= {"batch_size": advice.rows, "why": advice.why, "largest": most, "tokens_per_second": speeds}
+        record["batch"] = {
+            "devices": name,
+            "limit_bytes": limit,
+            "seq_length": length,
+            "unit": memory.unit,
+        }
+        record["batch"] |= {
+            "batch_size": advice.rows,
+            "why": advice.why,
+            "largest": most,
+            "tokens_per_second": speeds,
+        }
         record["batch"]["tries"] = [t._asdict() for t in tries]
     if what != "batch":
         of = f"{config.data.batch_size:,} rows a step, as data.batch_size says"
-        console.print(Text(f"learning rate: {asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps, {of}"))
+        console.print(
+            Text(
+                f"learning rate: {asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps, {of}"
+            )
+        )
         test = probe_learning_rate(config, asked.low, asked.high, asked.steps)
         found["optimizer.learning_rate"] = float(f"{test.suggestion:.2g}")
-        record["learning_rate"] = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in test._asdict().items()}
+        record["learning_rate"] = {
+            k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in test._asdict().items()
+        }
         record["learning_rate"]["batch_size"] = config.data.batch_size
     folder = Path(config.output_dir, config.run_name)
     folder.mkdir(parents=True, exist_ok=True)
     draw(folder / "probe.png", config.run_name, tries, limit, length, test)
-    write_atomic(folder / "probe.json", json.dumps(record | {"overrides": found}, indent=1).encode())
-    console.print(Text(f"picture: {folder / 'probe.png'}   record: {folder / 'probe.json'}", "dim"), soft_wrap=True)
+    write_atomic(
+        folder / "probe.json", json.dumps(record | {"overrides": found}, indent=1).encode()
+    )
+    console.print(
+        Text(f"picture: {folder / 'probe.png'}   record: {folder / 'probe.json'}", "dim"),
+        soft_wrap=True,
+    )
     rows = config.data.batch_size
     if test is not None and found.get("data.batch_size", rows) != rows:
         mend = f"Add data.batch_size={found['data.batch_size']} --what learning_rate to look for that of the recommended batch."
-        console.print(Text(f"The rate is for {rows:,} rows a step. {mend}", "yellow"), soft_wrap=True)
+        console.print(
+            Text(f"The rate is for {rows:,} rows a step. {mend}", "yellow"), soft_wrap=True
+        )
     kept = [a for a in arguments if a.partition("=")[0] not in found]
     command = ["maxtrain", "train", *kept, *(f"{key}={value}" for key, value in found.items())]
     console.print(
-        Text.assemble(("to train with what was found:\n", "dim"), (f"  {shlex.join(command)}", "cyan")), soft_wrap=True
+        Text.assemble(
+            ("to train with what was found:\n", "dim"), (f"  {shlex.join(command)}", "cyan")
+        ),
+        soft_wrap=True,
     )
 
 
 def _advise(
-    config: RunConfig, memory: StepMemory, most: int, length: int, *, measure: bool, console: Console
+    config: RunConfig,
+    memory: StepMemory,
+    most: int,
+    length: int,
+    *,
+    measure: bool,
+    console: Console,
 ) -> tuple[Advice, dict[int, float]]:
-    """The batch to use of those that fit, told with the reason; and the speeds that were measured, if they were."""
+    """The batch to use of those that fit, told with the reason; and the speeds that were measured,
+    if they were."""
     try:
         data = data_of(config)
     except (ConfigError, DataError, StorageError) as error:
         data = None
-        console.print(Text(f"not held against the size of the data, which is not here: {error}".splitlines()[0], "yellow"))
+        console.print(
+            Text(
+                f"not held against the size of the data, which is not here: {error}".splitlines()[
+                    0
+                ],
+                "yellow",
+            )
+        )
     steps = None if config.steps == "auto" else config.steps
     advice = fitting_data(most, memory.unit, length, data, steps, config.data.batch_size)
     speeds: dict[int, float] = {}
@@ -312,7 +443,9 @@ def _advise(
             memory,
             advice.rows,
             length,
-            lambda rows, speed: console.print(f"  {rows:,} rows: {human.count(speed)} tokens/s", style="dim"),
+            lambda rows, speed: console.print(
+                f"  {rows:,} rows: {human.count(speed)} tokens/s", style="dim"
+            ),
         )
         advice = fast_enough(advice, config.data.batch_size, speeds)
     because = f" ({advice.why})" if advice.why else ""
@@ -327,7 +460,9 @@ def _bytes(text: str) -> int:
         not (parts := re.fullmatch(r"([\d.]+(?:e\d+)?) ?([KMG]?)(i?B)?", text, re.IGNORECASE))
         or not (number := float(parts[1])) > 0
     ):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. Write for example 16e9, 16000000000 or 15.5GiB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes. Write for example 16e9, 16000000000 or 15.5GiB"
+        )
     return int(number * _UNITS[parts[2].upper()])
 
 
@@ -346,18 +481,51 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     choices = ["batch", "learning_rate", "both", "max_tokens"]
     about = "what to look for (default: both, with --topology batch); max_tokens: of pack, for ragged sequences"
     add("--what", choices=choices, help=about)
-    add("--memory", metavar="BYTES", type=_bytes, help="of each device, such as 15.5GiB (default: what the device says)")
-    add("--topology", metavar="NAME", help="compile for TPUs that need not be here, such as v5e:2x4; needs libtpu")
-    add("--low", metavar="RATE", type=_rate, default=1e-5, help="first learning rate (default: %(default)s)")
-    add("--high", metavar="RATE", type=_rate, default=1.0, help="last learning rate (default: %(default)s)")
-    add("--steps", metavar="N", type=int, default=100, help="of the learning-rate test (default: %(default)s)")
+    add(
+        "--memory",
+        metavar="BYTES",
+        type=_bytes,
+        help="of each device, such as 15.5GiB (default: what the device says)",
+    )
+    add(
+        "--topology",
+        metavar="NAME",
+        help="compile for TPUs that need not be here, such as v5e:2x4; needs libtpu",
+    )
+    add(
+        "--low",
+        metavar="RATE",
+        type=_rate,
+        default=1e-5,
+        help="first learning rate (default: %(default)s)",
+    )
+    add(
+        "--high",
+        metavar="RATE",
+        type=_rate,
+        default=1.0,
+        help="last learning rate (default: %(default)s)",
+    )
+    add(
+        "--steps",
+        metavar="N",
+        type=int,
+        default=100,
+        help="of the learning-rate test (default: %(default)s)",
+    )
     asked, rest = parser.parse_known_args(argv)
     if asked.topology and asked.what in ("learning_rate", "both"):
-        parser.error("--topology has devices to compile for, not to run on: use --what batch, or leave --topology out")
+        parser.error(
+            "--topology has devices to compile for, not to run on: use --what batch, or leave --topology out"
+        )
     if asked.low >= asked.high:
-        parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. Set for example --low {asked.high / 1e5:g}")
+        parser.error(
+            f"--low {asked.low:g} must be less than --high {asked.high:g}. Set for example --low {asked.high / 1e5:g}"
+        )
     if asked.steps < 16:
-        parser.error(f"--steps {asked.steps} are too few to see a curve. Set --steps to 16 or more, such as 100")
+        parser.error(
+            f"--steps {asked.steps} are too few to see a curve. Set --steps to 16 or more, such as 100"
+        )
     return asked, rest
 
 

@@ -1,10 +1,11 @@
-"""`maxtrain replay RUN --steps A:B`: steps of a run again, compared with what it wrote down, bit for bit.
+"""`maxtrain replay RUN --steps A:B`: steps of a run again, compared with what it wrote down, bit
+for bit.
 
 `--step N` is step N alone, `--steps N-1:N`.
 
-Goes from the newest checkpoint of step A or before (else from the initial state) to step B: every number that the run's
-records have for these steps, hashes of batch and parameters among them, and every array of the checkpoints it comes past. It
-writes nothing into the run's folder.
+Goes from the newest checkpoint of step A or before (else from the initial state) to step B: every
+number that the run's records have for these steps, hashes of batch and parameters among them, and
+every array of the checkpoints it comes past. It writes nothing into the run's folder.
 """
 
 import argparse
@@ -22,7 +23,13 @@ from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.job import Job, open_job
-from maxtrain.observe.launches import launch_differences, launch_of, launch_record, launched_config, read_launches
+from maxtrain.observe.launches import (
+    launch_differences,
+    launch_of,
+    launch_record,
+    launched_config,
+    read_launches,
+)
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
 from maxtrain.training.state import TrainState
@@ -34,16 +41,28 @@ class Findings:
 
     numbers: int = 0  # compared
     arrays: int = 0  # compared
-    last: int = 0  # the last step of which anything was compared; 0: only the state to begin with was
-    fields: dict[int, dict[str, tuple[Any, Any]]] = dataclasses.field(default_factory=dict)  # recorded and now, by step
-    leaves: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # not as they were when that step was saved
-    damaged: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # not what the checkpoint says it holds
+    last: int = (
+        0  # the last step of which anything was compared; 0: only the state to begin with was
+    )
+    fields: dict[int, dict[str, tuple[Any, Any]]] = dataclasses.field(
+        default_factory=dict
+    )  # recorded and now, by step
+    leaves: dict[int, list[str]] = dataclasses.field(
+        default_factory=dict
+    )  # not as they were when that step was saved
+    damaged: dict[int, list[str]] = dataclasses.field(
+        default_factory=dict
+    )  # not what the checkpoint says it holds
 
     def compare(self, step: int, recorded: dict[str, Any], now: dict[str, Any]) -> None:
         """The numbers that a record and a step have in common."""
         common = [name for name in now if recorded.get(name) is not None]
         self.numbers += len(common)
-        different = {name: (recorded[name], now[name]) for name in common if not same(recorded[name], now[name])}
+        different = {
+            name: (recorded[name], now[name])
+            for name in common
+            if not same(recorded[name], now[name])
+        }
         if different:
             self.fields[step] = different
 
@@ -59,10 +78,14 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
         DifferentError: something differs; says what, where first, and what the likely cause is.
         DataError: nothing could be compared. UsageError: the run does not have these steps.
     """
-    records = {record["step"]: record for record in read_metrics(folder) if record["kind"] == "train"}
+    records = {
+        record["step"]: record for record in read_metrics(folder) if record["kind"] == "train"
+    }
     if not 0 <= first < end <= max(records, default=0):
         known = f"0 to {max(records):,}" if records else "none"
-        raise UsageError(f"--steps={first}:{end}: {folder} has steps {known}. Use A:B with 0 <= A < B, both among these.")
+        raise UsageError(
+            f"--steps={first}:{end}: {folder} has steps {known}. Use A:B with 0 <= A < B, both among these."
+        )
     steps = saved_steps(folder / "checkpoints")
     begin = max((step for step in steps if step <= first), default=0)
     steps = {step: both for step, both in steps.items() if begin <= step <= end}
@@ -71,12 +94,16 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     launch = _one_launch(launches, begin, end)
     config = launched_config(folder, launch, overrides)
     # Other data is replayed as well, so that the first batch that differs can be named.
-    accepting = dataclasses.replace(config, data=dataclasses.replace(config.data, accept_changes=True))
+    accepting = dataclasses.replace(
+        config, data=dataclasses.replace(config.data, accept_changes=True)
+    )
     job = open_job(accepting, steps[begin][1] if begin in steps else None, as_launched=True)
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
-        now = launch_record(config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin)
+        now = launch_record(
+            config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin
+        )
         without = left_out(read_rollbacks(folder) or [])
         _go(job, state, begin, end, without, records, saved, findings)
     differences = launch_differences(launch, now) if launch else {}
@@ -84,27 +111,43 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
         raise DifferentError(_verdict(folder, begin, findings, differences))
     if not findings.last:
         mend = "Replay up to a step that has a record: multiples of its log_interval"
-        raise DataError(f"--steps={first}:{end}: {folder} has no record of a step after {begin:,} up to {end:,}. {mend}.")
+        raise DataError(
+            f"--steps={first}:{end}: {folder} has no record of a step after {begin:,} up to {end:,}. {mend}."
+        )
     others = "".join(f"\n  although {line}" for line in _lines(differences))
     if findings.last < end:
         others = f"\n  nothing was recorded after step {findings.last:,} up to {end:,}" + others
-    what = f"{findings.numbers:,} numbers" + (f" and {findings.arrays:,} arrays" if findings.arrays else "")
+    what = f"{findings.numbers:,} numbers" + (
+        f" and {findings.arrays:,} arrays" if findings.arrays else ""
+    )
     return f"{folder}: steps {begin + 1:,} to {findings.last:,} again: {what} compared, all the same bit for bit.{others}"
 
 
 def _one_launch(launches: list[dict[str, Any]], begin: int, end: int) -> dict[str, Any] | None:
-    """The launch that made all these steps, or one like it; UsageError: launches with different settings made them."""
+    """The launch that made all these steps, or one like it; UsageError: launches with different
+    settings made them."""
     made = [launch_of(launches, step) for step in range(begin + 1, end + 1)]
     for step, launch in enumerate(made, begin + 1):
-        changed = launch_differences(made[0], launch) if made[0] and launch and launch is not made[0] else {}
-        if settings := [name.removeprefix("config.") for name in changed if name.startswith("config.")]:
+        changed = (
+            launch_differences(made[0], launch)
+            if made[0] and launch and launch is not made[0]
+            else {}
+        )
+        if settings := [
+            name.removeprefix("config.") for name in changed if name.startswith("config.")
+        ]:
             rule = f"from step {step:,} on the run had another {', '.join(settings)}"
-            raise UsageError(f"--steps up to {end}: {rule}. Replay up to step {step - 1:,}, and then from a checkpoint on.")
+            raise UsageError(
+                f"--steps up to {end}: {rule}. Replay up to step {step - 1:,}, and then from a checkpoint on."
+            )
     return made[0]
 
 
-def _start(job: Job, folder: Path, begin: int, saved: dict[int, dict[str, str]], findings: Findings) -> TrainState:
-    """The state to begin with; on the way to it, every checkpoint of the window is held against its own digests."""
+def _start(
+    job: Job, folder: Path, begin: int, saved: dict[int, dict[str, str]], findings: Findings
+) -> TrainState:
+    """The state to begin with; on the way to it, every checkpoint of the window is held against its
+    own digests."""
     checkpoints, state = Checkpoints(folder / "checkpoints", job.config.checkpoint), job.abstract
     for step, then in sorted(saved.items(), reverse=True):
         del state  # one at a time in memory
@@ -135,10 +178,14 @@ def _go(
         done = origin.step + 1
         if done in records:
             values = jax.device_get(metrics | job.hashes(state, batch))
-            now = {name: value.item() for name, value in values.items() if value.ndim == 0} | {"batch": origin.digest}
+            now = {name: value.item() for name, value in values.items() if value.ndim == 0} | {
+                "batch": origin.digest
+            }
             if "step_loss" in records[done]:  # else the record's loss is that of the step
                 now["step_loss"] = now.pop("loss")
-            now |= {name: hash_text(words) for name, words in values.items() if name.endswith("_hash")}
+            now |= {
+                name: hash_text(words) for name, words in values.items() if name.endswith("_hash")
+            }
             findings.compare(done, records[done], now)
             findings.last = done
         if then := saved.get(done):
@@ -149,11 +196,15 @@ def _go(
                 findings.leaves[done] = wrong
 
 
-def _verdict(folder: Path, begin: int, findings: Findings, differences: dict[str, tuple[str, str]]) -> str:
+def _verdict(
+    folder: Path, begin: int, findings: Findings, differences: dict[str, tuple[str, str]]
+) -> str:
     """What differs, where first, and why that may be."""
     lines, first = [], findings.first()
     for step, names in sorted(findings.damaged.items()):
-        lines.append(f"the checkpoint of step {step:,} does not hold what was saved: {_names(names)}")
+        lines.append(
+            f"the checkpoint of step {step:,} does not hold what was saved: {_names(names)}"
+        )
     if first:
         lines.append(f"step {first:,} is the first that differs, of {len(findings.fields):,}")
         for name, (then, now) in findings.fields.get(first, {}).items():
@@ -166,9 +217,15 @@ def _verdict(folder: Path, begin: int, findings: Findings, differences: dict[str
         cause = "a damaged file or memory"
         mend = f"Remove {folder / 'checkpoints' / f'{bad:08d}'}, so that nothing goes on from it"
     elif first == begin and begin:
-        cause, mend = "the checkpoint is not of this run, or its record is", "Replay from another checkpoint"
+        cause, mend = (
+            "the checkpoint is not of this run, or its record is",
+            "Replay from another checkpoint",
+        )
     elif "batch" in different or "data" in differences:
-        cause, mend = "other data: another manifest, or other settings of it", "Bring back the data that the run has read"
+        cause, mend = (
+            "other data: another manifest, or other settings of it",
+            "Bring back the data that the run has read",
+        )
     elif "batch_hash" in different:
         cause, mend = "the same rows hold other tokens", "Run `prepare verify` on the sources"
     elif differences:
@@ -187,28 +244,43 @@ def _lines(differences: dict[str, tuple[str, str]]) -> list[str]:
 
 def _names(names: Sequence[str], most: int = 8) -> str:
     names = sorted(names, key=lambda name: (not name.startswith("params."), name))
-    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+    return ", ".join(names[:most]) + (
+        f" and {len(names) - most:,} more" if len(names) > most else ""
+    )
 
 
 def _exact(value: Any) -> str:
-    return f"{value!r} ({value.hex()})" if isinstance(value, float) and math.isfinite(value) else str(value)
+    return (
+        f"{value!r} ({value.hex()})"
+        if isinstance(value, float) and math.isfinite(value)
+        else str(value)
+    )
 
 
 def _step_number(text: str) -> int:
     """UsageError: it is not the number of a step."""
     if not re.fullmatch(r"[1-9]\d{0,17}", text):
-        raise UsageError(f"--step={text} must be the number of a step, counted from 1. Use for example --step 100.")
+        raise UsageError(
+            f"--step={text} must be the number of a step, counted from 1. Use for example --step 100."
+        )
     return int(text)
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """Runs the command; the exit code: 0 for the same, 70 for different."""
-    parser = argparse.ArgumentParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path, help="folder of a run, such as runs/quickstart")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--steps", metavar="A:B", help="from after step A up to step B")
     which.add_argument("--step", metavar="N", help="step N alone, as --steps N-1:N")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of this machine, such as data.workers=0")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="settings of this machine, such as data.workers=0",
+    )
 
     def job() -> None:
         arguments = parser.parse_intermixed_args(argv)
@@ -218,7 +290,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             return
         window = re.fullmatch(r"(\d+):(\d+)", arguments.steps)
         if not window:
-            raise UsageError(f"--steps={arguments.steps} must be two whole numbers. Use for example --steps 100:200.")
+            raise UsageError(
+                f"--steps={arguments.steps} must be two whole numbers. Use for example --steps 100:200."
+            )
         print(replay(arguments.run, int(window[1]), int(window[2]), arguments.overrides))
 
     return run_command(job, resumes=False)

@@ -1,8 +1,10 @@
-"""A run's folder is one thing: each of its files carries the run's id, and a launch compares them before it does anything.
+"""A run's folder is one thing: each of its files carries the run's id, and a launch compares them
+before it does anything.
 
-The id is made up when a run is launched first, and kept in RUN/run.json together with the newest step that ever counted.
-What decides over steps and records (checkpoints, rollbacks.json, metrics.jsonl) must be of this run, else the launch is
-refused. What only tells of them (config.yaml and the books of observe/books.py) is put aside, and the run goes on.
+The id is made up when a run is launched first, and kept in RUN/run.json together with the newest
+step that ever counted. What decides over steps and records (checkpoints, rollbacks.json,
+metrics.jsonl) must be of this run, else the launch is refused. What only tells of them (config.yaml
+and the books of observe/books.py) is put aside, and the run goes on.
 """
 
 import contextlib
@@ -45,11 +47,20 @@ class RunFolder:
 
     def __init__(self, path: Path, second: Path | None = None):
         self.path = path
-        self._steps = [step for place in (path / "checkpoints", second) if place for step in complete(place).values()]
+        self._steps = [
+            step
+            for place in (path / "checkpoints", second)
+            if place
+            for step in complete(place).values()
+        ]
         self.told: list[str] = []  # what was found, and does not stop the run
         content = self._read()
-        self.saved = int(content.get("saved", 0))  # the newest step that is known to have counted; 0: none
-        self._adopted = [int(step) for step in content.get("adopted", ())]  # steps by a version without ids
+        self.saved = int(
+            content.get("saved", 0)
+        )  # the newest step that is known to have counted; 0: none
+        self._adopted = [
+            int(step) for step in content.get("adopted", ())
+        ]  # steps by a version without ids
         self.id = _one_run(path, self._owners(str(content.get("run", ""))))
         if not content:  # an older version has kept no such file: a launch that did not begin at 0 had a checkpoint
             self.saved = max((launch["step"] for launch in launches.read_launches(path)), default=0)
@@ -62,11 +73,14 @@ class RunFolder:
             return _read_identity(self.path)
         except (OSError, ValueError, TypeError) as error:
             file = self.path / FILE_NAME
-            self.told.append(f"{file} can't be read ({error}). It is made anew from the other files of the run.")
+            self.told.append(
+                f"{file} can't be read ({error}). It is made anew from the other files of the run."
+            )
             return {}
 
     def _owners(self, own: str) -> Iterator[tuple[str, str]]:
-        """The files that decide, and the id that each carries; empty for one that carries none and should."""
+        """The files that decide, and the id that each carries; empty for one that carries none and
+        should."""
         if own:
             yield FILE_NAME, own
         if theirs := metrics.metrics_owner(self.path):
@@ -75,7 +89,9 @@ class RunFolder:
         for path, theirs in ids.items():
             if theirs or (own and int(path.name) not in self._adopted):
                 yield str(path), theirs
-        if (theirs := rollback.owner(self.path)) is not None and (theirs or own or any(ids.values())):
+        if (theirs := rollback.owner(self.path)) is not None and (
+            theirs or own or any(ids.values())
+        ):
             yield rollback.FILE_NAME, theirs
 
     def require_checkpoints(self, start_over: bool) -> None:
@@ -106,17 +122,25 @@ class RunFolder:
         self._mend_books(tell)
 
     def _mend_books(self, tell: Callable[[str], object]) -> None:
-        supervisors = [number for number in range(_MOST_SUPERVISORS) if (self.path / attempts(number).name).exists()]
+        supervisors = [
+            number
+            for number in range(_MOST_SUPERVISORS)
+            if (self.path / attempts(number).name).exists()
+        ]
         for book in (CLOCK, launches.LAUNCHES, *map(attempts, supervisors)):
             try:
                 for text in book.mend(self.path, self.id):
                     tell(text)
             except OSError as error:
-                tell(f"{self.path / book.name} can't be mended ({error.strerror}); the run goes on.")
+                tell(
+                    f"{self.path / book.name} can't be mended ({error.strerror}); the run goes on."
+                )
         file = self.path / CONFIG
         theirs = config_owner(self.path)
         if theirs not in ("", self.id):
-            tell(f"{file} is of another run, {theirs}. It is kept as {put_aside(file).name}, and written anew.")
+            tell(
+                f"{file} is of another run, {theirs}. It is kept as {put_aside(file).name}, and written anew."
+            )
 
     def note_saved(self, step: int) -> None:
         """A checkpoint of this step counts from now on."""
@@ -139,7 +163,8 @@ class RunFolder:
         write_atomic(self.path / FILE_NAME, json.dumps(content).encode() + b"\n")
 
     def _set_aside(self) -> Path:
-        """Moves all files but the lock to a folder of their own, run.json last: it is what says that this is to be done."""
+        """Moves all files but the lock to a folder of their own, run.json last: it is what says
+        that this is to be done."""
         target = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         target.mkdir()
         stay = {"lock", FILE_NAME, "checkpoints"}
@@ -152,7 +177,8 @@ class RunFolder:
 
 
 def _read_identity(run: Path) -> dict[str, Any]:
-    """The content of RUN/run.json, empty if there is none; OSError, ValueError or TypeError: it is not as it should be."""
+    """The content of RUN/run.json, empty if there is none; OSError, ValueError or TypeError: it is
+    not as it should be."""
     file = run / FILE_NAME
     if not file.exists():
         return {}
@@ -165,7 +191,8 @@ def _read_identity(run: Path) -> dict[str, Any]:
 
 
 def run_id(run: Path) -> str:
-    """The id of the run in this folder, empty if it has none or can't be read; for books about it."""
+    """The id of the run in this folder, empty if it has none or can't be read; for books about
+    it."""
     try:
         return str(_read_identity(run).get("run", ""))
     except (OSError, ValueError, TypeError):
@@ -191,12 +218,18 @@ def config_owner(run: Path) -> str:
 
 
 def _one_run(path: Path, owners: Iterator[tuple[str, str]]) -> str:
-    """The one id that all these files carry, empty if there are none; StorageError: they are of several runs."""
+    """The one id that all these files carry, empty if there are none; StorageError: they are of
+    several runs."""
     files = defaultdict[str, list[str]](list)
     for name, run in owners:
         files[run].append(name)
     if len(files) <= 1:
         return next(iter(files), "")
-    lines = [f"\n  {f'of run {run}' if run else 'of no run'}: {', '.join(names[:8])}" for run, names in files.items()]
+    lines = [
+        f"\n  {f'of run {run}' if run else 'of no run'}: {', '.join(names[:8])}"
+        for run, names in files.items()
+    ]
     mend = "Move away what is not of this run, or set run_name to another name"
-    raise StorageError(f"{path} holds files of several runs; nothing is changed.{''.join(lines)}\n{mend}.")
+    raise StorageError(
+        f"{path} holds files of several runs; nothing is changed.{''.join(lines)}\n{mend}."
+    )

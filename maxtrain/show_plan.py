@@ -1,6 +1,8 @@
-"""`maxtrain plan config=NAME key=value ...`: what a run would read and when, as a table and a timeline; starts no device.
+"""`maxtrain plan config=NAME key=value ...`: what a run would read and when, as a table and a
+timeline; starts no device.
 
-`maxtrain plan RUN --step N`: which rows and documents a step reads, or has read, and the beginning of their text.
+`maxtrain plan RUN --step N`: which rows and documents a step reads, or has read, and the beginning
+of their text.
 """
 
 import itertools
@@ -35,30 +37,48 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def table(plan: Plan) -> Table:
-    """A line for each stretch of the run with one mixture and shape of batch: shares, and epochs at its end."""
+    """A line for each stretch of the run with one mixture and shape of batch: shares, and epochs at
+    its end."""
     result = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("steps", "tokens", "rows x length", *(f"{name}\nshare, epochs" for name in plan.names)):
+    for head in (
+        "steps",
+        "tokens",
+        "rows x length",
+        *(f"{name}\nshare, epochs" for name in plan.names),
+    ):
         result.add_column(head, justify="right", overflow="fold")
     for first, end in itertools.pairwise(plan.changes()):
         shares, epochs, span = plan.shares_at(first), plan.epochs_at(end), plan.span(first)
-        cells = [f"{shares[name]:.1%}  {epochs[name]:5.3g}" if shares[name] else "-" for name in plan.names]
+        cells = [
+            f"{shares[name]:.1%}  {epochs[name]:5.3g}" if shares[name] else "-"
+            for name in plan.names
+        ]
         tokens = count(plan.tokens_at(end) - plan.tokens_at(first))
-        result.add_row(f"{first:,} to {end:,}", tokens, f"{span.batch_size:,} x {span.seq_length:,}", *cells)
+        result.add_row(
+            f"{first:,} to {end:,}", tokens, f"{span.batch_size:,} x {span.seq_length:,}", *cells
+        )
     return result
 
 
 def timeline(plan: Plan, width: int) -> str:
-    """The share of each source over the steps of the run, as bars in `width` columns; the last line says which steps."""
+    """The share of each source over the steps of the run, as bars in `width` columns; the last line
+    says which steps."""
     label = max(map(len, (*plan.names, "step")))
     first, end = plan.changes()[0], f"{plan.num_steps:,}"
     columns = max(len(end) + 2, width - label - 2)
-    shares = [plan.shares_at(first + i * (plan.num_steps - first) // columns) for i in range(columns)]
-    lines = [f"{name:>{label}}  {''.join(_BARS[math.ceil(8 * at[name])] for at in shares)}" for name in plan.names]
+    shares = [
+        plan.shares_at(first + i * (plan.num_steps - first) // columns) for i in range(columns)
+    ]
+    lines = [
+        f"{name:>{label}}  {''.join(_BARS[math.ceil(8 * at[name])] for at in shares)}"
+        for name in plan.names
+    ]
     return "\n".join([*lines, f"{'step':>{label}}  {first:<{columns - len(end)},}{end}"])
 
 
 def show(config: RunConfig, run: Path) -> None:
-    """Print the plan of a run: the one that it goes on with, if it has begun. UserError: what can't be planned."""
+    """Print the plan of a run: the one that it goes on with, if it has begun. UserError: what can't
+    be planned."""
     console = Console(highlight=False)
     folder = run / "checkpoints"
     saved = latest_record(folder, second=second_of(folder, config.checkpoint))
@@ -71,7 +91,8 @@ def show(config: RunConfig, run: Path) -> None:
 
 
 def show_step(options: PlanOptions, run: Path, step: int) -> None:
-    """Print what a step, counted from 1, reads or has read. UserError: there is none, or that can't be told any more."""
+    """Print what a step, counted from 1, reads or has read. UserError: there is none, or that can't
+    be told any more."""
     console = Console(highlight=False)
     data, known = step_data(options, run, step)
     for line in describe_step(data, step - 1, options.rows, min(max(console.width, 80), 160)):
@@ -82,7 +103,8 @@ def show_step(options: PlanOptions, run: Path, step: int) -> None:
 
 
 def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData, str]:
-    """The data of a run as the launch had it that made a step, counted from 1, or as the run will go on; and how that is known.
+    """The data of a run as the launch had it that made a step, counted from 1, or as the run will
+    go on; and how that is known.
 
     Raises:
         UsageError: the run ends before that step.
@@ -110,7 +132,9 @@ def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData,
             continue
         near = _nearest(recorded, step)
         first, end = data.plan.spans[0].step, data.plan.num_steps
-        if first < step <= end and all(first < n <= end and data.digest_at(n - 1) == recorded[n] for n in near):
+        if first < step <= end and all(
+            first < n <= end and data.digest_at(n - 1) == recorded[n] for n in near
+        ):
             return data, _how_known(near, step)
     if problems:
         raise problems[0]
@@ -127,7 +151,8 @@ def _recorded_batches(run: Path) -> dict[int, str]:
 
 
 def _starts(run: Path, config: RunConfig, step: int) -> Iterator[dict[str, Any] | None]:
-    """Where the plan that a step was part of may have begun: at the start of the run, or at a change that was accepted."""
+    """Where the plan that a step was part of may have begun: at the start of the run, or at a
+    change that was accepted."""
     yield None
     folder = run / "checkpoints"
     seen = []
@@ -140,7 +165,8 @@ def _starts(run: Path, config: RunConfig, step: int) -> Iterator[dict[str, Any] 
 
 
 def _nearest(recorded: dict[int, str], step: int) -> list[int]:
-    """The recorded steps before and after a step that are nearest; only that step, if it is recorded."""
+    """The recorded steps before and after a step that are nearest; only that step, if it is
+    recorded."""
     before = max((n for n in recorded if n <= step), default=None)
     after = min((n for n in recorded if n >= step), default=None)
     return sorted({n for n in (before, after) if n is not None})
@@ -159,7 +185,9 @@ def _require_step(data: TrainingData, run: Path, step: int) -> None:
     """UsageError: the plan ends before a step. DataError: it begins after it."""
     if step > data.plan.num_steps:
         rule = f"is after the end of {run}, at step {data.plan.num_steps:,} because {data.plan.ends_because}"
-        raise UsageError(f"--step={step} {rule}. Use a step from 1 to {data.plan.num_steps}, or set steps higher.")
+        raise UsageError(
+            f"--step={step} {rule}. Use a step from 1 to {data.plan.num_steps}, or set steps higher."
+        )
     if step <= data.plan.spans[0].step:
         rule = f"was read with other settings, which {run} has no record of"
         raise DataError(f"--step={step} {rule}. Use a step after {data.plan.spans[0].step}.")
@@ -169,7 +197,9 @@ def main(options: PlanOptions) -> int:
     """Runs the command; the exit code."""
     run = options.run or Path(options.config.output_dir, options.config.run_name)
     step = options.step
-    return run_command(lambda: show(options.config, run) if step is None else show_step(options, run, step))
+    return run_command(
+        lambda: show(options.config, run) if step is None else show_step(options, run, step)
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""`maxtrain supervise -- python -m maxtrain.train ...`: starts the command again while trying again can help. Imports no jax.
+"""`maxtrain supervise -- python -m maxtrain.train ...`: starts the command again while trying again
+can help. Imports no jax.
 
-    75, 74              try again: stopped after saving, stalled, another process lost; storage that failed may be back
-    a signal            as SIGKILL by the system's memory killer, or SIGABRT when jax misses a heartbeat
+    75, 74              try again: stopped after saving, stalled, another process lost; storage that
+                        failed may be back
+    a signal            as SIGKILL by the system's memory killer, or SIGABRT when jax misses a
+                        heartbeat
     0, 64, 65, 70, 78   done, or the same again next time: passed on at once
 
-It gives up when attempts in a row come no further, with 74 if storage failed and else 70. If the same process of several was
-the first to end in all of them, and --min-processes allows it, the job goes on without that one. Asked to stop by SIGINT or
-SIGTERM, it passes that on, waits, and returns what the command did. RUN/attempts.jsonl has a line for each attempt.
+It gives up when attempts in a row come no further, with 74 if storage failed and else 70. If the
+same process of several was the first to end in all of them, and --min-processes allows it, the job
+goes on without that one. Asked to stop by SIGINT or SIGTERM, it passes that on, waits, and returns
+what the command did. RUN/attempts.jsonl has a line for each attempt.
 """
 
 import argparse
@@ -36,7 +40,9 @@ from maxtrain.run_folder import run_id
 
 _AGAIN = (TryAgainError.exit_code, StorageError.exit_code)
 _POLL = 0.1  # seconds
-_SETTLE = 10.0  # seconds that the other processes of a job have to end by themselves after the first one
+_SETTLE = (
+    10.0  # seconds that the other processes of a job have to end by themselves after the first one
+)
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -48,7 +54,9 @@ def main(argv: Sequence[str], prog: str) -> int:
         own, command = _split(argv)
         options = _parse(own, prog)
         if not command:
-            raise UsageError(f"{prog} needs a command after --. Write: {prog} -- python -m maxtrain.train config=NAME")
+            raise UsageError(
+                f"{prog} needs a command after --. Write: {prog} -- python -m maxtrain.train config=NAME"
+            )
         code = Supervisor(options, command, _config(command)).run()
 
     failed = run_command(job)
@@ -60,19 +68,32 @@ class Supervisor:
 
     def __init__(self, options: argparse.Namespace, command: Sequence[str], config: RunConfig):
         if options.processes > 1 and (config.mesh.coordinator or config.mesh.num_processes):
-            raise UsageError(f"--processes {options.processes} sets mesh.coordinator and mesh.num_processes. Leave them out.")
+            raise UsageError(
+                f"--processes {options.processes} sets mesh.coordinator and mesh.num_processes. Leave them out."
+            )
         self._options, self._command, self._config = options, list(command), config
         self._least = options.min_processes or config.mesh.min_processes or options.processes
-        self._slots, self._lost = list(range(options.processes)), None  # of this machine; the one that ended an attempt
+        self._slots, self._lost = (
+            list(range(options.processes)),
+            None,
+        )  # of this machine; the one that ended an attempt
         self._folder = Path(config.output_dir, config.run_name)
-        index = config.mesh.process_id or os.environ.get("JAX_PROCESS_ID") or os.environ.get("SLURM_PROCID") or 0
+        index = (
+            config.mesh.process_id
+            or os.environ.get("JAX_PROCESS_ID")
+            or os.environ.get("SLURM_PROCID")
+            or 0
+        )
         self._index = int(index)
         self._children: list[subprocess.Popen] = []
         self._asked, self._deadline, self._stop = "", float("inf"), threading.Event()
 
     def run(self) -> int:
         """Attempts until one is the last; its exit code."""
-        old = {number: signal.signal(number, self._pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        old = {
+            number: signal.signal(number, self._pass_on)
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             return self._attempts()
         finally:
@@ -89,16 +110,26 @@ class Supervisor:
             reached = reached_step(self._folder)
             standing, furthest = (0 if reached > furthest else standing + 1), max(furthest, reached)
             lost = [*lost, self._lost] if standing else []
-            if standing >= options.crash_loop and len({*lost}) == 1 and self._go_on_without(lost[0]):
+            if (
+                standing >= options.crash_loop
+                and len({*lost}) == 1
+                and self._go_on_without(lost[0])
+            ):
                 standing, lost = 0, []
             if standing >= options.crash_loop:
                 rule = f"{standing} attempts in a row ended with no step after {furthest:,} (--crash-loop {options.crash_loop})"
-                error = UserError(f"{rule}; the last with {_words(code)}. See the log above and {self._folder}, and mend that.")
+                error = UserError(
+                    f"{rule}; the last with {_words(code)}. See the log above and {self._folder}, and mend that."
+                )
                 error.exit_code = code if code == StorageError.exit_code else UserError.exit_code
                 raise error
             if restart < options.max_restarts:
-                wait = min(options.max_backoff, options.backoff * 2**standing) * random.uniform(0.5, 1)
-                self._tell(f"ended with {_words(code)} at step {reached:,}; starts again in {wait:.1f} s")
+                wait = min(options.max_backoff, options.backoff * 2**standing) * random.uniform(
+                    0.5, 1
+                )
+                self._tell(
+                    f"ended with {_words(code)} at step {reached:,}; starts again in {wait:.1f} s"
+                )
                 self._stop.wait(wait)
             if self._asked:
                 return TryAgainError.exit_code
@@ -136,7 +167,8 @@ class Supervisor:
         return code
 
     def _go_on_without(self, slot: int | None) -> bool:
-        """Whether the job can do without a process, as it then will: no device gets more rows at a time than it had."""
+        """Whether the job can do without a process, as it then will: no device gets more rows at a
+        time than it had."""
         had, each, rest = (
             self._options.processes,
             usual_devices(self._config),
@@ -145,9 +177,14 @@ class Supervisor:
         for count in range(len(rest), self._least - 1, -1):
             if fewer := fit_to_fewer(self._config, had, count, each):
                 name, accumulation = "optimizer.accumulation=", fewer.optimizer.accumulation
-                self._command = [*(word for word in self._command if not word.startswith(name)), f"{name}{accumulation}"]
+                self._command = [
+                    *(word for word in self._command if not word.startswith(name)),
+                    f"{name}{accumulation}",
+                ]
                 self._slots = rest[:count]
-                self._tell(f"process {slot} is lost; goes on with {count} of {had} processes, {name}{accumulation}")
+                self._tell(
+                    f"process {slot} is lost; goes on with {count} of {had} processes, {name}{accumulation}"
+                )
                 return True
         return False
 
@@ -158,21 +195,31 @@ class Supervisor:
             return [common]
         with socket.socket() as free:
             free.bind(("localhost", 0))
-            common |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": str(count)}
-        return [common | {"JAX_PROCESS_ID": str(index), SLOT: str(slot)} for index, slot in enumerate(self._slots)]
+            common |= {
+                "JAX_COORDINATOR_ADDRESS": f"localhost:{free.getsockname()[1]}",
+                "JAX_NUM_PROCESSES": str(count),
+            }
+        return [
+            common | {"JAX_PROCESS_ID": str(index), SLOT: str(slot)}
+            for index, slot in enumerate(self._slots)
+        ]
 
     def _start(self, extra: dict[str, str]) -> subprocess.Popen:
-        """A group of its own: ctrl-C comes to it once, from us; and what it leaves behind can be ended."""
+        """A group of its own: ctrl-C comes to it once, from us; and what it leaves behind can be
+        ended."""
         try:
             return subprocess.Popen(self._command, env=os.environ | extra, start_new_session=True)
         except OSError as error:
             self._end_all()
-            raise UsageError(f"{self._command[0]}: {error.strerror}. Name a command that can be run after --.") from error
+            raise UsageError(
+                f"{self._command[0]}: {error.strerror}. Name a command that can be run after --."
+            ) from error
 
     def _wait(self) -> int:
         """Until all processes have ended; once one has failed, the others have little time left.
 
-        The code is of the first that failed by itself: 75 alone may only say that another one is lost.
+        The code is of the first that failed by itself: 75 alone may only say that another one is
+        lost.
         """
         failed, deadline, silent = dict[int, int](), float("inf"), self._slots
         try:
@@ -180,7 +227,9 @@ class Supervisor:
                 time.sleep(_POLL if failed or len(silent) == len(self._slots) else 0)
                 ended = {slot: child.poll() for slot, child in zip(self._slots, self._children)}
                 silent = [slot for slot, code in ended.items() if code is None]
-                failed |= {slot: code for slot, code in ended.items() if code and slot not in failed}
+                failed |= {
+                    slot: code for slot, code in ended.items() if code and slot not in failed
+                }
                 deadline = min(deadline, time.monotonic() + _SETTLE) if failed else deadline
             own = [slot for slot, code in failed.items() if code != TryAgainError.exit_code]
             self._lost = [*own, *(silent if len(silent) == 1 else ()), *failed, None][0]
@@ -196,7 +245,10 @@ class Supervisor:
             child.wait()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked, self._deadline = signal.Signals(number).name, time.monotonic() + self._options.grace
+        self._asked, self._deadline = (
+            signal.Signals(number).name,
+            time.monotonic() + self._options.grace,
+        )
         self._stop.set()
         self._tell_children(number)
 
@@ -212,12 +264,21 @@ class Supervisor:
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the command after `--`."""
     words = list(argv)
-    return (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    return (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
 
 
 def _config(command: Sequence[str]) -> RunConfig:
-    """The config of the run in a command, for its folder. ConfigError: as the run would say, but before it is started."""
-    ends = [i for i, word in enumerate(command) if word in ("maxtrain.train", "train") or word.endswith("maxtrain/train.py")]
+    """The config of the run in a command, for its folder. ConfigError: as the run would say, but
+    before it is started."""
+    ends = [
+        i
+        for i, word in enumerate(command)
+        if word in ("maxtrain.train", "train") or word.endswith("maxtrain/train.py")
+    ]
     if not ends:
         raise UsageError(
             f"{shlex.join(command)} is no training. Write -- python -m maxtrain.train ..., or -- maxtrain train ..."
@@ -235,17 +296,27 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     usage = f"{prog} [OPTION ...] -- python -m maxtrain.train config=NAME key=value ..."
     about = (__doc__ or "").partition("\n\n")[2]
-    parser = argparse.ArgumentParser(prog=prog, usage=usage, description=about, formatter_class=form)
-    parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes of a job on this machine")
+    parser = argparse.ArgumentParser(
+        prog=prog, usage=usage, description=about, formatter_class=form
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="processes of a job on this machine"
+    )
     parser.add_argument(
         "--min-processes",
         type=int,
         metavar="N",
         help="go on with as few when one is lost for good; default: mesh.min_processes, or all of them",
     )
-    parser.add_argument("--max-restarts", type=int, default=100, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--crash-loop", type=int, default=3, metavar="N", help="attempts without a further step; default: %(default)s"
+        "--max-restarts", type=int, default=100, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--crash-loop",
+        type=int,
+        default=3,
+        metavar="N",
+        help="attempts without a further step; default: %(default)s",
     )
     parser.add_argument(
         "--backoff",
@@ -254,14 +325,30 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="SECONDS",
         help="before a restart, doubled while no step is made (%(default)s)",
     )
-    parser.add_argument("--max-backoff", type=float, default=300, metavar="SECONDS", help="default: %(default)s")
     parser.add_argument(
-        "--grace", type=float, default=300, metavar="SECONDS", help="from a signal to the end of the command (%(default)s)"
+        "--max-backoff", type=float, default=300, metavar="SECONDS", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="from a signal to the end of the command (%(default)s)",
     )
     options = parser.parse_args(argv)
-    lows = {"processes": 1, "min_processes": 1, "max_restarts": 0, "crash_loop": 1, "backoff": 0, "max_backoff": 0, "grace": 0}
+    lows = {
+        "processes": 1,
+        "min_processes": 1,
+        "max_restarts": 0,
+        "crash_loop": 1,
+        "backoff": 0,
+        "max_backoff": 0,
+        "grace": 0,
+    }
     for name, low in lows.items():
         if getattr(options, name) is not None and not getattr(options, name) >= low:
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} {getattr(options, name)} must be at least {low}. Set {option} to {low} or more.")
+            raise UsageError(
+                f"{option} {getattr(options, name)} must be at least {low}. Set {option} to {low} or more."
+            )
     return options

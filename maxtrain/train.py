@@ -1,7 +1,9 @@
-"""The main job: `python -m maxtrain.train config=NAME key=value ...`. Read `run` first, top to bottom.
+"""The main job: `python -m maxtrain.train config=NAME key=value ...`. Read `run` first, top to
+bottom.
 
-config -> data and its plan -> devices -> model -> state (new, imported or restored) -> loop [batch, step, log, evaluate,
-save] -> finish. The same command goes on where a stopped run was, to the same numbers.
+config -> data and its plan -> devices -> model -> state (new, imported or restored) -> loop [batch,
+step, log, evaluate, save] -> finish. The same command goes on where a stopped run was, to the same
+numbers.
 """
 
 import sys
@@ -10,7 +12,9 @@ from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, to_yaml
 from maxtrain.models.families.directory import model_of
 
-if __name__ == "__main__":  # before jax is imported, so that --help, config errors and the end by a signal come at once
+if (
+    __name__ == "__main__"
+):  # before jax is imported, so that --help, config errors and the end by a signal come at once
     end_at_signals()
     CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train", model_of)
 
@@ -82,12 +86,15 @@ _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
 
 def run(config: RunConfig, ends_process: bool = False) -> None:
-    """A whole run, from its config to its last checkpoint and summary; damaged checkpoints are put aside.
+    """A whole run, from its config to its last checkpoint and summary; damaged checkpoints are put
+    aside.
 
-    `ends_process`: the process is to end afterwards, and is ended if it takes too long for that after a signal.
+    `ends_process`: the process is to end afterwards, and is ended if it takes too long for that
+        after a signal.
 
     Raises:
-        UserError: what went wrong, with the exit code that says whether the same command may be tried again.
+        UserError: what went wrong, with the exit code that says whether the same command may be
+            tried again.
     """
     failpoints.arm()
     with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
@@ -99,7 +106,8 @@ def run(config: RunConfig, ends_process: bool = False) -> None:
 
 
 def run_from_newest(config: RunConfig, attempt: int, stop: StopRequest) -> None:
-    """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is not what was saved.
+    """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is
+    not what was saved.
 
     `attempt`: how often this process has tried with a newer one.
     """
@@ -108,13 +116,17 @@ def run_from_newest(config: RunConfig, attempt: int, stop: StopRequest) -> None:
     second = second_of(folder / "checkpoints", config.checkpoint)
     run_folder = RunFolder(folder, second)
     rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
-    saved = latest_record(folder / "checkpoints", lambda record: went_with(record, rollbacks), second)
+    saved = latest_record(
+        folder / "checkpoints", lambda record: went_with(record, rollbacks), second
+    )
     run_folder.require_checkpoints(config.checkpoint.start_over)
     rollbacks = (saved or {}).get("rollbacks", []) if rollbacks is None else rollbacks
     with clock.during("start"):
         job = open_job(config, saved)
     config, num_steps, chief = job.config, job.data.plan.num_steps, jax.process_index() == 0
-    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint, second, run_folder.note_saved)
+    checkpoints = Checkpoints(
+        folder / "checkpoints", config.checkpoint, second, run_folder.note_saved
+    )
     rows, board = job.data.describe_rows, Board("watchdog") if jax.process_count() > 1 else None
     with (
         jax.set_mesh(job.mesh),
@@ -123,11 +135,15 @@ def run_from_newest(config: RunConfig, attempt: int, stop: StopRequest) -> None:
         Progress(config.observe.progress if chief else "off", num_steps) as progress,
     ):
         describe(progress, job)
-        require_agreement(f"launch {attempt}", launch_fields(job, saved) | {"rollbacks": str(rollbacks)})
+        require_agreement(
+            f"launch {attempt}", launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
+        )
         connect_peers(job.mesh)
         refused = None
         try:
-            if attempt == 0:  # later on, this process keeps on a CPU what it has had before, and would count it as taken
+            if (
+                attempt == 0
+            ):  # later on, this process keeps on a CPU what it has had before, and would count it as taken
                 state = "the training state (weights, moments of the optimizer)"
                 require_memory(bytes_on_device(job.abstract), state, STATE_MEND)
             if chief:  # not before it is known that all go on: this makes the folder
@@ -150,13 +166,18 @@ def run_from_newest(config: RunConfig, attempt: int, stop: StopRequest) -> None:
                 while not loop.done():
                     state = loop.train(state)  # once, and once more for every rollback
             else:
-                progress.message(f"Nothing to do: {folder} {loop.why_done()}", style="yellow" if records.ending else "green")
+                progress.message(
+                    f"Nothing to do: {folder} {loop.why_done()}",
+                    style="yellow" if records.ending else "green",
+                )
             loop.settle()  # for all processes; `close` asks nobody, since it may come after an error of one
         except (jax.errors.JaxRuntimeError, ValueError, MemoryError) as error:
             if is_loss(error):
                 checkpoints.abandon()
             if is_out_of_memory(error):
-                raise out_of_memory(error, f"at step {loop.step:,}, in: {clock.doing()[0]}") from error
+                raise out_of_memory(
+                    error, f"at step {loop.step:,}, in: {clock.doing()[0]}"
+                ) from error
             raise
         finally:
             loop.close()
@@ -210,7 +231,8 @@ def begin_books(loop: "Loop", watchdog: Watchdog, is_new: bool) -> None:
 
 
 def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
-    """Writes down what is launched after `step` finished steps: as it was asked for, which fits other machines, too."""
+    """Writes down what is launched after `step` finished steps: as it was asked for, which fits
+    other machines, too."""
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
     record = launch_record(job.asked, job.mesh, data, step)
@@ -232,10 +254,14 @@ def describe(progress: Progress, job: Job) -> None:
     )
     if config.init.mup_base_width:
         chosen = f"chosen at a width of {config.init.mup_base_width} (init.mup_base_width)"
-        progress.message(f"muP: initial weights and learning rates for a width of {config.model.embed_dim} as {chosen}")
+        progress.message(
+            f"muP: initial weights and learning rates for a width of {config.model.embed_dim} as {chosen}"
+        )
     if config.observe.sample_interval and jax.process_count() > 1:
         rule = "no process holds all of the model, so the prompts are not completed while it trains"
-        progress.message(f"observe.sample_interval={config.observe.sample_interval}: {rule}.", style="yellow")
+        progress.message(
+            f"observe.sample_interval={config.observe.sample_interval}: {rule}.", style="yellow"
+        )
     if config.optimizer.zero:
         progress.message(zero_summary(job.abstract, config.optimizer.zero))
 
@@ -256,49 +282,78 @@ class Loop:
         self.job, self.config, self.data = job, job.config, job.data
         self.checkpoints, self.progress, self.clock, self.stop = checkpoints, progress, clock, stop
         self.rollbacks = rollbacks  # of the run, in their order
-        self.run_folder = run_folder  # known as a whole to process 0, which writes all that it tells of
-        self.records, self.validation = Records(job, clock, progress), Validation(job, clock, progress, stop)
+        self.run_folder = (
+            run_folder  # known as a whole to process 0, which writes all that it tells of
+        )
+        self.records, self.validation = (
+            Records(job, clock, progress),
+            Validation(job, clock, progress, stop),
+        )
         self.integrity = Integrity(job.config.integrity, job.mesh)
         # Where one process holds all of the model; `describe` tells the others.
         self.samples = job.config.observe.sample_interval if jax.process_count() == 1 else 0
         self.step = 0
-        self.unevaluated: list[str] = []  # evaluation sets that are to be read after this step, and are not yet
-        self.again: list[str] = []  # those of them that may have been read by a launch that died before it could save
-        self.postponed = False  # a save was due when steps were not finite: it is made after the next good one
-        self.compiled: dict[tuple[int, int], jax.stages.Compiled] = {}  # the step, by shape of batch
+        self.unevaluated: list[
+            str
+        ] = []  # evaluation sets that are to be read after this step, and are not yet
+        self.again: list[
+            str
+        ] = []  # those of them that may have been read by a launch that died before it could save
+        self.postponed = (
+            False  # a save was due when steps were not finite: it is made after the next good one
+        )
+        self.compiled: dict[
+            tuple[int, int], jax.stages.Compiled
+        ] = {}  # the step, by shape of batch
 
     def restore(self, record: dict[str, Any] | None) -> TrainState:
-        """The checkpoint of this record if there is one, else imported weights, else random ones; with what goes with it."""
+        """The checkpoint of this record if there is one, else imported weights, else random ones;
+        with what goes with it."""
         self.records.restore(record, self.rollbacks)
         self.validation.restore(record)
         self.records.go_on_unless(self.validation.why_stop(), STOP_PATIENCE)
         self.step = record["step"] if record else 0
         self.unevaluated = self.sets_to_read(record)
-        self.again = [name for name in self.unevaluated if record is None or name in record.get("unevaluated", [])]
+        self.again = [
+            name
+            for name in self.unevaluated
+            if record is None or name in record.get("unevaluated", [])
+        ]
         if self.rollbacks:
             if jax.process_index() == 0:
                 self.run_folder.note_discarded_after(self.step)
             self.checkpoints.discard_after(record["step"] if record else -1)
         if record is None:
             weights = self.config.checkpoint.init_from
-            self.progress.phase(f"reading weights from {weights}" if weights else "making the initial weights")
+            self.progress.phase(
+                f"reading weights from {weights}" if weights else "making the initial weights"
+            )
             with self.clock.during("compile"):
                 return self.job.initial_state(self.progress.message)
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {self.step:,}")
             failpoints.hit("restore", self.step)
             state, _ = self.checkpoints.restore(self.job.abstract, self.step)
-        self.progress.message(f"Goes on from step {self.step:,} in {self.checkpoints.place(self.step)}.")
+        self.progress.message(
+            f"Goes on from step {self.step:,} in {self.checkpoints.place(self.step)}."
+        )
         if self.data.start == record["cursor"]:
-            changed = f"What was read before step {self.step:,} is not what this config says: accepted"
-            self.progress.message(f"{changed}, by data.accept_changes. The plan begins there.", style="yellow")
+            changed = (
+                f"What was read before step {self.step:,} is not what this config says: accepted"
+            )
+            self.progress.message(
+                f"{changed}, by data.accept_changes. The plan begins there.", style="yellow"
+            )
         if record["num_steps"] != self.data.plan.num_steps and self.step < self.data.plan.num_steps:
             planned = f"The run was planned for {record['num_steps']:,} steps and has {self.data.plan.num_steps:,} now"
-            self.progress.message(f"{planned}: the learning rate follows the new plan from here on.", style="yellow")
+            self.progress.message(
+                f"{planned}: the learning rate follows the new plan from here on.", style="yellow"
+            )
         return state
 
     def sets_to_read(self, record: dict[str, Any] | None) -> list[str]:
-        """Evaluation sets to read before anything else, at the first step or at a checkpoint with this record."""
+        """Evaluation sets to read before anything else, at the first step or at a checkpoint with
+        this record."""
         if record is None:
             return self.validation.due(0, last=True) if self.config.eval_at_start else []
         if self.step < self.data.plan.num_steps and not self.records.ending:
@@ -308,9 +363,17 @@ class Loop:
         if jax.process_index() == 0:
             known = self.records.evaluated(self.step)
             due = self.validation.due(self.step, last=True)
-            before = {name: text for name, text in record.get("read", {}).items() if name not in record.get("unevaluated", [])}
+            before = {
+                name: text
+                for name, text in record.get("read", {}).items()
+                if name not in record.get("unevaluated", [])
+            }
             due = [name for name in due if before.get(name) != self.validation.read[name]]
-            left = [name for name in due if not known.get(name, set()) & {self.validation.read[name], None}]
+            left = [
+                name
+                for name in due
+                if not known.get(name, set()) & {self.validation.read[name], None}
+            ]
         left = gather({"left": left}, _MOST_NAMES)[0]["left"]
         if new := [name for name in left if name not in record.get("unevaluated", [])]:
             self.progress.message(
@@ -320,7 +383,9 @@ class Loop:
 
     def done(self) -> bool:
         """Whether nothing of the run is left to do."""
-        return not self.unevaluated and (self.step >= self.data.plan.num_steps or bool(self.records.ending))
+        return not self.unevaluated and (
+            self.step >= self.data.plan.num_steps or bool(self.records.ending)
+        )
 
     def why_done(self) -> str:
         """What to say of a run that has nothing left to do."""
@@ -332,11 +397,13 @@ class Loop:
         return f"has all {asked:,} steps."
 
     def train(self, state: TrainState) -> TrainState:
-        """Steps until the plan's end, until somebody asks to stop, or until an anomaly takes the run back.
+        """Steps until the plan's end, until somebody asks to stop, or until an anomaly takes the
+        run back.
 
         Raises:
             TryAgainError: asked to stop, everything is saved; or weights that memory has damaged.
-            DivergedError: see `Records.look`, `evaluate` and `halt`; or the last steps were not finite.
+            DivergedError: see `Records.look`, `evaluate` and `halt`; or the last steps were not
+                finite.
             DataError: see `Records.look`.
         """
         config, total, records = self.config, self.data.plan.num_steps, self.records
@@ -344,7 +411,11 @@ class Loop:
             raise KeyboardInterrupt
         if self.done():
             return state
-        first, step, batches = self.step, self.job.make_step(), self.job.batches(self.step, left_out=records.left_out)
+        first, step, batches = (
+            self.step,
+            self.job.make_step(),
+            self.job.batches(self.step, left_out=records.left_out),
+        )
         while self.step < total and not records.ending:
             try:
                 with self.clock.during("data_wait"), self.stop.interrupting():
@@ -368,7 +439,9 @@ class Loop:
             eval_due = self.validation.due(self.step, last)
             save_due = last or self.data.plan.falls_on(config.checkpoint_interval, self.step)
             self.stop.save_first(lambda: self.clock.doing()[0])
-            stop, by_clock = (asked and not last for asked in self.stop.agreed(save=self.checkpoints.due()))
+            stop, by_clock = (
+                asked and not last for asked in self.stop.agreed(save=self.checkpoints.due())
+            )
             save_due = save_due or by_clock or self.postponed
             self.progress.update(self.step)
             sample_due = self.samples and not last and self.step % self.samples == 0
@@ -386,14 +459,17 @@ class Loop:
             if save_due or records.ending:  # after which nothing is written of this step any more
                 self.save(state)
                 if eval_due:
-                    self.checkpoints.confirm(self.step)  # an evaluation judges a step as the next step would
+                    self.checkpoints.confirm(
+                        self.step
+                    )  # an evaluation judges a step as the next step would
             if stop:
                 return self.leave(state)
         self.require_saved()
         return state
 
     def require_saved(self) -> None:
-        """DivergedError: the run has come to its end, and its last steps were not finite, so that nothing is saved of it."""
+        """DivergedError: the run has come to its end, and its last steps were not finite, so that
+        nothing is saved of it."""
         if self.postponed:
             rule = f"the last {self.records.skipped_in_row:,} steps were not finite and changed nothing"
             raise DivergedError(
@@ -405,7 +481,8 @@ class Loop:
         """What `Records.look` finds.
 
         Raises:
-            TryAgainError: steps are not finite because the weights are not, and no update has made them so.
+            TryAgainError: steps are not finite because the weights are not, and no update has made
+                them so.
             DivergedError, DataError, UserError: as `Records.look`.
         """
         try:
@@ -423,10 +500,15 @@ class Loop:
         """A sentence about the newest checkpoint."""
         self.checkpoints.wait()
         step = self.checkpoints.latest()
-        return "There is no checkpoint." if step is None else f"The newest checkpoint is that of step {step:,}."
+        return (
+            "There is no checkpoint."
+            if step is None
+            else f"The newest checkpoint is that of step {step:,}."
+        )
 
     def evaluate(self, names: Sequence[str], state: TrainState) -> bool:
-        """Reads these sets, and writes down what ends here; False if somebody asks to stop: what is left is `unevaluated`.
+        """Reads these sets, and writes down what ends here; False if somebody asks to stop: what is
+        left is `unevaluated`.
 
         Raises:
             DivergedError: the loss of one is not finite. Nothing is saved of this step.
@@ -448,7 +530,9 @@ class Loop:
             self.records.ending = self.validation.why_stop()
         if self.records.ending and self.records.end_at != self.step:
             planned = self.data.plan.num_steps
-            self.records.write(self.step, {"ending": self.records.ending, "planned_steps": planned}, "end")
+            self.records.write(
+                self.step, {"ending": self.records.ending, "planned_steps": planned}, "end"
+            )
         return True
 
     def sample(self, state: TrainState) -> None:
@@ -462,7 +546,8 @@ class Loop:
         self.progress.phase("")
 
     def leave_between_steps(self, state: TrainState) -> TrainState:
-        """As `leave`, while the next batch is awaited, and nobody has looked at the last steps yet."""
+        """As `leave`, while the next batch is awaited, and nobody has looked at the last steps
+        yet."""
         found = self.look(state, write=False)
         if found:
             return self.halt(found, state)
@@ -480,14 +565,18 @@ class Loop:
         done += f", before the evaluation of {left}" if left else ""
         raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")
 
-    def program(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+    def program(
+        self, step: jax.stages.Wrapped, state: TrainState, batch: Batch
+    ) -> jax.stages.Compiled:
         """The step for batches of this shape, compiled at the first of them."""
         shape = self.job.layout(self.step).shape
         if shape not in self.compiled:
             self.compiled[shape] = self.compile(step, state, batch)
         return self.compiled[shape]
 
-    def compile(self, step: jax.stages.Wrapped, state: TrainState, batch: Batch) -> jax.stages.Compiled:
+    def compile(
+        self, step: jax.stages.Wrapped, state: TrainState, batch: Batch
+    ) -> jax.stages.Compiled:
         """The compiled step; and the peak that its speed is compared with.
 
         Raises:
@@ -500,14 +589,22 @@ class Loop:
             refused = None
             try:
                 compiled = step.lower(state, batch).compile()
-                if not self.compiled or jax.default_backend() != "cpu":  # on a CPU the process keeps what earlier steps needed
-                    require_memory(bytes_beside_arguments(compiled), f"{what}, beside the training state,", STEP_MEND)
+                if (
+                    not self.compiled or jax.default_backend() != "cpu"
+                ):  # on a CPU the process keeps what earlier steps needed
+                    require_memory(
+                        bytes_beside_arguments(compiled),
+                        f"{what}, beside the training state,",
+                        STEP_MEND,
+                    )
             except ConfigError as error:
                 refused = error
             except jax.errors.JaxRuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-                refused = ConfigError(f"{what} does not fit: {str(error).splitlines()[0][:300]}. {STEP_MEND}.")
+                refused = ConfigError(
+                    f"{what} does not fit: {str(error).splitlines()[0][:300]}. {STEP_MEND}."
+                )
             raise_together(refused)
             if self.records.peak is None:
                 tflops, dtype = self.config.observe.peak_tflops, self.config.precision.compute
@@ -516,10 +613,12 @@ class Loop:
         return compiled
 
     def halt(self, found: Finding, state: TrainState) -> TrainState:
-        """What an anomaly asks for: goes back, or ends the run as before that step, which the device has halted at.
+        """What an anomaly asks for: goes back, or ends the run as before that step, which the
+        device has halted at.
 
         Raises:
-            DivergedError: the run ends. What it was before the step is saved, unless that is found too late for it.
+            DivergedError: the run ends. What it was before the step is saved, unless that is found
+                too late for it.
         """
         config, count = self.config.anomaly, len(self.rollbacks)
         if found.policy in ("skip", "rollback"):
@@ -527,7 +626,9 @@ class Loop:
                 return self.roll_back(found, state)
             if found.kind == "repeated":  # the device knows nothing of it and has gone on
                 used = f"{count} rollbacks, and anomaly.max_rollbacks allows no more"
-                raise DivergedError(f"{found.message}\n  The run stops after {used}; nothing was saved. {found.mend}.")
+                raise DivergedError(
+                    f"{found.message}\n  The run stops after {used}; nothing was saved. {found.mend}."
+                )
         self.step = found.step - 1
         is_saved = False
         if self.step:
@@ -535,24 +636,42 @@ class Loop:
             watch = state.watch._replace(halted=jax.device_put(np.zeros((), bool), halted.sharding))
             is_saved = self.save(state._replace(watch=watch))
             self.checkpoints.wait()
-        used = f" after {count} rollbacks; anomaly.max_rollbacks allows no more" if found.policy == "rollback" else ""
-        saved = f"saved as it was before, at step {self.step:,}" if is_saved else "nothing was saved"
+        used = (
+            f" after {count} rollbacks; anomaly.max_rollbacks allows no more"
+            if found.policy == "rollback"
+            else ""
+        )
+        saved = (
+            f"saved as it was before, at step {self.step:,}" if is_saved else "nothing was saved"
+        )
         raise DivergedError(f"{found.message}\n  The run stops{used}, {saved}. {found.mend}.")
 
     def roll_back(self, found: Finding, state: TrainState) -> TrainState:
-        """The newest checkpoint before the steps that are left out from now on, up to the one that was found.
+        """The newest checkpoint before the steps that are left out from now on, up to the one that
+        was found.
 
         Raises:
             DivergedError: it is of before a change of data that was accepted.
         """
-        first = max(1, found.step + 1 - (1 if found.policy == "skip" else self.config.anomaly.leave_out))
-        rollbacks = [*self.rollbacks, {"step": found.step, "kind": found.kind, "left_out": [first, found.step]}]
+        first = max(
+            1, found.step + 1 - (1 if found.policy == "skip" else self.config.anomaly.leave_out)
+        )
+        rollbacks = [
+            *self.rollbacks,
+            {"step": found.step, "kind": found.kind, "left_out": [first, found.step]},
+        ]
         self.checkpoints.wait()
-        record = latest_record(self.checkpoints.directory, lambda record: went_with(record, rollbacks), self.checkpoints.second)
+        record = latest_record(
+            self.checkpoints.directory,
+            lambda record: went_with(record, rollbacks),
+            self.checkpoints.second,
+        )
         back = record["step"] if record else 0
         if back < self.data.plan.spans[0].step:
             mend = f"Set anomaly.{found.kind}=skip, or lower anomaly.leave_out"
-            rule = f"can't go back to step {back:,}, where the data was another (data.accept_changes)"
+            rule = (
+                f"can't go back to step {back:,}, where the data was another (data.accept_changes)"
+            )
             raise DivergedError(f"{found.message}\n  The run {rule}. {mend}.")
         seen = [said["back"] for said in gather({"back": back})]
         if len({*seen}) > 1:
@@ -576,7 +695,8 @@ class Loop:
     def save(self, state: TrainState) -> bool:
         """A checkpoint of this step, in the background if the config says so.
 
-        False: the last steps were not finite, which weights may be the cause of that are finite and yet worthless. They
+        False: the last steps were not finite, which weights may be the cause of that are finite and
+            yet worthless. They
         would take the place of good ones, so the save is postponed to the next good step.
         """
         if count := self.records.skipped_in_row:
@@ -614,7 +734,9 @@ class Loop:
         """Waits for the last save, and a while for the copy of it."""
         with self.clock.during("save"):
             self.checkpoints.wait()
-            if warning := self.checkpoints.settle(min(120.0, self.config.watchdog.save_seconds / 2 or 120.0)):
+            if warning := self.checkpoints.settle(
+                min(120.0, self.config.watchdog.save_seconds / 2 or 120.0)
+            ):
                 self.progress.message(warning, style="yellow")
 
     def close(self) -> None:
@@ -627,7 +749,8 @@ class Loop:
 
 
 def require_finite(state: TrainState) -> None:
-    """TryAgainError: weights or moments are not finite. Updates that would make them so are never made (training/step.py)."""
+    """TryAgainError: weights or moments are not finite. Updates that would make them so are never
+    made (training/step.py)."""
     if bad := non_finite_names({"params": state.params, "opt_state": state.opt_state}):
         more = f" and {len(bad) - 1:,} more arrays are" if len(bad) > 1 else " is"
         rule = f"{bad[0]}{more} not finite, although every update was: that is a fault of memory or of a device"

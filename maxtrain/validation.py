@@ -22,29 +22,44 @@ STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended 
 
 
 class Validation:
-    """The evaluation sets of a run. `best` has step and nll of each set's best evaluation, and is saved with the run."""
+    """The evaluation sets of a run. `best` has step and nll of each set's best evaluation, and is
+    saved with the run."""
 
     def __init__(self, job: Job, clock: Stopwatch, progress: Progress, stop: StopRequest):
-        self._config, self._sets, self._clock, self._progress, self._stop = job.config, job.sets, clock, progress, stop
+        self._config, self._sets, self._clock, self._progress, self._stop = (
+            job.config,
+            job.sets,
+            clock,
+            progress,
+            stop,
+        )
         self._plan, self._start = job.data.plan, job.data.start
-        self._layouts = {n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()}
+        self._layouts = {
+            n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
+        }
         self._step = make_eval_step(job.graphdef, job.objective)
         self.best: dict[str, dict[str, Any]] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
-        self.read = {name: self._describe(name) for name in job.sets}  # what losses of each set are losses of
+        self.read = {
+            name: self._describe(name) for name in job.sets
+        }  # what losses of each set are losses of
 
     def restore(self, record: dict[str, Any] | None) -> None:
         """As it was at a checkpoint with this record; None: as before the first step."""
         saved = record or {}
         self.best = dict(saved.get("best", {}))
-        goes_on_with_other_data = record is not None and self._start is not None and self._start == record.get("cursor")
+        goes_on_with_other_data = (
+            record is not None and self._start is not None and self._start == record.get("cursor")
+        )
         self.stale = {} if goes_on_with_other_data else dict(saved.get("stale", {}))
         for name, before in saved.get("read", {}).items():
             now = self.read.get(name, before)
             if now != before:
                 rule = f"eval.sets.{name} was {before}, and is {now}"
                 mend = "its losses begin another series, and its best so far is forgotten"
-                self._progress.message(f"{rule}: they can't be compared, so {mend}.", style="yellow")
+                self._progress.message(
+                    f"{rule}: they can't be compared, so {mend}.", style="yellow"
+                )
                 self.best.pop(name, None)
                 self.stale.pop(name, None)
 
@@ -55,7 +70,8 @@ class Validation:
         return f"{held_out.manifest.uid}, {part}, in rows of {held_out.config.seq_length}"
 
     def why_stop(self) -> str:
-        """Why the run ends here, if the set that eval.stop_patience looks at has got no better for so long; else nothing."""
+        """Why the run ends here, if the set that eval.stop_patience looks at has got no better for
+        so long; else nothing."""
         patience = self._config.eval.stop_patience
         if patience is None:
             return ""
@@ -70,7 +86,11 @@ class Validation:
 
     def due(self, step: int, last: bool) -> list[str]:
         """Names of the sets that are to be read after this step: all after the last one."""
-        return [name for name in self._sets if self._steps(name) and (last or self._falls_on(name, step))]
+        return [
+            name
+            for name in self._sets
+            if self._steps(name) and (last or self._falls_on(name, step))
+        ]
 
     def _falls_on(self, name: str, step: int) -> bool:
         interval = self._config.eval.sets[name].interval
@@ -83,7 +103,8 @@ class Validation:
         return self._config.eval_steps if steps is None else steps
 
     def evaluate(self, name: str, step: int, params: nnx.State) -> dict[str, Any] | None:
-        """The record of one evaluation set after this step: read whole, unless its steps say otherwise.
+        """The record of one evaluation set after this step: read whole, unless its steps say
+        otherwise.
 
         None, in all processes: somebody asks to stop, and it was abandoned.
 
@@ -114,11 +135,19 @@ class Validation:
                 result = evaluate(self._step, params, placed(), num_tokens, eval_set.text_bytes)
         except KeyboardInterrupt:
             return None
-        if math.isfinite(result["nll"]) and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]:
+        if (
+            math.isfinite(result["nll"])
+            and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]
+        ):
             self.best[name] = {"step": step, "nll": result["nll"]}
             self.stale[name] = 0
         else:
             self.stale[name] = self.stale.get(name, 0) + 1
         self._progress.evaluated(step, name, result)
         self._progress.phase("")
-        return {"set": name, **result, "best_step": self.best.get(name, {}).get("step"), "data": self.read[name]}
+        return {
+            "set": name,
+            **result,
+            "best_step": self.best.get(name, {}).get("step"),
+            "data": self.read[name],
+        }

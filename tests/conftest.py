@@ -1,9 +1,11 @@
-"""The stricter world tests run in: eight devices, strict dtypes, checked shapes, and compiled programs kept between runs.
+"""The stricter world tests run in: eight devices, strict dtypes, checked shapes, and compiled
+programs kept between runs.
 
-Tests of what programs do compile them without LLVM's optimizations, in half the time; those of roundings and bits as users do.
+Tests of what programs do compile them without LLVM's optimizations, in half the time; those of
+roundings and bits as users do.
 
-`MAXTRAIN_TEST_PLATFORM=cuda` (or tpu) runs the tests on real devices instead of eight simulated CPUs. Tests of rooms that
-need no jax do not pay for its import when they run alone.
+`MAXTRAIN_TEST_PLATFORM=cuda` (or tpu) runs the tests on real devices instead of eight simulated
+CPUs. Tests of rooms that need no jax do not pay for its import when they run alone.
 """
 
 import functools
@@ -29,20 +31,42 @@ COMPILED_QUICKLY = (
     "test_quickstart",
     "test_train",
 )
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+]
 CACHE = Path("~/.cache/maxtrain/jax-tests").expanduser()
 CACHE_DAYS = 30
 PLATFORM = os.environ.get("MAXTRAIN_TEST_PLATFORM", "cpu")
 
-# In the environment, so that processes started by tests have the same platform and cache; before anything imports jax.
+# In the environment, so that processes started by tests have the same platform and cache; before
+# anything imports jax.
 os.environ["JAX_PLATFORMS"] = "cpu" if PLATFORM == "cpu" else f"{PLATFORM},cpu"
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
-# Tests compile many small programs: keeping all of them made a second run 3.5 times faster, a threshold of 50 ms only 1.2.
+# Tests compile many small programs: keeping all of them made a second run 3.5 times faster, a
+# threshold of 50 ms only 1.2.
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# Every call into maxtrain checks its shapes and types. The tower: an int is fine where a float is asked for, as in PEP 484.
-jaxtyping.install_import_hook("maxtrain", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+# Every call into maxtrain checks its shapes and types. The tower: an int is fine where a float is
+# asked for, as in PEP 484.
+jaxtyping.install_import_hook(
+    "maxtrain", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
 
 
 @functools.cache
@@ -56,7 +80,8 @@ def set_up_jax() -> None:
         jax.config.update("jax_num_cpu_devices", 8)
         wait_for_slow_devices()  # a busy machine is no failure; processes that tests start inherit it
     jax.config.update("jax_numpy_dtype_promotion", "strict")
-    # The cache's own limit reads the whole directory at every write, so old entries are removed here.
+    # The cache's own limit reads the whole directory at every write, so old entries are removed
+    # here.
     for entry in CACHE.glob("*-cache"):
         if time.time() - entry.stat().st_mtime > CACHE_DAYS * 86_400:
             entry.unlink(missing_ok=True)
@@ -64,23 +89,32 @@ def set_up_jax() -> None:
 
 def pytest_pycollect_makemodule(module_path: Path) -> None:
     """Before a test module is imported: jax is set up, unless its room does without."""
-    if module_path.is_relative_to(TESTS) and module_path.relative_to(TESTS).parts[0] not in ROOMS_WITHOUT_JAX:
+    if (
+        module_path.is_relative_to(TESTS)
+        and module_path.relative_to(TESTS).parts[0] not in ROOMS_WITHOUT_JAX
+    ):
         set_up_jax()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler(request: pytest.FixtureRequest) -> None:
-    """Programs of a module, and of the processes that it starts, are compiled quickly, or as users compile them."""
-    quick = PLATFORM == "cpu" and request.path.relative_to(TESTS).as_posix().startswith(COMPILED_QUICKLY)
+    """Programs of a module, and of the processes that it starts, are compiled quickly, or as users
+    compile them."""
+    quick = PLATFORM == "cpu" and request.path.relative_to(TESTS).as_posix().startswith(
+        COMPILED_QUICKLY
+    )
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
-    if (jax := sys.modules.get("jax")) and jax.config.values["jax_disable_most_optimizations"] != quick:
+    if (jax := sys.modules.get("jax")) and jax.config.values[
+        "jax_disable_most_optimizations"
+    ] != quick:
         jax.config.update("jax_disable_most_optimizations", quick)
         jax.clear_caches()  # of programs that were compiled the other way
 
 
 @pytest.fixture(scope="module")
 def this_process() -> Iterator[None]:
-    """What a run does to its process is kept from the tests after it; Optax promotes counts to floats silently."""
+    """What a run does to its process is kept from the tests after it; Optax promotes counts to
+    floats silently."""
     import jax  # noqa: PLC0415
 
     from maxtrain.parallel import distributed  # noqa: PLC0415
@@ -95,24 +129,44 @@ def this_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_run() -> Callable[..., Path]:
-    """Makes a folder of made-up text, its shards in `data`, and a config file of a tiny run beside them."""
+    """Makes a folder of made-up text, its shards in `data`, and a config file of a tiny run beside
+    them."""
     import yaml  # noqa: PLC0415
 
     from data_pipeline import prepare  # noqa: PLC0415
 
     def make(folder: Path, *options: str, texts: int = 40, **sections: object) -> Path:
-        """The config file. `options` are of prepare; `sections` replace keys, or add to those of a section."""
+        """The config file. `options` are of prepare; `sections` replace keys, or add to those of a
+        section."""
         rng = random.Random(0)
         for number in range(texts):
-            (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
-        assert prepare.main([str(folder / "data"), "--text", f"{folder}/*.txt", "--workers", "1", *options]) == 0
+            (folder / f"{number}.txt").write_text(
+                " ".join(rng.choices(WORDS, k=rng.randrange(20, 120)))
+            )
+        assert (
+            prepare.main(
+                [str(folder / "data"), "--text", f"{folder}/*.txt", "--workers", "1", *options]
+            )
+            == 0
+        )
         train = folder / "data" / "train" if "--holdout" in options else folder / "data"
         values = {
             "output_dir": str(folder / "runs"),
             "log_interval": 1,
             "eval_interval": 0,
-            "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
-            "data": {"sources": {"text": {"path": str(train), "epochs": None}}, "seq_length": 32, "batch_size": 8},
+            "model": {
+                "num_layers": 1,
+                "embed_dim": 16,
+                "mlp_dim": 32,
+                "num_heads": 2,
+                "num_kv_heads": 2,
+                "max_length": 32,
+            },
+            "data": {
+                "sources": {"text": {"path": str(train), "epochs": None}},
+                "seq_length": 32,
+                "batch_size": 8,
+            },
             "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
             "observe": {
                 "progress": "plain",

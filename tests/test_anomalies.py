@@ -1,6 +1,8 @@
-"""Anomalies in whole runs: what is said, what is left out, and that a run taken back is one run, wherever it is killed.
+"""Anomalies in whole runs: what is said, what is left out, and that a run taken back is one run,
+wherever it is killed.
 
-One step of a small run on words reads a stretch of noise instead: its loss and gradient are far above those before it.
+One step of a small run on words reads a stretch of noise instead: its loss and gradient are far
+above those before it.
 """
 
 import json
@@ -54,7 +56,8 @@ def config(tmp_path_factory, tiny_run) -> Path:
         checkpoint_interval=4,
         data={
             "sources": {
-                name: {"path": str(path), "epochs": None} for name, path in (("text", folder / "data"), ("noise", noise))
+                name: {"path": str(path), "epochs": None}
+                for name, path in (("text", folder / "data"), ("noise", noise))
             },
             "stages": [
                 {"until": BAD - 1, "weights": {"text": 1}},
@@ -81,23 +84,36 @@ def folder_of(config, run_name):
 def numbers(folder):
     """The records of training that do not depend on the clock, floats as hex."""
     return [
-        {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if not re.search("second|mfu", k)}
+        {
+            k: v.hex() if isinstance(v, float) else v
+            for k, v in record.items()
+            if not re.search("second|mfu", k)
+        }
         for record in read_metrics(folder)
     ]
 
 
-OWN = ("config", "run", "metrics")  # in a checkpoint's record, of the run alone: its settings, its id, its log with the clock
+OWN = (
+    "config",
+    "run",
+    "metrics",
+)  # in a checkpoint's record, of the run alone: its settings, its id, its log with the clock
 
 
 def state_at(folder, step=None):
-    """Bits of every array of a checkpoint (None: the newest), and its record but for what each run has of its own."""
+    """Bits of every array of a checkpoint (None: the newest), and its record but for what each run
+    has of its own."""
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
     step = checkpoints.latest() if step is None else step
-    saved = json.loads((folder / "checkpoints" / f"{step:08d}" / "commit.json").read_text())["arrays"]
+    saved = json.loads((folder / "checkpoints" / f"{step:08d}" / "commit.json").read_text())[
+        "arrays"
+    ]
     tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
     state, record = checkpoints.restore(tree, step)
     checkpoints.close()
-    return {name: np.asarray(x).tobytes() for name, x in state.items()}, {k: v for k, v in record.items() if k not in OWN}
+    return {name: np.asarray(x).tobytes() for name, x in state.items()}, {
+        k: v for k, v in record.items() if k not in OWN
+    }
 
 
 ROLLBACK = ("anomaly.loss_spike=rollback", "anomaly.leave_out=3")
@@ -121,23 +137,37 @@ def test_a_spike_is_told_with_its_numbers_its_data_and_the_command_to_look_at_it
     ).groups()
     assert len(re.findall(r"\d+", reads)) == 1 + 8
     words = command.rstrip(".").split()
-    shown = subprocess.run([sys.executable, *words[1:]], cwd=REPOSITORY, capture_output=True, text=True)
+    shown = subprocess.run(
+        [sys.executable, *words[1:]], cwd=REPOSITORY, capture_output=True, text=True
+    )
     assert shown.returncode == 0 and re.search("[\u0100-\u0800] ", shown.stdout), shown.stderr
     records = read_metrics(folder_of(config, "warned"))
-    assert [r.get("anomalies/loss_spike", 0) >= 1 for r in records] == [r["step"] >= BAD for r in records]
+    assert [r.get("anomalies/loss_spike", 0) >= 1 for r in records] == [
+        r["step"] >= BAD for r in records
+    ]
 
 
-def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(config, taken_back, capsys):
+def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(
+    config, taken_back, capsys
+):
     """Bit for bit, counters and all: a run that finds the list of steps when it begins."""
-    assert read_rollbacks(taken_back) == [{"step": BAD, "kind": "loss_spike", "left_out": [BAD - 2, BAD]}]
+    assert read_rollbacks(taken_back) == [
+        {"step": BAD, "kind": "loss_spike", "left_out": [BAD - 2, BAD]}
+    ]
     folder = folder_of(config, "known")
     folder.mkdir()
     write_rollbacks(folder, read_rollbacks(taken_back), "")
     assert train(config, "known", *ROLLBACK) == 0
-    assert f"back from step {BAD} (loss_spike), left out {BAD - 2} to {BAD}" in capsys.readouterr().out
+    assert (
+        f"back from step {BAD} (loss_spike), left out {BAD - 2} to {BAD}" in capsys.readouterr().out
+    )
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
     records = {r["step"]: r for r in read_metrics(folder)}
-    assert list(records) == list(range(3, STEPS + 1, 3)) and records[BAD]["loss"] is None and records[STEPS]["skipped"] == 3
+    assert (
+        list(records) == list(range(3, STEPS + 1, 3))
+        and records[BAD]["loss"] is None
+        and records[STEPS]["skipped"] == 3
+    )
     assert [r.get("rollbacks") for r in records.values()] == [None] * 5 + [1] * 3
     assert not any("anomalies/loss_spike" in r for r in records.values()), "it never happened"
 
@@ -212,31 +242,50 @@ def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
     command = [sys.executable, "-c", textwrap.dedent(program), *overrides]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     folder = folder_of(config, "sigkill")
-    assert result.returncode == -signal.SIGKILL and read_rollbacks(folder) == read_rollbacks(taken_back), result.stderr
-    assert (folder / "checkpoints" / f"{BAD - 2:08d}").exists(), "it went through steps that are left out now"
+    assert result.returncode == -signal.SIGKILL and read_rollbacks(folder) == read_rollbacks(
+        taken_back
+    ), result.stderr
+    assert (folder / "checkpoints" / f"{BAD - 2:08d}").exists(), (
+        "it went through steps that are left out now"
+    )
     assert train(config, "sigkill", *ROLLBACK) == 0
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
 
 
 @pytest.mark.parametrize("policy, first", [("skip", 10), ("rollback", 8)])
-def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(config, capsys, policy, first):
+def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(
+    config, capsys, policy, first
+):
     """Steps 9 and 10 read rows of one letter: of other places, and the same."""
     folder = config.parent
     if not (folder / "data-letter").exists():
         (folder / "letter.txt").write_text("a" * 30_000)
-        assert prepare.main([str(folder / "data-letter"), "--text", f"{folder}/letter.txt", "--workers", "1"]) == 0
+        assert (
+            prepare.main(
+                [str(folder / "data-letter"), "--text", f"{folder}/letter.txt", "--workers", "1"]
+            )
+            == 0
+        )
     stages = "data.stages=[{until: 8, weights: {text: 1}}, {until: 10, weights: {letter: 1}}, {weights: {text: 1}}]"
     overrides = [stages, f"data.sources.letter.path={folder / 'data-letter'}"]
     run = f"repeated-{policy}"
     assert train(config, run, *overrides) == 65
     error = capsys.readouterr().err
-    assert "step 10: its tokens are those of an earlier batch of other rows (data.repeated)" in error
-    asked = ["data.repeated=rollback", "anomaly.leave_out=3"] if policy == "rollback" else ["data.repeated=skip"]
+    assert (
+        "step 10: its tokens are those of an earlier batch of other rows (data.repeated)" in error
+    )
+    asked = (
+        ["data.repeated=rollback", "anomaly.leave_out=3"]
+        if policy == "rollback"
+        else ["data.repeated=skip"]
+    )
     assert train(config, run, *overrides, *asked) == 0
     out = capsys.readouterr().out
     assert re.search(r"It reads letter, epoch 0: rows .*\n +The run goes back to step", out), out
     left = [first, 10]
-    assert read_rollbacks(folder_of(config, run)) == [{"step": 10, "kind": "repeated", "left_out": left}]
+    assert read_rollbacks(folder_of(config, run)) == [
+        {"step": 10, "kind": "repeated", "left_out": left}
+    ]
     known = folder_of(config, f"{run}-known")
     known.mkdir()
     write_rollbacks(known, read_rollbacks(folder_of(config, run)), "")
@@ -247,7 +296,10 @@ def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(config,
 
 def test_without_a_checkpoint_the_run_goes_back_to_its_start(config, taken_back, capsys):
     assert train(config, "start", *ROLLBACK, "checkpoint_interval=0") == 0
-    assert "The run goes back to step 0; steps 16 to 18 are left out (rollback 1 of at most 4)" in capsys.readouterr().out
+    assert (
+        "The run goes back to step 0; steps 16 to 18 are left out (rollback 1 of at most 4)"
+        in capsys.readouterr().out
+    )
     assert numbers(folder_of(config, "start")) == numbers(taken_back)
     assert state_at(folder_of(config, "start")) == state_at(taken_back)
 
@@ -256,11 +308,18 @@ def test_stop_saves_the_run_as_before_the_step_and_another_policy_goes_on(config
     assert train(config, "before", f"checkpoint_interval={BAD - 1}") == 0
     assert train(config, "stop", "anomaly.loss_spike=stop") == 70
     error = capsys.readouterr().err
-    assert f"The run stops, saved as it was before, at step {BAD - 1}. Look at the data there" in error
-    (state, record), (expected, other) = state_at(folder_of(config, "stop")), state_at(folder_of(config, "before"), BAD - 1)
+    assert (
+        f"The run stops, saved as it was before, at step {BAD - 1}. Look at the data there" in error
+    )
+    (state, record), (expected, other) = (
+        state_at(folder_of(config, "stop")),
+        state_at(folder_of(config, "before"), BAD - 1),
+    )
     assert state == expected
     seen = ("guard",)  # it has read on
-    assert {k: v for k, v in record.items() if k not in seen} == {k: v for k, v in other.items() if k not in seen}
+    assert {k: v for k, v in record.items() if k not in seen} == {
+        k: v for k, v in other.items() if k not in seen
+    }
     assert train(config, "stop", "anomaly.loss_spike=stop") == 70, "it is still there"
     assert train(config, "stop", "anomaly.loss_spike=skip") == 0
     assert numbers(folder_of(config, "stop"))[-1]["skipped"] == 1
@@ -270,12 +329,16 @@ def test_more_rollbacks_than_allowed_end_the_run_with_everything_named(config, c
     assert train(config, "limit", *ROLLBACK, "anomaly.max_rollbacks=0") == 70
     error = capsys.readouterr().err
     assert f"step {BAD}: loss_spike: loss" in error and "prepare show" in error
-    assert "after 0 rollbacks; anomaly.max_rollbacks allows no more, saved as it was before, at step 17." in error
+    assert (
+        "after 0 rollbacks; anomaly.max_rollbacks allows no more, saved as it was before, at step 17."
+        in error
+    )
     assert train(config, "limit", *ROLLBACK) == 0 and read_rollbacks(folder_of(config, "limit"))
 
 
 def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):
-    """Weights that a Hugging Face directory, say, brought along: nothing can be trained, and nothing is."""
+    """Weights that a Hugging Face directory, say, brought along: nothing can be trained, and
+    nothing is."""
     original = job.Job.initial_state
 
     def initial_state(self, *tell):
@@ -287,10 +350,15 @@ def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):
 
     monkeypatch.setattr(job.Job, "initial_state", initial_state)
     assert train(config, "inf", "anomaly.non_finite=stop") == 70
-    assert re.search(r"step 1: non_finite: loss (nan|inf), gradient norm nan, first in \w+", capsys.readouterr().err)
+    assert re.search(
+        r"step 1: non_finite: loss (nan|inf), gradient norm nan, first in \w+",
+        capsys.readouterr().err,
+    )
     assert train(config, "inf", "anomaly.non_finite=rollback", "anomaly.max_rollbacks=2") == 75
     error = capsys.readouterr().err
-    assert "step 2 is not saved: params.final_norm" in error, "after 2 rollbacks it would be saved as it was before"
+    assert "step 2 is not saved: params.final_norm" in error, (
+        "after 2 rollbacks it would be saved as it was before"
+    )
 
 
 @given(st.sets(st.integers(1, 30)), st.integers(0, 30), st.booleans())
@@ -298,13 +366,17 @@ def test_a_checkpoint_is_of_the_run_if_it_left_out_the_same_steps_before_it(step
     later = [{"step": s, "kind": "dead", "left_out": [s, s]} for s in steps]
     record = {"step": at, "rollbacks": later if known else []}
     assert left_out(later) == {s - 1 for s in steps}
-    assert went_with(record, later) == (known or not any(s <= at for s in steps)) and went_with(record, None)
+    assert went_with(record, later) == (known or not any(s <= at for s in steps)) and went_with(
+        record, None
+    )
 
 
 def test_a_list_that_is_no_list_is_refused_with_a_mend(config, tmp_path):
     assert read_rollbacks(tmp_path) is None
     (tmp_path / "rollbacks.json").write_text('[{"step": 3}]')
-    with pytest.raises(StorageError, match=r"rollbacks\.json is not a list of rollbacks.*Restore it, or remove it"):
+    with pytest.raises(
+        StorageError, match=r"rollbacks\.json is not a list of rollbacks.*Restore it, or remove it"
+    ):
         read_rollbacks(tmp_path)
 
 

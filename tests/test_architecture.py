@@ -1,7 +1,9 @@
-"""The rules of the house, read from the syntax trees: nothing of the project is imported here, except in a process of its own.
+"""The rules of the house, read from the syntax trees: nothing of the project is imported here,
+except in a process of its own.
 
-Each rule is a function from a `Project` to a list of problems, so that the rules themselves are tested on small made-up
-projects below. Every problem says where it is, what is wrong and what to do.
+Each rule is a function from a `Project` to a list of problems, so that the rules themselves are
+tested on small made-up projects below. Every problem says where it is, what is wrong and what to
+do.
 """
 
 import ast
@@ -22,7 +24,8 @@ ROOT = Path(__file__).parents[1]
 CORE = ("data_pipeline", "maxtrain")
 CODE = (*CORE, "configs", "benchmarks")
 
-# A room is a package or module with everything below it; "maxtrain" itself stands for its __init__.py only.
+# A room is a package or module with everything below it; "maxtrain" itself stands for its
+# __init__.py only.
 FLOORS = {
     "data_pipeline": 0,
     "maxtrain": 0,
@@ -33,19 +36,41 @@ FLOORS = {
     "maxtrain.models": 4,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
-        ["maxtrain.train", "maxtrain.job", "maxtrain.signals", "maxtrain.finish", "maxtrain.generate", "maxtrain.weights"], 6
+        [
+            "maxtrain.train",
+            "maxtrain.job",
+            "maxtrain.signals",
+            "maxtrain.finish",
+            "maxtrain.generate",
+            "maxtrain.weights",
+        ],
+        6,
     ),
-    **dict.fromkeys(["maxtrain.records", "maxtrain.validation", "maxtrain.inputs", "maxtrain.run_folder"], 6),
+    **dict.fromkeys(
+        ["maxtrain.records", "maxtrain.validation", "maxtrain.inputs", "maxtrain.run_folder"], 6
+    ),
     **dict.fromkeys(["maxtrain.status", "maxtrain.show_plan", "maxtrain.plan_options"], 6),
-    **dict.fromkeys(["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6),
+    **dict.fromkeys(
+        ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
+    ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
-    **dict.fromkeys(["maxtrain.cli", "maxtrain.__main__", "maxtrain.launch", "maxtrain.sweep", "maxtrain.supervise"], 7),
+    **dict.fromkeys(
+        [
+            "maxtrain.cli",
+            "maxtrain.__main__",
+            "maxtrain.launch",
+            "maxtrain.sweep",
+            "maxtrain.supervise",
+        ],
+        7,
+    ),
     "benchmarks": 8,
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 ROOMS_WITHOUT_JAX = ("data_pipeline", "maxtrain.config", "configs")
 
-# Calls that touch a device, the environment, the file system, the terminal or another package's settings.
+# Calls that touch a device, the environment, the file system, the terminal or another package's
+# settings.
 EFFECTS = re.compile(
     r"(print|open|input|sys\.path|signal\.signal|logging\.basicConfig|matplotlib\.(use|pyplot)|(numpy\.)?random\.seed"
     r"|os\.(getenv|putenv|mkdir|makedirs)|warnings\.(filterwarnings|simplefilter)"
@@ -53,7 +78,9 @@ EFFECTS = re.compile(
     r"|make_mesh|config|distributed|random|numpy))(\.|$)"
 )
 HARMLESS = {"jax.numpy.dtype", "jax.numpy.finfo", "jax.numpy.iinfo"}
-REGISTRATIONS = re.compile(r"(.*\.)?(register\w*|add_representer|add_constructor|defvjp|defjvps?|def_partition)")
+REGISTRATIONS = re.compile(
+    r"(.*\.)?(register\w*|add_representer|add_constructor|defvjp|defjvps?|def_partition)"
+)
 
 FORBIDDEN_TEXT = {
     r"(?<![\w.~])/(home|root|Users|work)/\w": "an absolute path of one machine: write it relative to the repository, or with ~",
@@ -65,7 +92,8 @@ FORBIDDEN_TEXT = {
 
 @dataclasses.dataclass(frozen=True)
 class Import:
-    """One imported name, absolute and dotted; `from a import b` is a.b, which may be a module or something in one."""
+    """One imported name, absolute and dotted; `from a import b` is a.b, which may be a module or
+    something in one."""
 
     line: int
     name: str
@@ -89,12 +117,17 @@ class Module:
 
     def _imports(self, node: ast.AST, in_function: bool, typing_only: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
-            yield from (Import(node.lineno, alias.name, in_function, typing_only) for alias in node.names)
+            yield from (
+                Import(node.lineno, alias.name, in_function, typing_only) for alias in node.names
+            )
         elif isinstance(node, ast.ImportFrom):
             parent = self.name.split(".") if self.is_package else self.name.split(".")[:-1]
             parts = parent[: len(parent) - node.level + 1] if node.level else []
             base = ".".join([*parts, node.module] if node.module else parts)
-            yield from (Import(node.lineno, f"{base}.{alias.name}", in_function, typing_only) for alias in node.names)
+            yield from (
+                Import(node.lineno, f"{base}.{alias.name}", in_function, typing_only)
+                for alias in node.names
+            )
         in_function |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         typing_only |= isinstance(node, ast.If) and dotted(node.test, {}).endswith("TYPE_CHECKING")
         for child in ast.iter_child_nodes(node):
@@ -107,7 +140,10 @@ class Project:
     def __init__(self, root: Path):
         self.root = root
         self.modules = {module.name: module for top in CODE for module in self._read(top)}
-        self.tests = [(path.relative_to(root).as_posix(), path.read_text()) for path in sorted(root.glob("tests/**/*.py"))]
+        self.tests = [
+            (path.relative_to(root).as_posix(), path.read_text())
+            for path in sorted(root.glob("tests/**/*.py"))
+        ]
 
     def _read(self, top: str) -> Iterator[Module]:
         for path in sorted(self.root.glob(f"{top}/**/*.py")):
@@ -131,7 +167,8 @@ class Project:
 
 
 def dotted(node: ast.AST, aliases: dict[str, str]) -> str:
-    """`np.random.seed` as "numpy.random.seed", given {"np": "numpy"}; empty for anything but names and attributes."""
+    """`np.random.seed` as "numpy.random.seed", given {"np": "numpy"}; empty for anything but names
+    and attributes."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id, node.id)
     if isinstance(node, ast.Attribute):
@@ -142,7 +179,11 @@ def dotted(node: ast.AST, aliases: dict[str, str]) -> str:
 
 def room_of(name: str) -> str | None:
     """The longest entry of FLOORS that holds the module; None if there is none."""
-    rooms = [room for room in FLOORS if name == room or (room != "maxtrain" and name.startswith(room + "."))]
+    rooms = [
+        room
+        for room in FLOORS
+        if name == room or (room != "maxtrain" and name.startswith(room + "."))
+    ]
     return max(rooms, key=len, default=None)
 
 
@@ -164,7 +205,9 @@ def imports_upward(project: Project) -> list[str]:
                 continue
             floor, other = FLOORS[here], FLOORS[there]
             outside = name.startswith(CORE) and not target.startswith(CORE)
-            if outside or not (other < floor or (other == floor and package and target.startswith(package + "."))):
+            if outside or not (
+                other < floor or (other == floor and package and target.startswith(package + "."))
+            ):
                 problems.append(
                     f"{module.path}:{entry.line} (floor {floor}) imports {target} (floor {other}). Move what both need to a "
                     f"lower floor, or let the caller pass it in as an argument."
@@ -173,11 +216,16 @@ def imports_upward(project: Project) -> list[str]:
 
 
 def circles(project: Project) -> list[str]:
-    graph = {name: {target for _, target in project.own_imports(module)} for name, module in project.modules.items()}
+    graph = {
+        name: {target for _, target in project.own_imports(module)}
+        for name, module in project.modules.items()
+    }
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
-        return [f"circle: {' <- '.join(error.args[1])}. Move what they share into a module below all of them."]
+        return [
+            f"circle: {' <- '.join(error.args[1])}. Move what they share into a module below all of them."
+        ]
     return []
 
 
@@ -193,7 +241,8 @@ def own_imports_in_functions(project: Project) -> list[str]:
 
 
 def jax_where_it_must_not_be(project: Project) -> list[str]:
-    """Imported anywhere in these rooms, or by importing them: what they import is followed, and the packages around it."""
+    """Imported anywhere in these rooms, or by importing them: what they import is followed, and the
+    packages around it."""
     problems = []
     for start in project.modules.values():
         if not start.name.startswith(ROOMS_WITHOUT_JAX):
@@ -208,7 +257,11 @@ def jax_where_it_must_not_be(project: Project) -> list[str]:
                         f"without jax: use numpy, or move the part that needs jax to maxtrain/parallel or above."
                     )
                 target = project.resolve(entry.name) if runs else None
-                parents = [target.rsplit(".", i)[0] for i in range(target.count(".") + 1)] if target else []
+                parents = (
+                    [target.rsplit(".", i)[0] for i in range(target.count(".") + 1)]
+                    if target
+                    else []
+                )
                 for name in parents:
                     if name in project.modules and name not in seen:
                         seen.add(name)
@@ -217,10 +270,17 @@ def jax_where_it_must_not_be(project: Project) -> list[str]:
 
 
 def undeclared_dependencies(project: Project) -> list[str]:
-    """At the top of a file only the standard library and `dependencies` of pyproject.toml; extras belong inside functions."""
-    declared = tomllib.loads((project.root / "pyproject.toml").read_text())["project"]["dependencies"]
+    """At the top of a file only the standard library and `dependencies` of pyproject.toml; extras
+    belong inside functions."""
+    declared = tomllib.loads((project.root / "pyproject.toml").read_text())["project"][
+        "dependencies"
+    ]
     names = {canonical(re.match(r"[\w.-]+", requirement).group()) for requirement in declared}
-    provided = {top for top, owners in packages_distributions().items() if names & {canonical(owner) for owner in owners}}
+    provided = {
+        top
+        for top, owners in packages_distributions().items()
+        if names & {canonical(owner) for owner in owners}
+    }
     known = {*provided, *sys.stdlib_module_names, *CODE}
     return [
         f"{module.path}:{entry.line} imports {entry.name}, not among `dependencies` of pyproject.toml. Do without, or add it "
@@ -237,13 +297,20 @@ def canonical(distribution: str) -> str:
 
 
 def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that run when the module is imported: no function bodies, no `if __name__ == "__main__"`, no annotations."""
+    """Nodes that run when the module is imported: no function bodies, no `if __name__ ==
+    "__main__"`, no annotations."""
     yield node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        children = [*node.decorator_list, *node.args.defaults, *(d for d in node.args.kw_defaults if d is not None)]
+        children = [
+            *node.decorator_list,
+            *node.args.defaults,
+            *(d for d in node.args.kw_defaults if d is not None),
+        ]
     elif isinstance(node, ast.Lambda):
         children = []
-    elif isinstance(node, ast.If) and re.match(r"__name__ ==|(typing\.)?TYPE_CHECKING", ast.unparse(node.test)):
+    elif isinstance(node, ast.If) and re.match(
+        r"__name__ ==|(typing\.)?TYPE_CHECKING", ast.unparse(node.test)
+    ):
         children = node.orelse
     elif isinstance(node, ast.AnnAssign):
         children = [] if node.value is None else [node.value]
@@ -261,12 +328,17 @@ def effects_at_import(project: Project) -> list[str]:
             if isinstance(node, ast.Import):
                 aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
             elif isinstance(node, ast.ImportFrom) and node.module:
-                aliases |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+                aliases |= {
+                    alias.asname or alias.name: f"{node.module}.{alias.name}"
+                    for alias in node.names
+                }
         for node in executed_at_import(module.tree):
             called = dotted(node.func, aliases) if isinstance(node, ast.Call) else ""
             mentioned = dotted(node, aliases)
             is_bare = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-            bare = dotted(node.value.func, aliases) or ast.unparse(node.value.func) if is_bare else ""
+            bare = (
+                dotted(node.value.func, aliases) or ast.unparse(node.value.func) if is_bare else ""
+            )
             if EFFECTS.match(called) and called not in HARMLESS:
                 what = f"calls {called}"
             elif mentioned == "os.environ":
@@ -287,10 +359,16 @@ def unasserted_tests(project: Project) -> list[str]:
         for node in ast.walk(ast.parse(text)):
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test"):
                 continue
-            called = [dotted(call.func, {}) for call in ast.walk(node) if isinstance(call, ast.Call)]
-            helpers = [name for name in called if re.match(r"_?(assert|check)_", name.rpartition(".")[2])]
+            called = [
+                dotted(call.func, {}) for call in ast.walk(node) if isinstance(call, ast.Call)
+            ]
+            helpers = [
+                name for name in called if re.match(r"_?(assert|check)_", name.rpartition(".")[2])
+            ]
             checks = {"pytest.raises", "pytest.warns", "pytest.fail"}.intersection(called)
-            if not (helpers or checks or any(isinstance(child, ast.Assert) for child in ast.walk(node))):
+            if not (
+                helpers or checks or any(isinstance(child, ast.Assert) for child in ast.walk(node))
+            ):
                 problems.append(
                     f"{path}:{node.lineno} {node.name} asserts nothing. Use assert, pytest.raises or np.testing.assert_*, or "
                     f"name the helper that asserts assert_* or check_*."
@@ -299,7 +377,9 @@ def unasserted_tests(project: Project) -> list[str]:
 
 
 def forbidden_text(project: Project) -> list[str]:
-    listing = subprocess.run(["git", "ls-files", "-z"], cwd=project.root, capture_output=True, text=True)
+    listing = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=project.root, capture_output=True, text=True
+    )
     tracked = [project.root / name for name in listing.stdout.split("\0") if name]
     problems = []
     for path in tracked or project.root.rglob("*"):
@@ -308,7 +388,9 @@ def forbidden_text(project: Project) -> list[str]:
         for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
             for pattern, reason in FORBIDDEN_TEXT.items():
                 if found := re.search(pattern, line):
-                    problems.append(f"{path.relative_to(project.root)}:{number} has {found.group()!r}, {reason}.")
+                    problems.append(
+                        f"{path.relative_to(project.root)}:{number} has {found.group()!r}, {reason}."
+                    )
     return problems
 
 
@@ -346,8 +428,12 @@ assert not xla_bridge.backends_are_initialized(), "a device was touched"
 
 
 def test_importing_everything_is_silent_and_touches_no_device(ours):
-    names = [name for name in ours.modules if name.startswith(CORE) and not name.endswith("__main__")]
-    result = subprocess.run([sys.executable, "-c", IMPORT_ALL, *names], cwd=ROOT, capture_output=True, text=True)
+    names = [
+        name for name in ours.modules if name.startswith(CORE) and not name.endswith("__main__")
+    ]
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_ALL, *names], cwd=ROOT, capture_output=True, text=True
+    )
     assert (result.returncode, result.stdout, result.stderr) == (0, "", ""), result.stderr[-3000:]
 
 
@@ -355,7 +441,11 @@ def test_importing_everything_is_silent_and_touches_no_device(ours):
 PYPROJECT = '[project]\ndependencies = ["jax>=0.11", "numpy"]'
 BROKEN = [
     (rooms_without_a_floor, {"maxtrain/attic/a.py": ""}, "Add its room to FLOORS"),
-    (imports_upward, {"maxtrain/ops/a.py": "from maxtrain.models import b", "maxtrain/models/b.py": ""}, "a lower floor"),
+    (
+        imports_upward,
+        {"maxtrain/ops/a.py": "from maxtrain.models import b", "maxtrain/models/b.py": ""},
+        "a lower floor",
+    ),
     (
         imports_upward,
         {"maxtrain/ops/a.py": "from ..train import b", "maxtrain/train.py": ""},
@@ -366,27 +456,77 @@ BROKEN = [
         {"maxtrain/observe/a.py": "import maxtrain.training.b", "maxtrain/training/b.py": ""},
         "(floor 5) imports",
     ),
-    (imports_upward, {"data_pipeline/a.py": "import maxtrain", "maxtrain/__init__.py": ""}, "imports maxtrain (floor 0)"),
-    (imports_upward, {"maxtrain/cli.py": "import benchmarks.a", "benchmarks/a.py": ""}, "pass it in as an argument"),
-    (circles, {"maxtrain/ops/a.py": "from maxtrain.ops import b", "maxtrain/ops/b.py": "import maxtrain.ops.a"}, "below all"),
+    (
+        imports_upward,
+        {"data_pipeline/a.py": "import maxtrain", "maxtrain/__init__.py": ""},
+        "imports maxtrain (floor 0)",
+    ),
+    (
+        imports_upward,
+        {"maxtrain/cli.py": "import benchmarks.a", "benchmarks/a.py": ""},
+        "pass it in as an argument",
+    ),
+    (
+        circles,
+        {
+            "maxtrain/ops/a.py": "from maxtrain.ops import b",
+            "maxtrain/ops/b.py": "import maxtrain.ops.a",
+        },
+        "below all",
+    ),
     (
         own_imports_in_functions,
-        {"maxtrain/train.py": "def f():\n    from data_pipeline import plan", "data_pipeline/plan.py": ""},
+        {
+            "maxtrain/train.py": "def f():\n    from data_pipeline import plan",
+            "data_pipeline/plan.py": "",
+        },
         "Move it to the top",
     ),
-    (jax_where_it_must_not_be, {"data_pipeline/a.py": "def f():\n    import jax.numpy as jnp"}, "use numpy"),
     (
         jax_where_it_must_not_be,
-        {"maxtrain/config/a.py": "import maxtrain.ops.b", "maxtrain/ops/__init__.py": "import flax", "maxtrain/ops/b.py": ""},
+        {"data_pipeline/a.py": "def f():\n    import jax.numpy as jnp"},
+        "use numpy",
+    ),
+    (
+        jax_where_it_must_not_be,
+        {
+            "maxtrain/config/a.py": "import maxtrain.ops.b",
+            "maxtrain/ops/__init__.py": "import flax",
+            "maxtrain/ops/b.py": "",
+        },
         "reached from maxtrain.config.a -> maxtrain.ops",
     ),
-    (undeclared_dependencies, {"maxtrain/ops/a.py": "import pytest", "pyproject.toml": PYPROJECT}, "or add it with its reason"),
-    (effects_at_import, {"maxtrain/ops/a.py": "import jax\nN = len(jax.devices())"}, "calls jax.devices"),
-    (effects_at_import, {"maxtrain/ops/a.py": "import jax.numpy as jnp\ndef f(x=jnp.zeros(3)): ..."}, "calls jax.numpy.zeros"),
-    (effects_at_import, {"maxtrain/train.py": "from os import environ\nenviron['A'] = 'b'"}, "uses os.environ"),
-    (effects_at_import, {"maxtrain/train.py": "import logging\nlogging.basicConfig()"}, "calls logging.basicConfig"),
+    (
+        undeclared_dependencies,
+        {"maxtrain/ops/a.py": "import pytest", "pyproject.toml": PYPROJECT},
+        "or add it with its reason",
+    ),
+    (
+        effects_at_import,
+        {"maxtrain/ops/a.py": "import jax\nN = len(jax.devices())"},
+        "calls jax.devices",
+    ),
+    (
+        effects_at_import,
+        {"maxtrain/ops/a.py": "import jax.numpy as jnp\ndef f(x=jnp.zeros(3)): ..."},
+        "calls jax.numpy.zeros",
+    ),
+    (
+        effects_at_import,
+        {"maxtrain/train.py": "from os import environ\nenviron['A'] = 'b'"},
+        "uses os.environ",
+    ),
+    (
+        effects_at_import,
+        {"maxtrain/train.py": "import logging\nlogging.basicConfig()"},
+        "calls logging.basicConfig",
+    ),
     (effects_at_import, {"maxtrain/train.py": "def f(): ...\nf()"}, "move it into a function"),
-    (unasserted_tests, {"tests/ops/test_a.py": "def test_it():\n    print(1)"}, "test_it asserts nothing"),
+    (
+        unasserted_tests,
+        {"tests/ops/test_a.py": "def test_it():\n    print(1)"},
+        "test_it asserts nothing",
+    ),
     (forbidden_text, {"docs/a.md": "cd /ho" + "me/me/maxtrain"}, "relative to the repository"),
     (forbidden_text, {"a.toml": "<<<<" + "<<< HEAD"}, "resolve it"),
 ]

@@ -5,11 +5,24 @@ import re
 
 import jax
 
-from benchmarks import balance, checkpoint, checks, data, one_core, prefetch, prepare, remote, train_step, zero
+from benchmarks import (
+    balance,
+    checkpoint,
+    checks,
+    data,
+    one_core,
+    prefetch,
+    prepare,
+    remote,
+    train_step,
+    zero,
+)
 
 
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
-    small = dataclasses.replace(train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2)
+    small = dataclasses.replace(
+        train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2
+    )
     monkeypatch.setattr(train_step, "MODEL", small)
     monkeypatch.setattr(train_step, "LENGTH", 64)
     monkeypatch.setattr(train_step, "keep_host_memory", lambda: None)
@@ -22,7 +35,9 @@ def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
 
 
 def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
-    small = dataclasses.replace(train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2)
+    small = dataclasses.replace(
+        train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2
+    )
     monkeypatch.setattr(train_step, "MODEL", small)
     monkeypatch.setattr(train_step, "LENGTH", 64)
     monkeypatch.setattr(checks, "keep_host_memory", lambda: None)
@@ -30,14 +45,28 @@ def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
         assert checks.main(["--steps", "2"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"\| bare step \| [\d.]+ \| \+0.00% \|", shown)
-    assert re.search(r"watch on anomalies \| [\d.,]+ \| [+-]", shown) and "once in 10 steps" in shown
-    assert re.search(r"replicas_interval=100: [^|]+\| [\d.]+ \| \+", shown) and "repeat_interval=100: a step made" in shown
+    assert (
+        re.search(r"watch on anomalies \| [\d.,]+ \| [+-]", shown) and "once in 10 steps" in shown
+    )
+    assert (
+        re.search(r"replicas_interval=100: [^|]+\| [\d.]+ \| \+", shown)
+        and "repeat_interval=100: a step made" in shown
+    )
 
 
 def test_kind_tells_attention_from_head_and_weights():
-    assert train_step.kind("ynn_fusion.1", "jit(step)/jvp(bkmh,bkhs->bkms)/dot_general") == "attention: products"
-    assert train_step.kind("ynn_fusion", "jit(step)/while/body/dot_general") == "head and loss: products"
-    assert train_step.kind("ynn_fusion", "jit(step)/jvp(...i,io->...o)/dot_general") == "layers: products with weights"
+    assert (
+        train_step.kind("ynn_fusion.1", "jit(step)/jvp(bkmh,bkhs->bkms)/dot_general")
+        == "attention: products"
+    )
+    assert (
+        train_step.kind("ynn_fusion", "jit(step)/while/body/dot_general")
+        == "head and loss: products"
+    )
+    assert (
+        train_step.kind("ynn_fusion", "jit(step)/jvp(...i,io->...o)/dot_general")
+        == "layers: products with weights"
+    )
 
 
 def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
@@ -67,7 +96,9 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
 def test_prefetch_prints_a_row_for_each_way(tmp_path, monkeypatch, capsys):
     for name, value in {"ROWS": 2, "LENGTH": 64, "STEPS": 3, "REPEATS": 1}.items():
         monkeypatch.setattr(prefetch, name, value)
-    monkeypatch.setattr(prefetch.jax, "make_mesh", lambda *_: jax.sharding.Mesh(jax.devices()[:1], ("data",)))
+    monkeypatch.setattr(
+        prefetch.jax, "make_mesh", lambda *_: jax.sharding.Mesh(jax.devices()[:1], ("data",))
+    )
     prefetch.main([str(data.make_source(tmp_path / "a", 1, 20))])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 8 and all(line.count("|") == 6 for line in lines[2:])
@@ -86,7 +117,11 @@ def test_prepare_prints_its_ratio_to_the_bare_loop(monkeypatch, capsys, tmp_path
     monkeypatch.setattr("sys.argv", ["prepare", "--write"])
     prepare.main()
     shown = capsys.readouterr().out
-    assert "| `tokenizers` in a bare loop |" in shown and "| `prepare --dedupe` |" in shown and "BPE of 300 entries" in shown
+    assert (
+        "| `tokenizers` in a bare loop |" in shown
+        and "| `prepare --dedupe` |" in shown
+        and "BPE of 300 entries" in shown
+    )
     written = (tmp_path / "results" / "prepare.md").read_text()
     assert (
         written.startswith("# Preparing\n\nOne core of ")
@@ -97,7 +132,12 @@ def test_prepare_prints_its_ratio_to_the_bare_loop(monkeypatch, capsys, tmp_path
 
 def test_balance_prints_a_row_for_each_way():
     lines = balance.measure(64, 2, 6.0, 8192, (1.0, 1e-4), slow=True)
-    assert [line.split("|")[1].strip() for line in lines] == ["`pack`", "LPT", "Karmarkar-Karp", "first fit, longest first"]
+    assert [line.split("|")[1].strip() for line in lines] == [
+        "`pack`",
+        "LPT",
+        "Karmarkar-Karp",
+        "first fit, longest first",
+    ]
     assert all(line.count("|") == 7 for line in lines)
     for way in (balance.karmarkar_karp, balance.longest_first):
         assert sorted(i for group in way([5, 4, 3, 2, 1], 2) for i in group) == [0, 1, 2, 3, 4]
@@ -114,18 +154,44 @@ def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, 
 
 
 def test_zero_prints_a_row_for_each_stage_and_later_ones_hold_less(monkeypatch, capsys):
-    small = dataclasses.replace(zero.MODEL, vocab_size=64, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2)
+    small = dataclasses.replace(
+        zero.MODEL,
+        vocab_size=64,
+        num_layers=1,
+        embed_dim=64,
+        mlp_dim=64,
+        num_heads=2,
+        num_kv_heads=2,
+    )
     monkeypatch.setattr(zero, "MODEL", small)
     monkeypatch.setattr(zero, "LENGTH", 16)
     with jax.numpy_dtype_promotion("standard"):
         assert zero.main() == 0
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)]
+    rows = [
+        line.split("|") for line in capsys.readouterr().out.splitlines() if re.match(r"\| \d", line)
+    ]
     state = [float(row[2]) for row in rows]
-    assert [int(row[1]) for row in rows] == [0, 1, 2, 3] and state[0] > state[1] >= state[2] > state[3]
+    assert [int(row[1]) for row in rows] == [0, 1, 2, 3] and state[0] > state[1] >= state[
+        2
+    ] > state[3]
 
 
-def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(monkeypatch, capsys, tmp_path):
-    words = ["checkpoint", "--mib", "16", "--rounds", "1", "--pairs", "1", "--flips", "10", "--directory", str(tmp_path)]
+def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(
+    monkeypatch, capsys, tmp_path
+):
+    words = [
+        "checkpoint",
+        "--mib",
+        "16",
+        "--rounds",
+        "1",
+        "--pairs",
+        "1",
+        "--flips",
+        "10",
+        "--directory",
+        str(tmp_path),
+    ]
     monkeypatch.setattr("sys.argv", words)
     assert checkpoint.main() == 0
     shown = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The harness of faults: it sees what is wrong where something is, and a small dose of each fault finds nothing."""
+"""The harness of faults: it sees what is wrong where something is, and a small dose of each fault
+finds nothing."""
 
 import json
 import math
@@ -28,8 +29,12 @@ def chaos(folder, *words):
     """What it prints; it must find nothing."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.chaos", *words, "--directory", str(folder)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    logs = "".join(path.read_text(errors="replace")[-4000:] for path in folder.rglob("failed/*/*.log"))
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    logs = "".join(
+        path.read_text(errors="replace")[-4000:] for path in folder.rglob("failed/*/*.log")
+    )
     assert result.returncode == 0, result.stdout + result.stderr + logs
     return result.stdout
 
@@ -56,12 +61,18 @@ def test_a_dose_of_each_fault(tmp_path):
 @pytest.mark.parametrize("fault", ["deaths", "hangs"])
 def test_a_dose_of_what_happens_to_one_of_four_processes(tmp_path, fault):
     shown = chaos(tmp_path, fault, "--trials", "2")
-    assert re.search(r"\| one of four processes .* \| 2 \| 0 \|", shown) and "All were started again" in shown
+    assert (
+        re.search(r"\| one of four processes .* \| 2 \| 0 \|", shown)
+        and "All were started again" in shown
+    )
 
 
 def records(*losses, **more):
     common = {"grad_norm": 1.0, "batch": "b", "params_hash": "p", "batch_hash": "h"}
-    return [{"kind": "train", "step": step, "loss": loss, **common, **more} for step, loss in enumerate(losses, 1)]
+    return [
+        {"kind": "train", "step": step, "loss": loss, **common, **more}
+        for step, loss in enumerate(losses, 1)
+    ]
 
 
 def left(folder, lines):
@@ -81,7 +92,10 @@ def left(folder, lines):
         (records(3.0, 2.0)[1:], "have not every step up to 2 once"),
         (records(3.0, 2.0) + records(3.0)[:1], "have not every step up to 1 once"),
         ([{**record, "batch": None} for record in records(3.0, 2.0)], "batch differs"),
-        ([{k: v for k, v in record.items() if k != "params_hash"} for record in records(3.0)], "are not all on record"),
+        (
+            [{k: v for k, v in record.items() if k != "params_hash"} for record in records(3.0)],
+            "are not all on record",
+        ),
     ],
 )
 def test_other_records_than_the_references_are_seen(tmp_path, lines, problem):
@@ -93,7 +107,9 @@ def test_other_records_than_the_references_are_seen(tmp_path, lines, problem):
 def test_an_end_that_is_not_the_references_is_seen(tmp_path):
     reference = left(tmp_path / "reference", records(3.0, 2.0))
     assert left(tmp_path / "same", records(3.0, 2.0)).unlike(reference, whole=True) == []
-    assert left(tmp_path / "short", records(3.0)).unlike(reference, whole=True) == ["it has other records than the reference"]
+    assert left(tmp_path / "short", records(3.0)).unlike(reference, whole=True) == [
+        "it has other records than the reference"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -108,13 +124,19 @@ def test_an_end_that_is_not_the_references_is_seen(tmp_path):
         (records(3.0, 2.0)[1:], "have not every step up to 2 once"),
     ],
 )
-def test_another_layout_changes_losses_by_roundings_and_batches_not_at_all(tmp_path, lines, problem):
+def test_another_layout_changes_losses_by_roundings_and_batches_not_at_all(
+    tmp_path, lines, problem
+):
     reference = left(tmp_path / "reference", records(3.0, 2.0))
     victim = left(tmp_path / "victim", [])
     victim.records, victim.steps = lines, [line["step"] for line in lines]
     victim.last = 2
     found, largest = unlike(victim, reference)
-    assert any(re.search(problem, what) for what in found) if problem else not found and largest <= 1e-5
+    assert (
+        any(re.search(problem, what) for what in found)
+        if problem
+        else not found and largest <= 1e-5
+    )
 
 
 def test_layouts_fit_the_batch_and_the_processes():
@@ -124,7 +146,10 @@ def test_layouts_fit_the_batch_and_the_processes():
         for shape in found:
             devices = shape.data * shape.fsdp * shape.tensor
             assert devices in (1, 2, 4, 8) and devices % processes == 0
-            assert ROWS % (shape.data * shape.fsdp * shape.accumulation) == 0 and shape.tensor in (1, 2)
+            assert ROWS % (shape.data * shape.fsdp * shape.accumulation) == 0 and shape.tensor in (
+                1,
+                2,
+            )
 
 
 PLANNED = [{"step": 5, "kind": "loss_spike", "left_out": [3, 5]}]
@@ -135,7 +160,11 @@ PLANNED = [{"step": 5, "kind": "loss_spike", "left_out": [3, 5]}]
     [
         ([3.0, 2.0, None, None, None, 1.0], 1, ""),
         ([3.0, 2.0, 1.9, 1.8], 0, ""),  # before the anomaly
-        ([3.0, 2.0, 1.9, 1.8], 1, ""),  # killed when the list was written, and the records not yet dropped
+        (
+            [3.0, 2.0, 1.9, 1.8],
+            1,
+            "",
+        ),  # killed when the list was written, and the records not yet dropped
         ([3.0, 2.0, None], 1, ""),
         ([3.0, 2.1, None], 1, "loss differs"),
         ([3.0, 2.0, 1.9, 1.8, 1.7, 1.0], 0, "step 5 should have taken the run back"),
@@ -182,13 +211,23 @@ def test_which_checkpoints_must_be_there():
     assert kept(240, 20, 2, 100) == {100, 200, 220, 240}
 
 
-@pytest.mark.parametrize("costs", [Costs(0.01, 0.1, 2.0), Costs(0.01, 1.0, 5.0), Costs(1.0, 0.01, 0.0)])
+@pytest.mark.parametrize(
+    "costs", [Costs(0.01, 0.1, 2.0), Costs(0.01, 1.0, 5.0), Costs(1.0, 0.01, 0.0)]
+)
 def test_the_recommended_interval_is_near_the_best_there_is(costs):
-    reached = {factor: efficiency(factor * best_interval(costs, 60.0), costs, 60.0) for factor in (0.1, 0.25, 1, 4, 10)}
-    assert 0.5 < reached[1] < 1 and reached[0.1] < reached[0.25] < reached[1] > reached[4] > reached[10]
+    reached = {
+        factor: efficiency(factor * best_interval(costs, 60.0), costs, 60.0)
+        for factor in (0.1, 0.25, 1, 4, 10)
+    }
+    assert (
+        0.5 < reached[1] < 1
+        and reached[0.1] < reached[0.25] < reached[1] > reached[4] > reached[10]
+    )
     best = max(efficiency(0.01 * number, costs, 60.0) for number in range(1, 10_000))
     assert reached[1] > 0.99 * best
-    assert efficiency(5.0, costs, 1e9) == pytest.approx(5 / (5 + costs.save), rel=1e-6)  # nothing fails
+    assert efficiency(5.0, costs, 1e9) == pytest.approx(
+        5 / (5 + costs.save), rel=1e-6
+    )  # nothing fails
 
 
 def test_every_kind_of_damage_changes_a_file(tmp_path):
@@ -200,7 +239,9 @@ def test_every_kind_of_damage_changes_a_file(tmp_path):
         assert damage(folder, rng, {kind: 1})[0] == kind
         files = [path for path in folder.rglob("*") if path.is_file()]
         content = files[0].read_bytes() if files else b""
-        assert content != bytes(range(100)) and bool(files) == (kind in ("flipped bit", "truncated"))
+        assert content != bytes(range(100)) and bool(files) == (
+            kind in ("flipped bit", "truncated")
+        )
         shutil.rmtree(folder)
 
 
@@ -208,7 +249,10 @@ def test_results_replace_their_own_section_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "RESULTS", tmp_path / "reliability.md")
     tally = Tally("kills", 10)
     tally.rows, tally.notes = [("SIGKILL", 300, 0), ("more", 5, 1)], ["A note."]
-    assert tally.text().splitlines()[2:4] == ["| SIGKILL | 300 | 0 | 1.00% |", "| more | 5 | 1 |  |"]
+    assert tally.text().splitlines()[2:4] == [
+        "| SIGKILL | 300 | 0 | 1.00% |",
+        "| more | 5 | 1 |  |",
+    ]
     for section, text in (("one", "first"), ("two", tally.text()), ("one", "second")):
         report.write(section, text, "python -m benchmarks.chaos", load=0.0)
     written = report.RESULTS.read_text()
@@ -222,6 +266,10 @@ def test_a_tally_ends_and_tells_of_failures(capfd):
     tally.count()
     assert not tally.done()
     tally.count("loss differs", "save")
-    assert tally.done() and tally.failures == ["loss differs"] and "* failed: loss differs" in tally.text()
+    assert (
+        tally.done()
+        and tally.failures == ["loss differs"]
+        and "* failed: loss differs" in tally.text()
+    )
     assert "kills: FAILED: loss differs" in capfd.readouterr().err
     assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0 and quantile([1.0, 2.0], 0.99) == 2.0

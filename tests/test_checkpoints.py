@@ -1,4 +1,5 @@
-"""`maxtrain checkpoint`: what it says of whole and damaged steps, with which exit code, and what it copies and removes."""
+"""`maxtrain checkpoint`: what it says of whole and damaged steps, with which exit code, and what it
+copies and removes."""
 
 import json
 import os
@@ -20,10 +21,18 @@ from maxtrain.config.schema import CheckpointConfig
 @pytest.fixture
 def run(tmp_path):
     """A run with steps 1 to 6, of which 2 is the best of an evaluation."""
-    writer = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig(asynchronous=False, keep=9))
+    writer = Checkpoints(
+        tmp_path / "run" / "checkpoints", CheckpointConfig(asynchronous=False, keep=9)
+    )
     for step in range(1, 7):
-        state = {"w": jnp.full((4, 8), step, jnp.float32), "half": jnp.ones(3, jnp.bfloat16), "step": jnp.int32(step)}
-        writer.save(step, state, {"step": step, "best": {"held": {"step": 2, "nll": 1.5}}, "config": "a: 1"})
+        state = {
+            "w": jnp.full((4, 8), step, jnp.float32),
+            "half": jnp.ones(3, jnp.bfloat16),
+            "step": jnp.int32(step),
+        }
+        writer.save(
+            step, state, {"step": step, "best": {"held": {"step": 2, "nll": 1.5}}, "config": "a: 1"}
+        )
     writer.close()
     return tmp_path / "run"
 
@@ -61,11 +70,20 @@ def test_list_has_every_step_and_says_which_count(run, capsys):
 
 def test_show_has_the_record_and_every_array(run, capsys):
     out = said(capsys, "show", run)
-    assert re.search(r"^best held +nll 1.5, step 2 *$", out, re.MULTILINE) and "format 3, by maxtrain" in out
+    assert (
+        re.search(r"^best held +nll 1.5, step 2 *$", out, re.MULTILINE)
+        and "format 3, by maxtrain" in out
+    )
     assert "{" not in out and '"' not in out, "no JSON"
     raw = json.loads(said(capsys, "show", run, "--json"))
-    assert raw["record"]["best"] == {"held": {"nll": 1.5, "step": 2}} and raw["commit"]["format"] == 3 and raw["path"] in out
-    assert re.search(r"w +float32 +4 x 8 +0.000 +\w{16}", out) and re.search(r"half +bfloat16 +3 ", out)
+    assert (
+        raw["record"]["best"] == {"held": {"nll": 1.5, "step": 2}}
+        and raw["commit"]["format"] == 3
+        and raw["path"] in out
+    )
+    assert re.search(r"w +float32 +4 x 8 +0.000 +\w{16}", out) and re.search(
+        r"half +bfloat16 +3 ", out
+    )
     assert "3 arrays" in out and "00000006" in out
     assert "00000002" in said(capsys, "show", run, "--step", 2)
     assert "Use one of 1, 2, 3, 4, 5, 6" in said(capsys, "show", run, "--step", 7, code=64)
@@ -77,7 +95,11 @@ def test_verify_reads_every_byte_and_names_what_is_damaged(run, capsys):
     file = flip(run / "checkpoints" / "00000004")
     os.truncate(run / "checkpoints" / "00000005" / "record.json", 3)
     out = said(capsys, "verify", run, code=74)
-    assert out.count("all hashes") == 4 and file.name in out and "record.json has 3 bytes instead of" in out
+    assert (
+        out.count("all hashes") == 4
+        and file.name in out
+        and "record.json has 3 bytes instead of" in out
+    )
     assert "Remove or rename" in out
     assert "all hashes" in said(capsys, "verify", run / "checkpoints" / "00000006")
 
@@ -88,20 +110,27 @@ def test_copy_is_checked_on_both_sides_and_whole(run, capsys, tmp_path, monkeypa
     assert steps(tmp_path / "kept") == [2, 6] and not list((tmp_path / "kept").glob(".*"))
     target = {"w": jax.ShapeDtypeStruct((4, 8), jnp.float32)}
     reader = Checkpoints(tmp_path / "kept", CheckpointConfig())
-    np.testing.assert_array_equal(reader.restore(target, 2, partial=True)[0]["w"], np.full((4, 8), 2))
+    np.testing.assert_array_equal(
+        reader.restore(target, 2, partial=True)[0]["w"], np.full((4, 8), 2)
+    )
     reader.close()
     assert "Name another directory" in said(capsys, "copy", run, tmp_path / "kept", code=64)
     flip(run / "checkpoints" / "00000005")
     assert "crc32" in said(capsys, "copy", run, tmp_path / "other", "--step", 5, code=74)
     assert not list((tmp_path / "other").iterdir())
     monkeypatch.setattr(copying, "sync", lambda *paths: flip(paths[-1]))
-    assert "Check that disk, then copy again" in said(capsys, "copy", run, tmp_path / "other", "--step", 4, code=74)
+    assert "Check that disk, then copy again" in said(
+        capsys, "copy", run, tmp_path / "other", "--step", 4, code=74
+    )
     assert not list((tmp_path / "other").iterdir())
 
 
 def test_prune_says_first_and_keeps_the_newest_and_the_best(run, capsys):
     out = said(capsys, "prune", run, "--keep", 2, "--keep-every", 3)
-    assert "would remove 00000001" in out and "2 of 6 whole steps would go. Nothing is removed without --apply." in out
+    assert (
+        "would remove 00000001" in out
+        and "2 of 6 whole steps would go. Nothing is removed without --apply." in out
+    )
     assert steps(run / "checkpoints") == [1, 2, 3, 4, 5, 6]
     said(capsys, "prune", run, "--keep", 2, "--keep-every", 3, "--apply")
     assert steps(run / "checkpoints") == [2, 3, 5, 6] and not list((run / "checkpoints").glob(".*"))
@@ -115,7 +144,10 @@ def test_prune_says_first_and_keeps_the_newest_and_the_best(run, capsys):
     ("argv", "message"),
     [
         (["prune", "RUN", "--keep", "2", "--app"], "unrecognized arguments: --app"),  # not --apply
-        (["prune", "RUN", "--keep-every", "0"], "--keep-every=0 must be at least 1. Use --keep-every 1 or more"),
+        (
+            ["prune", "RUN", "--keep-every", "0"],
+            "--keep-every=0 must be at least 1. Use --keep-every 1 or more",
+        ),
         (["prune", "RUN", "--keep", str(-(10**30))], "must be at least 1. Use --keep 1 or more"),
         (["show", "RUN", "--step", "-1"], "--step=-1 must be at least 0. Use --step 0 or more"),
         (["copy", "RUN", "TO", "--step", "-1"], "--step=-1 must be at least 0"),
@@ -124,7 +156,9 @@ def test_prune_says_first_and_keeps_the_newest_and_the_best(run, capsys):
     ],
 )
 def test_numbers_that_can_not_be_meant_are_refused(run, capsys, tmp_path, argv, message):
-    assert message in said(capsys, *[{"RUN": run, "TO": tmp_path / "to"}.get(word, word) for word in argv], code=64)
+    assert message in said(
+        capsys, *[{"RUN": run, "TO": tmp_path / "to"}.get(word, word) for word in argv], code=64
+    )
     assert steps(run / "checkpoints") == [1, 2, 3, 4, 5, 6] and not (tmp_path / "to").exists()
 
 
@@ -133,7 +167,15 @@ def test_a_directory_without_checkpoints_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("float32", 4), ("bfloat16", 2), ("bool", 1), ("float8_e4m3fn", 1), ("int64", 8), ("key<fry>", 0)]
+    ("dtype", "size"),
+    [
+        ("float32", 4),
+        ("bfloat16", 2),
+        ("bool", 1),
+        ("float8_e4m3fn", 1),
+        ("int64", 8),
+        ("key<fry>", 0),
+    ],
 )
 def test_bytes_of_a_number(dtype, size):
     assert item_bytes(dtype) == size
@@ -141,5 +183,7 @@ def test_bytes_of_a_number(dtype, size):
 
 def test_no_jax_is_imported(run):
     program = "import sys; from maxtrain.cli import main; code = main(); assert 'jax' not in sys.modules; sys.exit(code)"
-    result = subprocess.run([sys.executable, "-c", program, "checkpoint", "verify", run], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program, "checkpoint", "verify", run], capture_output=True, text=True
+    )
     assert result.returncode == 0 and "all hashes" in result.stdout, result.stderr

@@ -48,7 +48,11 @@ def test_help_needs_no_jax(argv, part):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["trian", "config=quickstart"], 64, "maxtrain: 'trian' is not a verb. Did you mean train?"),
+        (
+            ["trian", "config=quickstart"],
+            64,
+            "maxtrain: 'trian' is not a verb. Did you mean train?",
+        ),
         (["brew"], 64, "Use one of prepare, plan, train, "),
         (["prepare"], 64, "--help"),
         (["train"], 64, "Add config=NAME"),

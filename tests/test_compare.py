@@ -1,4 +1,5 @@
-"""Two runs side by side: where their records, arrays and launches part. Runs are made up; no device is started."""
+"""Two runs side by side: where their records, arrays and launches part. Runs are made up; no device
+is started."""
 
 import json
 
@@ -14,7 +15,14 @@ from maxtrain.observe.metrics import MetricsLog
 
 def launch(config, jax="1.0"):
     where = {"devices": {"kind": "cpu", "count": 1}, "processes": 1, "determinism": "full"}
-    return {"step": 0, "time": "now", "versions": {"jax": jax}, "seed": 0, "config": to_yaml(config), **where}
+    return {
+        "step": 0,
+        "time": "now",
+        "versions": {"jax": jax},
+        "seed": 0,
+        "config": to_yaml(config),
+        **where,
+    }
 
 
 def make_run(folder, losses, *, launched=None, digests=None, nlls=(), seconds=1.0):
@@ -30,8 +38,13 @@ def make_run(folder, losses, *, launched=None, digests=None, nlls=(), seconds=1.
         path = folder / "checkpoints" / f"{step:08d}"
         path.mkdir(parents=True)
         (path / "record.json").write_text(json.dumps({"step": step}))
-        arrays = {name: {"shape": [], "dtype": "float32", "digest": digest} for name, digest in leaves.items()}
-        (path / "commit.json").write_bytes(encode_commit({"format": FORMAT, "step": step, "arrays": arrays, "files": {}}))
+        arrays = {
+            name: {"shape": [], "dtype": "float32", "digest": digest}
+            for name, digest in leaves.items()
+        }
+        (path / "commit.json").write_bytes(
+            encode_commit({"format": FORMAT, "step": step, "arrays": arrays, "files": {}})
+        )
     return folder
 
 
@@ -45,14 +58,22 @@ def compared(a, b, capsys, monkeypatch):
 @pytest.fixture
 def one(tmp_path):
     arrays = {4: {"params.a": "00", "params.b": "11"}, 8: {"params.a": "22"}}
-    return make_run(tmp_path / "one", {s: 1 / s for s in range(1, 9)}, launched=launch(RunConfig()), digests=arrays, nlls=[2.0])
+    return make_run(
+        tmp_path / "one",
+        {s: 1 / s for s in range(1, 9)},
+        launched=launch(RunConfig()),
+        digests=arrays,
+        nlls=[2.0],
+    )
 
 
 def test_the_same_run_is_the_same_but_for_the_clock(one, tmp_path, capsys, monkeypatch):
     losses = {s: 1 / s for s in range(2, 11)}  # more steps, and records of others
     arrays = {4: {"params.a": "00", "params.b": "11"}}
     config = RunConfig(run_name="two", log_interval=1)
-    other = make_run(tmp_path / "two", losses, launched=launch(config), digests=arrays, nlls=[2.0], seconds=3.0)
+    other = make_run(
+        tmp_path / "two", losses, launched=launch(config), digests=arrays, nlls=[2.0], seconds=3.0
+    )
     code, text = compared(one, other, capsys, monkeypatch)
     assert code == 0 and "The same bit for bit: 15 numbers." in text and "launched alike" in text
     assert "checkpoints of step 4: all 2 arrays are the same" in text and "seconds" not in text
@@ -62,33 +83,63 @@ def test_the_first_step_of_each_number_that_differs(one, tmp_path, capsys, monke
     losses = {s: 1 / s + (s == 7) * 0.5 + (s == 5) * 2**-53 for s in range(1, 9)}
     arrays = {4: {"params.a": "00", "params.b": "12", "params.c": "33"}}
     config = RunConfig(optimizer=OptimizerConfig(beta1=0.5))
-    other = make_run(tmp_path / "two", losses, launched=launch(config, "2.0"), digests=arrays, nlls=[2.5])
+    other = make_run(
+        tmp_path / "two", losses, launched=launch(config, "2.0"), digests=arrays, nlls=[2.5]
+    )
     code, text = compared(one, other, capsys, monkeypatch)
     assert code == 70
     lines = {line.split("  ")[0]: line.split() for line in text.splitlines()}
-    assert lines["loss"] == ["loss", "2", "of", "8", "step", "5", "0.2", "0.20000000000000012", "0.5"]
+    assert lines["loss"] == [
+        "loss",
+        "2",
+        "of",
+        "8",
+        "step",
+        "5",
+        "0.2",
+        "0.20000000000000012",
+        "0.5",
+    ]
     assert lines["heldout nll"][2:] == ["1", "of", "1", "step", "1", "2", "2.5", "0.5"]
     assert lines["batch"] == ["batch", "0", "of", "8", "-", "-", "-", "-"]
     assert "checkpoints of step 4: 2 of 3 arrays differ: params.b, params.c" in text
     assert "versions.jax: 1.0 and 2.0" in text and "config.optimizer.beta1: 0.9 and 0.5" in text
     assert "error:" not in text, "other configs were meant"
-    assert "The configs differ (optimizer.beta1), so other numbers are no surprise. They are not the same from step 1" in text
+    assert (
+        "The configs differ (optimizer.beta1), so other numbers are no surprise. They are not the same from step 1"
+        in text
+    )
 
 
 def test_with_the_same_config_it_is_an_error(one, tmp_path, capsys, monkeypatch):
     losses = {s: 1 / s + (s == 7) * 0.5 for s in range(1, 9)}
-    code, text = compared(one, make_run(tmp_path / "two", losses, launched=launch(RunConfig(), "2.0")), capsys, monkeypatch)
+    code, text = compared(
+        one,
+        make_run(tmp_path / "two", losses, launched=launch(RunConfig(), "2.0")),
+        capsys,
+        monkeypatch,
+    )
     assert code == 70 and "error: the numbers of" in text and "versions.jax: 1.0 and 2.0" in text
-    assert "are not the same from step 7 on. Replay 6:7 of each with `maxtrain replay` to see which one repeats." in text
+    assert (
+        "are not the same from step 7 on. Replay 6:7 of each with `maxtrain replay` to see which one repeats."
+        in text
+    )
 
 
 def test_no_number_is_broken_over_lines_in_a_narrow_terminal(one, tmp_path, capsys, monkeypatch):
-    other = make_run(tmp_path / "two-with-a-long-name", {s: 1 / s + 1e-3 for s in range(1, 9)}, launched=launch(RunConfig()))
+    other = make_run(
+        tmp_path / "two-with-a-long-name",
+        {s: 1 / s + 1e-3 for s in range(1, 9)},
+        launched=launch(RunConfig()),
+    )
     monkeypatch.setenv("COLUMNS", "40")
     assert compare.main([str(one), str(other)]) == 70
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"A: {one}" and lines[1] == f"B: {other}"
-    assert any(line.split() == ["loss", "8", "of", "8", "step", "1", "1", "1.001", "0.001"] for line in lines)
+    assert any(
+        line.split() == ["loss", "8", "of", "8", "step", "1", "1", "1.001", "0.001"]
+        for line in lines
+    )
     assert values_in_words(0.1, 0.2) == ("0.1", "0.2")
     assert values_in_words("a" * 40, "b" * 40) == ("a" * 12 + "...", "b" * 12 + "...")
 
@@ -102,10 +153,17 @@ def test_arrays_alone_may_differ(one, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("losses", [{}, {20: 1.0}])
 def test_runs_without_a_step_in_common_are_refused(one, tmp_path, capsys, monkeypatch, losses):
     code, text = compared(one, make_run(tmp_path / "two", losses), capsys, monkeypatch)
-    assert code == 65 and "have no records of the same step. Compare two runs that have gone through the same steps" in text
+    assert (
+        code == 65
+        and "have no records of the same step. Compare two runs that have gone through the same steps"
+        in text
+    )
 
 
 def test_not_a_number_is_like_another(one, tmp_path, capsys, monkeypatch):
     a, b = (make_run(tmp_path / name, {1: float("nan"), 2: float("inf")}) for name in "ab")
     assert compared(a, b, capsys, monkeypatch)[0] == 0
-    assert compared(a, make_run(tmp_path / "c", {1: float("nan"), 2: 1.0}), capsys, monkeypatch)[0] == 70
+    assert (
+        compared(a, make_run(tmp_path / "c", {1: float("nan"), 2: 1.0}), capsys, monkeypatch)[0]
+        == 70
+    )

@@ -1,7 +1,9 @@
-"""What the documents tell people to type works: every command of a ```bash block, every make target, every link.
+"""What the documents tell people to type works: every command of a ```bash block, every make
+target, every link.
 
-A command is FAST (it runs here, as it stands) or TESTED_ELSEWHERE (the file named runs it, perhaps with smaller numbers).
-Both kinds are also looked at without running them: `python -m` modules must exist and answer --help, make targets must exist.
+A command is FAST (it runs here, as it stands) or TESTED_ELSEWHERE (the file named runs it, perhaps
+with smaller numbers). Both kinds are also looked at without running them: `python -m` modules must
+exist and answer --help, make targets must exist.
 """
 
 import functools
@@ -61,20 +63,31 @@ TESTED_ELSEWHERE = {
 }
 
 PYTHON = [sys.executable]
-PROGRAMS = {"python": PYTHON, ".venv/bin/python": PYTHON, "maxtrain": [*PYTHON, "-m", "maxtrain.cli"]}
+PROGRAMS = {
+    "python": PYTHON,
+    ".venv/bin/python": PYTHON,
+    "maxtrain": [*PYTHON, "-m", "maxtrain.cli"],
+}
 
 
 def commands(text: str) -> list[str]:
-    """The commands of all ```bash blocks: prompts, comments and blank lines out, lines ending in a backslash joined."""
+    """The commands of all ```bash blocks: prompts, comments and blank lines out, lines ending in a
+    backslash joined."""
     blocks = re.findall(r"^[ ]*```bash[^\n]*\n(.*?)^[ ]*```", text, flags=re.DOTALL | re.MULTILINE)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     bare = [re.sub(r"(^|\s)#.*", "", line).strip().removeprefix("$ ") for line in lines]
     return [" ".join(line.split()) for line in bare if line]
 
 
-COMMANDS = sorted({(path.name, command) for path in DOCUMENTS for command in commands(path.read_text())})
-MODULES = sorted({match for _, command in COMMANDS for match in re.findall(r"\bpython3? -m ([\w.]+)", command)})
-TARGETS = sorted({match for _, command in COMMANDS for match in re.findall(r"^make ([a-z][\w-]*)", command)})
+COMMANDS = sorted(
+    {(path.name, command) for path in DOCUMENTS for command in commands(path.read_text())}
+)
+MODULES = sorted(
+    {match for _, command in COMMANDS for match in re.findall(r"\bpython3? -m ([\w.]+)", command)}
+)
+TARGETS = sorted(
+    {match for _, command in COMMANDS for match in re.findall(r"^make ([a-z][\w-]*)", command)}
+)
 
 
 @functools.cache
@@ -83,14 +96,14 @@ def run(*command: str) -> subprocess.CompletedProcess:
 
 
 def test_commands_are_found_in_blocks():
-    text = (
-        "```bash\n$ make test  # all\n\npython -m a.b \\\n    x=1#2\n```\ntext\n```python\nno\n```\n  ```bash\n  cd x\n  ```\n"
-    )
+    text = "```bash\n$ make test  # all\n\npython -m a.b \\\n    x=1#2\n```\ntext\n```python\nno\n```\n  ```bash\n  cd x\n  ```\n"
     assert commands(text) == ["make test", "python -m a.b x=1#2", "cd x"]
 
 
 def test_the_documents_have_commands():
-    assert COMMANDS, "no ```bash block was found in README.md or CONTRIBUTING.md: say there how to start"
+    assert COMMANDS, (
+        "no ```bash block was found in README.md or CONTRIBUTING.md: say there how to start"
+    )
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS)
@@ -114,14 +127,20 @@ def test_command_runs_here_or_in_another_test(document, command):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_module_exists_and_answers_help(module):
-    assert importlib.util.find_spec(module) is not None, f"`python -m {module}` is in a document, but there is no such module"
+    assert importlib.util.find_spec(module) is not None, (
+        f"`python -m {module}` is in a document, but there is no such module"
+    )
     result = run(sys.executable, "-m", module, "--help")
-    assert result.returncode == 0 and result.stdout.strip(), f"`python -m {module} --help` must explain itself: {result.stderr}"
+    assert result.returncode == 0 and result.stdout.strip(), (
+        f"`python -m {module} --help` must explain itself: {result.stderr}"
+    )
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_make_target_exists_and_is_in_the_help(target):
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), f"the Makefile has no target {target}"
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
+        f"the Makefile has no target {target}"
+    )
     assert f"make {target} " in run("make", "help").stdout, (
         f"`make` does not list {target}: give it a `## comment` in the Makefile"
     )
@@ -130,5 +149,7 @@ def test_make_target_exists_and_is_in_the_help(target):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_and_pictures_exist(document):
     targets = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
-    missing = [t for t in targets if not re.match(r"[a-z]+:", t) and not (document.parent / t).exists()]
+    missing = [
+        t for t in targets if not re.match(r"[a-z]+:", t) and not (document.parent / t).exists()
+    ]
     assert not missing, f"{document.name} links to files that do not exist: {missing}"

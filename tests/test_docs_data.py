@@ -32,8 +32,17 @@ def folder(tmp_path_factory):
     words = ["if", "then", "else", "while", "x", "y", "=", "1", "return", "page", "home"]
     for name in ("web", "code"):
         for number in range(100):
-            (folder / name / f"{number}.txt").write_text(f"{name} " + " ".join(rng.choices(words, k=100)))
-    said = [{"messages": [{"role": r, "content": " ".join(rng.choices(words, k=9))} for r in ("user", "assistant")]}] * 40
+            (folder / name / f"{number}.txt").write_text(
+                f"{name} " + " ".join(rng.choices(words, k=100))
+            )
+    said = [
+        {
+            "messages": [
+                {"role": r, "content": " ".join(rng.choices(words, k=9))}
+                for r in ("user", "assistant")
+            ]
+        }
+    ] * 40
     (folder / "chat" / "a.jsonl").write_text("\n".join(map(json.dumps, said)))
     tokenizer = json.loads(train_bpe(words, 300).content)
     for token in ("<|im_start|>", "<|im_end|>"):
@@ -54,21 +63,39 @@ def test_every_command_works_in_order(folder):
     for command in COMMANDS:
         first, *rest = shlex.split(command)
         result = subprocess.run(
-            [*PROGRAMS[first], *rest], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+            [*PROGRAMS[first], *rest],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
         )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         outputs[command] = result.stdout
-    plans = {command: out for command, out in outputs.items() if command.startswith("maxtrain plan")}
+    plans = {
+        command: out for command, out in outputs.items() if command.startswith("maxtrain plan")
+    }
     steps = [out for command, out in plans.items() if "--step" in command]
     assert all(out.startswith("step 37 of 78: 8 rows of 64 tokens") for out in steps)
-    assert "To be read" in steps[0] and "Read by the run, as the batches on record of step 30 and step 40 show." in steps[1]
+    assert (
+        "To be read" in steps[0]
+        and "Read by the run, as the batches on record of step 30 and step 40 show." in steps[1]
+    )
     ends = {command: out for command, out in plans.items() if "--step" not in command}
-    assert len(ends) > 8 and all(re.match("plan: .*; ends because .* epochs", out) for out in ends.values())
-    assert "'web' completes epoch 3" in next(out for command, out in ends.items() if "epochs=3" in command)
+    assert len(ends) > 8 and all(
+        re.match("plan: .*; ends because .* epochs", out) for out in ends.values()
+    )
+    assert "'web' completes epoch 3" in next(
+        out for command, out in ends.items() if "epochs=3" in command
+    )
     assert any("every source in a fresh pass" in out for out in ends.values())
     changed = next(out for command, out in ends.items() if "accept_changes" in command)
     assert re.search(r"^50 to 60 .*16 x 64", changed, re.MULTILINE), changed
-    last = [record for record in read_metrics(folder / "runs" / "first") if record["kind"] == "train"]
+    last = [
+        record for record in read_metrics(folder / "runs" / "first") if record["kind"] == "train"
+    ]
     steps = [record["step"] for record in last]
     assert steps == [*range(10, 61, 10)]
-    assert last[-1]["epochs/web"] > last[2]["epochs/web"] == last[3]["epochs/web"], "the second stage reads only code"
+    assert last[-1]["epochs/web"] > last[2]["epochs/web"] == last[3]["epochs/web"], (
+        "the second stage reads only code"
+    )

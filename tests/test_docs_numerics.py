@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "numerics.md").read_text()
 WORDS = ["if", "then", "else", "while", "page", "home"]
-BLOCKS = re.findall(r"^## ([^\n]*)\n((?:(?!^## ).)*?)^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+BLOCKS = re.findall(
+    r"^## ([^\n]*)\n((?:(?!^## ).)*?)^```python\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.mark.parametrize(("title", "program"), [(title, program) for title, _, program in BLOCKS])
@@ -29,24 +31,39 @@ def test_the_commands_work_in_order(tmp_path):
     (tmp_path / "web").mkdir()
     for number in range(100):
         (tmp_path / "web" / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=100)))
-    (program,) = re.findall(r"^```python\n# small\.py\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL | re.M)
+    (program,) = re.findall(
+        r"^```python\n# small\.py\n(.*?)^```",
+        (ROOT / "docs" / "data.md").read_text(),
+        re.DOTALL | re.M,
+    )
     (tmp_path / "small.py").write_text(program)
     blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    commands = ["maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes", *"".join(blocks).splitlines()]
+    commands = [
+        "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes",
+        *"".join(blocks).splitlines(),
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
     outputs = {}
     for command in commands:
         code = int((re.findall(r"# ends with (\d+)", command) or ["0"])[0])
         words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command, comments=True)[1:]]
-        result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
         assert result.returncode == code, f"{command}\n{result.stdout}\n{result.stderr}"
         outputs[command] = result.stdout + result.stderr
     same = re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     said = outputs["maxtrain replay runs/one --steps 20:40"]
     counts = r"\d+ numbers and \d+ arrays"
     assert re.sub(counts, "", said) == re.sub(counts, "", same[0]) and len(outputs) == 10
-    assert "pack(lengths, max_tokens=256)" in outputs["maxtrain probe config=small.py --what max_tokens model.max_length=256"]
+    assert (
+        "pack(lengths, max_tokens=256)"
+        in outputs["maxtrain probe config=small.py --what max_tokens model.max_length=256"]
+    )
     other = next(out for command, out in outputs.items() if "40 mesh" in command)
     assert "the launch had devices.count 1, and now it is 2" in other and "likely cause" in other
     (parted,) = (out for command, out in outputs.items() if "compare" in command)
-    assert re.search(r"params_hash +4 of 4 +step 10", parted) and "config.mesh.simulated_devices: None and 2" in parted
+    assert (
+        re.search(r"params_hash +4 of 4 +step 10", parted)
+        and "config.mesh.simulated_devices: None and 2" in parted
+    )

@@ -19,28 +19,58 @@ def test_the_commands_work_in_order(tmp_path):
     rng = random.Random(0)
     (tmp_path / "web").mkdir()
     for number in range(100):
-        (tmp_path / "web" / f"{number}.txt").write_text(" ".join(rng.choices(["if", "then", "else", "page"], k=100)))
-    (program,) = re.findall(r"^```python\n# small\.py\n(.*?)^```", (ROOT / "docs" / "data.md").read_text(), re.DOTALL | re.M)
+        (tmp_path / "web" / f"{number}.txt").write_text(
+            " ".join(rng.choices(["if", "then", "else", "page"], k=100))
+        )
+    (program,) = re.findall(
+        r"^```python\n# small\.py\n(.*?)^```",
+        (ROOT / "docs" / "data.md").read_text(),
+        re.DOTALL | re.M,
+    )
     (tmp_path / "small.py").write_text(program)
-    (tmp_path / "maxtrain").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m maxtrain.cli "$@"\n')
+    (tmp_path / "maxtrain").write_text(
+        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m maxtrain.cli "$@"\n'
+    )
     (tmp_path / "maxtrain").chmod(0o755)
     blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    commands = ["maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes", *"".join(blocks).splitlines()]
+    commands = [
+        "maxtrain prepare data/web --text 'web/*.txt' --tokenizer bytes",
+        *"".join(blocks).splitlines(),
+    ]
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "120", "PATH": path}
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "COLUMNS": "120",
+        "PATH": path,
+    }
     outputs = {}
     for command in commands:
-        result = subprocess.run(command, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(
+            command,
+            shell=True,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         outputs[command] = result.stdout + result.stderr
     (where,) = (out for command, out in outputs.items() if " status " in command)
-    assert "step 12 on record, step 12 saved" in where and "goodput: " in where and "exit 0" in where
+    assert (
+        "step 12 on record, step 12 saved" in where and "goodput: " in where and "exit 0" in where
+    )
     (disturbed,) = (out for command, out in outputs.items() if "FAILPOINT" in command)
     assert "ended with SIGKILL" in disturbed and "Goes on from step 4" in disturbed
     assert any("integrity.repeat_interval" in command for command in outputs)
     listed = list(outputs.values())
     assert len(listed) == 18
-    assert "3 whole of 3" in listed[2] and listed[3].count("all hashes") == 3 and "params.layers" in listed[4]
+    assert (
+        "3 whole of 3" in listed[2]
+        and listed[3].count("all hashes") == 3
+        and "params.layers" in listed[4]
+    )
     assert listed[6].count("all hashes") == 1
     (started,) = (out for command, out in outputs.items() if "init_from" in command)
     assert re.search(r"00000040: (\d+) of \1 parameters loaded", started)

@@ -1,4 +1,5 @@
-"""Evaluations and checkpoints every so many epochs, and a run that ends when evaluations get no better."""
+"""Evaluations and checkpoints every so many epochs, and a run that ends when evaluations get no
+better."""
 
 from pathlib import Path
 
@@ -20,8 +21,20 @@ def config(tmp_path_factory, tiny_run) -> Path:
     folder = tmp_path_factory.mktemp("early")
     sets = {name: {"path": str(folder / "data" / "eval")} for name in ("heldout", "other")}
     sets["other"]["interval"] = 5
-    options = {"steps": 20, "checkpoint_interval": 0, "eval": {"sets": sets}, "checkpoint": {"keep": 20}}
-    return tiny_run(folder, "--holdout", "0.2", **options, schedule={"warmup_steps": 1}, mesh={"data": 1, "fsdp": 8})
+    options = {
+        "steps": 20,
+        "checkpoint_interval": 0,
+        "eval": {"sets": sets},
+        "checkpoint": {"keep": 20},
+    }
+    return tiny_run(
+        folder,
+        "--holdout",
+        "0.2",
+        **options,
+        schedule={"warmup_steps": 1},
+        mesh={"data": 1, "fsdp": 8},
+    )
 
 
 def train(config, run_name, *overrides):
@@ -31,7 +44,9 @@ def train(config, run_name, *overrides):
 
 
 def evaluated(records, name="heldout"):
-    return [record["step"] for record in records if record["kind"] == "eval" and record["set"] == name]
+    return [
+        record["step"] for record in records if record["kind"] == "eval" and record["set"] == name
+    ]
 
 
 def saved(config, run_name):
@@ -50,7 +65,9 @@ def test_a_run_ends_when_evaluations_get_no_better_and_says_so_again(config, cap
     )
     assert records[-1]["kind"] == "end" and words in records[-1]["ending"]
     assert train(config, "stuck", *STUCK) == (0, records)
-    assert "ended early, and would again: the last 2 evaluations" in " ".join(capsys.readouterr().out.split())
+    assert "ended early, and would again: the last 2 evaluations" in " ".join(
+        capsys.readouterr().out.split()
+    )
     code, records = train(config, "stuck", *STUCK[:2], "eval.stop_patience=3")
     assert code == 0 and evaluated(records) == [2, 4, 6, 8] and saved(config, "stuck")[-1] == 8
     code, records = train(config, "stuck", *STUCK[:2])
@@ -67,16 +84,25 @@ def test_a_run_that_is_killed_in_between_ends_at_the_same_step(config, monkeypat
 
 
 def test_the_set_may_be_chosen_and_one_that_gets_better_ends_nothing(config):
-    code, records = train(config, "chosen", *STUCK[:2], "eval.stop_patience=1", "eval.stop_set=other")
+    code, records = train(
+        config, "chosen", *STUCK[:2], "eval.stop_patience=1", "eval.stop_set=other"
+    )
     assert code == 0 and evaluated(records, "other") == [5, 10] and records[-1]["step"] == 10
     code, records = train(config, "better", "optimizer.learning_rate=1e-2", *STUCK[1:], "steps=8")
     assert code == 0 and evaluated(records)[-1] == 8 and records[-1]["kind"] != "end"
 
 
 def test_what_is_due_every_half_epoch_is_due_after_the_step_that_completes_it(config):
-    keys = ("steps=auto", "data.sources.text.epochs=2", "eval_interval=0.5 epochs", "checkpoint_interval=1epoch")
+    keys = (
+        "steps=auto",
+        "data.sources.text.epochs=2",
+        "eval_interval=0.5 epochs",
+        "checkpoint_interval=1epoch",
+    )
     code, records = train(config, "epochs", *keys, "eval.sets.other.interval=.75ep")
-    epochs = {record["step"]: record["epochs/text"] for record in records if record["kind"] == "train"}
+    epochs = {
+        record["step"]: record["epochs/text"] for record in records if record["kind"] == "train"
+    }
     last = max(epochs)
 
     def first(passes):

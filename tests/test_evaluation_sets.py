@@ -1,4 +1,5 @@
-"""Evaluation sets that come to a run late, evaluation before the first step, and `maxtrain evaluate`."""
+"""Evaluation sets that come to a run late, evaluation before the first step, and `maxtrain
+evaluate`."""
 
 import json
 import shutil
@@ -23,7 +24,12 @@ def config(tmp_path_factory, tiny_run):
     (folder / "more").mkdir()
     tiny_run(folder / "more", "--holdout", "0.2", texts=30)
     sets = {"val": {"path": str(folder / "data/eval")}}
-    options = {"steps": STEPS, "checkpoint_interval": 2, "schedule": {"warmup_steps": 0}, "eval": {"sets": sets}}
+    options = {
+        "steps": STEPS,
+        "checkpoint_interval": 2,
+        "schedule": {"warmup_steps": 0},
+        "eval": {"sets": sets},
+    }
     return tiny_run(folder, "--holdout", "0.2", **options)
 
 
@@ -57,16 +63,25 @@ def test_a_set_that_is_new_to_a_finished_run_is_read_once(config, finished, agai
     other = f"eval.sets.other.path={config.parent}/more/data/eval"
     steps = saved_steps(finished / "checkpoints")
     said, evaluations = again(other)
-    assert f"Evaluates other, which step {STEPS}, the run's last, was not evaluated on." in said and "lost" not in said
+    assert (
+        f"Evaluates other, which step {STEPS}, the run's last, was not evaluated on." in said
+        and "lost" not in said
+    )
     assert evaluations == [("val", STEPS), ("other", STEPS)]
-    assert saved_steps(config.parent / "runs/again/checkpoints").keys() == steps.keys(), "no step is made"
+    assert saved_steps(config.parent / "runs/again/checkpoints").keys() == steps.keys(), (
+        "no step is made"
+    )
     said, evaluations = again(other)
     assert "Nothing to do" in said and len(evaluations) == 2
 
 
 def test_a_set_that_is_another_text_now_is_read_as_that(config, finished, again):
     said, evaluations = again(f"eval.sets.val.path={config.parent}/more/data/eval")
-    assert "eval.sets.val was" in said and f"Evaluates val, which step {STEPS}" in said and "lost" not in said
+    assert (
+        "eval.sets.val was" in said
+        and f"Evaluates val, which step {STEPS}" in said
+        and "lost" not in said
+    )
     assert evaluations == [("val", STEPS)] * 2
     said, _ = again(f"eval.sets.val.path={config.parent}/data/eval")
     first = next(r for r in read_metrics(finished) if r["kind"] == "eval")
@@ -82,18 +97,28 @@ def test_evaluation_before_the_first_step(config, capsys):
     losses = {r["step"]: r["nll"] for r in records if r["kind"] == "eval"}
     assert list(losses) == [0, 2, 4] and losses[0] > losses[4]
     assert run(config, "start", "eval_at_start=true", "eval_interval=2", "steps=6") == 0
-    assert [r["step"] for r in read_metrics(config.parent / "runs/start") if r["kind"] == "eval"] == [0, 2, 4, 6]
+    assert [
+        r["step"] for r in read_metrics(config.parent / "runs/start") if r["kind"] == "eval"
+    ] == [0, 2, 4, 6]
 
 
 def test_samples_are_shown_while_it_trains_and_change_nothing(config, finished, capsys):
     options = ["observe.prompts=[the, of]", "observe.sample_interval=2", "init.mup_base_width=16"]
     assert run(config, "samples", *options) == 0
     said = capsys.readouterr().out
-    assert "muP: initial weights and learning rates for a width of 16 as chosen at a width of 16" in " ".join(said.split())
+    assert (
+        "muP: initial weights and learning rates for a width of 16 as chosen at a width of 16"
+        in " ".join(said.split())
+    )
     lines = [line for line in said.splitlines() if "sample:" in line]
-    assert [line.partition("sample:")[0].split() for line in lines] == [["step", f"2/{STEPS}"]] * 2, "the last step has its own"
+    assert [line.partition("sample:")[0].split() for line in lines] == [
+        ["step", f"2/{STEPS}"]
+    ] * 2, "the last step has its own"
     assert [line.partition("sample: ")[2][:2] for line in lines] == ["th", "of"]
-    losses = [[r["loss"] for r in read_metrics(run) if r["kind"] == "train"] for run in (finished, finished.parent / "samples")]
+    losses = [
+        [r["loss"] for r in read_metrics(run) if r["kind"] == "train"]
+        for run in (finished, finished.parent / "samples")
+    ]
     assert losses[0] == losses[1]
 
 
@@ -117,7 +142,13 @@ def test_the_command_gives_what_the_run_has_on_record(config, finished, command)
     assert result["tokens"] == record["tokens"]
     for name in ("nll", "perplexity", "bits_per_byte"):
         assert result[name] == pytest.approx(record[name], rel=1e-6)
-    code, out, _ = command(finished, "--set", f"val={config.parent}/data/eval", "--set", f"more={config.parent}/more/data/eval")
+    code, out, _ = command(
+        finished,
+        "--set",
+        f"val={config.parent}/data/eval",
+        "--set",
+        f"more={config.parent}/more/data/eval",
+    )
     words = out.split()
     assert code == 0 and f"{finished}, step {STEPS}" in " ".join(words)
     assert f"{record['nll']:.4f}" in words and "more" in words and f"{record['tokens']:,}" in words
@@ -141,19 +172,34 @@ def test_a_hugging_face_directory(tmp_path, command, capsys):
     shutil.copytree(source, tmp_path / "hf")
     ByteTokenizer().save(tmp_path / "hf")
     (tmp_path / "text.txt").write_text("some text " * 40)
-    assert prepare([str(tmp_path / "set"), "--text", str(tmp_path / "text.txt"), "--workers", "1"]) == 0
+    assert (
+        prepare([str(tmp_path / "set"), "--text", str(tmp_path / "text.txt"), "--workers", "1"])
+        == 0
+    )
     code, _, err = command("--hf", tmp_path / "hf", "--set", f"val={tmp_path}/set")
-    assert code == 78 and "has a tokenizer of 257 entries, and the model has 160. Prepare it with the model's own" in err
+    assert (
+        code == 78
+        and "has a tokenizer of 257 entries, and the model has 160. Prepare it with the model's own"
+        in err
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
         ([], 64, "either RUN or --hf DIR"),
-        (["RUN", "--set", "val"], 64, "--set val: must be NAME=DIR. Write for example --set val=data/stdlib/eval."),
+        (
+            ["RUN", "--set", "val"],
+            64,
+            "--set val: must be NAME=DIR. Write for example --set val=data/stdlib/eval.",
+        ),
         (["RUN", "--set", "a=x", "--set", "a=y"], 64, "the name a is given twice"),
         (["RUN", "--batches", "0"], 64, "--batches 0: must be at least 1"),
-        (["RUN", "--set", "a=nowhere"], 65, "eval.sets.a.path: nowhere: is not a directory of token shards"),
+        (
+            ["RUN", "--set", "a=nowhere"],
+            65,
+            "eval.sets.a.path: nowhere: is not a directory of token shards",
+        ),
         (["RUN", "--step", "3"], 74, "Complete steps: 2, 4"),
         (["nowhere"], 64, "RUN=nowhere: has no config.yaml"),
         (["--hf", "nowhere"], 64, "Name one with --set NAME=DIR"),
@@ -167,6 +213,19 @@ def test_what_the_command_refuses(finished, command, argv, code, message):
 
 def test_a_set_of_another_tokenizer_is_refused(finished, tmp_path, command):
     (tmp_path / "text.txt").write_text("some text " * 40)
-    assert prepare([str(tmp_path / "set"), "--text", str(tmp_path / "text.txt"), "--tokenizer", "chars", "--workers", "1"]) == 0
+    assert (
+        prepare(
+            [
+                str(tmp_path / "set"),
+                "--text",
+                str(tmp_path / "text.txt"),
+                "--tokenizer",
+                "chars",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     code, _, err = command(finished, "--set", f"val={tmp_path}/set")
     assert code == 78 and "was made with another tokenizer" in err

@@ -56,14 +56,27 @@ def test_a_full_disk_and_a_slow_one(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nan_is_in_the_first_floating_array_alone(monkeypatch, dtype):
     armed(monkeypatch, "data:nan:4")
-    batch = {"inputs": jnp.ones((2, 3), jnp.int32), "mask": jnp.ones((2, 3), dtype), "z": jnp.ones(2)}
+    batch = {
+        "inputs": jnp.ones((2, 3), jnp.int32),
+        "mask": jnp.ones((2, 3), dtype),
+        "z": jnp.ones(2),
+    }
     changed = hit("data", 4, batch)
-    assert np.isnan(np.asarray(changed["mask"], np.float32)).sum() == np.isnan(changed["mask"][0, 0]) == 1
-    assert changed["mask"].dtype == dtype and changed["z"] is batch["z"] and hit("data", 5, batch) is batch
+    assert (
+        np.isnan(np.asarray(changed["mask"], np.float32)).sum()
+        == np.isnan(changed["mask"][0, 0])
+        == 1
+    )
+    assert (
+        changed["mask"].dtype == dtype
+        and changed["z"] is batch["z"]
+        and hit("data", 5, batch) is batch
+    )
 
 
 def test_nan_in_a_batch_is_in_the_weight_of_a_target(monkeypatch):
-    """One without targets, as of a step that is left out, stays what it is; of parameters it is the first number."""
+    """One without targets, as of a step that is left out, stays what it is; of parameters it is the
+    first number."""
     armed(monkeypatch, "data:nan,before_step:nan")
     changed = hit("data", 1, {"mask": jnp.array([[0.0, 1.0], [1.0, 1.0]])})
     assert np.isnan(changed["mask"]).tolist() == [[False, True], [False, False]]
@@ -105,7 +118,9 @@ def test_a_bit_of_a_checkpoint(monkeypatch, tmp_path):
     ],
 )
 def test_what_is_not_understood_is_refused_with_an_example(monkeypatch, word, rule):
-    with pytest.raises(UsageError, match="such as before_step:kill:7, or unset MAXTRAIN_FAILPOINT") as caught:
+    with pytest.raises(
+        UsageError, match="such as before_step:kill:7, or unset MAXTRAIN_FAILPOINT"
+    ) as caught:
         armed(monkeypatch, f"data:delay,{word}")
     assert f"{VARIABLE}={word}: " in str(caught.value) and rule in str(caught.value)
     assert caught.value.exit_code == 64 and not failpoints._armed, os.environ[VARIABLE]

@@ -1,4 +1,5 @@
-"""Generation: the cache against the full forward pass, batches against single prompts, sampling, stopping, runs on disk."""
+"""Generation: the cache against the full forward pass, batches against single prompts, sampling,
+stopping, runs on disk."""
 
 import dataclasses
 import functools
@@ -24,7 +25,15 @@ from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model, shardings
 
-CONFIG = ModelConfig(vocab_size=257, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, max_length=200)
+CONFIG = ModelConfig(
+    vocab_size=257,
+    num_layers=2,
+    embed_dim=32,
+    mlp_dim=48,
+    num_heads=4,
+    num_kv_heads=2,
+    max_length=200,
+)
 FLOAT32 = PrecisionConfig(compute="float32")
 PROMPTS = [[5], [72, 101, 108, 108, 111], list(range(100, 140)), [65] * 9, [9, 8, 7]]
 
@@ -54,7 +63,8 @@ def forward(model, tokens):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"family": "qwen3", "scan_layers": False, "attention": "eager", "tie_embeddings": True}]
+    "changes",
+    [{}, {"family": "qwen3", "scan_layers": False, "attention": "eager", "tie_embeddings": True}],
 )
 def test_greedy_with_the_cache_is_the_argmax_of_the_full_forward_pass(changes):
     model = tiny(**changes)
@@ -65,7 +75,9 @@ def test_greedy_with_the_cache_is_the_argmax_of_the_full_forward_pass(changes):
 def test_a_prompt_gets_the_same_tokens_in_any_company():
     model = tiny()
     together = generate(model, PROMPTS, max_tokens=12, temperature=0.0)
-    assert together[:3] == [generate(model, [prompt], max_tokens=12, temperature=0.0)[0] for prompt in PROMPTS[:3]]
+    assert together[:3] == [
+        generate(model, [prompt], max_tokens=12, temperature=0.0)[0] for prompt in PROMPTS[:3]
+    ]
     sampled = generate(model, PROMPTS, max_tokens=12, seed=4)
     longer = [*PROMPTS[:2], list(range(90)), *PROMPTS[3:]]  # moves the columns of all
     others = generate(model, longer, max_tokens=12, seed=4)
@@ -96,7 +108,9 @@ def test_the_seed_decides_and_equal_prompts_differ():
 
 def test_top_k_of_one_is_greedy():
     model = tiny()
-    assert generate(model, PROMPTS, max_tokens=12, top_k=1) == generate(model, PROMPTS, max_tokens=12, temperature=0.0)
+    assert generate(model, PROMPTS, max_tokens=12, top_k=1) == generate(
+        model, PROMPTS, max_tokens=12, temperature=0.0
+    )
 
 
 def test_a_text_beyond_the_models_length_goes_on_from_its_second_half():
@@ -117,7 +131,10 @@ def test_windows_change_nothing_about_company_length_and_stops():
     assert generate(model, PROMPTS, max_tokens=60, seed=3, stop_ids=[stop_id]) == expected
     begun = [next(i for i in range(1, 61) if sum(row[:i]) > 2000) for row in free]
     made = generate(model, PROMPTS, max_tokens=60, seed=3, stop=lambda row: sum(row) > 2000)
-    assert all(row == whole[: len(row)] and len(row) >= least for row, whole, least in zip(made, free, begun))
+    assert all(
+        row == whole[: len(row)] and len(row) >= least
+        for row, whole, least in zip(made, free, begun)
+    )
     assert min(map(len, made)) < 60
 
 
@@ -179,7 +196,9 @@ def test_a_row_ends_before_a_stop_id_and_the_others_go_on():
     stop_ids = [free[0][0], free[1][7]]
     first = [next((i for i, token in enumerate(row) if token in stop_ids), 12) for row in free]
     assert first[0] == 0 and 12 in first
-    assert generate(model, PROMPTS, max_tokens=12, seed=1, stop_ids=stop_ids) == [r[:n] for r, n in zip(free, first)]
+    assert generate(model, PROMPTS, max_tokens=12, seed=1, stop_ids=stop_ids) == [
+        r[:n] for r, n in zip(free, first)
+    ]
 
 
 def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
@@ -188,8 +207,12 @@ def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
     made = generate(model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: row[:3] == free[1][:3])
     assert made[0] == free[0] and made[2:] == free[2:] and made[1][:16] == free[1][:16]
     speed = []
-    made = generate(model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: True, report=speed.append)
-    assert made == [row[: job._LOOK_EVERY] for row in free] and speed[0].tokens == 5 * (job._LOOK_EVERY - 1)
+    made = generate(
+        model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: True, report=speed.append
+    )
+    assert made == [row[: job._LOOK_EVERY] for row in free] and speed[0].tokens == 5 * (
+        job._LOOK_EVERY - 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +223,11 @@ def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
         ([[257]], {}, "beyond model.vocab_size=257. Use its tokenizer"),
         ([[-1]], {}, "Use its tokenizer"),
         ([[1]], {"max_tokens": 0}, "max_tokens=0 must be at least 1"),
-        ([[1]], {"temperature": -0.1}, "temperature=-0.1 must be 0 or a number of at least 1e-06. Set 0"),
+        (
+            [[1]],
+            {"temperature": -0.1},
+            "temperature=-0.1 must be 0 or a number of at least 1e-06. Set 0",
+        ),
         ([[1]], {"temperature": float("nan")}, "temperature=nan must be"),
         ([[1]], {"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1. Set 0.95"),
         ([[1]], {"top_p": 1.5}, "top_p=1.5 must be"),
@@ -226,17 +253,25 @@ def test_on_a_mesh_the_tokens_are_the_same():
 
 
 def test_complete_begins_documents_and_cuts_before_stop_texts():
-    model, tokenizer, options = tiny(), ByteTokenizer(), {"max_tokens": 20, "temperature": 0.9, "seed": 2}
+    model, tokenizer, options = (
+        tiny(),
+        ByteTokenizer(),
+        {"max_tokens": 20, "temperature": 0.9, "seed": 2},
+    )
 
     def texts(*prompts):
-        return [tokenizer.decode(row) for row in generate(model, prompts, stop_ids=[256], **options)]
+        return [
+            tokenizer.decode(row) for row in generate(model, prompts, stop_ids=[256], **options)
+        ]
 
     whole = complete(model, tokenizer, ["ab", ""], **options)
     assert whole == texts([256, *b"ab"], [256])
     assert complete(model, tokenizer, ["ab", "c"], begin=[], **options) == texts([*b"ab"], [*b"c"])
     stops = [whole[0][4:6], whole[0][9]]
     cut = complete(model, tokenizer, ["ab", ""], stop=stops, **options)[0]
-    assert cut == whole[0][: min(whole[0].find(stop) for stop in stops)] and len(cut) < len(whole[0])
+    assert cut == whole[0][: min(whole[0].find(stop) for stop in stops)] and len(cut) < len(
+        whole[0]
+    )
 
 
 def test_an_empty_prompt_needs_something_to_start_from():
@@ -252,16 +287,40 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
     (root / "a.txt").write_text("some text\n" * 50)
     assert prepare([str(root / "data"), "--text", str(root / "a.txt"), "--workers", "1"]) == 0
-    sizes = ["num_layers=2", "embed_dim=32", "mlp_dim=48", "num_heads=4", "num_kv_heads=2", "vocab_size=257", "max_length=200"]
-    argv = ["config=quickstart", f"data.sources.stdlib.path={root / 'data'}", "eval.sets={}", "eval_interval=0"]
-    config = load_config([*argv, "data.seq_length=64", "precision.compute=float32", *(f"model.{size}" for size in sizes)])
+    sizes = [
+        "num_layers=2",
+        "embed_dim=32",
+        "mlp_dim=48",
+        "num_heads=4",
+        "num_kv_heads=2",
+        "vocab_size=257",
+        "max_length=200",
+    ]
+    argv = [
+        "config=quickstart",
+        f"data.sources.stdlib.path={root / 'data'}",
+        "eval.sets={}",
+        "eval_interval=0",
+    ]
+    config = load_config(
+        [
+            *argv,
+            "data.seq_length=64",
+            "precision.compute=float32",
+            *(f"model.{size}" for size in sizes),
+        ]
+    )
     folder = root / "quickstart"
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint)
     params = [nnx.state(build_model(config.model, config.precision, seed)) for seed in (1, 2)]
     for step, state in enumerate(params, 1):
-        checkpoints.save(step, {"params": state, "opt_state": {"mu": jnp.zeros(3)}, "step": jnp.asarray(step)}, {})
+        checkpoints.save(
+            step,
+            {"params": state, "opt_state": {"mu": jnp.zeros(3)}, "step": jnp.asarray(step)},
+            {},
+        )
     checkpoints.close()
     return folder, params
 
@@ -270,19 +329,25 @@ def run(tmp_path_factory):
 def test_a_run_is_loaded_from_its_newest_checkpoint_or_the_one_asked_for(run, step):
     folder, params = run
     model, tokenizer = load_run(folder, step)
-    for leaf, expected in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(params[(step or 2) - 1]), strict=True):
+    for leaf, expected in zip(
+        jax.tree.leaves(nnx.state(model)), jax.tree.leaves(params[(step or 2) - 1]), strict=True
+    ):
         np.testing.assert_array_equal(leaf, expected)
     assert tokenizer.vocab_size == 257
 
 
 def test_averaged_weights_are_what_is_loaded_if_there_are_such(run, tmp_path):
     folder, params = run
-    config = load_config([f"config={folder / 'config.yaml'}", "optimizer.ema_decay=0.9", "precision.params=bfloat16"])
+    config = load_config(
+        [f"config={folder / 'config.yaml'}", "optimizer.ema_decay=0.9", "precision.params=bfloat16"]
+    )
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     checkpoints = Checkpoints(tmp_path / "checkpoints", config.checkpoint)
     checkpoints.save(1, {"params": params[0], "opt_state": {"average": params[1]}}, {})
     checkpoints.close()
-    for leaf, expected in zip(jax.tree.leaves(nnx.state(load_run(tmp_path)[0])), jax.tree.leaves(params[1]), strict=True):
+    for leaf, expected in zip(
+        jax.tree.leaves(nnx.state(load_run(tmp_path)[0])), jax.tree.leaves(params[1]), strict=True
+    ):
         np.testing.assert_array_equal(leaf, expected.astype("bfloat16"))
 
 
@@ -300,15 +365,31 @@ def command(monkeypatch, capsys):
 
 def test_the_command_prints_prompts_with_completions(run, command):
     folder, _ = run
-    asked = ["--prompt", "some ", "--prompt", "te[x]t", "--max-tokens", "10", "--seed", "3", "--temperature", "0"]
+    asked = [
+        "--prompt",
+        "some ",
+        "--prompt",
+        "te[x]t",
+        "--max-tokens",
+        "10",
+        "--seed",
+        "3",
+        "--temperature",
+        "0",
+    ]
     code, out, err = command(folder, *asked)
     model, tokenizer = load_run(folder)
     texts = complete(model, tokenizer, ["some ", "te[x]t"], max_tokens=10, temperature=0.0)
     assert code == 0 and re.fullmatch(
-        r"\d+\.\d s until the first token, compiling included; then 18 tokens in \d+\.\d\d s \([\d,]+ tokens/s\)\n", err
+        r"\d+\.\d s until the first token, compiling included; then 18 tokens in \d+\.\d\d s \([\d,]+ tokens/s\)\n",
+        err,
     )
     printable = out.replace("\n", "")
-    assert "some " in printable and "te[x]t" in printable and printable.index("te[x]t") > printable.index("─")
+    assert (
+        "some " in printable
+        and "te[x]t" in printable
+        and printable.index("te[x]t") > printable.index("─")
+    )
     assert all(character in out for text in texts for character in text if character.isalnum())
     assert command(folder, *asked)[1] == out
 
@@ -317,16 +398,23 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
     source = Path(__file__).parent / "data" / "parity" / "qwen3"
     tensors, config = load_file(source / "model.safetensors"), (source / "config.json").read_text()
     table = tensors["model.embed_tokens.weight"]
-    save_file(tensors | {"model.embed_tokens.weight": np.concatenate([table, table[:97]])}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.embed_tokens.weight": np.concatenate([table, table[:97]])},
+        tmp_path / "model.safetensors",
+    )
     (tmp_path / "config.json").write_text(config.replace('"vocab_size": 160', '"vocab_size": 257'))
     ByteTokenizer().save(tmp_path)
-    code, out, err = command("--hf", tmp_path, "--prompt", "abc", "--max-tokens", "4", "--dtype", "bfloat16")
+    code, out, err = command(
+        "--hf", tmp_path, "--prompt", "abc", "--max-tokens", "4", "--dtype", "bfloat16"
+    )
     assert code == 0 and out.startswith("abc") and "tokens/s" in err and "forgotten" not in err
 
 
 def test_the_command_says_when_it_forgets(run, command):
     code, _, err = command(run[0], "--prompt", "some", "--max-tokens", "197")
-    assert code == 0 and err.startswith("The model reads at most the 200 tokens that it is meant for (model.max_length): what")
+    assert code == 0 and err.startswith(
+        "The model reads at most the 200 tokens that it is meant for (model.max_length): what"
+    )
     code, _, err = command(run[0], "--prompt", "some", "--max-tokens", "196", "--stop", "e")
     assert code == 0 and "forgotten" not in err, "one token begins the document"
 
@@ -344,7 +432,11 @@ def test_the_command_says_when_it_forgets(run, command):
         ),
         (["RUN", "--prompt", "a", "--top-p", "2"], 64, "top_p=2.0 must be"),
         (["RUN", "--prompt", "a", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
-        (["--hf", "nowhere", "--prompt", "a"], 65, "Name a tokenizer.json, a SentencePiece .model, a"),
+        (
+            ["--hf", "nowhere", "--prompt", "a"],
+            65,
+            "Name a tokenizer.json, a SentencePiece .model, a",
+        ),
         (["RUN", "--prompt", "a", "--seeed", "1"], 64, "unrecognized arguments: --seeed"),
     ],
 )
@@ -359,23 +451,37 @@ def test_what_the_command_refuses(run, command, argv, code, message):
         (["--seed", str(2**70)], f"seed={2**70} must be in [0, 4294967295]. Set 0"),
         (["--seed", "-1"], "seed=-1 must be in [0, 4294967295]. Set 0"),
         (["--seed", "1.5"], "invalid int value"),
-        (["--prompt", "caf\udcff"], "--prompt: has the byte 0xFF at character 3, which is not UTF-8. Give text in UTF-8"),
+        (
+            ["--prompt", "caf\udcff"],
+            "--prompt: has the byte 0xFF at character 3, which is not UTF-8. Give text in UTF-8",
+        ),
         (["--prompt", "a\ud800"], "--prompt: has the lone surrogate U+D800 at character 1"),
         (["--prompt", "a\0b"], "--prompt: has a NUL character at 1. Leave it out"),
         (["--max-tokens", str(10**30)], "must be below 2147483648. Set 64"),
         (["--max-tokens", "-1"], "max_tokens=-1 must be at least 1. Set 64"),
-        (["--temperature", "nan"], "temperature=nan must be 0 or a number of at least 1e-06. Set 0"),
+        (
+            ["--temperature", "nan"],
+            "temperature=nan must be 0 or a number of at least 1e-06. Set 0",
+        ),
         (["--temperature", "inf"], "temperature=inf must be 0 or a number"),
         (["--top-p", "nan"], "top_p=nan must be above 0 and at most 1. Set 0.95"),
         (["--top-k", "-3"], "top_k=-3 must be at least 1"),
         (["--step", "-1"], "--step -1: must be at least 0. Leave it out for the newest checkpoint"),
-        (["--stop", ""], "--stop '': every text begins with nothing, so nothing would come. Give some text"),
+        (
+            ["--stop", ""],
+            "--stop '': every text begins with nothing, so nothing would come. Give some text",
+        ),
         (["--stop", "\udc80"], "--stop: has the byte 0x80 at character 0"),
         (["--dtype", "float32"], "--dtype float32: belongs to --hf; RUN has its own. Leave it out"),
-        (["--hf", "DIR", "--step", "1"], "--step 1: is a checkpoint of RUN, but --hf is what generates. Leave one out"),
+        (
+            ["--hf", "DIR", "--step", "1"],
+            "--step 1: is a checkpoint of RUN, but --hf is what generates. Leave one out",
+        ),
     ],
 )
-def test_what_no_model_could_do_is_refused_before_one_is_loaded(command, monkeypatch, argv, message):
+def test_what_no_model_could_do_is_refused_before_one_is_loaded(
+    command, monkeypatch, argv, message
+):
     def load(*args):
         raise AssertionError("a model is loaded")
 
@@ -389,7 +495,9 @@ def test_what_no_model_could_do_is_refused_before_one_is_loaded(command, monkeyp
 
 def test_help_says_what_there_is(command):
     code, out, _ = command("--help")
-    assert code == 0 and all(option in out for option in ("RUN", "--hf", "--prompt", "--top-p", "--stop", "--step"))
+    assert code == 0 and all(
+        option in out for option in ("RUN", "--hf", "--prompt", "--top-p", "--stop", "--step")
+    )
 
 
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):

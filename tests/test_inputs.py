@@ -1,4 +1,5 @@
-"""What a run reads is held against its config before anything is trained: here, the prompts that it ends with."""
+"""What a run reads is held against its config before anything is trained: here, the prompts that it
+ends with."""
 
 import pytest
 
@@ -15,15 +16,22 @@ class Unmarked(ByteTokenizer):
 
 
 def test_a_prompt_that_can_not_be_completed_is_refused():
-    with pytest.raises(ConfigError, match=r"prompts\[1\]='ä': character 'ä' .* is not in the tokenizer's vocabulary. Write it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prompts\[1\]='ä': character 'ä' .* is not in the tokenizer's vocabulary. Write it",
+    ):
         require_prompts(["a", "ä"], CharTokenizer("abc"))
-    with pytest.raises(ConfigError, match=r"observe.prompts\[0\]='' is empty.*Give some text, or leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"observe.prompts\[0\]='' is empty.*Give some text, or leave it out"
+    ):
         require_prompts([""], Unmarked())
     require_prompts(["", "abcd"], ByteTokenizer())
 
 
 def test_it_is_refused_at_the_launch(tmp_path, tiny_run):
-    config = tiny_run(tmp_path, "--tokenizer", "chars", texts=8, steps=2, schedule={"warmup_steps": 0})
+    config = tiny_run(
+        tmp_path, "--tokenizer", "chars", texts=8, steps=2, schedule={"warmup_steps": 0}
+    )
     prepared = load_config([f"config={config}", "observe.prompts=[the]"])
     data, _ = open_data(prepared, None)
     assert data.tokenizer is not None

@@ -23,12 +23,22 @@ COMMAND = ("optimizer.learning_rate=1e-2", "precision.compute=float16")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_run) -> Path:
     folder = tmp_path_factory.mktemp("older")
-    tiny_run(folder, steps=24, checkpoint_interval=8, schedule={"warmup_steps": 5}, mesh={"data": 1, "fsdp": 8})
+    tiny_run(
+        folder,
+        steps=24,
+        checkpoint_interval=8,
+        schedule={"warmup_steps": 5},
+        mesh={"data": 1, "fsdp": 8},
+    )
     return folder
 
 
 def train(folder, run_name, *overrides):
-    return main(load_config([f"config={folder / 'tiny.yaml'}", f"run_name={run_name}", *COMMAND, *overrides]))
+    return main(
+        load_config(
+            [f"config={folder / 'tiny.yaml'}", f"run_name={run_name}", *COMMAND, *overrides]
+        )
+    )
 
 
 def numbers(folder, run_name):
@@ -43,15 +53,24 @@ def test_the_same_command_goes_on_with_the_defaults_of_then(folder, monkeypatch,
         assert train(folder, "half", *THEN) == 75
     capsys.readouterr()
     with monkeypatch.context() as patch:  # the record of an older version has no such field
-        patch.setattr(job, "kept_settings", lambda r: kept_settings(r and {k: v for k, v in r.items() if k != "kept"}))
+        patch.setattr(
+            job,
+            "kept_settings",
+            lambda r: kept_settings(r and {k: v for k, v in r.items() if k != "kept"}),
+        )
         patch.setenv(failpoints.VARIABLE, "after_step:nan:20")
         assert train(folder, "half") == 75
     told = "goes on with what it was begun with, where defaults are others now: schedule.min_learning_rate=3e-05, loss_scale."
     assert told in " ".join(capsys.readouterr().out.split())
     assert train(folder, "half") == 0, "what is kept is handed on"
     assert numbers(folder, "half") == numbers(folder, "whole")
-    assert saved_digests(folder / "runs" / "half" / "checkpoints")[24] == saved_digests(folder / "runs/whole/checkpoints")[24]
-    assert replay([str(folder / "runs" / "half"), "--steps", "4:24"]) == 0, "all launches had the same settings"
+    assert (
+        saved_digests(folder / "runs" / "half" / "checkpoints")[24]
+        == saved_digests(folder / "runs/whole/checkpoints")[24]
+    )
+    assert replay([str(folder / "runs" / "half"), "--steps", "4:24"]) == 0, (
+        "all launches had the same settings"
+    )
 
 
 def test_a_new_run_has_the_defaults_of_now(folder, capsys):
@@ -68,12 +87,20 @@ def test_a_key_that_a_version_did_not_have_is_no_difference(folder):
 
 
 def test_a_warmup_longer_than_the_plan_is_shortened_and_recorded(folder, capsys):
-    auto = ("steps=auto", "data.sources.text.epochs=1", "schedule.warmup_steps=100", "checkpoint_interval=0")
+    auto = (
+        "steps=auto",
+        "data.sources.text.epochs=1",
+        "schedule.warmup_steps=100",
+        "checkpoint_interval=0",
+    )
     assert train(folder, "auto", *auto) == 0
     said = " ".join(capsys.readouterr().out.split())
     (launch,) = read_launches(folder / "runs" / "auto")
     steps = len(read_metrics(folder / "runs" / "auto"))
-    assert f"schedule.warmup_steps=100 does not fit into the plan of {steps} steps and is {steps // 10}." in said
+    assert (
+        f"schedule.warmup_steps=100 does not fit into the plan of {steps} steps and is {steps // 10}."
+        in said
+    )
     assert f"warmup_steps: {steps // 10}\n" in launch["config"]
     rates = [record["learning_rate"] for record in read_metrics(folder / "runs" / "auto")]
     assert rates[-1] < rates[steps // 10] and max(rates) == pytest.approx(1e-2)
@@ -81,7 +108,15 @@ def test_a_warmup_longer_than_the_plan_is_shortened_and_recorded(folder, capsys)
 
 def test_a_run_goes_on_without_a_tracker_whose_package_is_missing(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    assert train(folder, "untracked", "steps=2", "schedule.warmup_steps=1", "observe.tensorboard=true") == 0
+    assert (
+        train(folder, "untracked", "steps=2", "schedule.warmup_steps=1", "observe.tensorboard=true")
+        == 0
+    )
     said = " ".join(capsys.readouterr().out.split())
-    assert "pip install tensorboardX, or set observe.tensorboard=false. The run goes on without its files." in said
-    assert "tensorboard --logdir" not in said and len(read_metrics(folder / "runs" / "untracked")) == 2
+    assert (
+        "pip install tensorboardX, or set observe.tensorboard=false. The run goes on without its files."
+        in said
+    )
+    assert (
+        "tensorboard --logdir" not in said and len(read_metrics(folder / "runs" / "untracked")) == 2
+    )

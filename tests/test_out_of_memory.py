@@ -1,4 +1,5 @@
-"""A run that needs more memory than there is: refused where that can be known, told in a sentence elsewhere."""
+"""A run that needs more memory than there is: refused where that can be known, told in a sentence
+elsewhere."""
 
 import re
 
@@ -19,7 +20,12 @@ pytestmark = pytest.mark.usefixtures("this_process")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_run):
-    return tiny_run(tmp_path_factory.mktemp("memory"), steps=4, checkpoint_interval=2, schedule={"warmup_steps": 0})
+    return tiny_run(
+        tmp_path_factory.mktemp("memory"),
+        steps=4,
+        checkpoint_interval=2,
+        schedule={"warmup_steps": 0},
+    )
 
 
 def run(config, name):
@@ -32,7 +38,10 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_made(config, mo
     said = capfd.readouterr().err
     rule = r"the training state \(weights, moments of the optimizer\) needs 0\.\d+ MiB on each device, where 0\.01 MiB of this"
     assert re.search(rule, said) and "Traceback" not in said
-    assert "shared by 8 CPU devices. Take a smaller model, set precision.params=bfloat16, or split it over more devices" in said
+    assert (
+        "shared by 8 CPU devices. Take a smaller model, set precision.params=bfloat16, or split it over more devices"
+        in said
+    )
     assert not (config.parent / "runs/state").exists()
 
 
@@ -41,8 +50,15 @@ def test_a_step_that_does_not_fit_is_refused_before_it_is_made(config, monkeypat
     monkeypatch.setattr(memory, "available_memory", lambda: 8 * bytes_on_device(job.abstract))
     assert run(config, "step") == 78
     said = capfd.readouterr().err
-    assert re.search(r"a step of 8 rows x 32 tokens, beside the training state, needs [\d.]+ MiB on each device, where", said)
-    assert "Lower data.batch_size" in said and "`maxtrain probe` finds the largest" in said and "Traceback" not in said
+    assert re.search(
+        r"a step of 8 rows x 32 tokens, beside the training state, needs [\d.]+ MiB on each device, where",
+        said,
+    )
+    assert (
+        "Lower data.batch_size" in said
+        and "`maxtrain probe` finds the largest" in said
+        and "Traceback" not in said
+    )
     assert saved_steps(config.parent / "runs/step/checkpoints") == {}
 
 
@@ -55,7 +71,9 @@ def test_a_step_that_does_not_fit_is_refused_before_it_is_made(config, monkeypat
     ],
     ids=["runtime", "called", "host"],
 )
-def test_what_can_not_be_foreseen_says_what_was_asked_and_what_is_free(config, monkeypatch, capfd, error, request):
+def test_what_can_not_be_foreseen_says_what_was_asked_and_what_is_free(
+    config, monkeypatch, capfd, error, request
+):
     name = request.node.callspec.id
 
     def look(records, write):
@@ -65,7 +83,10 @@ def test_what_can_not_be_foreseen_says_what_was_asked_and_what_is_free(config, m
         patch.setattr(Records, "look", look)
         assert run(config, name) == 70
     said = capfd.readouterr().err
-    assert re.search(r"error: out of memory at step 1, in: step: .*allocating 123456789 bytes\. Now [\d,.]+ [GM]iB", said)
+    assert re.search(
+        r"error: out of memory at step 1, in: step: .*allocating 123456789 bytes\. Now [\d,.]+ [GM]iB",
+        said,
+    )
     assert "Lower data.batch_size" in said and "Traceback" not in said
     assert run(config, name) == 0, "the run goes on where there is more memory"
 

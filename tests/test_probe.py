@@ -1,4 +1,5 @@
-"""The probe, end to end: the largest batch against a linear scan, a rate from a real run, and what it writes and refuses."""
+"""The probe, end to end: the largest batch against a linear scan, a rate from a real run, and what
+it writes and refuses."""
 
 import dataclasses
 import functools
@@ -53,18 +54,30 @@ class Remembering(StepMemory):
 
 
 def test_the_batch_is_the_largest_of_a_linear_scan_and_nothing_is_executed(config):
-    memory = Remembering(loaded(config, "optimizer.accumulation=2", "mesh.data=1", "mesh.fsdp=2"), jax.devices()[:2])
+    memory = Remembering(
+        loaded(config, "optimizer.accumulation=2", "mesh.data=1", "mesh.fsdp=2"), jax.devices()[:2]
+    )
     assert memory.unit == 4
     needed = {rows: memory.bytes(rows, 32) for rows in range(4, 4 * 5, 4)}
     assert sorted(needed.values()) == list(needed.values()), "more rows need more"
     for fitting in (8, 12):  # test_memory.py has more of them
         limit, shown = needed[fitting], []
-        tries = probe_batch(memory, limit, 32, lambda tries, pending, shown=shown: shown.append((len(tries), pending)))
-        assert max(t.rows for t in tries if t.fits) == max(rows for rows, size in needed.items() if size <= limit) == fitting
+        tries = probe_batch(
+            memory,
+            limit,
+            32,
+            lambda tries, pending, shown=shown: shown.append((len(tries), pending)),
+        )
+        assert (
+            max(t.rows for t in tries if t.fits)
+            == max(rows for rows, size in needed.items() if size <= limit)
+            == fitting
+        )
         assert all(t.fits == (t.num_bytes <= limit) for t in tries)
         assert shown == [*((i, t.rows) for i, t in enumerate(tries)), (len(tries), 0)]
     with pytest.raises(
-        ConfigError, match=r"data\.batch_size=4 is the smallest .* of 0\.00 MiB a device\. Set model\.remat=full"
+        ConfigError,
+        match=r"data\.batch_size=4 is the smallest .* of 0\.00 MiB a device\. Set model\.remat=full",
     ):
         probe_batch(memory, 1, 32, lambda *_: None)
 
@@ -76,7 +89,10 @@ def test_batches_as_shapes_are_those_of_the_loader(config):
     assert {name: (x.shape, x.dtype, x.sharding) for name, x in shapes.items()} == {
         name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()
     }
-    assert job.make_step().lower(job.abstract, shapes).as_text() == job.make_step().lower(job.abstract, batch).as_text()
+    assert (
+        job.make_step().lower(job.abstract, shapes).as_text()
+        == job.make_step().lower(job.abstract, batch).as_text()
+    )
 
 
 def test_the_most_tokens_of_a_row_are_the_room_of_a_group(config):
@@ -84,9 +100,13 @@ def test_the_most_tokens_of_a_row_are_the_room_of_a_group(config):
     tokens = fitting_tokens(memory, memory.bytes(1, 384))
     assert tokens == 384 and pack([100, 200, 300], tokens).tokens.max() <= tokens
     assert fitting_tokens(memory, 1 << 40) == 512, "model.max_length"
-    short = dataclasses.replace(memory.config, model=dataclasses.replace(memory.config.model, max_length=96))
+    short = dataclasses.replace(
+        memory.config, model=dataclasses.replace(memory.config.model, max_length=96)
+    )
     assert fitting_tokens(Remembering(short, jax.devices()[:1]), 1 << 40) == 96
-    with pytest.raises(ConfigError, match=r"not even 128 tokens .* fit into 0\.00 MiB\. Set model\.remat=full"):
+    with pytest.raises(
+        ConfigError, match=r"not even 128 tokens .* fit into 0\.00 MiB\. Set model\.remat=full"
+    ):
         fitting_tokens(memory, 1000)
 
 
@@ -95,21 +115,43 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     (folder / "checkpoints" / "00000001").mkdir(parents=True)
     (folder / "checkpoints" / "00000001" / "commit.json").write_text("not to be read")
     asked = ["--memory", "2MiB", "--steps", "60", f"config={config}", "optimizer.learning_rate=0.5"]
-    asked += ["anomaly.loss_spike=stop", "anomaly.loss_limit=0.01", "anomaly.min_steps=4"]  # of training, not of this
+    asked += [
+        "anomaly.loss_spike=stop",
+        "anomaly.loss_limit=0.01",
+        "anomaly.min_steps=4",
+    ]  # of training, not of this
     assert main(["probe", *asked]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     record = json.loads((folder / "probe.json").read_text())
-    assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "probe.json", "probe.png"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "probe.json",
+        "probe.png",
+    ]
     assert (folder / "checkpoints" / "00000001" / "commit.json").read_text() == "not to be read"
     assert matplotlib.image.imread(folder / "probe.png").shape[1] > 1500, "two panels"
-    rows, rate = record["overrides"]["data.batch_size"], record["overrides"]["optimizer.learning_rate"]
+    rows, rate = (
+        record["overrides"]["data.batch_size"],
+        record["overrides"]["optimizer.learning_rate"],
+    )
     assert f"maxtrain train config={config} anomaly.loss_spike=stop" in shown
     assert f"data.batch_size={rows} optimizer.learning_rate={rate}" in shown
-    assert record["batch"]["largest"] > rows >= 8 and f"recommended: {rows} rows" in shown and "tokens a step (" in shown
+    assert (
+        record["batch"]["largest"] > rows >= 8
+        and f"recommended: {rows} rows" in shown
+        and "tokens a step (" in shown
+    )
     assert next(iter(record["batch"]["tokens_per_second"])) == "8" and " tokens/s" in shown
-    assert rows == 8 or f"The rate is for 8 rows a step. Add data.batch_size={rows} --what learning_rate" in shown
+    assert (
+        rows == 8
+        or f"The rate is for 8 rows a step. Add data.batch_size={rows} --what learning_rate"
+        in shown
+    )
     assert rows % 8 == 0 and record["batch"]["limit_bytes"] == 2 << 20
-    assert {t["fits"] for t in record["batch"]["tries"]} == {True, False} and "does not fit" in shown
+    assert {t["fits"] for t in record["batch"]["tries"]} == {
+        True,
+        False,
+    } and "does not fit" in shown
     test = record["learning_rate"]
     assert 1e-4 < rate < test["lowest"] <= 1 and len(test["rates"]) == len(test["losses"]) <= 59
     assert min(test["losses"]) < test["losses"][0] - 1 and sorted({*test["rates"]}) == test["rates"]
@@ -128,16 +170,30 @@ def test_the_room_of_a_group_is_printed_as_pack_takes_it(config, capsys):
     [
         (["--what", "batch", "--memory", "1KiB"], 78, r"data.batch_size=8 is the smallest batch"),
         (["--memory", "much"], 64, "'much' is not a number of bytes. Write for example 16e9"),
-        (["--low", "1", "--high", "0.1"], 64, "--low 1 must be less than --high 0.1. Set for example --low 1e-06"),
+        (
+            ["--low", "1", "--high", "0.1"],
+            64,
+            "--low 1 must be less than --high 0.1. Set for example --low 1e-06",
+        ),
         (["--low", "-1"], 64, "-1 must be more than 0"),
         (["--steps", "3"], 64, "--steps 3 are too few to see a curve. Set --steps to 16 or more"),
-        (["--topology", "v5e:2x4", "--what", "both"], 64, "use --what batch, or leave --topology out"),
+        (
+            ["--topology", "v5e:2x4", "--what", "both"],
+            64,
+            "use --what batch, or leave --topology out",
+        ),
         (["--what", "batch", "mesh.tensor=3"], 78, "Set mesh.tensor"),
-        (["--what", "learning_rate", "--low", "1e-12", "--high", "1e-11", "--steps", "16"], 65, "Let it begin lower"),
+        (
+            ["--what", "learning_rate", "--low", "1e-12", "--high", "1e-11", "--steps", "16"],
+            65,
+            "Let it begin lower",
+        ),
         (["nothing"], 64, "arguments are key=value"),
     ],
 )
-def test_what_can_not_be_probed_is_said_with_its_code_and_mend(config, capsys, arguments, code, message):
+def test_what_can_not_be_probed_is_said_with_its_code_and_mend(
+    config, capsys, arguments, code, message
+):
     try:
         found = main(["probe", *arguments, f"config={config}"])
     except SystemExit as stop:  # of a config that is not right
@@ -154,18 +210,40 @@ def test_a_topology_needs_libtpu(config, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed: pip install libtpu"
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu, TPU's compiler, is not installed: pip install libtpu",
 )
 def test_a_pod_slice_is_probed_from_a_laptop(config):
     """Without data: the model says its vocabulary. Less memory holds fewer rows."""
     rows, model = (
         {},
-        [f"config={config}", "model.vocab_size=260", "data.sources.text.path=nowhere", "mesh.data=1", "mesh.fsdp=-1"],
+        [
+            f"config={config}",
+            "model.vocab_size=260",
+            "data.sources.text.path=nowhere",
+            "mesh.data=1",
+            "mesh.fsdp=-1",
+        ],
     )
     for memory in ("10MiB", "7MiB"):
-        command = [sys.executable, "-m", "maxtrain.probe", "--topology", "v5e:2x2", "--memory", memory, *model]
-        result = subprocess.run(command, cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True)
-        assert result.returncode == 0 and "WARNING" not in result.stderr and "Warning" not in result.stderr, result.stderr
+        command = [
+            sys.executable,
+            "-m",
+            "maxtrain.probe",
+            "--topology",
+            "v5e:2x2",
+            "--memory",
+            memory,
+            *model,
+        ]
+        result = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"COLUMNS": "100"}, capture_output=True, text=True
+        )
+        assert (
+            result.returncode == 0
+            and "WARNING" not in result.stderr
+            and "Warning" not in result.stderr
+        ), result.stderr
         found = json.loads((config.parent / "runs" / "tiny" / "probe.json").read_text())["batch"]
         assert found["devices"] == "4 x TPU v5 lite" and found["unit"] == 4
         rows[memory] = found["batch_size"]

@@ -1,6 +1,8 @@
-"""The same run on one, two and four processes: the batches of all steps, where it ends, and what is left of it by kills.
+"""The same run on one, two and four processes: the batches of all steps, where it ends, and what is
+left of it by kills.
 
-All jobs have four simulated devices in the same mesh, and train a tiny model on three epochs of a tiny corpus.
+All jobs have four simulated devices in the same mesh, and train a tiny model on three epochs of a
+tiny corpus.
 """
 
 import fcntl
@@ -33,7 +35,24 @@ from maxtrain.observe.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[1]
 DEVICES = 4
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+]
 EVAL_BATCHES = (4, 12)
 SECONDS = 700  # for a job; one that is killed here has hung
 
@@ -42,15 +61,32 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
-    """A config file beside its data: two sources, three epochs of both, a checkpoint every 5 steps."""
+    """A config file beside its data: two sources, three epochs of both, a checkpoint every 5
+    steps."""
     folder, rng = tmp_path_factory.mktemp("processes"), random.Random(0)
     for name, count in (("large", 36), ("small", 9), ("unseen", 7)):
         (folder / name).mkdir()
         for number in range(count):
-            (folder / name / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 80))))
-        assert prepare.main([str(folder / f"data-{name}"), "--text", f"{folder / name}/*.txt", "--workers", "1"]) == 0
-    sources = {name: {"path": str(folder / f"data-{name}"), "epochs": 3} for name in ("large", "small")}
-    model = {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32}
+            (folder / name / f"{number}.txt").write_text(
+                " ".join(rng.choices(WORDS, k=rng.randrange(20, 80)))
+            )
+        assert (
+            prepare.main(
+                [str(folder / f"data-{name}"), "--text", f"{folder / name}/*.txt", "--workers", "1"]
+            )
+            == 0
+        )
+    sources = {
+        name: {"path": str(folder / f"data-{name}"), "epochs": 3} for name in ("large", "small")
+    }
+    model = {
+        "num_layers": 1,
+        "embed_dim": 16,
+        "mlp_dim": 32,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "max_length": 32,
+    }
     values = {
         "output_dir": str(folder / "runs"),
         "steps": "auto",
@@ -58,22 +94,40 @@ def config(tmp_path_factory) -> Path:
         "eval_interval": 0,
         "checkpoint_interval": 5,
         "model": model,
-        "data": {"sources": sources, "on_exhausted": "renormalize", "seq_length": 32, "batch_size": 8},
+        "data": {
+            "sources": sources,
+            "on_exhausted": "renormalize",
+            "seq_length": 32,
+            "batch_size": 8,
+        },
         "optimizer": {"learning_rate": 1e-3},
         "schedule": {"warmup_steps": 5},
         "mesh": {"data": 2, "fsdp": 2},
-        "eval": {"sets": {f"by{n}": {"path": str(folder / "data-unseen"), "batch_size": n} for n in EVAL_BATCHES}},
+        "eval": {
+            "sets": {
+                f"by{n}": {"path": str(folder / "data-unseen"), "batch_size": n}
+                for n in EVAL_BATCHES
+            }
+        },
         "precision": {"compute": "float32"},  # roundings to bfloat16 would hide what is compared
-        "observe": {"progress": "plain", "tensorboard": False, "plot": False, "prompts": [], "peak_tflops": 1.0},
+        "observe": {
+            "progress": "plain",
+            "tensorboard": False,
+            "plot": False,
+            "prompts": [],
+            "peak_tflops": 1.0,
+        },
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     return folder / "tiny.yaml"
 
 
 class Job:
-    """A run on `count` processes that can't get far unobserved: what process 0 says goes to a pipe that soon is full.
+    """A run on `count` processes that can't get far unobserved: what process 0 says goes to a pipe
+    that soon is full.
 
-    `devices` are those of each process, `own` the overrides of each; only those in `present` are started.
+    `devices` are those of each process, `own` the overrides of each; only those in `present` are
+    started.
     """
 
     def __init__(
@@ -89,17 +143,38 @@ class Job:
         with socket.socket() as listener:
             listener.bind(("localhost", 0))
             port = listener.getsockname()[1]
-        command = [sys.executable, "-m", "maxtrain.train", f"config={config}", f"run_name={run_name}"]
+        command = [
+            sys.executable,
+            "-m",
+            "maxtrain.train",
+            f"config={config}",
+            f"run_name={run_name}",
+        ]
         command += ["observe.compilation_cache=null", *overrides]
         cache = {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
         names = [name for name in jax.config.values if name.startswith("jax_persistent_cache_min")]
         cache |= {name.upper(): str(jax.config.values[name]) for name in names}
-        # Only process 0 of a job writes to the cache of compiled programs, so the others always compile: quickly, then.
-        environment = os.environ | cache | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONFAULTHANDLER": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "bufsize": 0, "cwd": REPOSITORY, "env": environment}
+        # Only process 0 of a job writes to the cache of compiled programs, so the others always
+        # compile: quickly, then.
+        environment = (
+            os.environ
+            | cache
+            | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONFAULTHANDLER": "1"}
+        )
+        pipes = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "bufsize": 0,
+            "cwd": REPOSITORY,
+            "env": environment,
+        }
         self.processes, self.text = [], ""
         for index in (index for index in range(count) if index in present):
-            job = [f"mesh.coordinator=localhost:{port}", f"mesh.num_processes={count}", f"mesh.process_id={index}"]
+            job = [
+                f"mesh.coordinator=localhost:{port}",
+                f"mesh.num_processes={count}",
+                f"mesh.process_id={index}",
+            ]
             job = [*(job if count > 1 else ()), *own[index : index + 1]]
             job.append(f"mesh.simulated_devices={devices[index] if devices else DEVICES // count}")
             self.processes.append(subprocess.Popen([*command, *job], **pipes))
@@ -121,7 +196,8 @@ class Job:
             yield line
 
     def kill_after(self, steps: int) -> None:
-        """Kill all processes when so many steps were reported; they are at most a pipe of reports, 30 steps, further."""
+        """Kill all processes when so many steps were reported; they are at most a pipe of reports,
+        30 steps, further."""
         reports = (line for line in self.lines() if re.match(r"step +\d+/", line))
         assert len(list(itertools.islice(reports, steps))) == steps, self.text
         for process in self.processes:
@@ -129,7 +205,8 @@ class Job:
         assert self.processes[0].wait() == -signal.SIGKILL
 
     def end(self, code: int = 0) -> list[str]:
-        """Every process ends by itself, with this code: none waits for another in vain. One that hangs says where."""
+        """Every process ends by itself, with this code: none waits for another in vain. One that
+        hangs says where."""
         deadline, outputs = time.monotonic() + SECONDS, []
         for process in self.processes:
             try:
@@ -144,13 +221,20 @@ class Job:
         return said
 
 
-def trained(config: Path, run_name: str) -> tuple[list[tuple[int, str]], list[float], tuple[int, str]]:
-    """Of a run: step and digest of every batch, the losses, and where its last checkpoint says that the data stands."""
+def trained(
+    config: Path, run_name: str
+) -> tuple[list[tuple[int, str]], list[float], tuple[int, str]]:
+    """Of a run: step and digest of every batch, the losses, and where its last checkpoint says that
+    the data stands."""
     folder = config.parent / "runs" / run_name
     records = [record for record in read_metrics(folder) if record["kind"] == "train"]
     last = latest_record(folder / "checkpoints")
     assert last is not None
-    return [(r["step"], r["batch"]) for r in records], [r["loss"] for r in records], (last["step"], last["data"])
+    return (
+        [(r["step"], r["batch"]) for r in records],
+        [r["loss"] for r in records],
+        (last["step"], last["data"]),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -185,28 +269,37 @@ def test_those_who_come_go_on_without_one_that_is_gone_for_good(config, alone):
     assert "process 1 did not come in time; goes on with 2 of 3\n" in job.text
     assert_same(trained(config, "on-2"), alone)
     (launch,) = read_launches(config.parent / "runs" / "on-2")
-    assert launch["processes"] == 2 and "accumulation: 2\n" in launch["config"], "no device gets more rows than it would have"
+    assert launch["processes"] == 2 and "accumulation: 2\n" in launch["config"], (
+        "no device gets more rows than it would have"
+    )
 
 
 def test_evaluation_is_the_same_for_any_batch_size_and_number_of_processes(config, alone, request):
-    """Each run above has evaluated one set in batches of two sizes, at its end: six results, of every target of the set."""
+    """Each run above has evaluated one set in batches of two sizes, at its end: six results, of
+    every target of the set."""
     targets = Manifest.load(config.parent / "data-unseen").num_targets
     results = []
     for run in ("alone", "on-2", "on-4"):
         records = [r for r in read_metrics(config.parent / "runs" / run) if r["kind"] == "eval"]
-        assert {r["set"] for r in records} == {f"by{n}" for n in EVAL_BATCHES} and len(records) == len(EVAL_BATCHES), run
+        assert {r["set"] for r in records} == {f"by{n}" for n in EVAL_BATCHES} and len(
+            records
+        ) == len(EVAL_BATCHES), run
         assert {r["tokens"] for r in records} == {targets}
         results += [r["nll"] for r in records]
-    # The parameters that they evaluate differ by the rounding of all steps before; within a run they are the same.
+    # The parameters that they evaluate differ by the rounding of all steps before; within a run
+    # they are the same.
     for first, second in zip(results[::2], results[1::2]):
         np.testing.assert_allclose(first, second, rtol=1e-6)
     np.testing.assert_allclose(results, results[0], rtol=1e-5)
 
 
 def test_killed_and_resumed_on_other_numbers_of_processes(config, alone):
-    """SIGKILL to a whole job, three times, at random steps; other numbers of processes go on, and it is as if nothing was."""
+    """SIGKILL to a whole job, three times, at random steps; other numbers of processes go on, and
+    it is as if nothing was."""
     *counts, last = random.Random().sample((1, 2, 4, random.choice((1, 2))), 4)
-    steps = [random.Random().randrange(11, 19) for _ in counts]  # so that a checkpoint is complete, and the end is not near
+    steps = [
+        random.Random().randrange(11, 19) for _ in counts
+    ]  # so that a checkpoint is complete, and the end is not near
     print(f"killed {counts} processes after {steps} steps, ended on {last}")
     for number, (count, killed_after) in enumerate(zip(counts, steps)):
         with Job(config, "killed", count) as job:
@@ -228,15 +321,24 @@ def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_on
     newest, digests = checkpoints / "00000006", saved_digests(checkpoints)[6]
     listed = json.loads((newest / "commit.json").read_text())["files"]
     writers = {name.split("/")[1] for name in listed if "/d/" in name}
-    assert {"ocdbt.process_0", "ocdbt.process_1"} <= writers and all(entry["crc32"] for entry in listed.values())
+    assert {"ocdbt.process_0", "ocdbt.process_1"} <= writers and all(
+        entry["crc32"] for entry in listed.values()
+    )
     file = max(newest.glob("arrays/ocdbt.process_1/d/*"), key=lambda file: file.stat().st_size)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with Job(config, "flipped", 2, *short) as job:
         outputs = job.end()
-    assert f"WARNING: {newest} is damaged" in job.text and file.name in job.text and "WARNING" not in outputs[1]
-    assert "Goes on from step 3 " in job.text and len(list(checkpoints.glob("00000006.damaged-*"))) == 1
+    assert (
+        f"WARNING: {newest} is damaged" in job.text
+        and file.name in job.text
+        and "WARNING" not in outputs[1]
+    )
+    assert (
+        "Goes on from step 3 " in job.text
+        and len(list(checkpoints.glob("00000006.damaged-*"))) == 1
+    )
     assert saved_digests(checkpoints)[6] == digests
 
 
@@ -246,7 +348,9 @@ def test_a_second_launch_is_refused_in_all_its_processes(config):
     with RunLock(folder), Job(config, "taken", 2) as job:
         outputs = job.end(74)
     for output in outputs:
-        assert f"{folder} is being written by process {os.getpid()} on {platform.node()}" in output, output
+        assert (
+            f"{folder} is being written by process {os.getpid()} on {platform.node()}" in output
+        ), output
         assert "Wait for it or end it, or set run_name to another name." in output
     assert [path.name for path in folder.iterdir()] == ["lock"], "and nothing was written"
 
@@ -270,25 +374,39 @@ def test_what_one_process_alone_cannot_read_ends_all_of_them_with_its_name(confi
     with Job(config, "torn", 2, "steps=20", stages, "checkpoint_interval=1", own=own) as job:
         outputs = job.end(65)
     for output in outputs:
-        assert re.search(re.escape(f"error: {place}{shard}: bytes 0 to ") + r".*\(block 0\): expected crc32", output), output
+        assert re.search(
+            re.escape(f"error: {place}{shard}: bytes 0 to ") + r".*\(block 0\): expected crc32",
+            output,
+        ), output
     batches, _, (step, _) = trained(config, "torn")
-    assert [number for number, _ in batches] == [1, 2, 3] and step == 3, "what came before it counts, and nothing after it"
+    assert [number for number, _ in batches] == [1, 2, 3] and step == 3, (
+        "what came before it counts, and nothing after it"
+    )
     (folder / "held.txt").write_text(" ".join(random.Random(1).choices(WORDS, k=300)))
-    assert prepare.main([str(folder / "held"), "--text", str(folder / "held.txt"), "--workers", "1"]) == 0
+    assert (
+        prepare.main([str(folder / "held"), "--text", str(folder / "held.txt"), "--workers", "1"])
+        == 0
+    )
     shard = damaged_copy(folder / "held", folder / "held-damaged")
     sets = [f"eval.sets.held.path={path}" for path in (folder / "held", shard.parent)]
     with Job(config, "torn-eval", 2, "steps=20", "eval_interval=4", own=sets) as job:
         outputs = job.end(65)
     for output in outputs:
-        assert re.search(re.escape(f"error: {place}{shard}: bytes 0 to ") + r".*\(block 0\): expected crc32", output), output
+        assert re.search(
+            re.escape(f"error: {place}{shard}: bytes 0 to ") + r".*\(block 0\): expected crc32",
+            output,
+        ), output
     records = read_metrics(folder / "runs" / "torn-eval")
     assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3, 4]
     assert "held" not in {r["set"] for r in records if r["kind"] == "eval"}
 
 
-@pytest.mark.parametrize("devices, mesh", [((1, 3), "mesh.data=4"), ((2, 2), "mesh.data=1"), ((1, 3), "mesh.data=2")])
+@pytest.mark.parametrize(
+    "devices, mesh", [((1, 3), "mesh.data=4"), ((2, 2), "mesh.data=1"), ((1, 3), "mesh.data=2")]
+)
 def test_uneven_rows_and_rows_on_several_hosts_give_the_same_run(config, devices, mesh):
-    """One process with a row of the devices, one with three; and a tensor axis across both, which then hold the same rows."""
+    """One process with a row of the devices, one with three; and a tensor axis across both, which
+    then hold the same rows."""
     axes = [
         mesh,
         "mesh.fsdp=1",

@@ -1,4 +1,5 @@
-"""`make quickstart` from a fresh clone, with a smaller model and fewer steps: prepare, train, evaluate, save, write text."""
+"""`make quickstart` from a fresh clone, with a smaller model and fewer steps: prepare, train,
+evaluate, save, write text."""
 
 import json
 import subprocess
@@ -8,22 +9,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SMALL = (
-    "steps=6 eval_interval=3 checkpoint_interval=3 log_interval=2 schedule.warmup_steps=2 model.num_layers=2 model.embed_dim=64"
-)
+SMALL = "steps=6 eval_interval=3 checkpoint_interval=3 log_interval=2 schedule.warmup_steps=2 model.num_layers=2 model.embed_dim=64"
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
     """A clone that holds the files of the working tree, and uses this interpreter's packages."""
     folder = tmp_path_factory.mktemp("fresh") / "clone"
-    subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)], check=True)
+    subprocess.run(
+        ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)], check=True
+    )
     return folder
 
 
 def quickstart(clone: Path, *more: str) -> subprocess.CompletedProcess:
     arguments = " ".join([SMALL, *more])
-    command = ["make", "-o", ".venv/.ready", "quickstart", f"PY={sys.executable}", f"ARGS={arguments}"]
+    command = [
+        "make",
+        "-o",
+        ".venv/.ready",
+        "quickstart",
+        f"PY={sys.executable}",
+        f"ARGS={arguments}",
+    ]
     return subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=400)
 
 
@@ -32,7 +40,9 @@ def test_quickstart_does_the_whole_job_and_says_so(clone):
     first = quickstart(clone)
     assert first.returncode == 0, first.stdout + first.stderr
     shown = first.stdout
-    assert "-m data_pipeline.prepare data/stdlib --python-stdlib" in shown  # the plain commands are printed
+    assert (
+        "-m data_pipeline.prepare data/stdlib --python-stdlib" in shown
+    )  # the plain commands are printed
     assert "-m maxtrain.train config=quickstart" in shown
     run = clone / "runs" / "quickstart"
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -50,7 +60,9 @@ def test_quickstart_does_the_whole_job_and_says_so(clone):
 
 
 def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", *command], cwd=clone, capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=clone, capture_output=True, text=True, timeout=400
+    )
 
 
 @pytest.mark.processes
@@ -70,7 +82,13 @@ def test_readme_variants_train(clone, more):
         made = python(clone, "data_pipeline.prepare", "data/docs", *options)
         assert made.returncode == 0, made.stdout + made.stderr
     small = [key for key in SMALL.split() if key.split("=")[0] not in more]
-    short = ["steps=2", "schedule.warmup_steps=1", "eval_interval=0", "eval_steps=2", "observe.prompts=[]"]
+    short = [
+        "steps=2",
+        "schedule.warmup_steps=1",
+        "eval_interval=0",
+        "eval_steps=2",
+        "observe.prompts=[]",
+    ]
     small = [key for key in small if key.split("=")[0] not in {s.split("=")[0] for s in short}]
     result = python(clone, "maxtrain.train", "config=quickstart", *small, *short, *more.split())
     assert result.returncode == 0, result.stdout + result.stderr
@@ -79,6 +97,15 @@ def test_readme_variants_train(clone, more):
 
 @pytest.mark.processes
 def test_a_finished_run_writes_text(clone):
-    result = python(clone, "maxtrain.cli", "generate", "runs/quickstart", "--prompt", "def main(", "--max-tokens", "8")
+    result = python(
+        clone,
+        "maxtrain.cli",
+        "generate",
+        "runs/quickstart",
+        "--prompt",
+        "def main(",
+        "--max-tokens",
+        "8",
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "def main(" in result.stdout

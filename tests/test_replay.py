@@ -1,4 +1,5 @@
-"""Steps of a run again: the same bit for bit, and what is found, named and told when they are not."""
+"""Steps of a run again: the same bit for bit, and what is found, named and told when they are
+not."""
 
 import json
 import logging
@@ -28,7 +29,24 @@ from maxtrain.observe.metrics import MetricsLog, read_metrics, same
 from maxtrain.parallel import distributed
 
 STEPS = 24
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they"]
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+]
 REPOSITORY = Path(__file__).parents[1]
 SAME = r"[1-9]\d+ numbers and [1-9]\d+ arrays compared, all the same bit for bit"
 KINDS = {
@@ -41,7 +59,12 @@ KINDS = {
         "loss.z_loss=0.25",
         "loss.adversarial=0.5",
     ],
-    "full": ["determinism=full", "optimizer.accumulation=2", "data.batch_size=16", "precision.compute=float32"],
+    "full": [
+        "determinism=full",
+        "optimizer.accumulation=2",
+        "data.batch_size=16",
+        "precision.compute=float32",
+    ],
 }
 
 
@@ -61,7 +84,9 @@ def config(tmp_path_factory) -> Path:
     """A config file beside its data: 24 steps, a checkpoint every 8, all kept."""
     folder, rng = tmp_path_factory.mktemp("replay"), random.Random(0)
     for number in range(60):
-        (folder / f"{number}.txt").write_text(" ".join(rng.choices(WORDS, k=rng.randrange(20, 120))))
+        (folder / f"{number}.txt").write_text(
+            " ".join(rng.choices(WORDS, k=rng.randrange(20, 120)))
+        )
     assert prepare.main([str(folder / "data"), "--text", f"{folder}/*.txt", "--workers", "1"]) == 0
     values = {
         "output_dir": str(folder / "runs"),
@@ -69,13 +94,30 @@ def config(tmp_path_factory) -> Path:
         "log_interval": 1,
         "eval_interval": 0,
         "checkpoint_interval": 8,
-        "model": {"num_layers": 2, "embed_dim": 32, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_length": 32},
-        "data": {"sources": {"text": {"path": str(folder / "data"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
+        "model": {
+            "num_layers": 2,
+            "embed_dim": 32,
+            "mlp_dim": 64,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "max_length": 32,
+        },
+        "data": {
+            "sources": {"text": {"path": str(folder / "data"), "epochs": None}},
+            "seq_length": 32,
+            "batch_size": 8,
+        },
         "optimizer": {"learning_rate": 1e-2},
         "schedule": {"warmup_steps": 5},
         "mesh": {"data": 2, "fsdp": 4, "simulated_devices": 8},
         "checkpoint": {"keep": 9},
-        "observe": {"progress": "off", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
+        "observe": {
+            "progress": "off",
+            "tensorboard": False,
+            "plot": False,
+            "peak_tflops": 1.0,
+            "compilation_cache": None,
+        },
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     return folder / "tiny.yaml"
@@ -111,7 +153,9 @@ def test_the_same_bit_for_bit_on_eight_devices_and_nothing_is_written(finished, 
     before = everything(finished)
     code, text = replayed(finished, steps, capsys)
     assert code == 0 and "all the same bit for bit" in text, text
-    assert int(re.search(r"(\d+) numbers", text)[1]) >= 7 * (int(steps.split(":")[1]) - int(steps.split(":")[0]))
+    assert int(re.search(r"(\d+) numbers", text)[1]) >= 7 * (
+        int(steps.split(":")[1]) - int(steps.split(":")[0])
+    )
     assert "arrays compared" in text and "although" not in text
     assert everything(finished) == before
 
@@ -126,7 +170,10 @@ def test_one_step_by_its_number(finished, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", "0"], "--step=0 must be the number of a step, counted from 1. Use for example --step 100."),
+        (
+            ["--step", "0"],
+            "--step=0 must be the number of a step, counted from 1. Use for example --step 100.",
+        ),
         (["--step", "25"], "--steps=24:25: .* has steps 0 to 24"),
         (["--step", "2", "--steps", "1:2"], "not allowed with argument"),
         ([], "one of the arguments --steps --step is required"),
@@ -144,7 +191,9 @@ def test_other_kinds_are_the_same_on_eight_devices_too(config, kind, capsys):
     code, text = replayed(config.parent / "runs" / kind, "2:22", capsys)
     assert code == 0 and re.search(SAME, text), text
     for record in read_metrics(config.parent / "runs" / kind) if kind == "dropout" else ():
-        assert record["objective"] > record["loss"] + 0.25 * record["z"] + 0.5 * record["adversarial"], "and z of the attacked"
+        assert (
+            record["objective"] > record["loss"] + 0.25 * record["z"] + 0.5 * record["adversarial"]
+        ), "and z of the attacked"
 
 
 def test_without_hashes_the_other_numbers_are_compared(config, capsys):
@@ -170,14 +219,22 @@ sys.exit(code or replay.main([sys.argv[1], "--steps", "2:22"]))
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bit_for_bit_on_one_device(config, kind):
     name = f"{kind}-alone"
-    keys = [f"config={config}", f"run_name={name}", "mesh.simulated_devices=1", "mesh.data=1", "mesh.fsdp=1", *KINDS[kind]]
+    keys = [
+        f"config={config}",
+        f"run_name={name}",
+        "mesh.simulated_devices=1",
+        "mesh.data=1",
+        "mesh.fsdp=1",
+        *KINDS[kind],
+    ]
     command = [sys.executable, "-c", PROGRAM, str(config.parent / "runs" / name), *keys]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0 and re.search(SAME, result.stdout), result.stdout + result.stderr
 
 
 def flip(folder, step, leaf):
-    """Flips one bit of one number of an array in a checkpoint, in the memory of who writes it: its digest is of what it was."""
+    """Flips one bit of one number of an array in a checkpoint, in the memory of who writes it: its
+    digest is of what it was."""
     path = folder / "checkpoints" / f"{step:08d}"
     saved = read_commit(path)["arrays"]
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(keep=9))
@@ -203,10 +260,14 @@ def test_a_flipped_bit_of_the_checkpoint_it_begins_with_is_found_and_named(dense
 
 def test_a_flipped_bit_of_a_checkpoint_on_the_way_is_found_and_named(dense, capsys):
     names = saved_digests(dense / "checkpoints")[16]
-    leaf = next(name for name in names if name.startswith("opt_state.") and name.endswith(".embedding"))
+    leaf = next(
+        name for name in names if name.startswith("opt_state.") and name.endswith(".embedding")
+    )
     flip(dense, 16, leaf)
     code, text = replayed(dense, "8:20", capsys)
-    assert code == 70 and f"the checkpoint of step 16 does not hold what was saved: {leaf}\n" in text
+    assert (
+        code == 70 and f"the checkpoint of step 16 does not hold what was saved: {leaf}\n" in text
+    )
     assert "first that differs" not in text, "the run itself was right"
 
 
@@ -225,7 +286,9 @@ def test_the_first_step_that_differs_is_named_with_both_numbers(dense, capsys):
 
     def change(record):
         if record["step"] >= 13:
-            record["step_loss"] = float(np.nextafter(np.float32(record["step_loss"]), np.float32(9)))
+            record["step_loss"] = float(
+                np.nextafter(np.float32(record["step_loss"]), np.float32(9))
+            )
         return record
 
     rewrite(dense, change)
@@ -244,13 +307,20 @@ def test_what_a_launch_had_otherwise_is_the_likely_cause(dense, capsys):
     assert code == 0 and "although versions.jaxlib 0.0.1, and now it is " in text
     rewrite(dense, lambda record: record | {"grad_norm": record["grad_norm"] + 1})
     code, text = replayed(dense, "8:12", capsys)
-    assert code == 70 and "the launch had versions.jaxlib 0.0.1" in text and "Replay with what the run had." in text
+    assert (
+        code == 70
+        and "the launch had versions.jaxlib 0.0.1" in text
+        and "Replay with what the run had." in text
+    )
 
 
 def test_another_mesh_is_named_with_the_arrays_that_differ(dense, capsys):
     code, text = replayed(dense, "3:16", capsys, "mesh.data=8", "mesh.fsdp=1")
     assert code == 70 and "arrays that are not those saved at step 8: params." in text
-    assert "the launch had mesh.fsdp 4, and now it is 1" in text and "Replay with what the run had." in text
+    assert (
+        "the launch had mesh.fsdp 4, and now it is 1" in text
+        and "Replay with what the run had." in text
+    )
 
 
 def test_other_tokens_under_the_same_manifest_are_found(dense, config, tmp_path, capsys):
@@ -289,18 +359,31 @@ def test_windows_that_the_run_does_not_have_are_refused(dense, capsys, steps, co
 
 def test_records_between_which_nothing_is_compared_are_refused(dense, capsys):
     lines = (dense / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (dense / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] in (8, 16, 24)))
+    (dense / "metrics.jsonl").write_text(
+        "".join(line for line in lines if json.loads(line)["step"] in (8, 16, 24))
+    )
     code, text = replayed(dense, "9:16", capsys)
     assert code == 0 and "compared, all the same" in text, "log_interval=8"
     code, text = replayed(dense, "9:20", capsys)
-    assert code == 0 and "steps 9 to 16 again" in text and "nothing was recorded after step 16 up to 20" in text
+    assert (
+        code == 0
+        and "steps 9 to 16 again" in text
+        and "nothing was recorded after step 16 up to 20" in text
+    )
     code, text = replayed(dense, "9:15", capsys)  # the record of step 8 is of what it begins with
-    assert code == 65 and "has no record of a step after 8 up to 15. Replay up to a step that has a record" in text
+    assert (
+        code == 65
+        and "has no record of a step after 8 up to 15. Replay up to a step that has a record"
+        in text
+    )
 
 
 def test_steps_of_launches_with_other_settings_are_replayed_apart(dense, capsys):
     launches = read_launches(dense)
-    other = launches[0] | {"step": 16, "config": launches[0]["config"].replace("learning_rate: 0.01", "learning_rate: 0.02")}
+    other = launches[0] | {
+        "step": 16,
+        "config": launches[0]["config"].replace("learning_rate: 0.01", "learning_rate: 0.02"),
+    }
     with open(dense / FILE_NAME, "a") as file:
         file.write(json.dumps(other) + "\n")
     code, text = replayed(dense, "8:20", capsys)
@@ -308,7 +391,9 @@ def test_steps_of_launches_with_other_settings_are_replayed_apart(dense, capsys)
     assert "Replay up to step 16" in text
     assert replayed(dense, "8:16", capsys)[0] == 0
     code, text = replayed(dense, "16:20", capsys)
-    assert code == 70 and "step 17 is the first that differs" in text, "these steps had 0.01 in truth"
+    assert code == 70 and "step 17 is the first that differs" in text, (
+        "these steps had 0.01 in truth"
+    )
 
 
 def test_records_keep_float32_bit_for_bit(tmp_path):
@@ -319,5 +404,14 @@ def test_records_keep_float32_bit_for_bit(tmp_path):
     log.close()
     read = np.array([record["loss"] for record in read_metrics(tmp_path)], np.float32)
     nan = np.isnan(values)
-    assert (read.view(np.uint32)[~nan] == values.view(np.uint32)[~nan]).all() and np.isnan(read[nan]).all() and nan.any()
-    assert same(float("nan"), float("nan")) and not same(0.0, -0.0) and same("a", "a") and not same(1.0, None)
+    assert (
+        (read.view(np.uint32)[~nan] == values.view(np.uint32)[~nan]).all()
+        and np.isnan(read[nan]).all()
+        and nan.any()
+    )
+    assert (
+        same(float("nan"), float("nan"))
+        and not same(0.0, -0.0)
+        and same("a", "a")
+        and not same(1.0, None)
+    )

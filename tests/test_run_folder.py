@@ -28,7 +28,8 @@ STEP = {"step": 5, "kind": "loss_spike", "left_out": [4, 5]}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, tiny_run) -> Path:
-    """A config beside its data; `whole`, a run of 9 steps; `half`, the same up to step 6; and `other`, of another seed."""
+    """A config beside its data; `whole`, a run of 9 steps; `half`, the same up to step 6; and
+    `other`, of another seed."""
     folder = tmp_path_factory.mktemp("folders")
     tiny_run(
         folder,
@@ -66,7 +67,11 @@ def weights(run):
 
 def content(run):
     """Every file but those that any look at a run may touch."""
-    return {path: path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock"}
+    return {
+        path: path.read_bytes()
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
 
 
 def refused(folder, run, capsys, *overrides):
@@ -90,10 +95,15 @@ def test_every_file_carries_the_id_of_its_run(folder):
     run = folder / "runs" / "whole"
     own = json.loads((run / "run.json").read_text())
     assert re.fullmatch(r"[0-9a-f]{16}", own["run"]) and own["saved"] == 9 and own["adopted"] == []
-    lines = [(run / name).read_text().splitlines() for name in ("metrics.jsonl", "clock.jsonl", "launches.jsonl")]
+    lines = [
+        (run / name).read_text().splitlines()
+        for name in ("metrics.jsonl", "clock.jsonl", "launches.jsonl")
+    ]
     assert json.loads(lines[0][0]) == {"kind": "run", "step": 0, "run": own["run"]}
     assert all(json.loads(line)["run"] == own["run"] for line in (*lines[1], *lines[2]))
-    assert {record["run"] for _, record in saved_steps(run / "checkpoints").values()} == {own["run"]}
+    assert {record["run"] for _, record in saved_steps(run / "checkpoints").values()} == {
+        own["run"]
+    }
     assert config_owner(run) == own["run"] == RunFolder(run).id
     assert own["run"] != RunFolder(folder / "runs" / "other").id
 
@@ -117,27 +127,50 @@ def test_records_of_another_run_are_refused(folder, run, capsys):
 
 def test_a_checkpoint_of_another_run_is_refused(folder, run, capsys):
     shutil.rmtree(run / "checkpoints" / "00000006")
-    shutil.copytree(folder / "runs" / "other" / "checkpoints" / "00000006", run / "checkpoints" / "00000006")
+    shutil.copytree(
+        folder / "runs" / "other" / "checkpoints" / "00000006", run / "checkpoints" / "00000006"
+    )
     said = refused(folder, run, capsys)
-    assert str(run / "checkpoints" / "00000006") in said and "Move away what is not of this run" in said
+    assert (
+        str(run / "checkpoints" / "00000006") in said
+        and "Move away what is not of this run" in said
+    )
 
 
 BOOKS = ("clock.jsonl", "launches.jsonl", "attempts.jsonl")
-ATTEMPT = {"attempt": 1, "start": 0, "reason": "", "from_step": 0, "reached_step": 0, "saved_step": 0, "lost_seconds": 0}
+ATTEMPT = {
+    "attempt": 1,
+    "start": 0,
+    "reason": "",
+    "from_step": 0,
+    "reached_step": 0,
+    "saved_step": 0,
+    "lost_seconds": 0,
+}
 
 
-@pytest.mark.parametrize("damage", [b'{"torn": ', b"[" * 100_000, b"\xff\x00", b"[]\n", b'{"run": "0000000000000000"}'])
+@pytest.mark.parametrize(
+    "damage", [b'{"torn": ', b"[" * 100_000, b"\xff\x00", b"[]\n", b'{"run": "0000000000000000"}']
+)
 @pytest.mark.parametrize("name", BOOKS)
 def test_a_book_that_can_not_be_read_is_put_aside(folder, run, capsys, name, damage):
     """No training for these: what a launch does first, and what people look at."""
     path = run / name
-    path.write_bytes((path.read_bytes() if path.exists() else json.dumps(ATTEMPT).encode() + b"\n") + damage + b"\n")
+    path.write_bytes(
+        (path.read_bytes() if path.exists() else json.dumps(ATTEMPT).encode() + b"\n")
+        + damage
+        + b"\n"
+    )
     whole = path.read_bytes()
     assert status.main([str(run)], "status") == 0
     assert f"{name}:2 is not a record of {name}" in " ".join(capsys.readouterr().out.split())
     said = []
     RunFolder(run).begin(said.append)
-    assert len(said) == 1 and f"{name}:2 " in said[0] and "the run goes on without these lines" in said[0]
+    assert (
+        len(said) == 1
+        and f"{name}:2 " in said[0]
+        and "the run goes on without these lines" in said[0]
+    )
     (aside,) = run.glob(f"{name}.damaged-*")
     assert aside.read_bytes() == whole and len(path.read_bytes().splitlines()) == 1
     RunFolder(run).begin(said.append)
@@ -154,7 +187,9 @@ def test_lines_of_another_run_are_put_aside(folder, run, capsys):
         assert f"{name}:1 is of another run, {RunFolder(other).id}" in said
     assert "config.yaml is of another run" in said and "run.json can't be read" in said
     assert len(list(run.glob("*.damaged-*"))) == 3
-    assert json.loads((run / "run.json").read_text())["run"] == RunFolder(folder / "runs" / "half").id
+    assert (
+        json.loads((run / "run.json").read_text())["run"] == RunFolder(folder / "runs" / "half").id
+    )
 
 
 def test_checkpoints_that_are_gone_do_not_start_the_run_over(folder, run, capsys):
@@ -165,7 +200,9 @@ def test_checkpoints_that_are_gone_do_not_start_the_run_over(folder, run, capsys
     (run / "checkpoints").mkdir()  # a mount point, with nothing mounted
     assert "although step 6 was saved" in refused(folder, run, capsys)
     before = (run / "metrics.jsonl").read_bytes()
-    write_rollbacks(run, [STEP], RunFolder(run).id)  # of before: the run that starts over leaves nothing out
+    write_rollbacks(
+        run, [STEP], RunFolder(run).id
+    )  # of before: the run that starts over leaves nothing out
     said = goes_on(folder, run, capsys, "checkpoint.start_over=true")
     (kept,) = run.glob("before-*")
     assert f"The run starts over. What is left of it is kept in {kept}" in said
@@ -200,21 +237,34 @@ def test_records_that_are_others_are_told_and_torn_ones_put_aside(folder, run, c
     lines = path.read_text().splitlines(keepends=True)
     lines[2] = lines[2].replace('"step": 2', '"step": 2, "note": 1')
     path.write_text("".join(lines) + '{"step": 6}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:10 .*kind must be train, eval, end.*Delete that line"):
+    with pytest.raises(
+        ValueError, match=r"metrics.jsonl:10 .*kind must be train, eval, end.*Delete that line"
+    ):
         read_metrics(run)
     said = goes_on(folder, run, capsys)
     assert "are not those that were there when it was saved" in said
-    assert "metrics.jsonl:10 is not a record of metrics" in said and len(list(run.glob("metrics.jsonl.damaged-*"))) == 1
+    assert (
+        "metrics.jsonl:10 is not a record of metrics" in said
+        and len(list(run.glob("metrics.jsonl.damaged-*"))) == 1
+    )
 
 
 def test_an_evaluation_set_that_was_exchanged_begins_another_series(folder, run, capsys):
     (folder / "text").mkdir(exist_ok=True)
-    (folder / "text" / "a.txt").write_text("and that is the other one, as it was for his and they are on " * 9)
+    (folder / "text" / "a.txt").write_text(
+        "and that is the other one, as it was for his and they are on " * 9
+    )
     other = folder / "other-set"
     if not other.exists():
         assert prepare.main([str(other), "--text", f"{folder}/text/*.txt", "--workers", "1"]) == 0
-    said = goes_on(folder, run, capsys, f"eval.sets.heldout.path={other}", "checkpoint.keep_best=true")
-    assert "eval.sets.heldout was " in said and "they can't be compared" in said and "its best so far is forgotten" in said
+    said = goes_on(
+        folder, run, capsys, f"eval.sets.heldout.path={other}", "checkpoint.keep_best=true"
+    )
+    assert (
+        "eval.sets.heldout was " in said
+        and "they can't be compared" in said
+        and "its best so far is forgotten" in said
+    )
     evals = [record for record in read_metrics(run) if record["kind"] == "eval"]
     assert len({record["data"] for record in evals}) == 2 and evals[-1]["best_step"] == 9
 
@@ -223,7 +273,10 @@ def test_an_evaluation_set_that_was_exchanged_begins_another_series(folder, run,
     ("text", "problem"),
     [
         ("[" * 100_000, "deep"),
-        ('[{"step": 5, "kind": "a", "left_out": [1, 100000000000]}]', "must go up from 1 or more, over at most 1,000,000"),
+        (
+            '[{"step": 5, "kind": "a", "left_out": [1, 100000000000]}]',
+            "must go up from 1 or more, over at most 1,000,000",
+        ),
         ('[{"step": 5, "kind": "a", "left_out": [5, 1]}]', "must go up"),
         ('[{"step": 5, "kind": "a", "left_out": [1.5, 2]}]', "must be whole numbers"),
         ('[{"step": 5, "kind": "a", "left_out": "12"}]', "must be whole numbers"),
@@ -235,7 +288,11 @@ def test_an_evaluation_set_that_was_exchanged_begins_another_series(folder, run,
 def test_rollbacks_that_nobody_can_mean_are_refused(folder, run, capsys, text, problem):
     (run / "rollbacks.json").write_text(text)
     said = refused(folder, run, capsys)
-    assert "rollbacks.json is not a list of rollbacks" in said and problem in said and "Restore it, or remove it" in said
+    assert (
+        "rollbacks.json is not a list of rollbacks" in said
+        and problem in said
+        and "Restore it, or remove it" in said
+    )
 
 
 def test_a_config_of_another_run_is_not_generated_with(folder, run, capsys):
@@ -259,8 +316,12 @@ def test_a_run_of_the_version_before_goes_on(tmp_path):
     own = json.loads((run / "run.json").read_text())
     assert own["adopted"] == [3, 6] and own["saved"] == 9
     assert json.loads((run / "rollbacks.json").read_text()) == {"run": own["run"], "rollbacks": []}
-    assert [record["step"] for record in read_metrics(run) if record["kind"] == "train"] == list(range(1, 10))
+    assert [record["step"] for record in read_metrics(run) if record["kind"] == "train"] == list(
+        range(1, 10)
+    )
     assert list(saved_steps(run / "checkpoints")) == [6, 9] and RunFolder(run).id == own["run"]
     (run / "run.json").write_text(json.dumps(own | {"adopted": []}))
-    with pytest.raises(StorageError, match="00000006"):  # of that version too, and nobody knows where it is from
+    with pytest.raises(
+        StorageError, match="00000006"
+    ):  # of that version too, and nobody knows where it is from
         RunFolder(run)

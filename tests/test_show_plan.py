@@ -27,11 +27,21 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     for name, text in (("web", "a web page. "), ("code", "x = 1; ")):
         (folder / f"{name}.txt").write_text(text * 200)
-        assert prepare.main([str(folder / name), "--text", str(folder / f"{name}.txt"), "--workers", "1"]) == 0
+        assert (
+            prepare.main(
+                [str(folder / name), "--text", str(folder / f"{name}.txt"), "--workers", "1"]
+            )
+            == 0
+        )
     sources = {name: {"path": str(folder / name), "epochs": None} for name in ("web", "code")}
     data = {"sources": sources, "seq_length": 32, "batch_size": 4}
-    data["stages"] = [{"until": 10, "weights": {"web": 3, "code": 1}}, {"weights": {"code": 1}, "batch_size": 8}]
-    (folder / "run.yaml").write_text(json.dumps({"steps": 40, "data": data, "schedule": {"warmup_steps": 1}}))
+    data["stages"] = [
+        {"until": 10, "weights": {"web": 3, "code": 1}},
+        {"weights": {"code": 1}, "batch_size": 8},
+    ]
+    (folder / "run.yaml").write_text(
+        json.dumps({"steps": 40, "data": data, "schedule": {"warmup_steps": 1}})
+    )
     return folder / "run.yaml"
 
 
@@ -43,7 +53,9 @@ def test_prints_stretches_shares_epochs_and_a_timeline_without_a_device(config, 
     code += "finally: print(sys.modules['jax._src.xla_bridge'].backends_are_initialized(), file=sys.stderr)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr.split()[-1] == "False", result.stderr
-    assert result.stdout.startswith("plan: 40 steps, 8.96 k tokens (rows x length); ends because steps=40;")
+    assert result.stdout.startswith(
+        "plan: 40 steps, 8.96 k tokens (rows x length); ends because steps=40;"
+    )
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["0", "to", "10", "1.28k", "4", "x", "32", "25.0%", "0.227", "75.0%", "0.395"] in rows
     assert ["10", "to", "40", "7.68k", "8", "x", "32", "100.0%", "5.68", "-"] in rows
@@ -79,10 +91,15 @@ def test_the_timeline_begins_where_the_plan_does():
 
 def plan(*arguments):
     """Exit code and both streams of `maxtrain plan`, and whether a device was started."""
-    code = f"import sys; from maxtrain.cli import main; code = main(['plan', *{list(arguments)!r}])\n"
+    code = (
+        f"import sys; from maxtrain.cli import main; code = main(['plan', *{list(arguments)!r}])\n"
+    )
     code += "if 'jax' in sys.modules: assert not sys.modules['jax._src.xla_bridge'].backends_are_initialized()\n"
     result = subprocess.run(
-        [sys.executable, "-c", code + "sys.exit(code)"], capture_output=True, text=True, env=os.environ | {"COLUMNS": "100"}
+        [sys.executable, "-c", code + "sys.exit(code)"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": "100"},
     )
     assert "AssertionError" not in result.stderr
     return result.returncode, result.stdout, result.stderr
@@ -94,12 +111,20 @@ def test_a_step_shows_its_rows_documents_and_text_without_a_device(config):
     data = open_training(loaded.data, loaded.seed, loaded.steps)
     batch = data.batch(11)
     lines = said.splitlines()
-    assert code == 0 and lines[0] == "step 12 of 40: 8 rows of 32 tokens, 256 targets in 256 positions"
+    assert (
+        code == 0 and lines[0] == "step 12 of 40: 8 rows of 32 tokens, 256 targets in 256 positions"
+    )
     assert lines[1] == f"  batch {batch.digest}" and data.digest_at(11) == batch.digest
-    assert re.fullmatch(r"  code: 8 rows, 256 targets, of \S+/code; made by: .*prepare OUT --text \S+code.txt", lines[2])
+    assert re.fullmatch(
+        r"  code: 8 rows, 256 targets, of \S+/code; made by: .*prepare OUT --text \S+code.txt",
+        lines[2],
+    )
     text = data.tokenizer.decode(batch.arrays["targets"][0])
     row = data.rows_at(11).row[0]
-    assert lines[3] == f"row 0: code, epoch 0, row {row} of it, document 0; 32 of 32 tokens are targets"
+    assert (
+        lines[3]
+        == f"row 0: code, epoch 0, row {row} of it, document 0; 32 of 32 tokens are targets"
+    )
     assert lines[4] == "    " + text and "and 6 rows more; --rows 8 shows all" in lines
     commands = [line.split(": python ", 1)[1] for line in lines if line.startswith("A whole ")]
     programs = [[sys.executable, *shlex.split(command)] for command in commands]
@@ -115,13 +140,23 @@ def test_the_documents_of_a_row_are_those_whose_tokens_it_has(tmp_path, packing)
     for number in range(40):
         (folder / f"{number:02d}.txt").write_text(f"<{number:02d}> " * (1 + number % 5))
     assert prepare.main([str(tmp_path / "out"), "--text", f"{folder}/*.txt", "--workers", "1"]) == 0
-    settings = {"sources": {"a": SourceConfig(str(tmp_path / "out"))}, "seq_length": 48, "batch_size": 1}
+    settings = {
+        "sources": {"a": SourceConfig(str(tmp_path / "out"))},
+        "seq_length": 48,
+        "batch_size": 1,
+    }
     data = open_training(DataConfig(packing=packing, **settings), seed=3, steps="auto")
     shards = TokenShards.open(tmp_path / "out")
     numbers = np.arange(shards.num_documents)
     first, lengths = shards.documents(numbers)
-    assert shards.documents_at(first).tolist() == shards.documents_at(first + lengths - 1).tolist() == numbers.tolist()
-    texts = [data.tokenizer.decode(shards.read(*shards.document(number))) for number in numbers.tolist()]
+    assert (
+        shards.documents_at(first).tolist()
+        == shards.documents_at(first + lengths - 1).tolist()
+        == numbers.tolist()
+    )
+    texts = [
+        data.tokenizer.decode(shards.read(*shards.document(number))) for number in numbers.tolist()
+    ]
     seen = []
     for step in range(data.plan.num_steps):
         arrays = data.batch(step).arrays
@@ -137,9 +172,28 @@ def test_the_documents_of_a_row_are_those_whose_tokens_it_has(tmp_path, packing)
 @pytest.fixture(scope="module")
 def finished(config):
     """The folder of a run of twenty steps, that read something else from step 12 on."""
-    small = ["model.num_layers=1", "model.embed_dim=16", "model.mlp_dim=16", "model.num_heads=2", "model.num_kv_heads=2"]
-    quiet = ["observe.tensorboard=false", "observe.plot=false", "log_interval=5", "checkpoint_interval=6", "eval_interval=0"]
-    where = [f"config={config}", f"output_dir={config.parent / 'runs'}", "run_name=one", "data.stages=[]", *small, *quiet]
+    small = [
+        "model.num_layers=1",
+        "model.embed_dim=16",
+        "model.mlp_dim=16",
+        "model.num_heads=2",
+        "model.num_kv_heads=2",
+    ]
+    quiet = [
+        "observe.tensorboard=false",
+        "observe.plot=false",
+        "log_interval=5",
+        "checkpoint_interval=6",
+        "eval_interval=0",
+    ]
+    where = [
+        f"config={config}",
+        f"output_dir={config.parent / 'runs'}",
+        "run_name=one",
+        "data.stages=[]",
+        *small,
+        *quiet,
+    ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for more in (["steps=12"], ["steps=20", "data.batch_size=2", "data.accept_changes=true"]):
         command = [sys.executable, "-m", "maxtrain.cli", "train", *where, *more]
@@ -150,20 +204,31 @@ def finished(config):
 
 @pytest.mark.processes
 def test_steps_of_a_run_are_those_that_it_has_read(finished, tmp_path):
-    records = {record["step"]: record["batch"] for record in read_metrics(finished) if record["kind"] == "train"}
+    records = {
+        record["step"]: record["batch"]
+        for record in read_metrics(finished)
+        if record["kind"] == "train"
+    }
     moved = tmp_path / "elsewhere"
     shutil.copytree(finished, moved)
     for folder in (finished, moved):
         for step, rows in ((5, 4), (15, 2)):
             code, said, error = plan(str(folder), "--step", str(step))
-            assert code == 0 and said.startswith(f"step {step} of {12 if step < 12 else 20}: {rows} rows of 32"), error
+            assert code == 0 and said.startswith(
+                f"step {step} of {12 if step < 12 else 20}: {rows} rows of 32"
+            ), error
             assert f"  batch {records[step]}\n" in said
             assert said.endswith("Read by the run: its record of this step names the same batch.\n")
-    assert "as the batches on record of step 5 and step 10 show." in plan(str(finished), "--step", "7")[1]
+    assert (
+        "as the batches on record of step 5 and step 10 show."
+        in plan(str(finished), "--step", "7")[1]
+    )
     assert "as the batches on record of step 15 show." in plan(str(finished), "--step=13")[1]
     assert plan(str(moved))[1].startswith("plan: 20 steps")
     code, said, _ = plan(str(moved), "--step", "25", "steps=30")
-    assert code == 0 and said.startswith("step 25 of 30: 2 rows") and said.endswith("change before.\n")
+    assert (
+        code == 0 and said.startswith("step 25 of 30: 2 rows") and said.endswith("change before.\n")
+    )
     shutil.rmtree(moved / "checkpoints")
     code, said, error = plan(str(moved), "--step", "15")
     assert code == 65 and "do not give the batches that are on record" in error and not said
@@ -179,7 +244,11 @@ def test_steps_of_a_run_are_those_that_it_has_read(finished, tmp_path):
             64,
             "--step=99 is after the end of RUN, at step 40 because steps=40. Use a step from 1 to 40",
         ),
-        (["RUN", "--step", "0"], 64, "--step=0 must be the number of a step, counted from 1. Use for example --step 100."),
+        (
+            ["RUN", "--step", "0"],
+            64,
+            "--step=0 must be the number of a step, counted from 1. Use for example --step 100.",
+        ),
         (["RUN", "--step", "x"], 64, "--step=x must be"),
         (["RUN", "--step"], 64, "--step= must be"),
         (["RUN", "--step", "1", "--step=2"], 64, "--step is given twice. Keep one of them."),

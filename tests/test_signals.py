@@ -1,4 +1,5 @@
-"""Stopping: the first signal asks, the second one ends the process, and afterwards everything is as it was."""
+"""Stopping: the first signal asks, the second one ends the process, and afterwards everything is as
+it was."""
 
 import contextlib
 import itertools
@@ -36,18 +37,29 @@ def test_the_first_signal_asks_and_handlers_are_put_back(number):
     before = {n: signal.getsignal(n) for n in StopRequest.SIGNALS}
     with StopRequest() as stop:
         stop.save_first(str)
-        assert not stop.name and stop.agreed() == (False, False) and stop.agreed(save=True) == (False, True)
+        assert (
+            not stop.name
+            and stop.agreed() == (False, False)
+            and stop.agreed(save=True) == (False, True)
+        )
         os.kill(os.getpid(), number)
-        assert stop.name == number.name and stop.agreed() == (True, False), "alone, nobody else must be asked"
-    assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before and signal.set_wakeup_fd(-1) == -1
+        assert stop.name == number.name and stop.agreed() == (True, False), (
+            "alone, nobody else must be asked"
+        )
+    assert {n: signal.getsignal(n) for n in StopRequest.SIGNALS} == before and signal.set_wakeup_fd(
+        -1
+    ) == -1
 
 
 @pytest.mark.parametrize("ends_process", [False, True])
 def test_a_process_that_goes_on_after_the_run_is_left_alone(monkeypatch, ends_process):
-    """As one that calls `train.main` itself: it was ended later, when the time to save after the signal was over."""
+    """As one that calls `train.main` itself: it was ended later, when the time to save after the
+    signal was over."""
     ended = threading.Event()
     for_ever = threading.Event()
-    monkeypatch.setattr(StopRequest, "_end", staticmethod(lambda code, text: ended.set() or for_ever.wait()))
+    monkeypatch.setattr(
+        StopRequest, "_end", staticmethod(lambda code, text: ended.set() or for_ever.wait())
+    )
     with StopRequest(0.5, ends_process) as stop:
         stop.save_first(str)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -86,8 +98,12 @@ def test_in_another_thread_signals_are_left_alone():
     assert seen == [(before, False)] and signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("others, expected", [([False, False], False), ([False, True], True), ([True, True], True)])
-def test_processes_ask_each_other_every_few_seconds_as_process_0_says(monkeypatch, others, expected):
+@pytest.mark.parametrize(
+    "others, expected", [([False, False], False), ([False, True], True), ([True, True], True)]
+)
+def test_processes_ask_each_other_every_few_seconds_as_process_0_says(
+    monkeypatch, others, expected
+):
     now, asked = [100.0], []
 
     def gathered(values, size):
@@ -103,13 +119,17 @@ def test_processes_ask_each_other_every_few_seconds_as_process_0_says(monkeypatc
     for _ in range(9):
         now[0] += 1
         answers.append(stop.agreed())
-    assert asked == [101, 103, 108] and answers == [(bool(expected and now in (0, 2, 7)),) * 2 for now in range(9)]
+    assert asked == [101, 103, 108] and answers == [
+        (bool(expected and now in (0, 2, 7)),) * 2 for now in range(9)
+    ]
 
 
 def test_how_often_processes_ask_follows_how_long_that_takes(monkeypatch):
     now, said = [0.0], []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(signals, "gather", lambda values, size: said.append((now[0], values["calls"])) or [values])
+    monkeypatch.setattr(
+        signals, "gather", lambda values, size: said.append((now[0], values["calls"])) or [values]
+    )
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     stop = StopRequest()
     for seconds in [0.01] * 1500 + [10.0] * 400:
@@ -117,7 +137,11 @@ def test_how_often_processes_ask_follows_how_long_that_takes(monkeypatch):
         stop.agreed()
     gaps = [after - before for (before, _), (after, _) in itertools.pairwise(said)]
     quick = [gap for (start, _), gap in zip(said, gaps) if 1 < start + gap < 15]
-    assert all(gap == pytest.approx(3, abs=0.7) for gap in quick[1:]) and said[-1][1] == 1 and gaps[-1] == 10
+    assert (
+        all(gap == pytest.approx(3, abs=0.7) for gap in quick[1:])
+        and said[-1][1] == 1
+        and gaps[-1] == 10
+    )
 
 
 PROGRAM = """
@@ -137,8 +161,20 @@ PROGRAM = """
 @pytest.mark.parametrize(
     ("grace", "phase", "sent", "code", "said"),
     [
-        (300, "steps", [signal.SIGTERM, signal.SIGINT], 130, "SIGTERM, then SIGINT: ended at once. Run the same command"),
-        (0, "start", [signal.SIGINT], 75, "SIGINT: nothing is left to save. Run the same command again"),
+        (
+            300,
+            "steps",
+            [signal.SIGTERM, signal.SIGINT],
+            130,
+            "SIGTERM, then SIGINT: ended at once. Run the same command",
+        ),
+        (
+            0,
+            "start",
+            [signal.SIGINT],
+            75,
+            "SIGINT: nothing is left to save. Run the same command again",
+        ),
         (
             0.5,
             "steps",
@@ -165,25 +201,38 @@ def test_a_process_ends_even_if_python_does_not_get_to_it(grace, phase, sent, co
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", StopRequest.SIGNALS, ids=lambda n: n.name)
-@pytest.mark.parametrize("command", [["-m", "maxtrain.train"], ["-m", "maxtrain.cli", "train"]], ids=lambda words: words[1])
+@pytest.mark.parametrize(
+    "command",
+    [["-m", "maxtrain.train"], ["-m", "maxtrain.cli", "train"]],
+    ids=lambda words: words[1],
+)
 def test_while_it_is_imported_a_signal_ends_it_without_a_traceback(config, command, number):
     words = [sys.executable, "-X", "importtime", *command, f"config={config}"]
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr
-            assert any(line.split()[-1] == "jax.version" for line in process.stderr), "the first of jax's modules"
+            assert any(line.split()[-1] == "jax.version" for line in process.stderr), (
+                "the first of jax's modules"
+            )
             process.send_signal(number)
             lines = process.communicate(timeout=60)[1].splitlines()
         finally:
             process.kill()
     said = [line for line in lines if not line.startswith("import time:")]
-    assert (process.returncode, said) == (75, [f"{number.name}: nothing is left to save. Run the same command again."])
+    assert (process.returncode, said) == (
+        75,
+        [f"{number.name}: nothing is left to save. Run the same command again."],
+    )
 
 
 @pytest.mark.parametrize("stderr", ["closed", "full", "none"])
 def test_where_nobody_reads_stderr_a_signal_ends_it_before_it_has_begun(stderr):
-    program = "from data_pipeline.errors import end_at_signals\nend_at_signals(); import os, signal; "
-    program += ("os.close(2); " if stderr == "none" else "") + "\ntry: signal.raise_signal(15)\nexcept OSError: pass"
+    program = (
+        "from data_pipeline.errors import end_at_signals\nend_at_signals(); import os, signal; "
+    )
+    program += (
+        "os.close(2); " if stderr == "none" else ""
+    ) + "\ntry: signal.raise_signal(15)\nexcept OSError: pass"
     reader, writer = os.pipe()
     if stderr == "full":
         os.set_blocking(writer, False)
@@ -214,8 +263,18 @@ def config(tmp_path_factory):
     """9 steps of a tiny model, evaluated every 3 on two sets; no checkpoint but where it stops."""
     folder, rng = tmp_path_factory.mktemp("signals"), random.Random(0)
     for name in ("data", "a", "b"):
-        (folder / f"{name}.txt").write_text(" ".join(rng.choices(["the", "of", "and", "to", "in"], k=500)))
-        words = [str(folder / name), "--text", str(folder / f"{name}.txt"), "--workers", "1", "--tokenizer", "bytes"]
+        (folder / f"{name}.txt").write_text(
+            " ".join(rng.choices(["the", "of", "and", "to", "in"], k=500))
+        )
+        words = [
+            str(folder / name),
+            "--text",
+            str(folder / f"{name}.txt"),
+            "--workers",
+            "1",
+            "--tokenizer",
+            "bytes",
+        ]
         assert prepare.main(words) == 0
     values = {
         "output_dir": str(folder / "runs"),
@@ -224,13 +283,30 @@ def config(tmp_path_factory):
         "eval_interval": 3,
         "checkpoint_interval": 0,
         "checkpoint": {"grace_seconds": 0, "keep_best": True},
-        "model": {"num_layers": 1, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
-        "data": {"sources": {"text": {"path": str(folder / "data"), "epochs": None}}, "seq_length": 32, "batch_size": 8},
+        "model": {
+            "num_layers": 1,
+            "embed_dim": 16,
+            "mlp_dim": 32,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "max_length": 32,
+        },
+        "data": {
+            "sources": {"text": {"path": str(folder / "data"), "epochs": None}},
+            "seq_length": 32,
+            "batch_size": 8,
+        },
         "eval": {"sets": {name: {"path": str(folder / name)} for name in ("a", "b")}},
         "loss": {"by_source": True},
         "schedule": {"warmup_steps": 2},
         "precision": {"compute": "float32"},
-        "observe": {"progress": "off", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
+        "observe": {
+            "progress": "off",
+            "tensorboard": False,
+            "plot": False,
+            "peak_tflops": 1.0,
+            "compilation_cache": None,
+        },
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(values))
     return folder / "tiny.yaml"
@@ -246,7 +322,10 @@ def train(config, monkeypatch, run_name, faults):
 
 def numbers(folder):
     """What does not depend on the clock."""
-    return [{k: v for k, v in r.items() if "second" not in k and "mfu" not in k} for r in read_metrics(folder)]
+    return [
+        {k: v for k, v in r.items() if "second" not in k and "mfu" not in k}
+        for r in read_metrics(folder)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -258,7 +337,9 @@ def numbers(folder):
     ],
 )
 @pytest.mark.usefixtures("this_process")
-def test_stopped_anywhere_and_started_again_is_as_never_stopped(config, monkeypatch, capsys, fault, saved, left):
+def test_stopped_anywhere_and_started_again_is_as_never_stopped(
+    config, monkeypatch, capsys, fault, saved, left
+):
     undisturbed = config.parent / "runs" / "undisturbed"
     assert undisturbed.exists() or train(config, monkeypatch, "undisturbed", "")[0] == 0
     name = fault.replace(":", "-")
@@ -281,7 +362,12 @@ def test_taken_back_to_before_an_evaluation_it_is_on_record_once(config, monkeyp
     code, folder = train(config, monkeypatch, "back", "before_step:term:6")
     assert code == 75 and not [r for r in numbers(folder) if r["kind"] == "eval" and r["step"] == 6]
     look, found = Records.look, [Finding(8, "loss_limit", "skip", "step 8: as if", "Mend it")]
-    monkeypatch.setattr(Records, "look", lambda *given: look(*given) or (found.pop() if found else None))
+    monkeypatch.setattr(
+        Records, "look", lambda *given: look(*given) or (found.pop() if found else None)
+    )
     assert train(config, monkeypatch, "back", "")[0] == 0 and not found
-    assert [r["set"] for r in numbers(folder) if r["kind"] == "eval" and r["step"] == 6] == ["a", "b"]
+    assert [r["set"] for r in numbers(folder) if r["kind"] == "eval" and r["step"] == 6] == [
+        "a",
+        "b",
+    ]
     assert [r["step"] for r in saved_steps(folder / "checkpoints")[9][1]["rollbacks"]] == [8]

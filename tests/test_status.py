@@ -6,7 +6,14 @@ from maxtrain import status
 from maxtrain.observe.attempts import append_attempt
 from maxtrain.observe.launches import append_launch
 
-ATTEMPT = {"start": 0.0, "from_step": 0, "reached_step": 10, "saved_step": 4, "lost_seconds": 24.0, "attempt": 1}
+ATTEMPT = {
+    "start": 0.0,
+    "from_step": 0,
+    "reached_step": 10,
+    "saved_step": 4,
+    "lost_seconds": 24.0,
+    "attempt": 1,
+}
 
 
 def test_where_the_time_went_and_what_the_attempts_ended_with(tmp_path, capsys, monkeypatch):
@@ -19,17 +26,36 @@ def test_where_the_time_went_and_what_the_attempts_ended_with(tmp_path, capsys, 
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 10}\n')
     append_attempt(tmp_path, ATTEMPT | {"reason": "SIGKILL"})
     append_attempt(tmp_path, ATTEMPT | {"reason": "exit 0", "attempt": 2, "lost_seconds": 0.0})
-    made_by = {"versions": {"jax": "1"}, "devices": {"kind": "cpu", "count": 1}, "processes": 1, "determinism": "full"}
-    launch = {"time": "noon", "command": "a", "step": 0, "config": "steps: 10\nseed: 1\n", **made_by}
+    made_by = {
+        "versions": {"jax": "1"},
+        "devices": {"kind": "cpu", "count": 1},
+        "processes": 1,
+        "determinism": "full",
+    }
+    launch = {
+        "time": "noon",
+        "command": "a",
+        "step": 0,
+        "config": "steps: 10\nseed: 1\n",
+        **made_by,
+    }
     later = {"time": "one", "command": "b", "step": 4, "config": "steps: 12\nseed: 1\n", **made_by}
     for record in (launch, launch | {"step": 2}, later):
         append_launch(tmp_path, record)
     assert status.main([str(tmp_path)], "status") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "step 10 on record, step 0 saved" in said
-    assert "56.0 56.0% step: steps that count" in said and "24.0 24.0% lost: steps that were made again" in said
-    assert "10.0 10.0% down: between launches" in said and "goodput: 56.0% of 100.0 s in 2 launches" in said
-    assert said.count("changed at") == 1 and said.endswith("changed at step 4, one: config.steps 10 -> 12")
+    assert (
+        "56.0 56.0% step: steps that count" in said
+        and "24.0 24.0% lost: steps that were made again" in said
+    )
+    assert (
+        "10.0 10.0% down: between launches" in said
+        and "goodput: 56.0% of 100.0 s in 2 launches" in said
+    )
+    assert said.count("changed at") == 1 and said.endswith(
+        "changed at step 4, one: config.steps 10 -> 12"
+    )
     assert "0 10 4 24 SIGKILL" in said and "0 10 4 0 exit 0" in said
 
 
@@ -49,7 +75,9 @@ def test_without_a_run_those_there_are_are_listed(tmp_path, capsys, monkeypatch)
     ):
         folder = tmp_path / "runs" / name
         folder.mkdir(parents=True)
-        (folder / "clock.jsonl").write_text(json.dumps({"start": start, "first": 0, "step": 10, "seconds": {}}) + "\n")
+        (folder / "clock.jsonl").write_text(
+            json.dumps({"start": start, "first": 0, "step": 10, "seconds": {}}) + "\n"
+        )
         (folder / "metrics.jsonl").write_text(records)
     assert status.main([], "status") == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]

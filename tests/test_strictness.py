@@ -1,4 +1,5 @@
-"""The world of tests is as strict as conftest.py says, and the parts that tests rely on cannot be switched off unnoticed."""
+"""The world of tests is as strict as conftest.py says, and the parts that tests rely on cannot be
+switched off unnoticed."""
 
 import os
 import warnings
@@ -11,7 +12,9 @@ import pytest
 from maxtrain.ops.norm import rms_norm
 
 
-@pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="real devices are as many as there are")
+@pytest.mark.skipif(
+    os.environ["JAX_PLATFORMS"] != "cpu", reason="real devices are as many as there are"
+)
 def test_there_are_eight_devices():
     assert jax.device_count() == 8
 

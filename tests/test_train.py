@@ -1,7 +1,7 @@
 """The main job, end to end: to the end, stopped, killed, refused, and over two processes.
 
-All runs here train the same small model on the same small corpus. Runs inside this process share its eight devices; the
-others pretend to have as many, so that they must give the same bits.
+All runs here train the same small model on the same small corpus. Runs inside this process share
+its eight devices; the others pretend to have as many, so that they must give the same bits.
 """
 
 import fcntl
@@ -61,7 +61,14 @@ def train(config, run_name, *overrides):
 
 
 def command(config, run_name, *overrides):
-    return [sys.executable, "-m", "maxtrain.train", f"config={config}", f"run_name={run_name}", *overrides]
+    return [
+        sys.executable,
+        "-m",
+        "maxtrain.train",
+        f"config={config}",
+        f"run_name={run_name}",
+        *overrides,
+    ]
 
 
 def folder_of(config, run_name):
@@ -71,7 +78,11 @@ def folder_of(config, run_name):
 def numbers(folder, kind="train"):
     """The records that do not depend on the clock, floats as hex."""
     return [
-        {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if not re.search("second|mfu", k)}
+        {
+            k: v.hex() if isinstance(v, float) else v
+            for k, v in record.items()
+            if not re.search("second|mfu", k)
+        }
         for record in read_metrics(folder)
         if record["kind"] == kind
     ]
@@ -80,7 +91,9 @@ def numbers(folder, kind="train"):
 def final_state(folder):
     """Bits of every array of the newest checkpoint, and its record."""
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    saved = json.loads((folder / "checkpoints" / f"{checkpoints.latest():08d}" / "commit.json").read_text())["arrays"]
+    saved = json.loads(
+        (folder / "checkpoints" / f"{checkpoints.latest():08d}" / "commit.json").read_text()
+    )["arrays"]
     tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
     state, record = checkpoints.restore(tree)
     checkpoints.close()
@@ -98,19 +111,32 @@ def test_a_run_leaves_records_curves_checkpoints_and_its_config(config, finished
     records = [r for r in read_metrics(finished) if r["kind"] == "train"]
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     assert records[-1]["tokens_seen"] == sum(r["fill"] * 8 * 32 for r in records)
-    assert all(r["skipped"] == 0 and r["tokens_per_second"] > 0 and 0 < r["mfu_causal"] < r["mfu"] for r in records)
-    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG") and list(finished.glob("**/events.out.*"))
-    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["00000056", f"{STEPS:08d}"]
+    assert all(
+        r["skipped"] == 0 and r["tokens_per_second"] > 0 and 0 < r["mfu_causal"] < r["mfu"]
+        for r in records
+    )
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG") and list(
+        finished.glob("**/events.out.*")
+    )
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == [
+        "00000056",
+        f"{STEPS:08d}",
+    ]
     resolved = load_config([f"config={finished / 'config.yaml'}"])
     assert resolved.model.vocab_size == ByteTokenizer().vocab_size and resolved.steps == STEPS
     _, record = final_state(finished)
-    assert record["step"] == record["num_steps"] == STEPS and record["tokens_seen"] == records[-1]["tokens_seen"]
+    assert (
+        record["step"] == record["num_steps"] == STEPS
+        and record["tokens_seen"] == records[-1]["tokens_seen"]
+    )
 
 
 def test_evaluation_reads_every_held_out_token(config, finished):
     evals = [r for r in read_metrics(finished) if r["kind"] == "eval"]
     held_out = TokenShards.open(config.parent / "data" / "eval").num_tokens
-    assert [(r["step"], r["set"], r["tokens"]) for r in evals] == [(step, "heldout", held_out) for step in (20, 40, 60)]
+    assert [(r["step"], r["set"], r["tokens"]) for r in evals] == [
+        (step, "heldout", held_out) for step in (20, 40, 60)
+    ]
     assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
 
 
@@ -125,7 +151,13 @@ def test_sets_have_their_own_times_sizes_and_batches_and_the_best_is_kept(config
     ends = [f"eval.sets.end.path={data}", "eval.sets.end.interval=0"]
     assert train(config, "sets", *SHORT, *often, *ends, "checkpoint_interval=2") == 0
     evals = [r for r in read_metrics(folder_of(config, "sets")) if r["kind"] == "eval"]
-    assert {(r["step"], r["set"]) for r in evals} == {(2, "often"), (4, "often"), (6, "end"), (6, "heldout"), (6, "often")}
+    assert {(r["step"], r["set"]) for r in evals} == {
+        (2, "often"),
+        (4, "often"),
+        (6, "end"),
+        (6, "heldout"),
+        (6, "often"),
+    }
     part, whole = evals[0]["tokens"], next(r["tokens"] for r in evals if r["set"] == "end")
     assert part == min(16 * 32, whole) and whole == TokenShards.open(data).num_tokens
     mine = [r for r in evals if r["set"] == "often"]
@@ -133,7 +165,9 @@ def test_sets_have_their_own_times_sizes_and_batches_and_the_best_is_kept(config
     assert [r["best_step"] for r in mine] == [r["step"] for r in best]
     _, record = final_state(folder_of(config, "sets"))
     assert record["best"]["often"] == {"step": best[-1]["step"], "nll": best[-1]["nll"]}
-    with pytest.raises(ConfigError, match=r"eval\.sets\.often\.steps=0 would evaluate nothing\. Set it to -1"):
+    with pytest.raises(
+        ConfigError, match=r"eval\.sets\.often\.steps=0 would evaluate nothing\. Set it to -1"
+    ):
         train(config, "refused", "eval.sets.often.steps=0", *often[:1])
 
 
@@ -147,19 +181,26 @@ def test_a_finished_run_has_nothing_to_do(config, finished, capsys):
     before = {path: path.stat().st_mtime_ns for path in (finished / "checkpoints").rglob("*")}
     records = numbers(finished) + numbers(finished, "eval")
     assert train(config, "undisturbed") == 0
-    assert f"Nothing to do: {finished} has all {STEPS} steps." in " ".join(capsys.readouterr().out.split())
-    assert {path: path.stat().st_mtime_ns for path in (finished / "checkpoints").rglob("*")} == before
+    assert f"Nothing to do: {finished} has all {STEPS} steps." in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert {
+        path: path.stat().st_mtime_ns for path in (finished / "checkpoints").rglob("*")
+    } == before
     assert numbers(finished) + numbers(finished, "eval") == records
 
 
 class Running:
-    """A run in another process that can't get far unobserved: its output goes to a pipe that soon is full."""
+    """A run in another process that can't get far unobserved: its output goes to a pipe that soon
+    is full."""
 
     def __init__(self, *arguments):
         read, write = os.pipe()
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
-        self.process = subprocess.Popen(arguments, stdout=write, stderr=subprocess.STDOUT, cwd=REPOSITORY)
+        self.process = subprocess.Popen(
+            arguments, stdout=write, stderr=subprocess.STDOUT, cwd=REPOSITORY
+        )
         os.close(write)
         self.output, self.text = open(read, "rb", buffering=0), ""  # noqa: SIM115
 
@@ -187,7 +228,8 @@ class Running:
 
 @pytest.mark.processes
 def test_interrupted_and_killed_is_as_never_stopped(config, finished):
-    """SIGINT, then SIGKILL, each at some step, and the same command again: loss by loss, parameters, data, bit for bit."""
+    """SIGINT, then SIGKILL, each at some step, and the same command again: loss by loss,
+    parameters, data, bit for bit."""
     folder, again = folder_of(config, "disturbed"), command(config, "disturbed")
     with Running(*again) as run:
         run.until(f"step  5/{STEPS}")
@@ -195,7 +237,10 @@ def test_interrupted_and_killed_is_as_never_stopped(config, finished):
         assert run.end() == 75, run.text
     stopped = Checkpoints(folder / "checkpoints", CheckpointConfig()).latest()
     assert stopped is not None and 5 <= stopped < STEPS
-    assert f"SIGINT: stopped and saved at step {stopped:,} of {STEPS}. Run the same command again to go on." in run.text
+    assert (
+        f"SIGINT: stopped and saved at step {stopped:,} of {STEPS}. Run the same command again to go on."
+        in run.text
+    )
     assert [r["step"] for r in numbers(folder)] == list(range(1, stopped + 1))
 
     with Running(*again) as run:
@@ -208,22 +253,32 @@ def test_interrupted_and_killed_is_as_never_stopped(config, finished):
     with Running(*again) as run:
         assert run.end() == 0, run.text
     resumed = next(step for step in range(STEPS) if f"Goes on from step {step} in" in run.text)
-    assert stopped < resumed <= killed  # records of steps after the last checkpoint were dropped and written again
+    assert (
+        stopped < resumed <= killed
+    )  # records of steps after the last checkpoint were dropped and written again
 
     for kind in ("train", "eval"):
         assert numbers(folder, kind) == numbers(finished, kind)
     (state, record), (expected, other) = final_state(folder), final_state(finished)
     assert state == expected and len(state) > 30
     own = ("config", "run", "metrics")  # its settings, its id, its log with the clock
-    assert {k: v for k, v in record.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
+    assert {k: v for k, v in record.items() if k not in own} == {
+        k: v for k, v in other.items() if k not in own
+    }
 
 
 @pytest.mark.parametrize(
     "overrides, message",
     [
         (["seed=1"], "read before step 60 is not what this config says: seed was 0 and is 1"),
-        (["data.seq_length=16"], "read before step 60 is not what this config says: data.seq_length was 32 and is 16"),
-        (["model.mlp_dim=96"], r"params\.layers\.mlp\.up +float32\[2, 32, 64\] +float32\[2, 32, 96\]"),
+        (
+            ["data.seq_length=16"],
+            "read before step 60 is not what this config says: data.seq_length was 32 and is 16",
+        ),
+        (
+            ["model.mlp_dim=96"],
+            r"params\.layers\.mlp\.up +float32\[2, 32, 64\] +float32\[2, 32, 96\]",
+        ),
         (["model.tie_embeddings=true"], r"params\.head +float32\[32, 257\] +missing"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "-",
@@ -233,22 +288,35 @@ def test_going_on_with_something_else_is_refused(config, finished, capsys, overr
     assert train(config, "undisturbed", *overrides) == 78
     error = capsys.readouterr().err
     assert re.search(message, error) and "set run_name to a new name to start afresh" in error
-    assert ((finished / "config.yaml").read_bytes(), (finished / "metrics.jsonl").read_bytes()) == before
+    assert (
+        (finished / "config.yaml").read_bytes(),
+        (finished / "metrics.jsonl").read_bytes(),
+    ) == before
 
 
 def test_more_steps_go_on_where_fewer_ended(config, finished, capsys):
     shutil.copytree(finished, folder_of(config, "longer"))
     assert train(config, "longer", f"steps={STEPS + 4}", "eval_interval=0") == 0
-    assert f"The run was planned for {STEPS} steps and has {STEPS + 4} now" in capsys.readouterr().out
+    assert (
+        f"The run was planned for {STEPS} steps and has {STEPS + 4} now" in capsys.readouterr().out
+    )
     records = numbers(folder_of(config, "longer"))
-    assert records[:STEPS] == numbers(finished) and [r["step"] for r in records[STEPS:]] == [61, 62, 63, 64]
+    assert records[:STEPS] == numbers(finished) and [r["step"] for r in records[STEPS:]] == [
+        61,
+        62,
+        63,
+        64,
+    ]
 
 
 SHORT = ("steps=6", "eval_interval=0", "schedule.warmup_steps=1")
 
 
-def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(config, finished, capsys):
-    """Twice the rows a step from there on; killed after the next checkpoint, the same command gives the same run."""
+def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(
+    config, finished, capsys
+):
+    """Twice the rows a step from there on; killed after the next checkpoint, the same command gives
+    the same run."""
     change = [
         "data.accept_changes=true",
         "data.batch_size=16",
@@ -266,7 +334,9 @@ def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(c
         runs.append((numbers(folder)[STEPS:], final_state(folder)[0]))
         shutil.rmtree(folder / "checkpoints" / f"{STEPS + 6:08d}")
     assert runs[0] == runs[1] and len({record["batch"] for record in runs[0][0]}) == 6
-    assert train(config, "accepted", *change[1:], "seed=5") == 78, "another change is another question"
+    assert train(config, "accepted", *change[1:], "seed=5") == 78, (
+        "another change is another question"
+    )
     tokens = np.diff([record["tokens_seen"] for record in numbers(folder)])
     assert tokens[STEPS:].min() > 1.5 * tokens[: STEPS - 1].max()
 
@@ -277,11 +347,19 @@ def test_stages_may_change_the_shape_of_a_batch(config, capsys):
     records = [r for r in read_metrics(folder_of(config, "shapes")) if r["kind"] == "train"]
     tokens = [r["fill"] for r in records] * np.array([16 * 32] * 2 + [8 * 16] * 2 + [8 * 32] * 2)
     assert np.diff([0, *(r["tokens_seen"] for r in records)]).tolist() == tokens.tolist()
-    assert "from step 2 on 8 x 16, every source in a fresh pass; from step 4 on 8 x 32" in capsys.readouterr().out
+    assert (
+        "from step 2 on 8 x 16, every source in a fresh pass; from step 4 on 8 x 32"
+        in capsys.readouterr().out
+    )
 
 
 def test_numbers_that_are_not_finite_end_the_run_after_max_skipped(config, capsys):
-    assert train(config, "diverged", *SHORT[1:], "optimizer.learning_rate=1e15", "anomaly.max_skipped=3") == 70
+    assert (
+        train(
+            config, "diverged", *SHORT[1:], "optimizer.learning_rate=1e15", "anomaly.max_skipped=3"
+        )
+        == 70
+    )
     error = capsys.readouterr().err
     assert "4 steps in a row were not finite" in error and "Lower optimizer.learning_rate" in error
     records = read_metrics(folder_of(config, "diverged"))
@@ -290,7 +368,8 @@ def test_numbers_that_are_not_finite_end_the_run_after_max_skipped(config, capsy
 
 @pytest.fixture(scope="module")
 def without_targets(config):
-    """Overrides that make the batches of steps 3 and 4 of 6 have no target: documents of one token, ends not marked."""
+    """Overrides that make the batches of steps 3 and 4 of 6 have no target: documents of one token,
+    ends not marked."""
     folder, tokenizer = config.parent / "ones", ByteTokenizer()
     folder.mkdir()
     writer = ShardWriter(folder, "tokens-00000", tokenizer.vocab_size)
@@ -298,7 +377,9 @@ def without_targets(config):
     tokenizer.save(folder)
     described = Manifest.load(config.parent / "data" / "train").tokenizer
     Manifest(described, "uint16", "none", 600, (writer.close(),)).save(folder)
-    stages = "[{until: 2, weights: {text: 1}}, {until: 4, weights: {ones: 1}}, {weights: {text: 1}}]"
+    stages = (
+        "[{until: 2, weights: {text: 1}}, {until: 4, weights: {ones: 1}}, {weights: {text: 1}}]"
+    )
     return [*SHORT, f"data.sources.ones.path={folder}", f"data.stages={stages}"]
 
 
@@ -308,9 +389,16 @@ def test_a_batch_without_targets_is_an_error(config, without_targets, capsys):
     assert "or set data.zero_weight to stop or warn" in error
 
 
-def test_what_ends_a_run_that_is_asked_to_stop_is_written_down(config, without_targets, monkeypatch):
+def test_what_ends_a_run_that_is_asked_to_stop_is_written_down(
+    config, without_targets, monkeypatch
+):
     monkeypatch.setenv("MAXTRAIN_FAILPOINT", "data:term:4")
-    options = [*without_targets, "data.zero_weight=stop", "log_interval=100", "checkpoint_interval=0"]
+    options = [
+        *without_targets,
+        "data.zero_weight=stop",
+        "log_interval=100",
+        "checkpoint_interval=0",
+    ]
     assert train(config, "both", *options) == 75
     monkeypatch.delenv("MAXTRAIN_FAILPOINT")
     assert train(config, "both", *options) == 0
@@ -320,26 +408,56 @@ def test_what_ends_a_run_that_is_asked_to_stop_is_written_down(config, without_t
 def test_or_it_ends_the_run_in_good_order(config, without_targets, capsys):
     assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
     printed = capsys.readouterr().out
-    assert printed.count("the run stops here") == 3  # when it happens, in the summary, and in the last line
+    assert (
+        printed.count("the run stops here") == 3
+    )  # when it happens, in the summary, and in the last line
     early = "ENDED EARLY at step 3 of 6: step 3: the batch has 0 target tokens"
-    assert printed.splitlines()[-1].startswith(early) and "data.zero_weight=warn to go on" in printed.splitlines()[-1]
+    assert (
+        printed.splitlines()[-1].startswith(early)
+        and "data.zero_weight=warn to go on" in printed.splitlines()[-1]
+    )
     assert Checkpoints(folder_of(config, "stop") / "checkpoints", CheckpointConfig()).latest() == 3
     [record] = numbers(folder_of(config, "stop"), "end")
-    assert record["step"] == 3 and record["planned_steps"] == 6 and record["ending"].startswith("step 3: the batch has 0")
+    assert (
+        record["step"] == 3
+        and record["planned_steps"] == 6
+        and record["ending"].startswith("step 3: the batch has 0")
+    )
     records = read_metrics(folder_of(config, "stop"))
     assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
     again = capsys.readouterr().out
-    assert "stop ended early, and would again: step 3: the batch has 0 target" in " ".join(again.split())
-    assert again.splitlines()[-1] == printed.splitlines()[-1] and read_metrics(folder_of(config, "stop")) == records
+    assert "stop ended early, and would again: step 3: the batch has 0 target" in " ".join(
+        again.split()
+    )
+    assert (
+        again.splitlines()[-1] == printed.splitlines()[-1]
+        and read_metrics(folder_of(config, "stop")) == records
+    )
     assert train(config, "stop", *without_targets, "data.zero_weight=warn") == 0
-    assert "ENDED EARLY" not in (on := capsys.readouterr().out) and "batches of 2 steps (data.zero_weight)" in on
+    assert (
+        "ENDED EARLY" not in (on := capsys.readouterr().out)
+        and "batches of 2 steps (data.zero_weight)" in on
+    )
     assert [r["step"] for r in numbers(folder_of(config, "stop"))] == [1, 2, 3, 4, 5, 6]
 
 
 def test_or_it_is_told_and_changes_nothing(config, without_targets, capsys):
-    assert train(config, "warn", *without_targets, "data.zero_weight=warn", "checkpoint_interval=1", "checkpoint.keep=9") == 0
+    assert (
+        train(
+            config,
+            "warn",
+            *without_targets,
+            "data.zero_weight=warn",
+            "checkpoint_interval=1",
+            "checkpoint.keep=9",
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
-    assert "weights stay as they are (2 such steps)" in printed and "batches of 2 steps (data.zero_weight)" in printed
+    assert (
+        "weights stay as they are (2 such steps)" in printed
+        and "batches of 2 steps (data.zero_weight)" in printed
+    )
     assert [r["skipped"] for r in numbers(folder_of(config, "warn"))] == [0, 0, 1, 2, 2, 2]
 
 
@@ -350,15 +468,29 @@ def test_or_it_is_told_and_changes_nothing(config, without_targets, capsys):
         (["model.vocab_size=100"], 78, "Set model.vocab_size to 257 or more, or to null."),
         (["data.sources.text.path=nowhere"], 65, "data.sources.text.path"),
         (["data.batch_size=12"], 78, "Set data.batch_size to 8 or 16"),
-        (["eval.sets.heldout.path=DATA/train"], 78, "shards that data.sources.text trains on, such as tokens-00000.bin"),
-        (["data.stages=[{until: 9, batch_size: 12}, {}]"], 78, "Set data.stages[0].batch_size to 8 or 16"),
+        (
+            ["eval.sets.heldout.path=DATA/train"],
+            78,
+            "shards that data.sources.text trains on, such as tokens-00000.bin",
+        ),
+        (
+            ["data.stages=[{until: 9, batch_size: 12}, {}]"],
+            78,
+            "Set data.stages[0].batch_size to 8 or 16",
+        ),
         (["data.stages=[{seq_length: 99999}]"], 78, "Set data.stages[0].seq_length=32 or less"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "-",
 )
-def test_what_the_user_can_mend_is_a_message_and_an_exit_code(config, capsys, overrides, code, message):
+def test_what_the_user_can_mend_is_a_message_and_an_exit_code(
+    config, capsys, overrides, code, message
+):
     try:
-        result = train(config, "refused", *(text.replace("DATA", str(config.parent / "data")) for text in overrides))
+        result = train(
+            config,
+            "refused",
+            *(text.replace("DATA", str(config.parent / "data")) for text in overrides),
+        )
     except UserError as error:  # found while the config was read, where the command line does what `main` does later
         result, text = error.exit_code, str(error)
     else:
@@ -375,13 +507,19 @@ def free_port():
 
 @pytest.mark.processes
 def test_two_processes_are_as_one(config):
-    """Two processes of one device each, and one process with two: the same losses, and the files of one run."""
+    """Two processes of one device each, and one process with two: the same losses, and the files of
+    one run."""
     keys = [*SHORT[::2], "eval_interval=3", "mesh.data=1", "mesh.fsdp=2", "checkpoint_interval=3"]
-    job = [f"mesh.coordinator=localhost:{free_port()}", "mesh.num_processes=2", "mesh.simulated_devices=1"]
+    job = [
+        f"mesh.coordinator=localhost:{free_port()}",
+        "mesh.num_processes=2",
+        "mesh.simulated_devices=1",
+    ]
     commands = [command(config, "two", *keys, *job, f"mesh.process_id={i}") for i in range(2)]
     commands.append(command(config, "one", *keys, "mesh.simulated_devices=2"))
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    # Only process 0 of a job writes to the cache of compiled programs, so the other one always compiles: quickly, then.
+    # Only process 0 of a job writes to the cache of compiled programs, so the other one always
+    # compiles: quickly, then.
     quick = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     processes = [subprocess.Popen(c, cwd=REPOSITORY, env=quick, **pipes) for c in commands]
     try:
@@ -392,19 +530,34 @@ def test_two_processes_are_as_one(config):
     assert [process.returncode for process in processes] == [0, 0, 0], "\n".join(outputs)
     assert "loss" not in outputs[1]  # process 0 speaks
     two, one = (read_metrics(folder_of(config, name)) for name in ("two", "one"))
-    assert [(r["kind"], r["step"]) for r in two] == [(r["kind"], r["step"]) for r in one] and len(two) == 8
+    assert [(r["kind"], r["step"]) for r in two] == [(r["kind"], r["step"]) for r in one] and len(
+        two
+    ) == 8
     for name in ("loss", "grad_norm", "nll", "tokens_seen", "fill", "learning_rate"):
         ours, theirs = ([r[name] for r in records if name in r] for records in (two, one))
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, err_msg=name)
-    assert final_state(folder_of(config, "two"))[1]["data"] == final_state(folder_of(config, "one"))[1]["data"]
+    assert (
+        final_state(folder_of(config, "two"))[1]["data"]
+        == final_state(folder_of(config, "one"))[1]["data"]
+    )
 
 
 @pytest.mark.processes
 def test_processes_that_are_not_about_to_do_the_same_all_end_and_name_the_odd_one(config):
-    shutil.copytree(config.parent / "data", config.parent / "copy", dirs_exist_ok=True)  # where a host keeps its data is free
-    job = [f"mesh.coordinator=localhost:{free_port()}", "mesh.num_processes=2", "mesh.simulated_devices=1", "mesh.fsdp=2"]
+    shutil.copytree(
+        config.parent / "data", config.parent / "copy", dirs_exist_ok=True
+    )  # where a host keeps its data is free
+    job = [
+        f"mesh.coordinator=localhost:{free_port()}",
+        "mesh.num_processes=2",
+        "mesh.simulated_devices=1",
+        "mesh.fsdp=2",
+    ]
     odd = ["seed=7", f"data.sources.text.path={config.parent / 'copy' / 'train'}"]
-    commands = [command(config, "apart", *SHORT, "mesh.data=1", *job, f"mesh.process_id={i}", *(odd * i)) for i in range(2)]
+    commands = [
+        command(config, "apart", *SHORT, "mesh.data=1", *job, f"mesh.process_id={i}", *(odd * i))
+        for i in range(2)
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     processes = [subprocess.Popen(c, cwd=REPOSITORY, **pipes) for c in commands]
     try:
@@ -414,7 +567,10 @@ def test_processes_that_are_not_about_to_do_the_same_all_end_and_name_the_odd_on
             process.kill()
     assert [process.returncode for process in processes] == [65, 65], "\n".join(outputs)
     for output in outputs:
-        assert f"process 1 on {socket.gethostname()}: seed is 7, but 0 elsewhere" in output and "data is " in output
+        assert (
+            f"process 1 on {socket.gethostname()}: seed is 7, but 0 elsewhere" in output
+            and "data is " in output
+        )
         assert ".path is" not in output and "process 0 on" not in output
     assert not folder_of(config, "apart").exists()
 
@@ -424,7 +580,11 @@ def measured(program, *arguments):
     ending = "\nimport time; print(time.process_time(), *sorted({'jax', 'orbax', 'grain'} & set(sys.modules)), file=sys.stderr)"
     code = "import runpy, sys\n" + textwrap.dedent(program) + ending
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, *arguments],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     seconds, *modules = result.stderr.splitlines()[-1].split()
     return result.stdout, float(seconds), modules
@@ -458,7 +618,10 @@ def test_importing_the_job_is_fast_and_touches_no_device():
 
 @pytest.mark.parametrize(
     "error, code, message",
-    [(OSError(28, "No space left on device"), 74, "No space left on device"), (RuntimeError("a bug"), 70, "in run\n")],
+    [
+        (OSError(28, "No space left on device"), 74, "No space left on device"),
+        (RuntimeError("a bug"), 70, "in run\n"),
+    ],
     ids=["storage", "internal"],
 )
 def test_only_errors_of_our_own_show_a_traceback(config, monkeypatch, capsys, error, code, message):
@@ -473,7 +636,20 @@ def test_only_errors_of_our_own_show_a_traceback(config, monkeypatch, capsys, er
 
 def test_sets_of_another_tokenizer_are_refused(config, capsys):
     other = config.parent / "characters"
-    assert prepare.main([str(other), "--text", f"{config.parent}/1*.txt", "--tokenizer", "chars", "--workers", "1"]) == 0
+    assert (
+        prepare.main(
+            [
+                str(other),
+                "--text",
+                f"{config.parent}/1*.txt",
+                "--tokenizer",
+                "chars",
+                "--workers",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert train(config, "refused", f"eval.sets.other.path={other}") == 78
     error = capsys.readouterr().err
     assert (

@@ -1,4 +1,5 @@
-"""The main job and its data: what the guard remembers, rows of evaluation, and how long a step waits for its batch."""
+"""The main job and its data: what the guard remembers, rows of evaluation, and how long a step
+waits for its batch."""
 
 from pathlib import Path
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.usefixtures("this_process")
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory, tiny_run) -> Path:
-    """A config file beside its data: text, and `ones`, of documents of one token, which are no targets."""
+    """A config file beside its data: text, and `ones`, of documents of one token, which are no
+    targets."""
     folder = tmp_path_factory.mktemp("train-data")
     tiny = tiny_run(
         folder,
@@ -45,7 +47,8 @@ def train(config, run_name, *overrides):
 
 
 def test_a_run_that_the_guard_has_ended_ends_there_again_with_the_same_words(config, capsys):
-    """Little fill over four steps, found one step after the last checkpoint, by what was before it; and the same tokens."""
+    """Little fill over four steps, found one step after the last checkpoint, by what was before it;
+    and the same tokens."""
     ones = [f"data.sources.ones.path={config.parent / 'ones'}", "data.sources.ones.epochs=null"]
     stages = "data.stages=[{until: 4, weights: {text: 1}}, {weights: {ones: 1, text: 1}}]"
     keys = [*ones, stages, "data.min_fill=0.7", "data.fill_patience=4", "checkpoint_interval=6"]
@@ -53,14 +56,27 @@ def test_a_run_that_the_guard_has_ended_ends_there_again_with_the_same_words(con
     for _ in range(3):
         code, records = train(config, "filled", *keys)
         said.append((code, capsys.readouterr().err, [r["step"] for r in records]))
-    assert said[0] == said[1] == said[2] and said[0][0] == 65 and "of 4 batches are targets (data.min_fill=0.7)" in said[0][1]
+    assert (
+        said[0] == said[1] == said[2]
+        and said[0][0] == 65
+        and "of 4 batches are targets (data.min_fill=0.7)" in said[0][1]
+    )
     assert said[0][2] == [1, 2, 3, 4, 5, 6], "it stops at step 7, of which steps 5 to 7 have little"
 
 
 def test_evaluation_may_have_rows_of_another_length(config):
-    ours, theirs = (train(config, f"rows-{n}", f"eval.seq_length={n}", "steps=2")[1][-1] for n in ("64", "null"))
-    assert ours["kind"] == "eval" and ours["tokens"] == theirs["tokens"] and ours["nll"] != theirs["nll"]
-    with pytest.raises(ConfigError, match=r"eval\.seq_length=65 must be at most model\.max_length=64\. Set eval\.seq"):
+    ours, theirs = (
+        train(config, f"rows-{n}", f"eval.seq_length={n}", "steps=2")[1][-1] for n in ("64", "null")
+    )
+    assert (
+        ours["kind"] == "eval"
+        and ours["tokens"] == theirs["tokens"]
+        and ours["nll"] != theirs["nll"]
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"eval\.seq_length=65 must be at most model\.max_length=64\. Set eval\.seq",
+    ):
         load_config([f"config={config}", "eval.seq_length=65"])
 
 
@@ -71,7 +87,11 @@ def test_records_say_how_long_a_step_waited_for_its_batch(config):
 
 
 def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config, monkeypatch):
-    ones = [f"data.sources.ones.path={config.parent / 'ones'}", "data.sources.ones.epochs=null", "data.zero_weight=stop"]
+    ones = [
+        f"data.sources.ones.path={config.parent / 'ones'}",
+        "data.sources.ones.epochs=null",
+        "data.zero_weight=stop",
+    ]
     stages, save = "data.stages=[{until: 3, weights: {text: 1}}, {weights: {ones: 1}}]", Loop.save
 
     def interrupted(loop, state):
@@ -90,10 +110,20 @@ def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config
 def test_the_character_model_of_the_readme(tmp_path, monkeypatch, capsys):
     """With other text, and four steps."""
     monkeypatch.chdir(tmp_path)
-    Path("input.txt").write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100)
-    words = "data/shakespeare_char --text input.txt --tokenizer chars --holdout 0.1 --holdout-by tail"
+    Path("input.txt").write_text(
+        "First Citizen:\nBefore we proceed any further, hear me speak.\n\n" * 100
+    )
+    words = (
+        "data/shakespeare_char --text input.txt --tokenizer chars --holdout 0.1 --holdout-by tail"
+    )
     assert prepare.main(words.split()) == 0
-    short = ["steps=4", "schedule.warmup_steps=1", "eval_interval=0", "observe.plot=false", "data.batch_size=8"]
+    short = [
+        "steps=4",
+        "schedule.warmup_steps=1",
+        "eval_interval=0",
+        "observe.plot=false",
+        "data.batch_size=8",
+    ]
     assert main(load_config(["config=shakespeare_char", *short])) == 0
     assert "4 steps" in capsys.readouterr().out
 
@@ -122,18 +152,30 @@ def test_a_changed_setting_is_named_with_both_values(config, capsys):
     ):
         assert train(config, "changed", "steps=6", "checkpoint_interval=0", *changes)[0] == 78
         said = capsys.readouterr().err
-        assert f"what this run has read before step 4 is not what this config says: {words}" in said, said
-        assert "Set that back to go on as before" in said and "set run_name to a new name to start afresh" in said
-        assert "data.accept_changes=true: what was read stays as it is, and the run goes on from step 4 in the order" in said
+        assert (
+            f"what this run has read before step 4 is not what this config says: {words}" in said
+        ), said
+        assert (
+            "Set that back to go on as before" in said
+            and "set run_name to a new name to start afresh" in said
+        )
+        assert (
+            "data.accept_changes=true: what was read stays as it is, and the run goes on from step 4 in the order"
+            in said
+        )
     accepted = ["data.batch_size=16", "data.accept_changes=true"]
     assert train(config, "changed", "steps=6", "checkpoint_interval=0", *accepted)[0] == 0
 
 
 def test_data_and_initial_weights_may_have_seeds_of_their_own(config):
-    """And the root's seed is theirs where they have none: the same bits as when there was only that one."""
+    """And the root's seed is theirs where they have none: the same bits as when there was only that
+    one."""
     keys = ["steps=2", "checkpoint_interval=0"]
     runs = {
-        name: [(record["batch"], record["params_hash"]) for record in train(config, f"seeds-{name}", *keys, *seeds)[1][:2]]
+        name: [
+            (record["batch"], record["params_hash"])
+            for record in train(config, f"seeds-{name}", *keys, *seeds)[1][:2]
+        ]
         for name, seeds in {
             "root": ["seed=5"],
             "both": ["data.seed=5", "init.seed=5"],

@@ -1,4 +1,5 @@
-"""Random configs train, save, go on and come to the same numbers, or are refused. More: benchmarks/fuzz_configs.py."""
+"""Random configs train, save, go on and come to the same numbers, or are refused. More:
+benchmarks/fuzz_configs.py."""
 
 import random
 import re
@@ -36,22 +37,44 @@ def test_every_key_is_drawn_or_named_as_not():
     assert len(drawn) > 100
     for key in all_keys():
         path = key.path.replace(".NAME", "").partition("[")[0]
-        left_out = fuzz_configs.NOT_DRAWN.fullmatch(key.path) or path.endswith("data.sources") or path.endswith("eval.sets")
+        left_out = (
+            fuzz_configs.NOT_DRAWN.fullmatch(key.path)
+            or path.endswith("data.sources")
+            or path.endswith("eval.sets")
+        )
         assert left_out or path in drawn or path.rpartition(".")[0] in drawn, key.path
 
 
 def test_what_is_drawn_is_mostly_accepted_once_the_refused_is_out(scene):
     words = scene.words("x")[:1]
-    kept = [fuzz_configs.accepted(words, fuzz_configs.draw(random.Random(i), scene.folder))[0] for i in range(60)]
+    kept = [
+        fuzz_configs.accepted(words, fuzz_configs.draw(random.Random(i), scene.folder))[0]
+        for i in range(60)
+    ]
     assert sum(overrides is not None for overrides in kept) > 50
 
 
 def test_a_find_is_told(scene):
     """A traceback, an end by a signal, and a resumed run with other numbers."""
     words = scene.words("x")[:1]
-    assert "a traceback" in fuzz_configs.trial(words, scene.runs, "x", [], lambda _: (70, "Traceback\nKeyError: 3")).words
+    assert (
+        "a traceback"
+        in fuzz_configs.trial(
+            words, scene.runs, "x", [], lambda _: (70, "Traceback\nKeyError: 3")
+        ).words
+    )
     assert fuzz_configs.trial(words, scene.runs, "x", [], lambda _: (-6, "")).kind == "found"
-    assert fuzz_configs.trial(words, scene.runs, "x", [], lambda _: (78, "error: bad.")).kind == "found"
-    assert fuzz_configs.trial(words, scene.runs, "x", [], lambda _: (70, "error: bad. Set a=3.")).kind == "ended"
-    refused = fuzz_configs.trial(words, scene.runs, "x", ["mesh.data=0"], lambda _: (78, "error: bad. Set a=3."))
-    assert refused.kind == "refused" and refused.refusals == 1 and re.search(r"Set a=3", refused.words)
+    assert (
+        fuzz_configs.trial(words, scene.runs, "x", [], lambda _: (78, "error: bad.")).kind
+        == "found"
+    )
+    assert (
+        fuzz_configs.trial(words, scene.runs, "x", [], lambda _: (70, "error: bad. Set a=3.")).kind
+        == "ended"
+    )
+    refused = fuzz_configs.trial(
+        words, scene.runs, "x", ["mesh.data=0"], lambda _: (78, "error: bad. Set a=3.")
+    )
+    assert (
+        refused.kind == "refused" and refused.refusals == 1 and re.search(r"Set a=3", refused.words)
+    )

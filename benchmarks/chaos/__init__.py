@@ -1,1 +1,2 @@
-"""Faults on purpose against real runs, and what they leave behind; `python -m benchmarks.chaos --help`."""
+"""Faults on purpose against real runs, and what they leave behind; `python -m benchmarks.chaos
+--help`."""

@@ -1,8 +1,10 @@
 """Faults on purpose against real runs, counted.
 
-    python -m benchmarks.chaos --kills 500 --seed 1     SIGKILL at random instants and places (the same as: kills --trials 500)
+    python -m benchmarks.chaos --kills 500 --seed 1     SIGKILL at random instants and places (the
+    same as: kills --trials 500)
 
-The draws follow from the seed; what they hit depends on the machine's timing, so a failure's run is kept below `failed`.
+The draws follow from the seed; what they hit depends on the machine's timing, so a failure's run is
+kept below `failed`.
 """
 
 import argparse
@@ -29,7 +31,16 @@ from benchmarks.chaos.terms import terms
 
 Job = Callable[[Path, Tally, argparse.Namespace], None]  # a folder, what to count, the options
 
-DOSE = {"kills": 3, "rollbacks": 2, "meshes": 1, "meaning": 4, "terms": 4, "disk": 2, "checkpoints": 22, "shards": 22}
+DOSE = {
+    "kills": 3,
+    "rollbacks": 2,
+    "meshes": 1,
+    "meaning": 4,
+    "terms": 4,
+    "disk": 2,
+    "checkpoints": 22,
+    "shards": 22,
+}
 
 
 def dose(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
@@ -48,7 +59,11 @@ FAULTS: dict[str, tuple[Job, int, str]] = {
     "hangs": (hangs, 50, "one of four processes stopped"),
     "rollbacks": (rollbacks, 100, "SIGKILL around rollbacks"),
     "meshes": (meshes, 30, "gone on with another mesh, accumulation or number of processes"),
-    "meaning": (meaning, 300, "whole bytes of a wrong meaning: worthless weights, files of another run, or gone"),
+    "meaning": (
+        meaning,
+        300,
+        "whole bytes of a wrong meaning: worthless weights, files of another run, or gone",
+    ),
     "disk": (disk, 20, "a full disk"),
     "checkpoints": (flips_of_checkpoints, 1000, "damaged checkpoints"),
     "shards": (flips_of_shards, 1000, "damaged data shards"),
@@ -71,8 +86,15 @@ def main(argv: list[str]) -> int:
     job(folder, tally, asked)
     print(f"\n{tally.text()}\n\n{time.monotonic() - began:,.0f} s")
     if asked.write:
-        at = argv.index("--directory") if "--directory" in argv else len(argv)  # a place on this machine says nothing
-        write(about, tally.text(), shlex.join(["python", "-m", "benchmarks.chaos", *argv[:at], *argv[at + 2 :]]), load)
+        at = (
+            argv.index("--directory") if "--directory" in argv else len(argv)
+        )  # a place on this machine says nothing
+        write(
+            about,
+            tally.text(),
+            shlex.join(["python", "-m", "benchmarks.chaos", *argv[:at], *argv[at + 2 :]]),
+            load,
+        )
     if tally.failures:
         print(f"what failed is kept in {folder}", file=sys.stderr)
     elif asked.directory is None:
@@ -82,19 +104,49 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.chaos",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     faults = parser.add_subparsers(dest="fault", required=True, metavar="FAULT")
     for name, (_, trials, about) in FAULTS.items():
         sub = faults.add_parser(name, help=about, description=about)
-        sub.add_argument("--trials", "--kills", type=int, default=trials, metavar="N", help="default: %(default)s")
+        sub.add_argument(
+            "--trials",
+            "--kills",
+            type=int,
+            default=trials,
+            metavar="N",
+            help="default: %(default)s",
+        )
         sub.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
-        sub.add_argument("--minutes", type=float, default=float("inf"), help="end after so long, with fewer trials")
-        sub.add_argument("--commands", type=float, default=0.05, help="share of attempts that are no forks (%(default)s)")
+        sub.add_argument(
+            "--minutes",
+            type=float,
+            default=float("inf"),
+            help="end after so long, with fewer trials",
+        )
+        sub.add_argument(
+            "--commands",
+            type=float,
+            default=0.05,
+            help="share of attempts that are no forks (%(default)s)",
+        )
         if name == "goodput":
-            sub.add_argument("--mtbf", type=float, default=60, help="mean seconds between failures (default: %(default)s)")
-        sub.add_argument("--directory", type=Path, help="where to work, kept afterwards (default: a temporary one)")
-        sub.add_argument("--write", action="store_true", help="write its section of results/reliability.md")
+            sub.add_argument(
+                "--mtbf",
+                type=float,
+                default=60,
+                help="mean seconds between failures (default: %(default)s)",
+            )
+        sub.add_argument(
+            "--directory",
+            type=Path,
+            help="where to work, kept afterwards (default: a temporary one)",
+        )
+        sub.add_argument(
+            "--write", action="store_true", help="write its section of results/reliability.md"
+        )
     return parser.parse_args(argv)
 
 

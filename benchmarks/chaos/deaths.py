@@ -1,7 +1,9 @@
-"""One of four processes killed, or stopped, at a random instant: the job ends, is started again, and comes to the same numbers.
+"""One of four processes killed, or stopped, at a random instant: the job ends, is started again,
+and comes to the same numbers.
 
-Jobs are those of `maxtrain supervise --processes 4`: its own supervisor, whose processes are forks as in victim.py. A death is
-noticed when the supervisor has ended the attempt; a hang when the watchdogs of the others have, and it has ended what is left.
+Jobs are those of `maxtrain supervise --processes 4`: its own supervisor, whose processes are forks
+as in victim.py. A death is noticed when the supervisor has ended the attempt; a hang when the
+watchdogs of the others have, and it has ended what is left.
 """
 
 import argparse
@@ -15,14 +17,32 @@ import time
 from pathlib import Path
 
 from benchmarks.chaos.report import Tally, quantile
-from benchmarks.chaos.victim import PATIENCE, Forked, Left, Progress, Scene, put_away, train_forked, wait_for
+from benchmarks.chaos.victim import (
+    PATIENCE,
+    Forked,
+    Left,
+    Progress,
+    Scene,
+    put_away,
+    train_forked,
+    wait_for,
+)
 from data_pipeline.errors import run_command
 from maxtrain import supervise
 from maxtrain.config import load_config
 from maxtrain.observe.attempts import read_attempts
 
 PROCESSES = 4
-OPTIONS = ["--processes", str(PROCESSES), "--backoff", "0", "--crash-loop", "1000", "--max-restarts", "1000"]
+OPTIONS = [
+    "--processes",
+    str(PROCESSES),
+    "--backoff",
+    "0",
+    "--crash-loop",
+    "1000",
+    "--max-restarts",
+    "1000",
+]
 STALL = 20.0  # seconds
 CHANGES = {
     "steps": 60,
@@ -45,7 +65,9 @@ class Forking(supervise.Supervisor):
     def _start(self, extra: dict[str, str]) -> Forked:  # pyright: ignore  # as much of Popen as is used
         words = self._words
         # Each process compiles all by itself, so quickly.
-        environment = self._scene.environment | extra | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        environment = (
+            self._scene.environment | extra | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        )
         child = Forked(lambda: train_forked(words), self._scene.log(self._name), environment)
         with open(members(self._scene, self._name), "a") as file:
             print(json.dumps([int(extra["MAXTRAIN_ATTEMPT"]), child.pid]), file=file)
@@ -99,9 +121,17 @@ def _disturb(folder: Path, tally: Tally, rng: random.Random, number: int) -> Non
             problems += Left(scene.runs / name).unlike(reference, whole=False)
             seconds.append(took)
             of_rank[rank] += 1
-            tally.count(f"{name}, process {rank}: {'; '.join(problems)}" if problems else "", f"process {rank}, {took:.1f} s")
+            tally.count(
+                f"{name}, process {rank}: {'; '.join(problems)}" if problems else "",
+                f"process {rank}, {took:.1f} s",
+            )
         code = job.wait(2 * PATIENCE) if not problems else 0
-        end = [] if problems else Left(scene.runs / name).unlike(reference, whole=True) + ([f"{code}"] if code else [])
+        end = (
+            []
+            if problems
+            else Left(scene.runs / name).unlike(reference, whole=True)
+            + ([f"{code}"] if code else [])
+        )
         if end:
             tally.fail(f"{name}, its end: {'; '.join(end)}")
         job.send_signal(signal.SIGTERM)
@@ -109,7 +139,11 @@ def _disturb(folder: Path, tally: Tally, rng: random.Random, number: int) -> Non
             tally.tell(f"kept in {put_away(scene, name)}")
         shutil.rmtree(scene.runs / name, ignore_errors=True)
         runs += 1
-    what = "one of four processes killed" if number == signal.SIGKILL else "one of four processes stopped (SIGSTOP)"
+    what = (
+        "one of four processes killed"
+        if number == signal.SIGKILL
+        else "one of four processes stopped (SIGSTOP)"
+    )
     tally.rows = [(what, tally.trials, len(tally.failures))]
     if seconds:
         who = ", ".join(f"process {rank} {count}" for rank, count in enumerate(of_rank))
@@ -120,8 +154,11 @@ def _disturb(folder: Path, tally: Tally, rng: random.Random, number: int) -> Non
         )
 
 
-def _strike(scene: Scene, name: str, job: Forked, rank: int, number: int, rng: random.Random) -> tuple[float, list[str]] | None:
-    """Strikes one process up to two checkpoints after the last: seconds until the attempt was over, and what is wrong.
+def _strike(
+    scene: Scene, name: str, job: Forked, rank: int, number: int, rng: random.Random
+) -> tuple[float, list[str]] | None:
+    """Strikes one process up to two checkpoints after the last: seconds until the attempt was over,
+    and what is wrong.
 
     None: the job came to its end first.
     """
@@ -131,7 +168,11 @@ def _strike(scene: Scene, name: str, job: Forked, rank: int, number: int, rng: r
     wait_for(progress.has_made_a_step, job, 2 * PATIENCE)
     wait_for(lambda: False, job, rng.uniform(0, 0.3))
     if job.poll() is not None or len(read_attempts(run)) > done:
-        return None if job.poll() is not None else (0.0, [f"ended by itself: {read_attempts(run)[-1]['reason']}"])
+        return (
+            None
+            if job.poll() is not None
+            else (0.0, [f"ended by itself: {read_attempts(run)[-1]['reason']}"])
+        )
     lines = [json.loads(line) for line in members(scene, name).read_text().splitlines()]
     attempt = max(number for number, _ in lines)
     pid = [pid for number, pid in lines if number == attempt][rank]
@@ -145,7 +186,9 @@ def _strike(scene: Scene, name: str, job: Forked, rank: int, number: int, rng: r
     if last.get("code") == 0:
         return None  # it had ended before it was struck
     problems = [] if over else ["the job did not end"]
-    expected = ("SIGKILL", "exit 75", "SIGABRT") if number == signal.SIGKILL else ("exit 75", "SIGABRT")
+    expected = (
+        ("SIGKILL", "exit 75", "SIGABRT") if number == signal.SIGKILL else ("exit 75", "SIGABRT")
+    )
     if over and last["reason"] not in expected:
         problems.append(f"ended with {last['reason']}")
     return last.get("end", time.time()) - began, problems

@@ -1,10 +1,11 @@
 """Damage to checkpoints and data shards: noticed before it is used, and never imagined.
 
-One file at a time of a whole copy: a bit flipped, truncated or removed; or all of a step's directory emptied. A checkpoint is
-then opened as a run does it: what is damaged is put aside, until one is whole, which must be the step before, array by array
-what was saved. Data is read to its end, and each batch handed out must be that of the whole data. Every eleventh time there is
-no damage. A share of both goes through whole runs, which must end with the reference's numbers, or with exit 65 and the name of
-the file.
+One file at a time of a whole copy: a bit flipped, truncated or removed; or all of a step's
+directory emptied. A checkpoint is then opened as a run does it: what is damaged is put aside, until
+one is whole, which must be the step before, array by array what was saved. Data is read to its end,
+and each batch handed out must be that of the whole data. Every eleventh time there is no damage. A
+share of both goes through whole runs, which must end with the reference's numbers, or with exit 65
+and the name of the file.
 """
 
 import argparse
@@ -41,13 +42,20 @@ def damage(folder: Path, rng: random.Random, kinds: dict[str, int]) -> tuple[str
         folder.mkdir()
         return kind, folder.name
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1)
-    # Half of the time any file, half of the time any byte: else small files are hardly ever hit, or large ones.
-    path = rng.choice(files) if rng.random() < 0.5 else rng.choices(files, [path.stat().st_size for path in files])[0]
+    # Half of the time any file, half of the time any byte: else small files are hardly ever hit, or
+    # large ones.
+    path = (
+        rng.choice(files)
+        if rng.random() < 0.5
+        else rng.choices(files, [path.stat().st_size for path in files])[0]
+    )
     content = bytearray(path.read_bytes())
     at = rng.randrange(len(content) - 1)
     if kind == "flipped bit":
         content[at] ^= 1 << rng.randrange(8)
-    path.unlink() if kind == "removed" else path.write_bytes(content[:at] if kind == "truncated" else content)
+    path.unlink() if kind == "removed" else path.write_bytes(
+        content[:at] if kind == "truncated" else content
+    )
     return kind, path.relative_to(folder).as_posix()
 
 
@@ -57,7 +65,9 @@ def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) 
     reference, kinds = scene.reference(), {**KINDS, "emptied": 1}
     sound = reference.run / "checkpoints"
     table, alarms = collections.Counter[str](), 0
-    for said in apart(lambda: _restores(sound, folder / "copy", random.Random(asked.seed), kinds, tally.wanted)):
+    for said in apart(
+        lambda: _restores(sound, folder / "copy", random.Random(asked.seed), kinds, tally.wanted)
+    ):
         if said["kind"] == "none":
             alarms += 1
             tally.fail(said["problem"]) if said["problem"] else None
@@ -71,7 +81,10 @@ def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) 
         name = f"{tally.name}-{number}"
         shutil.copytree(reference.run, scene.runs / name)
         what = damage(scene.runs / name / "checkpoints" / sound_name(reference.newest), rng, kinds)
-        code, left = end(scene.start(name, command=rng.random() < asked.commands)), Left(scene.runs / name)
+        code, left = (
+            end(scene.start(name, command=rng.random() < asked.commands)),
+            Left(scene.runs / name),
+        )
         problems = left.unlike(reference, whole=True) + ([f"ended with {code}"] if code else [])
         problems += [] if len(left.aside()) == 1 else [f"put aside: {left.aside()}"]
         tally.tell(f"whole run {number + 1} of {runs}: {what[0]} of {what[1]}")
@@ -91,7 +104,13 @@ def _count(tally: Tally, what: str, table: dict[str, int], alarms: int, runs: in
     """The rows of the table: trials of each kind of damage, false alarms, whole runs."""
     tally.rows = [(f"{what}: {kind}", count, _failed(tally, kind)) for kind, count in table.items()]
     tally.rows += [(f"{what}: no damage, no alarm", alarms, _failed(tally, "none"))]
-    tally.rows += [(f"{what}: any of these, in whole runs", runs, sum(f.startswith("(") for f in tally.failures))]
+    tally.rows += [
+        (
+            f"{what}: any of these, in whole runs",
+            runs,
+            sum(f.startswith("(") for f in tally.failures),
+        )
+    ]
 
 
 def sound_name(step: int) -> str:
@@ -102,13 +121,18 @@ def _failed(tally: Tally, kind: str) -> int:
     return sum(failure.startswith(kind) for failure in tally.failures)
 
 
-def _restores(sound: Path, copy: Path, rng: random.Random, kinds: dict[str, int], trials: int) -> Iterator[dict[str, Any]]:
+def _restores(
+    sound: Path, copy: Path, rng: random.Random, kinds: dict[str, int], trials: int
+) -> Iterator[dict[str, Any]]:
     """In a process of its own, which starts a device: each damage, and what came of it."""
     jax.config.update("jax_platforms", "cpu")
     checkpoints = Checkpoints(copy, CheckpointConfig())
     steps = [int(path.name) for path in sorted(sound.iterdir()) if path.name.isdecimal()]
     commit = read_commit(sound / sound_name(steps[-1]))
-    abstract = {name: jax.ShapeDtypeStruct(x["shape"], jax.numpy.dtype(x["dtype"])) for name, x in commit["arrays"].items()}
+    abstract = {
+        name: jax.ShapeDtypeStruct(x["shape"], jax.numpy.dtype(x["dtype"]))
+        for name, x in commit["arrays"].items()
+    }
     for trial in range(trials + trials // 10):
         shutil.rmtree(copy, ignore_errors=True)
         for step in steps[-2:]:
@@ -120,7 +144,9 @@ def _restores(sound: Path, copy: Path, rng: random.Random, kinds: dict[str, int]
         yield {"kind": kind, "problem": f"{kind} of {where}: {problem}" if problem else ""}
 
 
-def _open_newest(checkpoints: Checkpoints, abstract: dict[str, Any], sound: Path, expected: int) -> str:
+def _open_newest(
+    checkpoints: Checkpoints, abstract: dict[str, Any], sound: Path, expected: int
+) -> str:
     """Goes on as a run does; what is wrong with that."""
     for _ in range(3):
         try:
@@ -133,7 +159,10 @@ def _open_newest(checkpoints: Checkpoints, abstract: dict[str, Any], sound: Path
             continue
         except UserError as error:
             return f"no step is left: {error}"
-        digests = {name: entry["digest"] for name, entry in read_commit(sound / sound_name(expected))["arrays"].items()}
+        digests = {
+            name: entry["digest"]
+            for name, entry in read_commit(sound / sound_name(expected))["arrays"].items()
+        }
         if record["step"] != expected or record != read_record(sound / sound_name(expected)):
             return f"SILENT: it goes on from step {record['step']}"
         return "" if tree_digests(state) == digests else "SILENT: arrays are not what was saved"
@@ -153,8 +182,16 @@ def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> No
         spoil = (tally.trials + alarms) % 11 != 10
         kind, where = damage(copy, rng, KINDS) if spoil else ("none", "")
         read, error = _read(copy)
-        problem = "" if bool(error) == spoil and (spoil or len(read) == len(contents)) else "SILENT" if spoil else f"{error}"
-        problem = problem or ("" if read == contents[: len(read)] else "SILENT: a batch is not that of the whole data")
+        problem = (
+            ""
+            if bool(error) == spoil and (spoil or len(read) == len(contents))
+            else "SILENT"
+            if spoil
+            else f"{error}"
+        )
+        problem = problem or (
+            "" if read == contents[: len(read)] else "SILENT: a batch is not that of the whole data"
+        )
         if spoil and error and Path(where).stem not in error:
             problem = f"the message does not name it: {error}"
         problem = f"{kind} of {where}: {problem}" if problem else ""
@@ -171,11 +208,21 @@ def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> No
         kind, where = damage(copy, rng, KINDS)
         name = f"{tally.name}-{number}"
         code, left = (
-            end(scene.start(name, f"data.sources.text.path={copy}", command=rng.random() < asked.commands)),
+            end(
+                scene.start(
+                    name, f"data.sources.text.path={copy}", command=rng.random() < asked.commands
+                )
+            ),
             Left(scene.runs / name),
         )
-        problems = left.unlike(reference, whole=False) + ([f"ended with {code}"] if code != 65 else [])
-        problems += [] if Path(where).stem in scene.log(name).read_text() else ["the message does not name it"]
+        problems = left.unlike(reference, whole=False) + (
+            [f"ended with {code}"] if code != 65 else []
+        )
+        problems += (
+            []
+            if Path(where).stem in scene.log(name).read_text()
+            else ["the message does not name it"]
+        )
         tally.tell(f"whole run {number + 1} of {runs}: {kind} of {where}")
         _conclude(scene, tally, name, f"({kind} of {where})", problems)
     _count(tally, "data shards", table, alarms, runs)
@@ -185,7 +232,9 @@ def _read(data: Path) -> tuple[list[int], str]:
     """The contents of an epoch's batches, and the error that ended them, if one did."""
     contents = []
     try:
-        config = DataConfig(sources={"text": SourceConfig(str(data))}, seq_length=256, batch_size=512)
+        config = DataConfig(
+            sources={"text": SourceConfig(str(data))}, seq_length=256, batch_size=512
+        )
         training = open_training(config, 0, "auto")
         for step in range(training.plan.num_steps):
             contents.append(training.batch(step).content)

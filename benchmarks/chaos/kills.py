@@ -1,8 +1,9 @@
-"""SIGKILL at random instants and at named places; the same command goes on, and nothing is lost but a little time.
+"""SIGKILL at random instants and at named places; the same command goes on, and nothing is lost but
+a little time.
 
-Held after every kill: all records so far are the reference's bit for bit; every checkpoint that had counted is there, or
-retired by policy; work lost is at most an interval, or two while a save is under way. At the end: records, checkpoints and
-weights are the reference's.
+Held after every kill: all records so far are the reference's bit for bit; every checkpoint that had
+counted is there, or retired by policy; work lost is at most an interval, or two while a save is
+under way. At the end: records, checkpoints and weights are the reference's.
 """
 
 import argparse
@@ -18,7 +19,16 @@ from pathlib import Path
 from benchmarks.chaos.report import Tally, quantile
 from benchmarks.chaos.victim import PATIENCE, Left, Progress, Scene, end, kept, put_away, wait_for
 
-PLACES = ("during_save", "before_commit", "after_commit", "during_removal", "eval", "restore", "data", "after_step")
+PLACES = (
+    "during_save",
+    "before_commit",
+    "after_commit",
+    "during_removal",
+    "eval",
+    "restore",
+    "data",
+    "after_step",
+)
 IN_SAVE = ("save", "during_save", "before_commit", "after_commit")
 # How a kill is aimed, and how often.
 AIMS = {"instant": 2, "steps": 3, "save": 3, "place": 3}
@@ -36,7 +46,14 @@ class Kill:
 class Victim:
     """One run and its attempts, each killed, until one is not."""
 
-    def __init__(self, scene: Scene, name: str, rng: random.Random, commands: float, recoveries: dict[bool, list[float]]):
+    def __init__(
+        self,
+        scene: Scene,
+        name: str,
+        rng: random.Random,
+        commands: float,
+        recoveries: dict[bool, list[float]],
+    ):
         self.scene, self.name, self.rng, self.commands = scene, name, rng, commands
         self.run, self.reference = scene.runs / name, scene.reference()
         self.options = ["checkpoint.asynchronous=false"] if rng.random() < 0.2 else []
@@ -44,7 +61,8 @@ class Victim:
         self.counted = 0  # the newest step that is known to have counted
 
     def attempt(self) -> Kill | None:
-        """Starts it and kills it; None: it came to its end first, and that is wrong if it left anything else than 0."""
+        """Starts it and kills it; None: it came to its end first, and that is wrong if it left
+        anything else than 0."""
         rng, command = self.rng, self.rng.random() < self.commands
         aim = rng.choices(list(AIMS), list(AIMS.values()))[0]
         before, began = Left(self.run), time.time()
@@ -75,9 +93,13 @@ class Victim:
         scene, rng = self.scene, self.rng
         place = rng.choice(PLACES if newest else PLACES[:-3])
         after = range(newest + 1, scene.steps + 1)
-        due = {"eval": scene.values["eval_interval"], "data": 1, "after_step": 1, "restore": 1}.get(place, scene.interval)
+        due = {"eval": scene.values["eval_interval"], "data": 1, "after_step": 1, "restore": 1}.get(
+            place, scene.interval
+        )
         steps = [step for step in after if step % due == 0][:2] or [scene.steps]
-        return place, f"{place}:kill" + ("" if place in ("restore", "during_removal") else f":{rng.choice(steps)}")
+        return place, f"{place}:kill" + (
+            "" if place in ("restore", "during_removal") else f":{rng.choice(steps)}"
+        )
 
     def _partial(self, since: float, newest: int) -> list[Path]:
         """Directories of saves that this attempt has under way."""
@@ -86,23 +108,47 @@ class Victim:
 
     def _judge(self, code: int | str, place: str, began: float, said: str | None) -> Kill | None:
         """What an attempt has left; `said` since it opened its logs, None: it did not."""
-        left, interval, policy = Left(self.run), self.scene.interval, self.scene.values["checkpoint"]
+        left, interval, policy = (
+            Left(self.run),
+            self.scene.interval,
+            self.scene.values["checkpoint"],
+        )
         problems = left.unlike(self.reference, whole=code == 0)
         if code not in (0, -signal.SIGKILL):
             problems.append(f"ended with {code}")
-        missing = kept(left.newest, interval, policy["keep"], policy["keep_every"]) - set(left.saved)
+        missing = kept(left.newest, interval, policy["keep"], policy["keep_every"]) - set(
+            left.saved
+        )
         if missing or left.newest < self.counted:
-            problems.append(f"lost checkpoints: {sorted(missing)} of {left.saved}; {self.counted} had counted")
-        problems += [f"not whole: {what}" for what in left.bad] + [f"put aside: {name}" for name in left.aside()]
+            problems.append(
+                f"lost checkpoints: {sorted(missing)} of {left.saved}; {self.counted} had counted"
+            )
+        problems += [f"not whole: {what}" for what in left.bad] + [
+            f"put aside: {name}" for name in left.aside()
+        ]
         self.counted = left.newest
         if code == 0:
             return Kill("end", 0, problems) if problems else None
-        partial = [path for path in (self.run / "checkpoints").glob(".*.partial") if _changed(path) >= began]
+        partial = [
+            path
+            for path in (self.run / "checkpoints").glob(".*.partial")
+            if _changed(path) >= began
+        ]
         saving = any(int(path.name[1:9]) > left.newest for path in partial)
         lost = left.last - left.newest if said else 0
         if lost > interval * (2 if saving else 1):
             problems.append(f"{lost} steps lost, with an interval of {interval}")
-        where = "save" if saving else "removal" if partial else "steps" if lost else "compile" if said else "start or restore"
+        where = (
+            "save"
+            if saving
+            else "removal"
+            if partial
+            else "steps"
+            if lost
+            else "compile"
+            if said
+            else "start or restore"
+        )
         return Kill(place or where, lost, problems)
 
 
@@ -125,7 +171,10 @@ def kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             if kill.where != "end":
                 where[kill.where] += 1
                 lost.append(kill.lost)
-            tally.count(f"victim-{runs}, {kill.where}: {'; '.join(kill.problems)}" if kill.problems else "", kill.where)
+            tally.count(
+                f"victim-{runs}, {kill.where}: {'; '.join(kill.problems)}" if kill.problems else "",
+                kill.where,
+            )
             if kill.problems:
                 tally.tell(f"kept in {put_away(scene, victim.name)}")
                 break
@@ -162,4 +211,6 @@ def kills(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
 def _finish(victim: Victim) -> list[str]:
     """The last run goes on undisturbed, and ends as the reference."""
     code = end(victim.scene.start(victim.name, *victim.options), PATIENCE)
-    return ([f"ended with {code}"] if code else []) + Left(victim.run).unlike(victim.reference, True)
+    return ([f"ended with {code}"] if code else []) + Left(victim.run).unlike(
+        victim.reference, True
+    )

@@ -1,9 +1,11 @@
-"""Faults of meaning: every byte is as it was written, and what is written is wrong, of another run, or gone.
+"""Faults of meaning: every byte is as it was written, and what is written is wrong, of another run,
+or gone.
 
-Between two launches of a run one thing is spoilt, and the same command is given again. It must either be refused, with a
-documented exit code and a message that names a file or a key, or say what it found and go on to the reference's numbers, bit
-for bit. After a refusal the fault is taken back, or the mend of the message is followed, and the command must end as the
-reference. Checkpoints that were good before are all there after a refusal; nothing of them is deleted.
+Between two launches of a run one thing is spoilt, and the same command is given again. It must
+either be refused, with a documented exit code and a message that names a file or a key, or say what
+it found and go on to the reference's numbers, bit for bit. After a refusal the fault is taken back,
+or the mend of the message is followed, and the command must end as the reference. Checkpoints that
+were good before are all there after a refusal; nothing of them is deleted.
 """
 
 import argparse
@@ -24,7 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.chaos.report import Tally
-from benchmarks.chaos.victim import WORDS, Forked, Left, Scene, apart, end, make_data, put_away, wait_for
+from benchmarks.chaos.victim import (
+    WORDS,
+    Forked,
+    Left,
+    Scene,
+    apart,
+    end,
+    make_data,
+    put_away,
+    wait_for,
+)
 from data_pipeline.errors import TryAgainError, UserError
 from maxtrain import checkpoints
 from maxtrain.checkpoint.integrity import encode_commit, hash_files, read_commit
@@ -54,8 +66,10 @@ class Fault(NamedTuple):
         what: in words.
         overrides: of the launch after it.
         failpoint: of the launch after it.
-        names: one of these must be said, if anything is different afterwards; empty: nothing need be.
-        gap: records before the step that the run goes on from may be missing afterwards, which must be said.
+        names: one of these must be said, if anything is different afterwards; empty: nothing need
+            be.
+        gap: records before the step that the run goes on from may be missing afterwards, which must
+            be said.
         steps: what the launch after it is asked for; 0: as many as the reference has.
         evaluations: the series of evaluations may be another one afterwards, which must be said.
         must_say: one of the names must be said in any case.
@@ -83,7 +97,8 @@ Kind = Callable[["Stage", Path, random.Random], Fault]
 
 
 class Stage(Scene):
-    """A scene with runs that were killed at some steps, a run of another seed, and another evaluation set."""
+    """A scene with runs that were killed at some steps, a run of another seed, and another
+    evaluation set."""
 
     def __init__(self, folder: Path):
         super().__init__(folder, **CHANGES)
@@ -93,9 +108,17 @@ class Stage(Scene):
         for step in STRUCK:
             if not (self.runs / f"base-{step}").exists():
                 fault = f"after_step:kill:{step + 1}"
-                self._make(f"base-{step}", -signal.SIGKILL, "checkpoint.asynchronous=false", fault=fault)
+                self._make(
+                    f"base-{step}", -signal.SIGKILL, "checkpoint.asynchronous=false", fault=fault
+                )
         if not (self.runs / "foreign").exists():
-            self._make("foreign", -signal.SIGKILL, "seed=7", "checkpoint.asynchronous=false", fault="after_step:kill:52")
+            self._make(
+                "foreign",
+                -signal.SIGKILL,
+                "seed=7",
+                "checkpoint.asynchronous=false",
+                fault="after_step:kill:52",
+            )
         if not (self.runs / "nan").exists():
             self._make("nan", 0, fault=f"data:nan:{NAN}")
         self.reference()
@@ -124,17 +147,30 @@ def nan_in_training(stage: Stage, run: Path, rng: random.Random) -> Fault:
         return Fault(what, failpoint=fault, names=("non_finite",), must_say=True, reference="nan")
     newest = int(steps_of(run)[-1].name)
     step = rng.randrange(newest + 1, stage.steps)
-    return Fault(f"a NaN in the weights {place.replace('_', ' ')} {step}", failpoint=f"{place}:nan:{step}", must_say=True)
+    return Fault(
+        f"a NaN in the weights {place.replace('_', ' ')} {step}",
+        failpoint=f"{place}:nan:{step}",
+        must_say=True,
+    )
 
 
 def worthless_weights(stage: Stage, run: Path, rng: random.Random) -> Fault:
-    """NaN or infinity in an array of the newest checkpoint, and all hashes and digests as if it had been saved so."""
+    """NaN or infinity in an array of the newest checkpoint, and all hashes and digests as if it had
+    been saved so."""
     step = steps_of(run)[-1]
     commit = read_commit(step)
     names = [name for name in commit["arrays"] if name.startswith(("params.", "opt_state."))]
-    names = [name for name in names if commit["arrays"][name]["dtype"] == "float32" and commit["arrays"][name]["shape"]]
+    names = [
+        name
+        for name in names
+        if commit["arrays"][name]["dtype"] == "float32" and commit["arrays"][name]["shape"]
+    ]
     name, value = rng.choice(names), rng.choice([math.nan, math.inf, -math.inf])
-    (file,) = [file for file in commit["files"] if re.fullmatch(re.escape(f"arrays/{name}/") + r"[\d.]+", file)]
+    (file,) = [
+        file
+        for file in commit["files"]
+        if re.fullmatch(re.escape(f"arrays/{name}/") + r"[\d.]+", file)
+    ]
     numbers = np.fromfile(step / file, np.float32)
     numbers[rng.randrange(numbers.size)] = value
     numbers.tofile(step / file)
@@ -147,11 +183,14 @@ def worthless_weights(stage: Stage, run: Path, rng: random.Random) -> Fault:
     commit["arrays"][name]["digest"] = next(iter(apart(digested)))[name]
     commit["files"] |= hash_files(step, [file])
     (step / "commit.json").write_bytes(encode_commit(commit))
-    return Fault(f"{value} in {name} of the newest checkpoint", names=(name,), must_say=True, must_go_on=True)
+    return Fault(
+        f"{value} in {name} of the newest checkpoint", names=(name,), must_say=True, must_go_on=True
+    )
 
 
 def wrong_types(stage: Stage, run: Path, rng: random.Random) -> Fault:
-    """A commit record, or what is saved beside the arrays, is JSON with values of other types, and hashed as such."""
+    """A commit record, or what is saved beside the arrays, is JSON with values of other types, and
+    hashed as such."""
     step = steps_of(run)[-1]
     commit = read_commit(step)
     values = [None, [], {}, "twelve", -1, 1.5, True]
@@ -165,7 +204,10 @@ def wrong_types(stage: Stage, run: Path, rng: random.Random) -> Fault:
         commit["files"] |= hash_files(step, ["record.json"])
         where, must_say = f"record.json: {name}={value}", False  # what is not used may be anything
     else:
-        name, value = rng.choice(["step", "files", "arrays", "format"]), rng.choice(["twelve", None, [1], 1.5])
+        name, value = (
+            rng.choice(["step", "files", "arrays", "format"]),
+            rng.choice(["twelve", None, [1], 1.5]),
+        )
         commit[name] = value
         where, must_say = f"commit.json: {name}={value}", True
     (step / "commit.json").write_bytes(encode_commit(commit))
@@ -173,7 +215,8 @@ def wrong_types(stage: Stage, run: Path, rng: random.Random) -> Fault:
 
 
 def foreign_checkpoint(stage: Stage, run: Path, rng: random.Random) -> Fault:
-    """A checkpoint of another run, as a newer step than the run has, or in the place of one of its own."""
+    """A checkpoint of another run, as a newer step than the run has, or in the place of one of its
+    own."""
     theirs = steps_of(stage.foreign)
     newest = int(steps_of(run)[-1].name)
     later = [path for path in theirs if int(path.name) > newest]
@@ -187,11 +230,15 @@ def foreign_checkpoint(stage: Stage, run: Path, rng: random.Random) -> Fault:
 
 def foreign_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
     """A file of another run."""
-    name = rng.choice([FILE_NAME, *(name for name in BOOKS if (stage.foreign / name).exists()), "rollbacks.json"])
+    name = rng.choice(
+        [FILE_NAME, *(name for name in BOOKS if (stage.foreign / name).exists()), "rollbacks.json"]
+    )
     if (stage.foreign / name).exists():
         shutil.copy(stage.foreign / name, run / name)
     else:
-        (run / name).write_text(json.dumps([{"step": 12, "kind": "loss_spike", "left_out": [11, 12]}]))
+        (run / name).write_text(
+            json.dumps([{"step": 12, "kind": "loss_spike", "left_out": [11, 12]}])
+        )
     return Fault(f"{name} of another run", names=(name,), must_say=name != "config.yaml")
 
 
@@ -199,7 +246,9 @@ def torn_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
     """A file that is cut off, overwritten with noise, empty, or JSON of other types."""
     name = rng.choice([FILE_NAME, "rollbacks.json", *BOOKS])
     path = run / name
-    content = path.read_bytes() if path.exists() else b'{"start": 1.0, "end": 2.0, "code": 75}\n' * 3
+    content = (
+        path.read_bytes() if path.exists() else b'{"start": 1.0, "end": 2.0, "code": 75}\n' * 3
+    )
     kind = rng.choice(["cut off", "noise", "noise within", "empty", "other types"])
     if kind == "cut off":
         content = content[: rng.randrange(1, len(content))]
@@ -211,7 +260,16 @@ def torn_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
     elif kind == "empty":
         content = b""
     else:
-        content = rng.choice([b"[]\n", b"{}\n", b"null\n", b'"text"\n', b'{"step": "twelve", "kind": []}\n', b"[[1, 2]]\n"])
+        content = rng.choice(
+            [
+                b"[]\n",
+                b"{}\n",
+                b"null\n",
+                b'"text"\n',
+                b'{"step": "twelve", "kind": []}\n',
+                b"[[1, 2]]\n",
+            ]
+        )
     path.write_bytes(content)
     return Fault(f"{name}: {kind}", names=(f"{name}:",), gap=name == FILE_NAME)
 
@@ -225,7 +283,9 @@ def metrics_cut(stage: Stage, run: Path, rng: random.Random) -> Fault:
         return Fault("metrics.jsonl is gone", names=(f"{FILE_NAME}:",), gap=True, must_say=True)
     count = rng.randrange(1, max(2, newest - 1))
     path.write_bytes(b"".join(lines[:count]))
-    return Fault(f"metrics.jsonl ends after {count} lines", names=(f"{FILE_NAME}:",), gap=True, must_say=True)
+    return Fault(
+        f"metrics.jsonl ends after {count} lines", names=(f"{FILE_NAME}:",), gap=True, must_say=True
+    )
 
 
 def no_checkpoints(stage: Stage, run: Path, rng: random.Random) -> Fault:
@@ -241,7 +301,13 @@ def no_checkpoints(stage: Stage, run: Path, rng: random.Random) -> Fault:
 def another_set(stage: Stage, run: Path, rng: random.Random) -> Fault:
     """The evaluation set is another one from here on."""
     words = (f"eval.sets.heldout.path={stage.other_set}",)
-    return Fault("another evaluation set", words, names=("eval.sets.heldout was",), evaluations=True, must_say=True)
+    return Fault(
+        "another evaluation set",
+        words,
+        names=("eval.sets.heldout was",),
+        evaluations=True,
+        must_say=True,
+    )
 
 
 def pruned(stage: Stage, run: Path, rng: random.Random) -> Fault:
@@ -251,7 +317,9 @@ def pruned(stage: Stage, run: Path, rng: random.Random) -> Fault:
         words = ["prune", str(run), "--keep", "1", "--apply"]
         return Forked(lambda: checkpoints.main(words), stage.log(f"{run.name}-prune"), {})
 
-    return Fault("pruned beside a training", failpoint="after_step:delay=0.02", beside=prune, must_go_on=True)
+    return Fault(
+        "pruned beside a training", failpoint="after_step:delay=0.02", beside=prune, must_go_on=True
+    )
 
 
 def fewer_steps(stage: Stage, run: Path, rng: random.Random) -> Fault:
@@ -288,7 +356,11 @@ class Trial:
         """Spoils and launches: what was done, how that ended, and what is wrong."""
         shutil.copytree(self.base, self.run)
         fault = kind(self.stage, self.run, self.rng)
-        sound = [path for path in steps_of(self.run) if is_sound(path, self.base)] if self._has_steps() else []
+        sound = (
+            [path for path in steps_of(self.run) if is_sound(path, self.base)]
+            if self._has_steps()
+            else []
+        )
         commits = {path.name: read_commit(path)["crc32"] for path in sound}
         code, said = self._launch(fault.overrides, fault)
         self.problems += judge_words(fault, code, said)
@@ -309,7 +381,9 @@ class Trial:
         log = self.stage.log(self.name)
         begin = log.stat().st_size if log.exists() else 0
         command = self.rng.random() < self.commands
-        process = self.stage.start(self.name, *overrides, fault=fault.failpoint if fault else "", command=command)
+        process = self.stage.start(
+            self.name, *overrides, fault=fault.failpoint if fault else "", command=command
+        )
         if fault and fault.beside:
             before = len(log.read_bytes()) if log.exists() else 0
             wait_for(lambda: log.exists() and b"after_step" in log.read_bytes()[before:], process)
@@ -321,7 +395,8 @@ class Trial:
         return code, said
 
     def _judge_end(self, fault: Fault, said: str) -> None:
-        """It ended with 0: numbers, records and the last checkpoint are the reference's, or what is missing was said."""
+        """It ended with 0: numbers, records and the last checkpoint are the reference's, or what is
+        missing was said."""
         reference = Left(self.stage.runs / fault.reference)
         try:
             left = Left(self.run)
@@ -336,13 +411,17 @@ class Trial:
         missing = sorted(set(range(1, asked + 1)) - steps)
         told = any(name in said for name in fault.names)
         if missing and not (fault.gap and told):
-            self.problems.append(f"SILENT: there are no records of steps {missing[0]} to {missing[-1]}")
+            self.problems.append(
+                f"SILENT: there are no records of steps {missing[0]} to {missing[-1]}"
+            )
         if len(left.steps) != len(steps) or left.steps != sorted(left.steps):
             self.problems.append("records are there twice, or not in order")
         if asked == self.stage.steps:
             wanted, found = keys(reference), keys(left)
             if not (fault.gap or fault.evaluations) and wanted != found:
-                self.problems.append(f"SILENT: records are missing, or are too many: {sorted(wanted ^ found)[:3]}")
+                self.problems.append(
+                    f"SILENT: records are missing, or are too many: {sorted(wanted ^ found)[:3]}"
+                )
             theirs, ours = (
                 read_commit(reference.run / "checkpoints" / f"{asked:08d}"),
                 self.run / "checkpoints" / f"{asked:08d}",
@@ -368,8 +447,12 @@ class Trial:
             with contextlib.suppress(ValueError, KeyError):
                 there[path.parent.name[:8]].add(read_commit(path.parent)["crc32"])
         newest = sorted(path.name for path in steps_of(self.run))[-CHANGES["checkpoint"]["keep"] :]
-        retired = newest[0] if len(newest) == CHANGES["checkpoint"]["keep"] else ""  # older ones went for newer ones
-        lost = [name for name, crc in commits.items() if crc not in there[name] and not name < retired]
+        retired = (
+            newest[0] if len(newest) == CHANGES["checkpoint"]["keep"] else ""
+        )  # older ones went for newer ones
+        lost = [
+            name for name, crc in commits.items() if crc not in there[name] and not name < retired
+        ]
         if lost:
             self.problems.append(f"LOST: checkpoints {lost}")
 
@@ -392,7 +475,8 @@ class Trial:
 
 
 def judge_words(fault: Fault, code: int | str, said: str) -> list[str]:
-    """What is wrong with an exit code and with what is said beside it: no message, a traceback, or not a word of the fault."""
+    """What is wrong with an exit code and with what is said beside it: no message, a traceback, or
+    not a word of the fault."""
     problems = []
     if code not in CODES:
         problems.append(f"ended with {code}")
@@ -442,7 +526,9 @@ def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         counts[kind] += 1
         failed[kind] += bool(problems)
         ends[kind][ended] += 1
-        tally.count(f"{name}, {kind}, {what}: {'; '.join(problems)}" if problems else "", f"{what}: {ended}")
+        tally.count(
+            f"{name}, {kind}, {what}: {'; '.join(problems)}" if problems else "", f"{what}: {ended}"
+        )
         if problems:
             tally.tell(f"kept in {put_away(stage, name)}")
         shutil.rmtree(trial.run, ignore_errors=True)
@@ -450,4 +536,8 @@ def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             log.unlink(missing_ok=True)
     tally.rows = [(kind, count, failed[kind]) for kind, count in counts.items()]
     for kind, found in ends.items():
-        tally.notes.append(f"{kind}: " + ", ".join(f"{ended} {count}" for ended, count in found.most_common()) + ".")
+        tally.notes.append(
+            f"{kind}: "
+            + ", ".join(f"{ended} {count}" for ended, count in found.most_common())
+            + "."
+        )

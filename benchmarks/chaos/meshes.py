@@ -1,9 +1,11 @@
 """Runs that are stopped, and go on with another mesh, other accumulation, or other processes.
 
-The batch of a step does not depend on any of these, so its content and its digest on the devices are the reference's, bit for
-bit. Losses are sums in another order: each of the roundings is at most 2^-24 (6e-8) of a term, and what they change in the
-weights is carried on from step to step. TOLERANCE allows a loss to differ by 1e-5 of itself, some hundred roundings; the
-largest difference there was is in the notes. One batch that is read twice, or not at all, changes a loss by 1e-3 or more.
+The batch of a step does not depend on any of these, so its content and its digest on the devices
+are the reference's, bit for bit. Losses are sums in another order: each of the roundings is at most
+2^-24 (6e-8) of a term, and what they change in the weights is carried on from step to step.
+TOLERANCE allows a loss to differ by 1e-5 of itself, some hundred roundings; the largest difference
+there was is in the notes. One batch that is read twice, or not at all, changes a loss by 1e-3 or
+more.
 """
 
 import argparse
@@ -18,7 +20,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.chaos.report import Tally
-from benchmarks.chaos.victim import CONFIG, PATIENCE, Forked, Left, Progress, Scene, end, put_away, wait_for
+from benchmarks.chaos.victim import (
+    CONFIG,
+    PATIENCE,
+    Forked,
+    Left,
+    Progress,
+    Scene,
+    end,
+    put_away,
+    wait_for,
+)
 
 TOLERANCE = 1e-5  # of a loss, relative
 SAME = ("batch", "batch_hash", "tokens_seen", "learning_rate")  # bit for bit
@@ -85,7 +97,11 @@ class Job:
         for index in range(shape.processes):
             words = shape.overrides()
             if shape.processes > 1:
-                words += [f"mesh.coordinator={address}", f"mesh.num_processes={shape.processes}", f"mesh.process_id={index}"]
+                words += [
+                    f"mesh.coordinator={address}",
+                    f"mesh.num_processes={shape.processes}",
+                    f"mesh.process_id={index}",
+                ]
             self.members.append(scene.start(name, *words))
 
     def send_signal(self, number: int) -> None:
@@ -102,7 +118,9 @@ def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
     problems, largest = [], 0.0
     if left.steps != list(range(1, left.last + 1)):
         problems.append(f"the records have not every step up to {left.last} once, in order")
-    expected = {(record["kind"], record.get("set"), record["step"]): record for record in reference.records}
+    expected = {
+        (record["kind"], record.get("set"), record["step"]): record for record in reference.records
+    }
     for record in left.records:
         key = (record["kind"], record.get("set"), record["step"])
         other = expected.get(key)
@@ -111,7 +129,9 @@ def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
             continue
         for name in SAME:
             if record.get(name) != other.get(name):
-                problems.append(f"{name} differs at step {record['step']}: {record.get(name)}, {other.get(name)}")
+                problems.append(
+                    f"{name} differs at step {record['step']}: {record.get(name)}, {other.get(name)}"
+                )
         if record["kind"] == "train" and not record.get("batch_hash"):
             problems.append(f"step {record['step']} has no digest of its batch")
         name = "loss" if record["kind"] == "train" else "nll"
@@ -119,20 +139,29 @@ def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
         largest = max(largest, difference)
         if not difference <= TOLERANCE:
             problems.append(f"loss differs by {difference:.1e} of itself at step {record['step']}")
-    return problems[:5] + [f"not whole: {what}" for what in left.bad] + [f"put aside: {name}" for name in left.aside()], largest
+    return problems[:5] + [f"not whole: {what}" for what in left.bad] + [
+        f"put aside: {name}" for name in left.aside()
+    ], largest
 
 
 def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many attempts, each with another layout than the one before it; most are stopped, the last of a run ends it."""
+    """So many attempts, each with another layout than the one before it; most are stopped, the last
+    of a run ends it."""
     scene, rng = Scene(folder / "meshes", **CHANGES), random.Random(asked.seed)
-    scene.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # nearly every layout is a program of its own
+    scene.environment["XLA_FLAGS"] = (
+        "--xla_backend_optimization_level=0"  # nearly every layout is a program of its own
+    )
     reference = scene.reference()
     counts, largest, runs = collections.Counter[str](), 0.0, 0
     while not tally.done():
         name, problems, codes = f"{tally.name}-{runs}", list[str](), list[int | str]()
         before: Shape | None = None
         while not problems and codes != [0] * max(1, len(codes)):
-            processes = 2 if rng.random() < 0.2 or (before and before.processes == 2 and rng.random() < 0.3) else 1
+            processes = (
+                2
+                if rng.random() < 0.2 or (before and before.processes == 2 and rng.random() < 0.3)
+                else 1
+            )
             shape = rng.choice([shape for shape in shapes(processes) if shape != before])
             last = tally.done()
             codes, by = _attempt(scene, name, shape, rng, last)
@@ -142,8 +171,14 @@ def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             allowed = {"kill": {0, -signal.SIGKILL}, "stop": {0, 75}, "nothing": {0}}[by]
             problems += [f"ended with {codes} after {by}"] if not set(codes) <= allowed else []
             if before and not last:
-                counts["other processes" if before.processes != shape.processes else "one process, or as many"] += 1
-                problem = f"{name}, from {before} to {shape}: {'; '.join(problems)}" if problems else ""
+                counts[
+                    "other processes"
+                    if before.processes != shape.processes
+                    else "one process, or as many"
+                ] += 1
+                problem = (
+                    f"{name}, from {before} to {shape}: {'; '.join(problems)}" if problems else ""
+                )
                 tally.count(problem, f"step {left.last}, {shape}")
             elif problems:  # of the first attempt of a run, or of the one that ends the last run
                 tally.fail(f"{name}, {shape}: {'; '.join(problems)}")
@@ -154,7 +189,9 @@ def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             tally.tell(f"kept in {put_away(scene, name)}")
         shutil.rmtree(scene.runs / name, ignore_errors=True)
         runs += 1
-    tally.rows = [("another mesh, accumulation or number of processes", tally.trials, len(tally.failures))]
+    tally.rows = [
+        ("another mesh, accumulation or number of processes", tally.trials, len(tally.failures))
+    ]
     kinds = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
     tally.notes.append(
         f"{runs} runs of {scene.steps} steps: {kinds}. Batches are the same bit for bit; losses differ by at most "
@@ -162,7 +199,9 @@ def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     )
 
 
-def _attempt(scene: Scene, name: str, shape: Shape, rng: random.Random, last: bool) -> tuple[list[int | str], str]:
+def _attempt(
+    scene: Scene, name: str, shape: Shape, rng: random.Random, last: bool
+) -> tuple[list[int | str], str]:
     """Starts it, and stops it some steps further; the exit codes, and how it was stopped."""
     newest = Left(scene.runs / name).newest
     progress = Progress(scene.runs / name, newest + rng.randrange(3, 25))

@@ -24,7 +24,8 @@ bit, a checkpoint lost, more work lost than promised, damage unnoticed, or an ex
 
 @dataclasses.dataclass
 class Tally:
-    """Trials of one kind of fault. `rows` are (what, trials, failures), `notes` paragraphs below the table."""
+    """Trials of one kind of fault. `rows` are (what, trials, failures), `notes` paragraphs below
+    the table."""
 
     name: str
     wanted: int
@@ -38,13 +39,18 @@ class Tally:
     _stopped: bool = False
 
     def stop_when_asked(self) -> None:
-        """From now on SIGINT and SIGTERM end the trials after the one under way: the table is of those that were made."""
+        """From now on SIGINT and SIGTERM end the trials after the one under way: the table is of
+        those that were made."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: setattr(self, "_stopped", True))
 
     def done(self) -> bool:
         """Whether there were enough trials, or is no time left."""
-        return self._stopped or self.trials >= self.wanted or time.monotonic() - self._began > 60 * self.minutes
+        return (
+            self._stopped
+            or self.trials >= self.wanted
+            or time.monotonic() - self._began > 60 * self.minutes
+        )
 
     def count(self, problem: str = "", what: str = "") -> None:
         """One trial; empty: all is well."""
@@ -53,7 +59,9 @@ class Tally:
             self.fail(problem)
         if time.monotonic() - self._told > 10 or self.done():
             self._told = time.monotonic()
-            self.tell(f"{self.trials:,} of {self.wanted:,}, {len(self.failures)} failed; the last: {what}")
+            self.tell(
+                f"{self.trials:,} of {self.wanted:,}, {len(self.failures)} failed; the last: {what}"
+            )
 
     def fail(self, problem: str) -> None:
         self.failures.append(problem)

@@ -1,8 +1,10 @@
-"""SIGKILL around rollbacks; the same command goes on to the numbers of the run that was taken back and never killed.
+"""SIGKILL around rollbacks; the same command goes on to the numbers of the run that was taken back
+and never killed.
 
-Three steps of each run read noise instead of text, or have a NaN in their batch, in each of its attempts; the run goes back
-behind a checkpoint that had counted. Kills are aimed at the instants before and after the list of rollbacks is written, at
-the removal of the checkpoints after it, at the restore, and at the steps that are made again.
+Three steps of each run read noise instead of text, or have a NaN in their batch, in each of its
+attempts; the run goes back behind a checkpoint that had counted. Kills are aimed at the instants
+before and after the list of rollbacks is written, at the removal of the checkpoints after it, at
+the restore, and at the steps that are made again.
 """
 
 import argparse
@@ -15,7 +17,17 @@ import time
 from pathlib import Path
 
 from benchmarks.chaos.report import Tally
-from benchmarks.chaos.victim import PATIENCE, Forked, Left, Progress, Scene, end, make_data, put_away, wait_for
+from benchmarks.chaos.victim import (
+    PATIENCE,
+    Forked,
+    Left,
+    Progress,
+    Scene,
+    end,
+    make_data,
+    put_away,
+    wait_for,
+)
 from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.rollback import FILE_NAME, Rollback, read_rollbacks, went_with
 
@@ -57,7 +69,9 @@ class Taken(Scene):
         noise = {"path": str(folder / "noise" / "data" / "train"), "epochs": None}
         super().__init__(folder, **CHANGES, data={"sources": {"noise": noise}, "stages": stages})
 
-    def start(self, run: str, *overrides: str, fault: str = "", command: bool = False) -> Forked | subprocess.Popen:
+    def start(
+        self, run: str, *overrides: str, fault: str = "", command: bool = False
+    ) -> Forked | subprocess.Popen:
         """With the NaN, and with another fault if there is one."""
         faults = ",".join(filter(None, [FAULT, fault]))
         return super().start(run, *overrides, fault=faults, command=command)
@@ -75,12 +89,15 @@ class Victim:
         self.counted = 0  # the newest step of the run as it is now that is known to have counted
 
     def attempt(self) -> tuple[str, list[str]] | None:
-        """Starts it and kills it: where, and what is wrong. None: it came to its end, which is the reference's."""
+        """Starts it and kills it: where, and what is wrong. None: it came to its end, which is the
+        reference's."""
         rng = self.rng
         aim = rng.choices(list(AIMS), list(AIMS.values()))[0]
         place = rng.choice(PLACES) if aim == "place" else ""
         before = Left(self.run)
-        upcoming = self.planned[self.known]["step"] if self.known < len(self.planned) else self.scene.steps
+        upcoming = (
+            self.planned[self.known]["step"] if self.known < len(self.planned) else self.scene.steps
+        )
         process = self.scene.start(
             self.name,
             fault=self._fault(place, before.newest, upcoming) if place else "",
@@ -107,7 +124,9 @@ class Victim:
             return f"{place}:kill:{behind}"
         return f"{place}:kill"
 
-    def _wait(self, aim: str, process: Forked | subprocess.Popen, before: Left, upcoming: int) -> None:
+    def _wait(
+        self, aim: str, process: Forked | subprocess.Popen, before: Left, upcoming: int
+    ) -> None:
         """Until the instant that is aimed at."""
         rng, written, progress = self.rng, self.run / FILE_NAME, Progress(self.run, before.newest)
         changed = written.stat().st_ino if written.exists() else 0
@@ -124,12 +143,15 @@ class Victim:
             time.sleep(rng.uniform(0, 0.2))
 
     def _judge(self, code: int | str) -> list[str]:
-        """What an attempt has left, held against the reference as far as the run has been taken back as that was."""
+        """What an attempt has left, held against the reference as far as the run has been taken
+        back as that was."""
         left = Left(self.run)
         found = read_rollbacks(self.run) or []
         problems = [] if code in (0, -signal.SIGKILL) else [f"ended with {code}"]
         if found != self.planned[: len(found)] or len(found) < self.known:
-            problems.append(f"rollbacks are {found}, not the first of {self.planned}; {self.known} were known")
+            problems.append(
+                f"rollbacks are {found}, not the first of {self.planned}; {self.known} were known"
+            )
         problems += [f"not whole: {what}" for what in left.bad]
         problems += [f"put aside: {name}" for name in left.aside()]
         if code == 0:
@@ -148,7 +170,8 @@ class Victim:
 
 
 def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written: int) -> list[str]:
-    """How records are not the reference's, before the first step that is to be left out and was not yet.
+    """How records are not the reference's, before the first step that is to be left out and was not
+    yet.
 
     Args:
         left: what a run has left that was killed; its records are cut.
@@ -156,7 +179,9 @@ def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written:
         planned: its rollbacks.
         written: how many of them are written down in the run that was killed.
     """
-    losses = {record["step"]: record["loss"] for record in left.records if record["kind"] == "train"}
+    losses = {
+        record["step"]: record["loss"] for record in left.records if record["kind"] == "train"
+    }
     limit = reference.last
     for number, rollback in enumerate(planned):
         first, last = rollback["left_out"]
@@ -164,7 +189,9 @@ def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written:
         if number < written and all(loss is None for loss in there):
             continue
         if left.last > last:
-            return [f"there are records of step {left.last}, and step {last} should have taken the run back"]
+            return [
+                f"there are records of step {left.last}, and step {last} should have taken the run back"
+            ]
         limit = first - 1
         break
     left.records = [record for record in left.records if record["step"] <= limit]
@@ -202,4 +229,6 @@ def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         runs += 1
     tally.rows = [("SIGKILL around rollbacks", tally.trials, len(tally.failures))]
     aims = ", ".join(f"{aim} {count}" for aim, count in where.most_common())
-    tally.notes.append(f"{runs} runs of {scene.steps} steps, taken back {taken} times. Aimed at: {aims}")
+    tally.notes.append(
+        f"{runs} runs of {scene.steps} steps, taken back {taken} times. Aimed at: {aims}"
+    )

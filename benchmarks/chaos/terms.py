@@ -1,7 +1,9 @@
-"""SIGTERM and SIGINT at random instants of every phase: a checkpoint of the very step, exit 75, and the same command goes on.
+"""SIGTERM and SIGINT at random instants of every phase: a checkpoint of the very step, exit 75, and
+the same command goes on.
 
-Once a launch has made a step, a signal lets it finish the step that it is at, save it, and end with exit 75; before that it
-ends at once, and nothing that was there is lost. A second signal ends it at once, and tears nothing either.
+Once a launch has made a step, a signal lets it finish the step that it is at, save it, and end with
+exit 75; before that it ends at once, and nothing that was there is lost. A second signal ends it at
+once, and tears nothing either.
 """
 
 import argparse
@@ -17,7 +19,8 @@ from benchmarks.chaos.report import Tally, quantile
 from benchmarks.chaos.victim import Left, Progress, Scene, end, put_away, wait_for
 from maxtrain.checkpoints import check
 
-# By phase: the fault that makes it long enough to be met, what the run says when it is there, and seconds from then on.
+# By phase: the fault that makes it long enough to be met, what the run says when it is there, and
+# seconds from then on.
 PHASES = {
     "start": ("", "", 0.4),
     "compile": ("", "compiling the step", 0.5),
@@ -27,7 +30,10 @@ PHASES = {
     "save": ("during_save:delay=0.2", "delay at during_save", 0.2),
     "data wait": ("data:delay=0.3:{step}", "delay at data", 0.3),
 }
-NOTHING_NEW = ("interrupted. Run", "nothing is left to save")  # what a launch says that ends before its first step
+NOTHING_NEW = (
+    "interrupted. Run",
+    "nothing is left to save",
+)  # what a launch says that ends before its first step
 SECOND = 0.15  # share of trials with a second signal
 
 
@@ -55,7 +61,9 @@ def terms(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             shutil.rmtree(scene.runs / name, ignore_errors=True)
             runs += 1
             name = f"stopped-{runs}"
-    tally.rows = [(f"signal in: {what}", count, failed[what]) for what, count in sorted(counts.items())]
+    tally.rows = [
+        (f"signal in: {what}", count, failed[what]) for what, count in sorted(counts.items())
+    ]
     if seconds:
         tally.notes.append(
             f"{runs + 1} runs. From the signal to the end of the process, its step saved: "
@@ -67,7 +75,8 @@ def terms(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
 def _trial(
     scene: Scene, name: str, phase: str, rng: random.Random, at_once: bool, commands: float
 ) -> tuple[int | str, list[str], float]:
-    """Starts the run and stops it: its exit code, what is wrong, and the seconds from signal to end."""
+    """Starts the run and stops it: its exit code, what is wrong, and the seconds from signal to
+    end."""
     run, log = scene.runs / name, scene.log(name)
     before = Left(run)
     if phase == "restore" and not before.newest:
@@ -86,7 +95,10 @@ def _trial(
     elif text:
         wait_for(lambda: text in said(), process)
     wait_for(lambda: False, process, rng.uniform(0, most))
-    began, number = time.monotonic(), signal.SIGTERM if phase == "start" or rng.random() < 0.7 else signal.SIGINT
+    began, number = (
+        time.monotonic(),
+        signal.SIGTERM if phase == "start" or rng.random() < 0.7 else signal.SIGINT,
+    )
     process.send_signal(number)
     if at_once:
         time.sleep(rng.uniform(0, 0.05))
@@ -94,14 +106,22 @@ def _trial(
     code, took = end(process), time.monotonic() - began
     left, died = Left(run), phase == "start" or at_once
     problems = left.unlike(scene.reference(), whole=code == 0)
-    problems += [f"not whole: {what}" for what in left.bad] + [f"put aside: {what}" for what in left.aside()]
-    if left.newest < before.newest or (left.newest and (why := check(run / "checkpoints" / f"{left.newest:08d}"))):
-        problems.append(f"the newest checkpoint is {left.newest}, was {before.newest}; {why if left.newest else 'gone'}")
+    problems += [f"not whole: {what}" for what in left.bad] + [
+        f"put aside: {what}" for what in left.aside()
+    ]
+    if left.newest < before.newest or (
+        left.newest and (why := check(run / "checkpoints" / f"{left.newest:08d}"))
+    ):
+        problems.append(
+            f"the newest checkpoint is {left.newest}, was {before.newest}; {why if left.newest else 'gone'}"
+        )
     if code == 75 and phase != "start" and not any(words in said() for words in NOTHING_NEW):
         if f"stopped and saved at step {left.newest} of" not in said() or left.newest != left.last:
             problems.append(f"{left.last} steps are on record, the checkpoint is of {left.newest}")
         if found := [path.name for path in (run / "checkpoints").glob(".*.partial")]:
             problems.append(f"left behind: {found}")
-    elif code not in ((0, 75, -number, -signal.SIGTERM, 128 + number, 128 + signal.SIGTERM) if died else (0, 75)):
+    elif code not in (
+        (0, 75, -number, -signal.SIGTERM, 128 + number, 128 + signal.SIGTERM) if died else (0, 75)
+    ):
         problems.append(f"ended with {code}")
     return code, problems, took

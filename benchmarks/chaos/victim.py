@@ -1,7 +1,10 @@
-"""A small run that takes about 10 ms a step, started again and again, and held against one that was left alone.
+"""A small run that takes about 10 ms a step, started again and again, and held against one that was
+left alone.
 
-Victims do what `python -m maxtrain.train` does. Most are forked from this process, which has imported all of it and touched no
-device: so an attempt takes a second and not the five of importing. A share of them are the command itself.
+Victims do what `python -m maxtrain.train` does. Most are forked from this process, which has
+imported all of it and touched no
+device: so an attempt takes a second and not the five of importing. A share of them are the command
+    itself.
 """
 
 import atexit
@@ -37,24 +40,55 @@ from maxtrain.observe.metrics import FILE_NAME, read_metrics
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds for an attempt; one that takes longer hangs
 POLL = 0.004
-WORDS = ("the", "of", "and", "to", "in", "is", "that", "it", "was", "for", "on", "are", "as", "with", "his", "they")
+WORDS = (
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "it",
+    "was",
+    "for",
+    "on",
+    "are",
+    "as",
+    "with",
+    "his",
+    "they",
+)
 CONFIG = {
     "steps": 240,
     "log_interval": 1,
     "eval_interval": 50,
     "checkpoint_interval": 20,
-    "model": {"num_layers": 1, "embed_dim": 32, "mlp_dim": 64, "num_heads": 2, "num_kv_heads": 2, "max_length": 32},
+    "model": {
+        "num_layers": 1,
+        "embed_dim": 32,
+        "mlp_dim": 64,
+        "num_heads": 2,
+        "num_kv_heads": 2,
+        "max_length": 32,
+    },
     "data": {"seq_length": 32, "batch_size": 8},
     "schedule": {"warmup_steps": 20},
     "precision": {"compute": "float32"},  # roundings to bfloat16 could hide a difference
     "mesh": {"simulated_devices": 1},
     "checkpoint": {"keep": 2, "keep_every": 100},
-    "observe": {"progress": "plain", "tensorboard": False, "plot": False, "peak_tflops": 1.0, "compilation_cache": None},
+    "observe": {
+        "progress": "plain",
+        "tensorboard": False,
+        "plot": False,
+        "peak_tflops": 1.0,
+        "compilation_cache": None,
+    },
 }
 
 
 class Forked:
-    """A job in a process forked from this one: as much of `subprocess.Popen` as a supervisor uses."""
+    """A job in a process forked from this one: as much of `subprocess.Popen` as a supervisor
+    uses."""
 
     def __init__(self, job: Callable[[], int], log: Path, environment: Mapping[str, str]):
         sys.stdout.flush()
@@ -95,7 +129,9 @@ def _become(job: Callable[[], int], log: Path, environment: Mapping[str, str]) -
         os.dup2(file, 1)
         os.dup2(file, 2)
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            signal.signal(
+                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            )
         faulthandler.enable()
         os.environ.update(environment)
         if cache := environment.get("JAX_COMPILATION_CACHE_DIR"):  # jax has read its own by now
@@ -122,7 +158,8 @@ def train_forked(words: Sequence[str]) -> int:
 
 
 class Scene:
-    """Data, a config and a reference run below a folder, which is made, and whose `runs` are the victims."""
+    """Data, a config and a reference run below a folder, which is made, and whose `runs` are the
+    victims."""
 
     def __init__(self, folder: Path, megabytes: float = 0.05, **changes: Any):
         self.folder, self.runs = folder, folder / "runs"
@@ -133,7 +170,11 @@ class Scene:
         data = {**CONFIG["data"], **changes.get("data", {})}
         values["data"] = data | {"sources": {"text": text} | data.get("sources", {})}
         values["eval"] = {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}}
-        self.steps, self.interval, self.values = values["steps"], values["checkpoint_interval"], values
+        self.steps, self.interval, self.values = (
+            values["steps"],
+            values["checkpoint_interval"],
+            values,
+        )
         self.config = folder / "small.yaml"
         self.config.write_text(yaml.safe_dump(values))
         self.environment = {
@@ -146,15 +187,22 @@ class Scene:
     def words(self, run: str, *overrides: str) -> list[str]:
         return [f"config={self.config}", f"run_name={run}", *overrides]
 
-    def start(self, run: str, *overrides: str, fault: str = "", command: bool = False) -> Forked | subprocess.Popen:
+    def start(
+        self, run: str, *overrides: str, fault: str = "", command: bool = False
+    ) -> Forked | subprocess.Popen:
         """An attempt, in a session of its own; what it says is added to RUN.log."""
-        words, environment = self.words(run, *overrides), self.environment | {"MAXTRAIN_FAILPOINT": fault}
+        words, environment = (
+            self.words(run, *overrides),
+            self.environment | {"MAXTRAIN_FAILPOINT": fault},
+        )
         if not command:
             return Forked(lambda: train_forked(words), self.log(run), environment)
         with open(self.log(run), "ab") as log:
             program = [sys.executable, "-X", "faulthandler", "-m", "maxtrain.train", *words]
             environment = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
-            return subprocess.Popen(program, stdout=log, stderr=log, env=environment, start_new_session=True)
+            return subprocess.Popen(
+                program, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
 
     def log(self, run: str) -> Path:
         return self.folder / f"{run}.log"
@@ -162,7 +210,9 @@ class Scene:
     def reference(self) -> "Left":
         """What the run leaves that nobody disturbs; made once."""
         if not (self.runs / "reference").exists() and (code := end(self.start("reference"))):
-            raise RuntimeError(f"the reference itself ended with {code}; see {self.log('reference')}")
+            raise RuntimeError(
+                f"the reference itself ended with {code}; see {self.log('reference')}"
+            )
         return Left(self.runs / "reference")
 
 
@@ -174,14 +224,27 @@ def make_data(folder: Path, megabytes: float, vocabulary: Sequence[str] = WORDS)
     for number in range(count):
         words = rng.choices(vocabulary, k=rng.randrange(int(0.3 * mean), int(1.7 * mean)))
         (folder / "text" / f"{number}.txt").write_text(" ".join(words))
-    words = [str(folder / "data"), "--text", f"{folder}/text/*.txt", "--tokenizer", "bytes", "--holdout", "0.1"]
-    with open(folder / "prepare.log", "w") as log, contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
+    words = [
+        str(folder / "data"),
+        "--text",
+        f"{folder}/text/*.txt",
+        "--tokenizer",
+        "bytes",
+        "--holdout",
+        "0.1",
+    ]
+    with (
+        open(folder / "prepare.log", "w") as log,
+        contextlib.redirect_stdout(log),
+        contextlib.redirect_stderr(log),
+    ):
         if prepare.main([*words, "--workers", "1"]):
             raise RuntimeError(f"prepare failed; see {folder / 'prepare.log'}")
 
 
 def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What a job yields, as JSON, that runs in a process forked from this one, which it ends with. RuntimeError: it failed."""
+    """What a job yields, as JSON, that runs in a process forked from this one, which it ends with.
+    RuntimeError: it failed."""
     read, write = os.pipe()
 
     def tell() -> int:
@@ -206,7 +269,8 @@ def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any
 
 
 def end(process: Forked | subprocess.Popen, patience: float = PATIENCE) -> int | str:
-    """The exit code of an attempt; one that hangs is ended, with stacks in its log, and is "hangs"."""
+    """The exit code of an attempt; one that hangs is ended, with stacks in its log, and is
+    "hangs"."""
     try:
         return process.wait(patience)
     except subprocess.TimeoutExpired:
@@ -236,21 +300,29 @@ class Left:
         return [path.name for path in (self.run / "checkpoints").glob("*.damaged-*")]
 
     def unlike(self, reference: "Left", whole: bool) -> list[str]:
-        """How the records so far are not those of a reference, bit for bit; and, if it is `whole`, what it ends with."""
+        """How the records so far are not those of a reference, bit for bit; and, if it is `whole`,
+        what it ends with."""
         problems = []
         if self.steps != list(range(1, self.last + 1)):
             problems.append(f"the records have not every step up to {self.last} once, in order")
         fields = compare_records(self.records, reference.records)
-        problems += [f"{field.name} differs at {field.first}" for field in fields if field.different]
+        problems += [
+            f"{field.name} differs at {field.first}" for field in fields if field.different
+        ]
         needed = {"loss", "grad_norm", "batch", "params_hash", "batch_hash"}
-        if self.steps and not needed <= {field.name for field in fields if field.compared == self.last}:
+        if self.steps and not needed <= {
+            field.name for field in fields if field.compared == self.last
+        }:
             problems.append(f"{', '.join(sorted(needed))} are not all on record")
         if whole:
             problems += self._end_unlike(reference)
         return problems
 
     def _end_unlike(self, reference: "Left") -> list[str]:
-        keys = [[(r["kind"], r.get("set"), r["step"]) for r in left.records] for left in (self, reference)]
+        keys = [
+            [(r["kind"], r.get("set"), r["step"]) for r in left.records]
+            for left in (self, reference)
+        ]
         problems = [] if keys[0] == keys[1] else ["it has other records than the reference"]
         ours, theirs = (saved_digests(left.run / "checkpoints") for left in (self, reference))
         for step in sorted(ours.keys() & theirs.keys()):
@@ -259,7 +331,9 @@ class Left:
             if why := check(self.run / "checkpoints" / f"{step:08d}"):
                 problems.append(f"checkpoint {step} is damaged: {why}")
         if self.newest != reference.newest:
-            problems.append(f"the newest checkpoint is of step {self.newest}, not {reference.newest}")
+            problems.append(
+                f"the newest checkpoint is of step {self.newest}, not {reference.newest}"
+            )
         return problems
 
 
@@ -269,7 +343,9 @@ def kept(newest: int, interval: int, keep: int, every: int) -> set[int]:
     return set(steps[-keep:]) | {step for step in steps if step % every == 0}
 
 
-def wait_for(condition: Callable[[], bool], process: Forked | subprocess.Popen, patience: float = PATIENCE) -> bool:
+def wait_for(
+    condition: Callable[[], bool], process: Forked | subprocess.Popen, patience: float = PATIENCE
+) -> bool:
     """Whether something has come true before the process ended."""
     deadline = time.monotonic() + patience
     while process.poll() is None and time.monotonic() < deadline:
@@ -280,7 +356,8 @@ def wait_for(condition: Callable[[], bool], process: Forked | subprocess.Popen, 
 
 
 class Progress:
-    """Whether an attempt of a run has opened its logs, which drops the records after the step that it goes on from."""
+    """Whether an attempt of a run has opened its logs, which drops the records after the step that
+    it goes on from."""
 
     def __init__(self, run: Path, newest: int):
         self._run, self._path, self._newest = run, run / FILE_NAME, newest

@@ -1,7 +1,9 @@
-"""Shards behind a URL, mapped like local ones: sparse files of the cache, filled block by block as they are first touched.
+"""Shards behind a URL, mapped like local ones: sparse files of the cache, filled block by block as
+they are first touched.
 
-A block is there if its crc32 is right, so nothing has to remember which were fetched: a hole, half a write and a flipped bit
-all mean that it is fetched (again). Files are named by the digests of the content, whatever URL it comes from.
+A block is there if its crc32 is right, so nothing has to remember which were fetched: a hole, half
+a write and a flipped bit all mean that it is fetched (again). Files are named by the digests of the
+content, whatever URL it comes from.
 """
 
 import functools
@@ -41,7 +43,8 @@ class _Removed(Exception):
 
 
 class CachedFiles(CheckedFiles):
-    """Files of a directory behind a URL, through a cache. Blocks are compared with their crc32 before use, always."""
+    """Files of a directory behind a URL, through a cache. Blocks are compared with their crc32
+    before use, always."""
 
     path: RemotePath
 
@@ -49,16 +52,23 @@ class CachedFiles(CheckedFiles):
         super().__init__(path, manifest, verify)
         self._cache, self._generation = cache, cache.generation()
         self._mapping = functools.lru_cache(MAPPED)(self._map_sparse)
-        self._tables: dict[int, np.ndarray] = {}  # crc32 of each block of a shard: a few bytes a MiB
+        self._tables: dict[
+            int, np.ndarray
+        ] = {}  # crc32 of each block of a shard: a few bytes a MiB
         self._checks = self._table
 
-    def checked(self, number: int, suffix: str, starts=(0,), length: int | None = None) -> np.ndarray:
+    def checked(
+        self, number: int, suffix: str, starts=(0,), length: int | None = None
+    ) -> np.ndarray:
         """See `CheckedFiles.checked`."""
         mapping = self._mapping(number, suffix)
-        return self._fetch([(number, suffix, starts, length)])[0] if mapping.pending else mapping.data
+        return (
+            self._fetch([(number, suffix, starts, length)])[0] if mapping.pending else mapping.data
+        )
 
     def expect(self, wanted: Callable[[], list[Wanted]]) -> None:
-        """Fetch what is wanted next together: one after the other would wait for the network each time."""
+        """Fetch what is wanted next together: one after the other would wait for the network each
+        time."""
         if (generation := self._cache.generation()) != self._generation:
             self._generation = generation
             self._mapping.cache_clear()  # the space of removed files is free when nobody maps them
@@ -71,15 +81,25 @@ class CachedFiles(CheckedFiles):
             for mapping, (_, _, starts, length) in zip(mappings, wanted):
                 if mapping.pending:
                     blocks = touched(starts, mapping.data.nbytes if length is None else length)
-                    todo.setdefault(id(mapping), (mapping, set()))[1].update(mapping.pending.intersection(blocks))
+                    todo.setdefault(id(mapping), (mapping, set()))[1].update(
+                        mapping.pending.intersection(blocks)
+                    )
             try:
-                self._fill([(mapping, block) for mapping, blocks in todo.values() for block in sorted(blocks)])
+                self._fill(
+                    [
+                        (mapping, block)
+                        for mapping, blocks in todo.values()
+                        for block in sorted(blocks)
+                    ]
+                )
             except _Removed:
                 self._mapping.cache_clear()
                 continue
             return [mapping.data for mapping in mappings]
         what = f"files were removed {_TRIES} times while they were filled"
-        raise StorageError(f"{self._cache.folder}: {what}. Set data.cache_bytes={self._cache.limit} higher, or run it again.")
+        raise StorageError(
+            f"{self._cache.folder}: {what}. Set data.cache_bytes={self._cache.limit} higher, or run it again."
+        )
 
     def _fill(self, todo: list[tuple[_Mapping, int]]) -> None:
         """Make blocks be there, and right; DataError: they are not, behind the URL."""
@@ -110,7 +130,8 @@ class CachedFiles(CheckedFiles):
             self._cache.trim()
 
     def _download(self, wanted: list[tuple[_Mapping, int]]) -> list[memoryview]:
-        """The content of blocks, compared; neighbours in one request. DataError: it is wrong a second time, too."""
+        """The content of blocks, compared; neighbours in one request. DataError: it is wrong a
+        second time, too."""
         runs: list[list[tuple[_Mapping, int]]] = []
         for mapping, block in wanted:
             last = runs[-1][-1] if runs and len(runs[-1]) < _REQUEST_BLOCKS else None
@@ -119,7 +140,9 @@ class CachedFiles(CheckedFiles):
             else:
                 runs.append([(mapping, block)])
         found = []
-        for run, data in zip(runs, read_ranges([self._range(run[0][0], run[0][1], len(run)) for run in runs])):
+        for run, data in zip(
+            runs, read_ranges([self._range(run[0][0], run[0][1], len(run)) for run in runs])
+        ):
             for nth, (mapping, block) in enumerate(run):
                 content = memoryview(data)[nth * files.BLOCK_BYTES : (nth + 1) * files.BLOCK_BYTES]
                 try:
@@ -132,14 +155,21 @@ class CachedFiles(CheckedFiles):
 
     def _range(self, mapping: _Mapping, block: int, count: int) -> tuple[RemotePath, int, int]:
         start = block * files.BLOCK_BYTES
-        return self._remote(mapping.number, mapping.suffix), start, min(start + count * files.BLOCK_BYTES, mapping.data.nbytes)
+        return (
+            self._remote(mapping.number, mapping.suffix),
+            start,
+            min(start + count * files.BLOCK_BYTES, mapping.data.nbytes),
+        )
 
     def _remote(self, number: int, suffix: str) -> RemotePath:
         return (self.path / self.manifest.shards[number].path).with_suffix(suffix)
 
     def _name(self, number: int, suffix: str) -> str:
         entry = self.manifest.shards[number]
-        return hashlib.sha256(f"{entry.sha256} {entry.checks_sha256}".encode()).hexdigest()[:40] + suffix
+        return (
+            hashlib.sha256(f"{entry.sha256} {entry.checks_sha256}".encode()).hexdigest()[:40]
+            + suffix
+        )
 
     def _map_sparse(self, number: int, suffix: str) -> _Mapping:
         size = self.manifest.shards[number].sizes[suffix]
@@ -149,18 +179,24 @@ class CachedFiles(CheckedFiles):
         return _Mapping(number, suffix, data, set(range(files.num_blocks(size))), inode)
 
     def _open(self, mapping: _Mapping) -> int:
-        """A descriptor of the file that is mapped; _Removed: there is another one, or none, in its place."""
-        descriptor = self._cache.open(self._name(mapping.number, mapping.suffix), mapping.data.nbytes)
+        """A descriptor of the file that is mapped; _Removed: there is another one, or none, in its
+        place."""
+        descriptor = self._cache.open(
+            self._name(mapping.number, mapping.suffix), mapping.data.nbytes
+        )
         if os.fstat(descriptor).st_ino != mapping.inode:
             os.close(descriptor)
             raise _Removed
         return descriptor
 
     def _load_tables(self, numbers: list[int]) -> None:
-        """Have the crc32 tables of shards: from the cache, or fetched together; DataError: one is damaged."""
+        """Have the crc32 tables of shards: from the cache, or fetched together; DataError: one is
+        damaged."""
         missing = []
         for number in (number for number in numbers if number not in self._tables):
-            descriptor = self._cache.open(self._name(number, ".crc"), size := self.manifest.shards[number].sizes[".crc"])
+            descriptor = self._cache.open(
+                self._name(number, ".crc"), size := self.manifest.shards[number].sizes[".crc"]
+            )
             try:
                 data = os.pread(descriptor, size, 0)
             finally:
@@ -169,8 +205,13 @@ class CachedFiles(CheckedFiles):
                 self._tables[number] = np.frombuffer(data, "<u4")
             else:
                 missing.append((number, size))
-        for (number, size), data in zip(missing, read_ranges([(self._remote(n, ".crc"), 0, size) for n, size in missing])):
-            expected, found = self.manifest.shards[number].checks_sha256, hashlib.sha256(data).hexdigest()
+        for (number, size), data in zip(
+            missing, read_ranges([(self._remote(n, ".crc"), 0, size) for n, size in missing])
+        ):
+            expected, found = (
+                self.manifest.shards[number].checks_sha256,
+                hashlib.sha256(data).hexdigest(),
+            )
             if found != expected:
                 what = f"expected sha256 {expected}, found {found}: changed after it was built"
                 raise self._damage(self._remote(number, ".crc"), what)
@@ -195,10 +236,14 @@ class CachedFiles(CheckedFiles):
         if (found := self._listing.get(path.name)) is None:
             raise self._damage(path, "can't be read (No such file or directory)")
         if found != expected:
-            raise self._damage(path, f"expected {expected} bytes, found {found}: cut short or changed after it was built")
+            raise self._damage(
+                path,
+                f"expected {expected} bytes, found {found}: cut short or changed after it was built",
+            )
 
     def _check_content(self, number: int) -> str:
-        """See `CheckedFiles._check_content`; what is behind the URL is compared, and nothing put into the cache."""
+        """See `CheckedFiles._check_content`; what is behind the URL is compared, and nothing put
+        into the cache."""
         digest = hashlib.sha256()
         for suffix, size in self.manifest.shards[number].sizes.items():
             for block, data in self._stream(number, suffix, size) if suffix != ".crc" else ():
@@ -210,6 +255,8 @@ class CachedFiles(CheckedFiles):
     def _stream(self, number: int, suffix: str, size: int) -> Iterator[tuple[int, memoryview]]:
         step = _REQUEST_BLOCKS * files.BLOCK_BYTES
         for at in range(0, size, step):
-            data = memoryview(read_ranges([(self._remote(number, suffix), at, min(at + step, size))])[0])
+            data = memoryview(
+                read_ranges([(self._remote(number, suffix), at, min(at + step, size))])[0]
+            )
             for start in range(0, len(data), files.BLOCK_BYTES):
                 yield (at + start) // files.BLOCK_BYTES, data[start : start + files.BLOCK_BYTES]

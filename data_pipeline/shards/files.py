@@ -1,4 +1,5 @@
-"""Files: written whole or not at all; mapped for reading without a descriptor; divided into blocks that are checked."""
+"""Files: written whole or not at all; mapped for reading without a descriptor; divided into blocks
+that are checked."""
 
 import ctypes
 import functools
@@ -18,7 +19,8 @@ ATTEMPT = ".attempt-"  # begins the names of folders that hold what one attempt 
 
 
 def write_atomic(path: Path | RemotePath, data: bytes) -> None:
-    """Write a file so that it is either whole or absent, even after a power cut; StorageError if the file system refuses."""
+    """Write a file so that it is either whole or absent, even after a power cut; StorageError if
+    the file system refuses."""
     if isinstance(path, RemotePath):
         return path.write_bytes(data)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -30,11 +32,14 @@ def write_atomic(path: Path | RemotePath, data: bytes) -> None:
         os.replace(temporary, path)
         _sync(path.parent)
     except OSError as error:
-        raise StorageError(f"{path}: can't be written ({error.strerror}). Free space or choose another place.") from error
+        raise StorageError(
+            f"{path}: can't be written ({error.strerror}). Free space or choose another place."
+        ) from error
 
 
 def move_into(directory: Path | RemotePath, files: Iterable[Path]) -> None:
-    """Move files that are durable where they are, durably, in place of any of the same names; to a URL they are copied."""
+    """Move files that are durable where they are, durably, in place of any of the same names; to a
+    URL they are copied."""
     if isinstance(directory, RemotePath):
         for file in files:
             (directory / file.name).upload(file)
@@ -62,13 +67,21 @@ def num_blocks(size: int) -> int:
 def _libc() -> ctypes.CDLL:
     """The C library, with the types of what is called here."""
     libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
-    libc.mmap.argtypes = (ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_ssize_t)
+    libc.mmap.argtypes = (
+        ctypes.c_void_p,
+        size,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_ssize_t,
+    )
     libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, size)
     return libc
 
 
 def map_read_only(path: Path | int, size: int) -> np.ndarray:
-    """The `size` bytes, uint8, of a file, or of a descriptor, which is closed, mapped; OSError if they can't be.
+    """The `size` bytes, uint8, of a file, or of a descriptor, which is closed, mapped; OSError if
+    they can't be.
 
     Keeps no descriptor, as Python's mmap does before 3.13.
     """
@@ -77,7 +90,9 @@ def map_read_only(path: Path | int, size: int) -> np.ndarray:
         address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-    memory = (ctypes.c_ubyte * size).from_address(address)  # lives as long as any array that looks at it
+    memory = (ctypes.c_ubyte * size).from_address(
+        address
+    )  # lives as long as any array that looks at it
     weakref.finalize(memory, libc.munmap, address, size).atexit = False
     data = np.frombuffer(memory, np.uint8)
     data.flags.writeable = False

@@ -1,4 +1,5 @@
-"""manifest.json: what a directory of token shards holds, with a digest that leads to every byte of it."""
+"""manifest.json: what a directory of token shards holds, with a digest that leads to every byte of
+it."""
 
 import dataclasses
 import hashlib
@@ -18,16 +19,22 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTS = ("train", "eval")  # folders that prepare makes, if something is held out
 _DERIVED = ("num_tokens", "num_documents", "num_targets", "uid")
-_MOST = 1 << 48  # bytes or tokens of one directory: sums of such numbers and offsets into them fit into int64
+_MOST = (
+    1 << 48
+)  # bytes or tokens of one directory: sums of such numbers and offsets into them fit into int64
 _MOST_IDS = 1 << 31  # batches have ids as int32
-_Rule = tuple[Callable[[Any], bool], str]  # whether a value is good, and what a good one is, in words
+_Rule = tuple[
+    Callable[[Any], bool], str
+]  # whether a value is good, and what a good one is, in words
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardEntry:
-    """One shard in the manifest: `path` of the .bin relative to it; bytes and sha256 of the .bin; sha256 of the .crc.
+    """One shard in the manifest: `path` of the .bin relative to it; bytes and sha256 of the .bin;
+    sha256 of the .crc.
 
-    A shard with a .mask counts its set bits, `targets`, and those of them at documents' first tokens; None: it has no .mask.
+    A shard with a .mask counts its set bits, `targets`, and those of them at documents' first
+    tokens; None: it has no .mask.
     """
 
     path: str
@@ -42,7 +49,8 @@ class ShardEntry:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file of the shard, by suffix; the .crc, last, has the blocks of the others in this order."""
+        """Bytes of each file of the shard, by suffix; the .crc, last, has the blocks of the others
+        in this order."""
         sizes = {".bin": self.bytes, ".idx": 8 * (self.documents + 1)}
         sizes |= {} if self.targets is None else {".mask": -(-self.tokens // 8)}
         return sizes | {".crc": 4 * sum(map(num_blocks, sizes.values()))}
@@ -50,7 +58,8 @@ class ShardEntry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """manifest.json. `uid` is the identity of the content: the same for equal tokens, whatever the place or command."""
+    """manifest.json. `uid` is the identity of the content: the same for equal tokens, whatever the
+    place or command."""
 
     tokenizer: dict[str, Any]  # name, sha256, vocab_size, special_ids {"eod": id or None}
     dtype: str  # uint16 | uint32
@@ -60,7 +69,9 @@ class Manifest:
     sources: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     command: str = ""
-    problems: dict[str, Any] = dataclasses.field(default_factory=dict)  # what was left out or mended: counts and examples
+    problems: dict[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # what was left out or mended: counts and examples
     version: int = VERSION
 
     @property
@@ -73,19 +84,27 @@ class Manifest:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that are targets in an epoch; where documents have no end mark, nothing announces their first tokens."""
+        """Tokens that are targets in an epoch; where documents have no end mark, nothing announces
+        their first tokens."""
         targets = sum(s.tokens if s.targets is None else s.targets for s in self.shards)
-        first = sum(s.documents if s.first_targets is None else s.first_targets for s in self.shards)
+        first = sum(
+            s.documents if s.first_targets is None else s.first_targets for s in self.shards
+        )
         return targets - (first if self.eod == "none" else 0)
 
     @property
     def uid(self) -> str:
-        """Hex digest over tokens, document borders, loss masks, tokenizer and end-of-document policy."""
+        """Hex digest over tokens, document borders, loss masks, tokenizer and end-of-document
+        policy."""
         shards = [[s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256] for s in self.shards]
-        for shard, content in zip(self.shards, shards):  # the uid of shards without masks must stay what it always was
+        for shard, content in zip(
+            self.shards, shards
+        ):  # the uid of shards without masks must stay what it always was
             content += [] if shard.targets is None else [shard.targets]
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
-        return digest_of([self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards])[:16]
+        return digest_of([self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards])[
+            :16
+        ]
 
     def save(self, directory: Path | RemotePath) -> None:
         """Write manifest.json; the last thing a builder does."""
@@ -96,7 +115,8 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path | RemotePath) -> Self:
-        """Read and check manifest.json; DataError: missing, not a manifest, of a later version, or changed since written."""
+        """Read and check manifest.json; DataError: missing, not a manifest, of a later version, or
+        changed since written."""
         path = directory / MANIFEST
         try:
             content = loads(path.read_bytes())
@@ -107,7 +127,9 @@ class Manifest:
         except ValueError as error:
             raise DataError(f"{path}: is not JSON ({error}). {mend()}") from error
         if not isinstance(content, dict) or not {"version", "shards", "digest"} <= content.keys():
-            raise DataError(f"{path}: is not a manifest of token shards. Name a directory that `prepare` made.")
+            raise DataError(
+                f"{path}: is not a manifest of token shards. Name a directory that `prepare` made."
+            )
         if content["version"] != VERSION:
             raise DataError(
                 f"{path}: version={content['version']}, but this program reads version {VERSION}. "
@@ -115,8 +137,12 @@ class Manifest:
             )
         expected = content.pop("digest")
         if (found := digest_of(content)) != expected:
-            raise DataError(f"{path}: expected digest {expected}, found {found}: changed after it was built. {mend()}")
-        for place, value, rule in _violations(content):  # the digest holds, so whoever wrote it wrote it so
+            raise DataError(
+                f"{path}: expected digest {expected}, found {found}: changed after it was built. {mend()}"
+            )
+        for place, value, rule in _violations(
+            content
+        ):  # the digest holds, so whoever wrote it wrote it so
             found = json.dumps(value)
             found = found if len(found) <= 80 else f"{found[:80]} ..."
             raise DataError(f"{path}: {place}={found} must be {rule}. {mend()}")
@@ -125,7 +151,9 @@ class Manifest:
         for name in _DERIVED:
             expected = getattr(manifest, name)
             if content.get(name, expected) != expected:
-                raise DataError(f"{path}: {name}={content[name]} must be {expected}, by its shards. {mend()}")
+                raise DataError(
+                    f"{path}: {name}={content[name]} must be {expected}, by its shards. {mend()}"
+                )
         return manifest
 
 
@@ -150,7 +178,8 @@ def _why_absent(directory: Path | RemotePath, error: OSError) -> str:
 
 
 def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """Where a manifest differs from what `Manifest.save` writes: dotted path, value, rule. The first one counts.
+    """Where a manifest differs from what `Manifest.save` writes: dotted path, value, rule. The
+    first one counts.
 
     What follows one was not written to be read by it: a caller stops there.
     """
@@ -174,17 +203,27 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield place, sorted(unknown), f"without keys other than {', '.join(_SHARD)}"
         targets, first_targets = shard.get("targets"), shard.get("first_targets")
         if (targets is None) != (first_targets is None):
-            yield f"{place}.first_targets", first_targets, "an integer where targets is one, and else null"
+            yield (
+                f"{place}.first_targets",
+                first_targets,
+                "an integer where targets is one, and else null",
+            )
         if targets is not None and targets > shard["tokens"]:
             yield f"{place}.targets", targets, f"at most {shard['tokens']}, its tokens"
         if not id_rule[0](shard["max_id"]):
             yield f"{place}.max_id", shard["max_id"], id_rule[1]
         size = shard["tokens"] * (2 if content["dtype"] == "uint16" else 4)
         if shard["bytes"] != size:
-            yield f"{place}.bytes", shard["bytes"], f"{size}, for {shard['tokens']} tokens of {content['dtype']}"
+            yield (
+                f"{place}.bytes",
+                shard["bytes"],
+                f"{size}, for {shard['tokens']} tokens of {content['dtype']}",
+            )
 
 
-def _differing(place: str, content: dict[str, Any], rules: dict[str, _Rule]) -> Iterator[tuple[str, Any, str]]:
+def _differing(
+    place: str, content: dict[str, Any], rules: dict[str, _Rule]
+) -> Iterator[tuple[str, Any, str]]:
     """The values of an object that break its rules."""
     for name, (is_good, rule) in rules.items():
         value = content.get(name, _ABSENT)
@@ -196,7 +235,10 @@ _ABSENT = object()
 
 
 def _integer(low: int, high: int = _MOST) -> _Rule:
-    return lambda value: type(value) is int and low <= value <= high, f"an integer in [{low}, {high}]"
+    return (
+        lambda value: type(value) is int and low <= value <= high,
+        f"an integer in [{low}, {high}]",
+    )
 
 
 def _optional_integer() -> _Rule:
@@ -213,7 +255,10 @@ def _a(kind: type, rule: str) -> _Rule:
 
 
 def _list_of(kind: type, rule: str) -> _Rule:
-    return lambda value: isinstance(value, list) and all(isinstance(item, kind) for item in value), rule
+    return (
+        lambda value: isinstance(value, list) and all(isinstance(item, kind) for item in value),
+        rule,
+    )
 
 
 _TEXT = _a(str, "a string")

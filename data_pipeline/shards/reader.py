@@ -24,15 +24,27 @@ def _grouped(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 
 
 class TokenShards:
-    """Reader of a prepared directory: one cyclic stream of tokens with document borders. Use `open`.
+    """Reader of a prepared directory: one cyclic stream of tokens with document borders. Use
+    `open`.
 
-    Files are mapped when first used. Threads may share an instance; pickling gives a fresh reader of the same directory.
+    Files are mapped when first used. Threads may share an instance; pickling gives a fresh reader
+    of the same directory.
     """
 
-    def __init__(self, path: Path | RemotePath, manifest: Manifest, verify: Verify, cache: Cache | None = None):
+    def __init__(
+        self,
+        path: Path | RemotePath,
+        manifest: Manifest,
+        verify: Verify,
+        cache: Cache | None = None,
+    ):
         self.path, self.manifest, self.verify, self.cache = path, manifest, verify, cache
         self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
-        self.text_bytes, self.vocab_size, self.uid = manifest.text_bytes, manifest.tokenizer["vocab_size"], manifest.uid
+        self.text_bytes, self.vocab_size, self.uid = (
+            manifest.text_bytes,
+            manifest.tokenizer["vocab_size"],
+            manifest.uid,
+        )
         self.masked = any(shard.targets is not None for shard in manifest.shards)
         self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
@@ -43,11 +55,16 @@ class TokenShards:
             self._files = CheckedFiles(path, manifest, verify)
 
     @classmethod
-    def open(cls, path: str | Path | RemotePath, verify: Verify = "lazy", cache: Cache | None = None) -> Self:
-        """Open a directory with manifest.json; DataError: it was never finished, is empty, or differs from its manifest.
+    def open(
+        cls, path: str | Path | RemotePath, verify: Verify = "lazy", cache: Cache | None = None
+    ) -> Self:
+        """Open a directory with manifest.json; DataError: it was never finished, is empty, or
+        differs from its manifest.
 
-        `verify`: "off" nothing; "size" file sizes now; "lazy" also the crc32 of each block when first read; "full" all now.
-        What is behind a URL is fetched by block into the `cache` (None: the usual one), and each block always compared.
+        `verify`: "off" nothing; "size" file sizes now; "lazy" also the crc32 of each block when
+            first read; "full" all now.
+        What is behind a URL is fetched by block into the `cache` (None: the usual one), and each
+        block always compared.
         """
         shards = cls(place(path), Manifest.load(place(path)), verify, cache)
         if not shards.num_tokens:
@@ -60,17 +77,19 @@ class TokenShards:
         return TokenShards, (self.path, self.manifest, self.verify, self.cache)
 
     def windows(self, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Windows of the stream, which goes round: token -1 is the last one, token num_tokens the first.
+        """Windows of the stream, which goes round: token -1 is the last one, token num_tokens the
+        first.
 
-        `starts` are their first tokens, any integers [n]; `length`, at least 1, may exceed num_tokens. Returns tokens, int32
-        [n, length], and flat int64 indices into these where documents begin, in no order. DataError: a block is damaged.
+        `starts` are their first tokens, any integers [n]; `length`, at least 1, may exceed
+        num_tokens. Returns tokens, int32 [n, length], and flat int64 indices into these where
+        documents begin, in no order. DataError: a block is damaged.
         """
         result = np.empty((len(starts), length), np.int32)
         return result, self.fill(result, np.arange(len(starts)), starts)
 
     def fill(self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Write windows, as `windows` reads them, into these rows of `tokens`, int32 [B, length]; returns flat indices into it
-        where documents begin."""
+        """Write windows, as `windows` reads them, into these rows of `tokens`, int32 [B, length];
+        returns flat indices into it where documents begin."""
         length, borders = tokens.shape[1], [np.empty(0, np.int64)]
         self._files.expect(lambda: list(self._wanted_windows(starts, length)))
         for which, at, number, first, size in self._parts(starts, length):
@@ -83,29 +102,40 @@ class TokenShards:
     def _wanted_windows(self, starts: np.ndarray, length: int) -> Iterator[Wanted]:
         for _, _, number, first, tokens in self._parts(starts, length):
             yield number, ".idx", (0,), None
-            yield number, ".bin", (first * self._files.itemsize).tolist(), tokens * self._files.itemsize
+            yield (
+                number,
+                ".bin",
+                (first * self._files.itemsize).tolist(),
+                tokens * self._files.itemsize,
+            )
             if self.manifest.shards[number].targets is not None:
                 yield number, ".mask", (first // 8).tolist(), (tokens + 14) // 8
 
     def borders(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Where documents begin in such windows, as `windows` says it; reads no token."""
         borders = [np.empty(0, np.int64)]
-        self._files.expect(lambda: [(part[2], ".idx", (0,), None) for part in self._parts(starts, length)])
+        self._files.expect(
+            lambda: [(part[2], ".idx", (0,), None) for part in self._parts(starts, length)]
+        )
         for rows, at, number, first, size in self._parts(starts, length):
             which, offset = self._begins(number, first, size)
             borders.append(rows[which] * length + at + offset)
         return np.concatenate(borders)
 
     def mask(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Which tokens of such windows are training targets, bool [n, length]: all, where a shard has no mask."""
+        """Which tokens of such windows are training targets, bool [n, length]: all, where a shard
+        has no mask."""
         result = np.ones((len(starts), length), bool)
         for rows, at, number, first, size in self._parts(starts, length):
             if self.manifest.shards[number].targets is not None:
                 result[rows, at : at + size] = self._read_mask(number, first, size)
         return result
 
-    def _parts(self, starts: np.ndarray, length: int) -> Iterator[tuple[np.ndarray, int, int, np.ndarray, int]]:
-        """Cut windows where shards end: rows, their first column, shard, where in it each row's part begins, its size."""
+    def _parts(
+        self, starts: np.ndarray, length: int
+    ) -> Iterator[tuple[np.ndarray, int, int, np.ndarray, int]]:
+        """Cut windows where shards end: rows, their first column, shard, where in it each row's
+        part begins, its size."""
         starts = starts % self.num_tokens
         shard = np.searchsorted(self._starts, starts, "right") - 1
         inside = starts + length <= self._starts[shard + 1]
@@ -124,33 +154,47 @@ class TokenShards:
         return self.windows(np.array([start]), length)[0][0]
 
     def document(self, number: int) -> tuple[int, int]:
-        """First token and length of document `number`, counted from 0; DataError if there is no such document."""
+        """First token and length of document `number`, counted from 0; DataError if there is no
+        such document."""
         first, length = self.documents(np.array([number]))
         return int(first[0]), int(length[0])
 
     def documents(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """First tokens in the stream and lengths of documents, both int64 [n], by their numbers; see `document`."""
+        """First tokens in the stream and lengths of documents, both int64 [n], by their numbers;
+        see `document`."""
         if (wrong := (numbers < 0) | (numbers >= self.num_documents)).any():
             number = numbers[wrong][0]
-            raise DataError(f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}.")
+            raise DataError(
+                f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}."
+            )
         first, lengths = np.empty_like(numbers), np.empty_like(numbers)
         shards = np.searchsorted(self._document_starts, numbers, "right") - 1
-        self._files.expect(lambda: [(shard, ".idx", (0,), None) for shard in np.unique(shards).tolist()])
+        self._files.expect(
+            lambda: [(shard, ".idx", (0,), None) for shard in np.unique(shards).tolist()]
+        )
         for shard, which in _grouped(shards):
             index, nth = self._index(shard), numbers[which] - self._document_starts[shard]
-            first[which], lengths[which] = self._starts[shard] + index[nth], index[nth + 1] - index[nth]
+            first[which], lengths[which] = (
+                self._starts[shard] + index[nth],
+                index[nth + 1] - index[nth],
+            )
         return first, lengths
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
-        """The numbers of the documents that these tokens of the stream, int64 [n] in [0, num_tokens), belong to."""
+        """The numbers of the documents that these tokens of the stream, int64 [n] in [0,
+        num_tokens), belong to."""
         result = np.empty_like(tokens)
         for shard, which in _grouped(np.searchsorted(self._starts, tokens, "right") - 1):
-            before = np.searchsorted(self._index(shard), tokens[which] - self._starts[shard], "right") - 1
+            before = (
+                np.searchsorted(self._index(shard), tokens[which] - self._starts[shard], "right")
+                - 1
+            )
             result[which] = self._document_starts[shard] + before
         return result
 
     def spans(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Parts of documents, int64 [n] starts in the stream and lengths, back to back: tokens, int32, and loss mask, bool."""
+        """Parts of documents, int64 [n] starts in the stream and lengths, back to back: tokens,
+        int32, and loss mask, bool."""
         total, begins, size = int(lengths.sum()), np.cumsum(lengths) - lengths, self._files.itemsize
         tokens, mask = np.empty(total, np.int32), np.ones(total, bool)
         self._files.expect(lambda: list(self._wanted_spans(starts, lengths)))
@@ -174,15 +218,20 @@ class TokenShards:
                 yield shard, ".mask", block_starts(first // 8, last // 8), 1
 
     def problems(self, full: bool = True) -> Iterator[str]:
-        """Compare the directory with its manifest, every byte or only the sizes: the first difference of each shard."""
+        """Compare the directory with its manifest, every byte or only the sizes: the first
+        difference of each shard."""
         return self._files.problems(full)
 
     def _index(self, number: int) -> np.ndarray:
-        """int64 [documents + 1]: where a shard's documents begin, then its number of tokens; checked as a whole."""
+        """int64 [documents + 1]: where a shard's documents begin, then its number of tokens;
+        checked as a whole."""
         return self._files.checked(number, ".idx")
 
-    def _begins(self, number: int, starts: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each document that begins in a window inside one shard: which window, and where in it."""
+    def _begins(
+        self, number: int, starts: np.ndarray, length: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each document that begins in a window inside one shard: which window, and where in
+        it."""
         index = self._index(number)
         low, high = index.searchsorted(starts), index.searchsorted(starts + length)
         counts = high - low
@@ -194,14 +243,21 @@ class TokenShards:
         """Windows inside one shard, [n, length]."""
         size = self._files.itemsize
         tokens = self._files.checked(number, ".bin", (starts * size).tolist(), length * size)
-        # All windows of the shard, overlapping; numpy's sliding_window_view takes longer than reading a row does.
-        windows = np.ndarray((tokens.size - length + 1, length), tokens.dtype, tokens, strides=tokens.strides * 2)
+        # All windows of the shard, overlapping; numpy's sliding_window_view takes longer than
+        # reading a row does.
+        windows = np.ndarray(
+            (tokens.size - length + 1, length), tokens.dtype, tokens, strides=tokens.strides * 2
+        )
         return windows[starts]
 
     def _read_mask(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
         """The mask of windows inside one shard that has one, bool [n, length]."""
         first, size = starts // 8, (length + 14) // 8  # bytes that a window touches, at the most
         bits = self._files.checked(number, ".mask", first.tolist(), size)
-        touched = bits.take(first[:, None] + np.arange(size), mode="clip")  # past the end, where no bit is used
+        touched = bits.take(
+            first[:, None] + np.arange(size), mode="clip"
+        )  # past the end, where no bit is used
         unpacked = np.unpackbits(touched, axis=1, bitorder="little")
-        return sliding_window_view(unpacked, length, axis=1)[np.arange(len(starts)), starts % 8].view(bool)
+        return sliding_window_view(unpacked, length, axis=1)[
+            np.arange(len(starts)), starts % 8
+        ].view(bool)

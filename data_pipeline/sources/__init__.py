@@ -1,6 +1,17 @@
-"""Where documents come from: one file per format of input. Each finds `Piece`s of files and reads the documents of a piece."""
+"""Where documents come from: one file per format of input. Each finds `Piece`s of files and reads
+the documents of a piece."""
 
-from data_pipeline.sources import arrayrecord, arrow, chat, flat, jsonl, megatron, parquet, text, tfds
+from data_pipeline.sources import (
+    arrayrecord,
+    arrow,
+    chat,
+    flat,
+    jsonl,
+    megatron,
+    parquet,
+    text,
+    tfds,
+)
 
 _RECORDS = (parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT)
 _TEXT = (text.TEXT, jsonl.FORMAT, chat.FORMAT, *_RECORDS, text.PYTHON_STDLIB)

@@ -22,7 +22,8 @@ _PADDING_BYTES = 1 << 17  # about: records and what ends a file are padded to 64
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
-    """The files of a glob, in records. DataError: one is no ArrayRecord. UsageError: the package is missing."""
+    """The files of a glob, in records. DataError: one is no ArrayRecord. UsageError: the package is
+    missing."""
     refuse_url("arrayrecord", pattern)
     pieces = []
     for piece in find_files(pattern, "arrayrecord", options):
@@ -40,10 +41,15 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 
 def _open(path: str) -> Any:
-    """A reader of a file that is what it should be: the library itself finds 0 records in one that is not, and says nothing."""
-    package = load_package("array_record.python.array_record_module", "arrayrecord", f"--arrayrecord {path}")
+    """A reader of a file that is what it should be: the library itself finds 0 records in one that
+    is not, and says nothing."""
+    package = load_package(
+        "array_record.python.array_record_module", "arrayrecord", f"--arrayrecord {path}"
+    )
     open_file(path).close()
-    reader = package.ArrayRecordReader(path, "readahead_buffer_size:0")  # one batch at a time, in this thread
+    reader = package.ArrayRecordReader(
+        path, "readahead_buffer_size:0"
+    )  # one batch at a time, in this thread
     if reader.ok():
         return reader
     try:
@@ -52,7 +58,9 @@ def _open(path: str) -> Any:
     except RuntimeError as error:
         blame_storage(path, error)
         reason = str(error) or "its end is missing"
-    raise DataError(f"{path}: is not an ArrayRecord file ({reason}). Restore it from a copy, or leave it out.")
+    raise DataError(
+        f"{path}: is not an ArrayRecord file ({reason}). Restore it from a copy, or leave it out."
+    )
 
 
 def _records(piece: Piece) -> Iterator[bytes]:

@@ -1,4 +1,5 @@
-"""Arrow files, as Hugging Face's `datasets` saves them: each row is a document, in the column --key. Needs no `datasets`."""
+"""Arrow files, as Hugging Face's `datasets` saves them: each row is a document, in the column
+--key. Needs no `datasets`."""
 
 import glob
 import os
@@ -20,14 +21,18 @@ from data_pipeline.sources.document import (
 )
 from data_pipeline.strict_json import loads
 
-_STATE, _SPLITS = "state.json", "dataset_dict.json"  # what save_to_disk leaves in the folder of a Dataset, of a DatasetDict
+_STATE, _SPLITS = (
+    "state.json",
+    "dataset_dict.json",
+)  # what save_to_disk leaves in the folder of a Dataset, of a DatasetDict
 _FILE_MAGIC, _STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
     """The files of a folder that save_to_disk made, or of a glob, in rows.
 
-    DataError: a folder of several splits, of selected rows, or of something else; a file is damaged, or has no such column.
+    DataError: a folder of several splits, of selected rows, or of something else; a file is
+        damaged, or has no such column.
     UsageError: pyarrow is missing.
     """
     pyarrow, errors = arrow("ipc", f"--arrow {pattern}")
@@ -54,19 +59,31 @@ def _saved(folder: str, options: Options) -> list[Piece]:
     splits, state = (os.path.join(folder, name) for name in (_SPLITS, _STATE))
     if place(splits).exists():
         names = _load(
-            splits, lambda content: " or ".join(f"--arrow {os.path.join(folder, name)}" for name in content["splits"])
+            splits,
+            lambda content: " or ".join(
+                f"--arrow {os.path.join(folder, name)}" for name in content["splits"]
+            ),
         )
-        raise DataError(f"--arrow {folder}: is a DatasetDict of several splits. Name one of them: {names}.")
+        raise DataError(
+            f"--arrow {folder}: is a DatasetDict of several splits. Name one of them: {names}."
+        )
     if not place(state).exists():
         return []
     if _load(state, lambda content: content.get("_indices_files")):
-        raise DataError(f"--arrow {folder}: selects rows of its files. Save it with flatten_indices().save_to_disk(DIR).")
+        raise DataError(
+            f"--arrow {folder}: selects rows of its files. Save it with flatten_indices().save_to_disk(DIR)."
+        )
     pieces = []
     for name in _load(state, _data_files):
         path = os.path.join(folder, name)
         if not place(path).exists():
-            raise DataError(f"{path}: is missing, but {state} lists it. Restore it from a copy, or save the dataset again.")
-        pieces += [piece._replace(name=name, beside=(state,)) for piece in find_files(glob.escape(path), "arrow", options)]
+            raise DataError(
+                f"{path}: is missing, but {state} lists it. Restore it from a copy, or save the dataset again."
+            )
+        pieces += [
+            piece._replace(name=name, beside=(state,))
+            for piece in find_files(glob.escape(path), "arrow", options)
+        ]
     return pieces
 
 
@@ -89,7 +106,8 @@ def _load(path: str, get: Callable[[Any], Any]) -> Any:
 
 
 def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
-    """The arrays of the column in a file of either of Arrow's layouts, mapped into memory. DataError: no such column."""
+    """The arrays of the column in a file of either of Arrow's layouts, mapped into memory.
+    DataError: no such column."""
     with open_piece(piece) as file:
         whole_file = file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         file.seek(max(file.seek(0, os.SEEK_END) - len(_STREAM_END), 0))
@@ -100,9 +118,13 @@ def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
     schema = opener(source).schema
     check_column(schema, piece)
     source.seek(0)
-    options = pyarrow.ipc.IpcReadOptions(included_fields=[schema.get_field_index(piece.options.key)])
+    options = pyarrow.ipc.IpcReadOptions(
+        included_fields=[schema.get_field_index(piece.options.key)]
+    )
     reader = opener(source, options=options)
-    batches = map(reader.get_batch, range(reader.num_record_batches)) if whole_file else iter(reader)
+    batches = (
+        map(reader.get_batch, range(reader.num_record_batches)) if whole_file else iter(reader)
+    )
     yield from (batch.column(0) for batch in batches)
 
 

@@ -1,4 +1,5 @@
-"""Conversations: JSON lines with `messages`, or with `conversations` as ShareGPT has them, written out by a chat template."""
+"""Conversations: JSON lines with `messages`, or with `conversations` as ShareGPT has them, written
+out by a chat template."""
 
 import functools
 from collections.abc import Iterator
@@ -15,13 +16,16 @@ _SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
-    """The files of a glob, each with the template. UsageError: no tokenizer is given. DataError: no template is usable."""
+    """The files of a glob, each with the template. UsageError: no tokenizer is given. DataError: no
+    template is usable."""
     if options.vocab_size is None:
         raise UsageError(
             "--chat: needs a tokenizer that has the tokens of its template, not one to be trained. "
             "Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of plain text)."
         )
-    template, files = load_template(options.chat_template, options.tokenizer, options.special, options.chat_date)
+    template, files = load_template(
+        options.chat_template, options.tokenizer, options.special, options.chat_date
+    )
     pieces = jsonl.find(pattern, options._replace(template=template), "chat")
     return [piece._replace(beside=tuple(map(str, files))) for piece in pieces]
 
@@ -55,7 +59,11 @@ def _parse(lines: list[bytes], template: Template) -> list[Document]:
             rendered.append(number)
         except ChatError as error:
             detail = ""
-            if isinstance(record, dict) and "messages" not in record and "conversations" not in record:
+            if (
+                isinstance(record, dict)
+                and "messages" not in record
+                and "conversations" not in record
+            ):
                 detail = jsonl.list_keys(record)
             document = document._replace(problem=str(error), detail=detail)
         documents.append(document)
@@ -68,7 +76,8 @@ def _parse(lines: list[bytes], template: Template) -> list[Document]:
 
 
 def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row, each with `role` and `content`. ChatError: there are none, or they can't be used."""
+    """The messages of a row, each with `role` and `content`. ChatError: there are none, or they
+    can't be used."""
     rows = record.get("messages", record.get("conversations"))
     if not isinstance(rows, list) or not rows:
         raise ChatError("no messages: neither a list `messages` nor a list `conversations`")
@@ -79,7 +88,9 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         role = row.get("role", row.get("from"))
         role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
         if role not in _ROLES:
-            raise ChatError(f"unknown role {str(role)[:40]!r}, not one of {', '.join((*_ROLES, *_SHAREGPT))}")
+            raise ChatError(
+                f"unknown role {str(role)[:40]!r}, not one of {', '.join((*_ROLES, *_SHAREGPT))}"
+            )
         content = row.get("content", row.get("value"))
         if content is None and not row.get("tool_calls"):
             raise ChatError("content of a message is null or missing")
@@ -105,12 +116,17 @@ def _tools(record: dict[str, Any]) -> list[Any] | None:
 
 
 def _clean(value: Any, template: Template, problems: list[str]) -> Any:
-    """A value with all text in it mended; adds what was wrong. Nobody but the template may write special tokens.
+    """A value with all text in it mended; adds what was wrong. Nobody but the template may write
+    special tokens.
 
-    Not seen is one that a template would put together from the ends of two texts without anything between them.
+    Not seen is one that a template would put together from the ends of two texts without anything
+    between them.
     """
     if isinstance(value, dict):
-        return {_clean(key, template, problems): _clean(item, template, problems) for key, item in value.items()}
+        return {
+            _clean(key, template, problems): _clean(item, template, problems)
+            for key, item in value.items()
+        }
     if isinstance(value, list):
         return [_clean(item, template, problems) for item in value]
     if not isinstance(value, str):

@@ -1,4 +1,5 @@
-"""Columns of text in Arrow's memory layout: what Parquet and Arrow files share. Only pyarrow's objects come in here."""
+"""Columns of text in Arrow's memory layout: what Parquet and Arrow files share. Only pyarrow's
+objects come in here."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,21 +16,24 @@ _BYTES = {  # the type that a column of text has without the promise of being UT
 
 
 def arrow(name: str, wanted_by: str) -> tuple[Any, tuple[type[Exception], ...]]:
-    """pyarrow with its part NAME, and what it raises when a file is not what it should be. UsageError: not installed."""
+    """pyarrow with its part NAME, and what it raises when a file is not what it should be.
+    UsageError: not installed."""
     load_package(f"pyarrow.{name}", "parquet", wanted_by)
     package = load_package("pyarrow", "parquet", wanted_by)
     return package, (OSError, package.ArrowException)
 
 
 def native(package: Any, piece: Piece, mapped: bool = False) -> Any:
-    """What pyarrow reads a file from: its path, or its `mapped` memory; or a file behind a URL, open."""
+    """What pyarrow reads a file from: its path, or its `mapped` memory; or a file behind a URL,
+    open."""
     if is_url(piece.path):
         return package.PythonFile(open_piece(piece), mode="r")
     return package.memory_map(piece.path) if mapped else piece.path
 
 
 def damaged(path: str, error: Exception, what: str) -> DataError:
-    """The message for a file that is not what its format asks for. Raises StorageError if it can't be read now."""
+    """The message for a file that is not what its format asks for. Raises StorageError if it can't
+    be read now."""
     blame_storage(path, error)
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     return DataError(f"{path}: is not {what} ({reason}). Restore it from a copy, or leave it out.")
@@ -39,10 +43,14 @@ def check_column(schema: Any, piece: Piece) -> None:
     """DataError: the file has no column of text by this name."""
     key = piece.options.key
     if key not in schema.names:
-        raise DataError(f"{piece.path}: has no column {key!r}, but {', '.join(schema.names)}. Name one of them with --key.")
+        raise DataError(
+            f"{piece.path}: has no column {key!r}, but {', '.join(schema.names)}. Name one of them with --key."
+        )
     kind = schema.field(key).type
     if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _BYTES:
-        raise DataError(f"{piece.path}: column {key!r} holds {kind}, not text. Name a column of text with --key.")
+        raise DataError(
+            f"{piece.path}: column {key!r} holds {kind}, not text. Name a column of text with --key."
+        )
 
 
 def batch_rows(piece: Piece) -> int:
@@ -51,7 +59,8 @@ def batch_rows(piece: Piece) -> int:
 
 
 def values(piece: Piece, first: int, columns: Iterable[Any]) -> Iterator[bytes | None]:
-    """The rows of a piece out of consecutive arrays of a column, of which the first begins at row `first`."""
+    """The rows of a piece out of consecutive arrays of a column, of which the first begins at row
+    `first`."""
     step = batch_rows(piece)
     for column in columns:
         low, high = max(piece.start - first, 0), min(piece.stop - first, len(column))
@@ -65,7 +74,8 @@ def values(piece: Piece, first: int, columns: Iterable[Any]) -> Iterator[bytes |
 def _as_bytes(part: Any) -> list[bytes | None]:
     """The values of an array of text as bytes: they may not be UTF-8, whatever its type says.
 
-    An ArrowException if they lie outside its memory. pyarrow does not look: it would read there, and end the process.
+    An ArrowException if they lie outside its memory. pyarrow does not look: it would read there,
+    and end the process.
     """
     if hasattr(part, "dictionary_decode"):
         dictionary = part.dictionary.view(_BYTES[str(part.dictionary.type)])

@@ -1,4 +1,5 @@
-"""What all formats share: finding files, pieces of files, judging text. Knows neither tokenizers nor shards."""
+"""What all formats share: finding files, pieces of files, judging text. Knows neither tokenizers
+nor shards."""
 
 import glob
 import hashlib
@@ -36,12 +37,14 @@ class Options(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A range of an input file, of whole documents or lines, of one format and one part of the data.
+    """A range of an input file, of whole documents or lines, of one format and one part of the
+    data.
 
-    `name` is relative to the glob's fixed folder, so that what depends on it does not depend on where the input lies.
-    `start` and `stop` count bytes or, where the format's own reader does, records or tokens of about `scale` bytes each.
-    `part` and `share`, for formats whose files hold many documents, say which of them belong here.
-    `beside` are other files that it is read with. `path` may be a URL.
+    `name` is relative to the glob's fixed folder, so that what depends on it does not depend on
+    where the input lies. `start` and `stop` count bytes or, where the format's own reader does,
+    records or tokens of about `scale` bytes each. `part` and `share`, for formats whose files hold
+    many documents, say which of them belong here. `beside` are other files that it is read with.
+    `path` may be a URL.
     """
 
     format: str
@@ -67,10 +70,12 @@ class Piece(NamedTuple):
 
 
 class Document(NamedTuple):
-    """One document, or what was wrong with it: then it is the mended one, or nothing if nothing of it can be used.
+    """One document, or what was wrong with it: then it is the mended one, or nothing if nothing of
+    it can be used.
 
-    It is `text`; or `tokens`, ids [T] of the tokenizer in use, without an end-of-document mark; or `spans`, text and whether it
-    is a training target. `problem` is what is wrong with it in words that many documents share, `detail` what is its own.
+    It is `text`; or `tokens`, ids [T] of the tokenizer in use, without an end-of-document mark; or
+    `spans`, text and whether it is a training target. `problem` is what is wrong with it in words
+    that many documents share, `detail` what is its own.
     """
 
     text: str | None
@@ -88,9 +93,10 @@ class Document(NamedTuple):
 class Format(NamedTuple):
     """A format of input: the option --NAME, what it finds, and how its pieces are read.
 
-    A piece is a whole file until it is divided. `cut(piece, at)` is the first place from `at` on, at most its stop, where it
-    can be; None if it can't. Files that hold `many` documents are divided for parallel work and their documents held out one by
-    one; else a file is one document, held out by its name, and only cut to hold out the tail.
+    A piece is a whole file until it is divided. `cut(piece, at)` is the first place from `at` on,
+    at most its stop, where it can be; None if it can't. Files that hold `many` documents are
+    divided for parallel work and their documents held out one by one; else a file is one document,
+    held out by its name, and only cut to hold out the tail.
     """
 
     name: str
@@ -104,8 +110,8 @@ class Format(NamedTuple):
 
 
 def open_piece(piece: Piece) -> BinaryIO:
-    """The file of a piece, wherever it is. DataError: it is behind a URL, and was changed since it was found. StorageError: it
-    can't be read now."""
+    """The file of a piece, wherever it is. DataError: it is behind a URL, and was changed since it
+    was found. StorageError: it can't be read now."""
     return open_file(piece.path, piece.stamp)
 
 
@@ -131,23 +137,38 @@ def any_record(piece: Piece, at: int) -> int:
 
 
 def held_out(name: str | bytes, share: float) -> bool:
-    """Whether what has this name belongs to the held-out share: the same answer for ever, whatever else there is."""
+    """Whether what has this name belongs to the held-out share: the same answer for ever, whatever
+    else there is."""
     data = name.encode(errors="surrogateescape") if isinstance(name, str) else name
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) < share * 2**64
 
 
 def find_files(pattern: str, format: str, options: Options, ending: str = "") -> list[Piece]:
-    """Whole files, in bytes, that match a path or a glob, sorted by name; DataError: nothing matches, or a folder was named."""
+    """Whole files, in bytes, that match a path or a glob, sorted by name; DataError: nothing
+    matches, or a folder was named."""
     if is_url(pattern):
         return _find_remote(pattern, format, options, ending)
     if os.path.isdir(pattern):
         files = os.path.join(pattern, "**", f"*{ending}")
-        raise DataError(f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'")
-    fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts[:-1]))
-    found = {os.path.relpath(path, fixed): path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)}
+        raise DataError(
+            f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'"
+        )
+    fixed = Path(
+        *itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts[:-1])
+    )
+    found = {
+        os.path.relpath(path, fixed): path
+        for path in glob.glob(pattern, recursive=True)
+        if os.path.isfile(path)
+    }
     if not found:
-        raise DataError(f"--{format} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders.")
-    return [Piece(format, name, found[name], 0, os.path.getsize(found[name]), options) for name in sorted(found)]
+        raise DataError(
+            f"--{format} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders."
+        )
+    return [
+        Piece(format, name, found[name], 0, os.path.getsize(found[name]), options)
+        for name in sorted(found)
+    ]
 
 
 def _find_remote(pattern: str, format: str, options: Options, ending: str) -> list[Piece]:
@@ -157,16 +178,27 @@ def _find_remote(pattern: str, format: str, options: Options, ending: str) -> li
             f"--{format} {pattern}: is a directory. Name its files: --{format} '{pattern.rstrip('/')}/**/*{ending}'"
         )
     if not found:
-        raise DataError(f"--{format} {pattern}: matches no file. Check bucket and path; quote globs; ** looks into folders.")
-    fixed = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split("/")[:-1]))
+        raise DataError(
+            f"--{format} {pattern}: matches no file. Check bucket and path; quote globs; ** looks into folders."
+        )
+    fixed = "/".join(
+        itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split("/")[:-1])
+    )
     named = {file.path.url.removeprefix(f"{fixed}/"): file for file in found}
-    return [Piece(format, name, str(f.path), 0, f.size, options, stamp=f.stamp) for name, f in sorted(named.items())]
+    return [
+        Piece(format, name, str(f.path), 0, f.size, options, stamp=f.stamp)
+        for name, f in sorted(named.items())
+    ]
 
 
-def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Exception]) -> Iterator[Document]:
-    """The documents that are text, str or UTF-8, among the records of a piece, if they belong to its part.
+def record_documents(
+    piece: Piece, records: Iterable[Any], *damage: type[Exception]
+) -> Iterator[Document]:
+    """The documents that are text, str or UTF-8, among the records of a piece, if they belong to
+    its part.
 
-    `damage` is what reading the next record raises when there is any: the rest of the piece is then one bad document.
+    `damage` is what reading the next record raises when there is any: the rest of the piece is then
+    one bad document.
     StorageError: the record can't be read now.
     """
     row, field = piece.start - 1, repr(piece.options.key)
@@ -176,7 +208,9 @@ def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Excepti
             text = isinstance(raw, bytes)
             if piece.holds(raw if text else b""):
                 problem = f"{field} is null" if raw is None else f"{field} is not a string"
-                document = decode(raw, "", 0, keep_mark=True) if text else Document(None, "", problem)
+                document = (
+                    decode(raw, "", 0, keep_mark=True) if text else Document(None, "", problem)
+                )
                 yield document._replace(where=f"{piece.path}, row {row}")
     except damage as error:
         blame_storage(piece.path, error)
@@ -185,23 +219,34 @@ def record_documents(piece: Piece, records: Iterable[Any], *damage: type[Excepti
 
 
 def decode(raw: bytes, path: str, line: int = 1, keep_mark: bool = False) -> Document:
-    """Bytes to text; `line` is the number of the first line. A byte order mark is one of files, and `keep_mark` of records."""
+    """Bytes to text; `line` is the number of the first line. A byte order mark is one of files, and
+    `keep_mark` of records."""
     body = raw if keep_mark else raw.removeprefix(BOM)
     try:
         document = judge(body.decode(), path, line)
     except UnicodeDecodeError as error:
         at = line + body.count(b"\n", 0, error.start)
-        return Document(body.decode(errors="replace").replace("\0", "\ufffd"), f"{path}:{at}", "not UTF-8")
-    return document._replace(problem=MARKED) if len(body) < len(raw) and not document.problem else document
+        return Document(
+            body.decode(errors="replace").replace("\0", "\ufffd"), f"{path}:{at}", "not UTF-8"
+        )
+    return (
+        document._replace(problem=MARKED)
+        if len(body) < len(raw) and not document.problem
+        else document
+    )
 
 
 def judge(text: str, path: str, line: int) -> Document:
-    """Find what is wrong with text and mend it: NUL, lone surrogates (as JSON can spell them), nothing but whitespace."""
+    """Find what is wrong with text and mend it: NUL, lone surrogates (as JSON can spell them),
+    nothing but whitespace."""
     if "\0" in text:
         line += text.count("\n", 0, text.index("\0"))
         return Document(text.replace("\0", "\ufffd"), f"{path}:{line}", "NUL character")
     if not text or text.isspace():
         return Document(None, f"{path}:{line}", EMPTY)
-    if not text.isascii() and (mended := text.encode(errors="surrogatepass").decode(errors="replace")) != text:
+    if (
+        not text.isascii()
+        and (mended := text.encode(errors="surrogatepass").decode(errors="replace")) != text
+    ):
         return Document(mended, f"{path}:{line}", "lone surrogate")
     return Document(text, f"{path}:{line}")

@@ -1,7 +1,9 @@
-"""Files of nothing but token ids, nanoGPT's .bin and OLMo's .npy: documents are what lies between end-of-document ids.
+"""Files of nothing but token ids, nanoGPT's .bin and OLMo's .npy: documents are what lies between
+end-of-document ids.
 
-The ids are little-endian uint16, or wider where the tokenizer's vocabulary needs it or the upper halves of all that a file
-begins with are 0. The name .npy notwithstanding, OLMo's files have no header; numpy's own, which have one, are read by it.
+The ids are little-endian uint16, or wider where the tokenizer's vocabulary needs it or the upper
+halves of all that a file begins with are 0. The name .npy notwithstanding, OLMo's files have no
+header; numpy's own, which have one, are read by it.
 """
 
 import io
@@ -33,7 +35,8 @@ def find_olmo(pattern: str, options: Options) -> list[Piece]:
 
 
 def _find(name: str, ending: str, pattern: str, options: Options) -> list[Piece]:
-    """DataError: a file is not what it should be. UsageError: no tokenizer, or one that ends no documents."""
+    """DataError: a file is not what it should be. UsageError: no tokenizer, or one that ends no
+    documents."""
     need_tokenizer(f"--{name} {pattern}", options)
     if options.eod_id is None:
         raise UsageError(
@@ -52,32 +55,44 @@ def _open(piece: Piece) -> Any:
     with open_piece(piece) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(_LLM_C):
-        raise DataError(f"{piece.path}: begins with llm.c's header of 1024 bytes. Take it off: tail -c +1025 FILE > NEW")
+        raise DataError(
+            f"{piece.path}: begins with llm.c's header of 1024 bytes. Take it off: tail -c +1025 FILE > NEW"
+        )
     if head.startswith(_NUMPY):
         try:
             tokens = _load(piece, head)
         except (UserError, OSError):
             raise
-        except Exception as error:  # a damaged header is parsed as Python, which ends in errors of many kinds
+        except (
+            Exception
+        ) as error:  # a damaged header is parsed as Python, which ends in errors of many kinds
             raise DataError(
                 f"{piece.path}: has numpy's header, but {error}. Restore it from a copy, or make it again."
             ) from error
         if getattr(tokens, "ndim", 1) != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(f"{piece.path}: holds {tokens.dtype} {tokens.shape}. Save ids as one row of integers: ids.ravel().")
+            raise DataError(
+                f"{piece.path}: holds {tokens.dtype} {tokens.shape}. Save ids as one row of integers: ids.ravel()."
+            )
         return tokens
     width, values = 2, np.frombuffer(head[: len(head) // 8 * 8], "<u2")
-    while width < 8 and ((piece.options.vocab_size or 0) > 1 << 8 * width or (len(values) >= 32 and not values[1::2].any())):
+    while width < 8 and (
+        (piece.options.vocab_size or 0) > 1 << 8 * width
+        or (len(values) >= 32 and not values[1::2].any())
+    ):
         width, values = 2 * width, values[::2]
     return ids(piece, np.dtype(f"<u{width}"))
 
 
 def _load(piece: Piece, head: bytes) -> Any:
-    """The array of a file with numpy's header, of any shape. ValueError, EOFError: it is damaged."""
+    """The array of a file with numpy's header, of any shape. ValueError, EOFError: it is
+    damaged."""
     if not is_url(piece.path):
         return np.load(piece.path, mmap_mode="r", allow_pickle=False)
     file = io.BytesIO(head)
     read = (
-        np.lib.format.read_array_header_1_0 if np.lib.format.read_magic(file)[0] == 1 else np.lib.format.read_array_header_2_0
+        np.lib.format.read_array_header_1_0
+        if np.lib.format.read_magic(file)[0] == 1
+        else np.lib.format.read_array_header_2_0
     )
     shape, _, dtype = read(file)
     count = int(np.prod(shape))
@@ -89,18 +104,24 @@ def _load(piece: Piece, head: bytes) -> Any:
 
 
 def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:
-    """Where end-of-document ids are, from `start` to the piece's stop; nothing is held but a window."""
+    """Where end-of-document ids are, from `start` to the piece's stop; nothing is held but a
+    window."""
     for at in range(start, piece.stop, _WINDOW):
-        yield from (at + np.flatnonzero(tokens[at : min(at + _WINDOW, piece.stop)] == piece.options.eod_id)).tolist()
+        yield from (
+            at + np.flatnonzero(tokens[at : min(at + _WINDOW, piece.stop)] == piece.options.eod_id)
+        ).tolist()
 
 
 def cut(piece: Piece, at: int) -> int:
     """Behind the first end of a document from token `at` - 1 on."""
-    return next((end + 1 for end in _ends(_open(piece), max(at - 1, piece.start), piece)), piece.stop)
+    return next(
+        (end + 1 for end in _ends(_open(piece), max(at - 1, piece.start), piece)), piece.stop
+    )
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Documents of the piece that belong to its part. DataError: an id too large, or a document too long."""
+    """Documents of the piece that belong to its part. DataError: an id too large, or a document too
+    long."""
     tokens, first = _open(piece), piece.start
     header_bytes = file_size(piece.path) - tokens.nbytes
     for end in itertools.chain(_ends(tokens, piece.start, piece), [piece.stop]):

@@ -1,4 +1,5 @@
-"""JSON lines, plain, .gz or .zst: each line is an object, and one of its keys holds the document."""
+"""JSON lines, plain, .gz or .zst: each line is an object, and one of its keys holds the
+document."""
 
 import contextlib
 import functools
@@ -51,10 +52,11 @@ def cut(piece: Piece, at: int) -> int | None:
 
 
 def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterator[Document]:
-    """The documents that `parse` makes of the lines of the piece that belong to its part; it need not say where they are.
+    """The documents that `parse` makes of the lines of the piece that belong to its part; it need
+    not say where they are.
 
-    It gets some lines at a time, and gives a document for each. A DataError of it, which is about one of them, ends all,
-    whatever is to be done about bad documents.
+    It gets some lines at a time, and gives a document for each. A DataError of it, which is about
+    one of them, ends all, whatever is to be done about bad documents.
     """
     index = -1
     lines: list[tuple[int, bytes]] = []
@@ -71,7 +73,9 @@ def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> 
                 lines, size = [], 0
     except (OSError, EOFError, damage) as error:
         reason = getattr(error, "strerror", None) or error
-        problem = Document(None, f"{piece.path}:{_before(piece) + index + 2}", f"can't be read ({reason})")
+        problem = Document(
+            None, f"{piece.path}:{_before(piece) + index + 2}", f"can't be read ({reason})"
+        )
     yield from _parse_lines(piece, lines, parse)
     if problem:
         yield problem
@@ -80,7 +84,8 @@ def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> 
 def _parse_lines(
     piece: Piece, lines: list[tuple[int, bytes]], parse: Callable[[list[bytes]], list[Document]]
 ) -> Iterator[Document]:
-    """The documents of lines, each with its number in the piece; with the places that they are from."""
+    """The documents of lines, each with its number in the piece; with the places that they are
+    from."""
     try:
         documents = parse([raw for _, raw in lines])
     except DataError as error:
@@ -90,7 +95,11 @@ def _parse_lines(
             yield from _parse_lines(piece, [line], parse)
         return
     for (index, _), document in zip(lines, documents, strict=True):
-        place = _before(piece) + index + 1 if document.problem else f"line {index + 1} after byte {piece.start}"
+        place = (
+            _before(piece) + index + 1
+            if document.problem
+            else f"line {index + 1} after byte {piece.start}"
+        )
         yield document._replace(where=f"{piece.path}:{place}")
 
 
@@ -111,18 +120,26 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
 
 
 def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
-    """What makes of a file the one to read lines from, and what that raises if the file is damaged."""
+    """What makes of a file the one to read lines from, and what that raises if the file is
+    damaged."""
     if path.endswith(".gz"):
         return gzip.open, zlib.error  # for reading, as it is for all of them
     if path.endswith(".zst"):
-        zstd = load_package("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd", "zstd", f"--jsonl {path}")
-        wide = {zstd.DecompressionParameter.window_log_max: 31}  # some corpora are packed with `zstd --long=31`
+        zstd = load_package(
+            "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
+            "zstd",
+            f"--jsonl {path}",
+        )
+        wide = {
+            zstd.DecompressionParameter.window_log_max: 31
+        }  # some corpora are packed with `zstd --long=31`
         return functools.partial(zstd.open, options=wide), zstd.ZstdError
     return contextlib.nullcontext, OSError
 
 
 def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
-    """The lines from the piece's start on; of one that is too long, the beginning: a few packed bytes may hold any number."""
+    """The lines from the piece's start on; of one that is too long, the beginning: a few packed
+    bytes may hold any number."""
     packed = piece.path.endswith(_PACKED)
     with open_piece(piece) as raw_file, reader(raw_file) as file:
         file.seek(piece.start)
@@ -138,7 +155,10 @@ def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
 def _before(piece: Piece) -> int:
     """Lines of the file before the piece: counted only when a message needs it."""
     with open_piece(piece) as file:
-        return sum(file.read(min(1 << 20, piece.start - at)).count(b"\n") for at in range(0, piece.start, 1 << 20))
+        return sum(
+            file.read(min(1 << 20, piece.start - at)).count(b"\n")
+            for at in range(0, piece.start, 1 << 20)
+        )
 
 
 def _parse(raw: bytes, key: str) -> Document:
@@ -151,11 +171,16 @@ def _parse(raw: bytes, key: str) -> Document:
         problem = f"key {key!r} is null" if record[key] is None else f"key {key!r} is not a string"
         return Document(None, "", problem, detail=list_keys(record, "--key"))
     document = judge(record[key], "", 0)
-    return document._replace(problem="not UTF-8") if document.text is not None and not is_utf8(raw) else document
+    return (
+        document._replace(problem="not UTF-8")
+        if document.text is not None and not is_utf8(raw)
+        else document
+    )
 
 
 def list_keys(record: dict[str, Any], option: str = "") -> str:
-    """The keys of a record in words, and how to name the one that holds the longest text with an option."""
+    """The keys of a record in words, and how to name the one that holds the longest text with an
+    option."""
     if not record:
         return ", and no other"
     listed = ", ".join(key[:_LONGEST_KEY] for key in list(record)[:_MOST_KEYS])

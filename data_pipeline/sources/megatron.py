@@ -1,7 +1,9 @@
-"""Megatron-LM's indexed data sets: ids in a .bin, and beside it an .idx that says where sequences and documents begin.
+"""Megatron-LM's indexed data sets: ids in a .bin, and beside it an .idx that says where sequences
+and documents begin.
 
-The .idx, little-endian: "MMIDIDX\\0\\0", uint64 version 1, uint8 type of the ids, uint64 S sequences, uint64 D; int32 tokens of
-each sequence [S]; int64 byte offset of each [S]; int64 first sequence of each document, then S [D]; for images also int8 [S].
+The .idx, little-endian: "MMIDIDX\\0\\0", uint64 version 1, uint8 type of the ids, uint64 S
+sequences, uint64 D; int32 tokens of each sequence [S]; int64 byte offset of each [S]; int64 first
+sequence of each document, then S [D]; for images also int8 [S].
 """
 
 import os
@@ -40,10 +42,14 @@ def find(pattern: str, options: Options) -> list[Piece]:
     need_tokenizer(f"--megatron {pattern}", options)
     prefix = pattern.removesuffix(".bin").removesuffix(".idx")
     pieces = []
-    for piece in find_files(prefix if os.path.isdir(prefix) else f"{prefix}.bin", "megatron", options, ".bin"):
+    for piece in find_files(
+        prefix if os.path.isdir(prefix) else f"{prefix}.bin", "megatron", options, ".bin"
+    ):
         index = _open(piece)
         count = len(index.firsts) - 1
-        pieces.append(piece._replace(stop=count, scale=piece.size / max(count, 1), beside=(index.path,)))
+        pieces.append(
+            piece._replace(stop=count, scale=piece.size / max(count, 1), beside=(index.path,))
+        )
     return pieces
 
 
@@ -69,24 +75,33 @@ def _open(piece: Piece) -> _Index:
     if size not in (expected, expected + sequences):
         raise _damaged(index, f"has {size} bytes, but its counts ask for {expected}")
     if not sequences or not documents:
-        raise _damaged(index, f"counts {sequences} sequences and {documents} first sequences of documents")
+        raise _damaged(
+            index, f"counts {sequences} sequences and {documents} first sequences of documents"
+        )
     sizes = numbers(piece, index, "<i4", at, sequences)
     pointers = numbers(piece, index, "<i8", at + 4 * sequences, sequences)
     firsts = numbers(piece, index, "<i8", at + 12 * sequences, documents)
     if firsts[0] != 0 or firsts[-1] != sequences:
-        raise _damaged(index, f"lists documents from sequence {firsts[0]} to {firsts[-1]}, but there are 0 to {sequences}")
+        raise _damaged(
+            index,
+            f"lists documents from sequence {firsts[0]} to {firsts[-1]}, but there are 0 to {sequences}",
+        )
     if size > expected and numbers(piece, index, "i1", expected, sequences)[:].any():
         raise DataError(f"{index}: some sequences are not text. Make it again without them.")
     return _Index(index, sizes, pointers, firsts, ids(piece, np.dtype(_TYPES[code])))
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Documents of the piece that belong to its part, without their end marks. DataError: damage, or an id too large."""
+    """Documents of the piece that belong to its part, without their end marks. DataError: damage,
+    or an id too large."""
     index, eod = _open(piece), piece.options.eod_id
     for number in range(piece.start, piece.stop):
         first, last = index.firsts[number : number + 2].tolist()
         if not 0 <= first <= last <= len(index.sizes):
-            raise _damaged(index.path, f"document {number} is sequences {first} to {last} of {len(index.sizes)}")
+            raise _damaged(
+                index.path,
+                f"document {number} is sequences {first} to {last} of {len(index.sizes)}",
+            )
         parts = [_sequence(index, at) for at in range(first, last)]
         tokens = parts[0] if len(parts) == 1 else np.concatenate([index.tokens[:0], *parts])
         tokens = tokens[:-1] if len(tokens) and tokens[-1] == eod else tokens
@@ -96,14 +111,22 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 def _sequence(index: _Index, number: int) -> np.ndarray:
     """Ids of a sequence [T]."""
-    size, (first, rest) = int(index.sizes[number]), divmod(int(index.pointers[number]), index.tokens.itemsize)
+    size, (first, rest) = (
+        int(index.sizes[number]),
+        divmod(int(index.pointers[number]), index.tokens.itemsize),
+    )
     if rest or size < 0 or not 0 <= first <= first + size <= len(index.tokens):
-        raise _damaged(index.path, f"sequence {number} is {size} tokens from byte {index.pointers[number]}, outside the .bin")
+        raise _damaged(
+            index.path,
+            f"sequence {number} is {size} tokens from byte {index.pointers[number]}, outside the .bin",
+        )
     return index.tokens[first : first + size]
 
 
 def _damaged(index: str, what: str) -> DataError:
-    return DataError(f"{index}: {what}: damaged, or of another format. Restore it from a copy, or make it again.")
+    return DataError(
+        f"{index}: {what}: damaged, or of another format. Restore it from a copy, or make it again."
+    )
 
 
 FORMAT = Format(

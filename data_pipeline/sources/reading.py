@@ -1,4 +1,5 @@
-"""Input files, here or behind a URL, opened so that what a disk or a network does is never taken for a document that is bad."""
+"""Input files, here or behind a URL, opened so that what a disk or a network does is never taken
+for a document that is bad."""
 
 import io
 from collections.abc import Callable
@@ -34,4 +35,7 @@ def open_file(path: str, stamp: str = "") -> BinaryIO:
 
     StorageError, then or later: it can't be read now.
     """
-    return cast(BinaryIO, RemotePath(path).open(stamp) if is_url(path) else io.BufferedReader(_LocalFile(path)))
+    return cast(
+        BinaryIO,
+        RemotePath(path).open(stamp) if is_url(path) else io.BufferedReader(_LocalFile(path)),
+    )

@@ -5,7 +5,16 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import PurePath
 
-from data_pipeline.sources.document import Document, Format, Options, Piece, decode, find_files, line_start, open_piece
+from data_pipeline.sources.document import (
+    Document,
+    Format,
+    Options,
+    Piece,
+    decode,
+    find_files,
+    line_start,
+    open_piece,
+)
 
 _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
@@ -27,8 +36,11 @@ def find(pattern: str, options: Options) -> list[Piece]:
 
 
 def python_stdlib(_: str, options: Options) -> list[Piece]:
-    """The Python source of the running interpreter's standard library, without tests and installed packages."""
-    pieces = find_files(glob.escape(sysconfig.get_paths()["stdlib"]) + "/**/*.py", "python-stdlib", options)
+    """The Python source of the running interpreter's standard library, without tests and installed
+    packages."""
+    pieces = find_files(
+        glob.escape(sysconfig.get_paths()["stdlib"]) + "/**/*.py", "python-stdlib", options
+    )
     return [piece for piece in pieces if not _NOT_LIBRARY & set(PurePath(piece.name).parts)]
 
 

@@ -1,4 +1,5 @@
-"""Data sets of tensorflow-datasets that are on disk as ArrayRecord: each example is a document, in the feature --key.
+"""Data sets of tensorflow-datasets that are on disk as ArrayRecord: each example is a document, in
+the feature --key.
 
 Read through `as_data_source`, without TensorFlow. Nothing is downloaded or built here.
 """
@@ -24,19 +25,27 @@ _DESCRIPTION = ("dataset_info.json", "features.json")
 
 
 def find(value: str, options: Options) -> list[Piece]:
-    """The files of NAME[:SPLIT], in examples; NAME may be a folder, and SPLIT is "train" if nothing is said.
+    """The files of NAME[:SPLIT], in examples; NAME may be a folder, and SPLIT is "train" if nothing
+    is said.
 
-    DataError: it is not there, has no such split or feature, or is in another file format. UsageError: the package is missing.
+    DataError: it is not there, has no such split or feature, or is in another file format.
+        UsageError: the package is missing.
     """
     refuse_url("tfds", value)
     tfds = load_package("tensorflow_datasets", "tfds", f"--tfds {value}")
     name, _, split = (value, "", "") if os.path.isdir(value) else value.partition(":")
     split = split or "train"
     try:
-        folder = name if os.path.isdir(name) else tfds.core.read_only_builder.builder_from_files(name).data_dir
+        folder = (
+            name
+            if os.path.isdir(name)
+            else tfds.core.read_only_builder.builder_from_files(name).data_dir
+        )
         builder = tfds.builder_from_directory(folder)
         info, layout = builder.info, builder.info.file_format
-    except Exception as error:  # of many kinds, from finding the folder to parsing what describes it
+    except (
+        Exception
+    ) as error:  # of many kinds, from finding the folder to parsing what describes it
         blame_storage(name, error)
         reason = str(error).partition("\n")[0]
         raise DataError(
@@ -49,15 +58,21 @@ def find(value: str, options: Options) -> list[Piece]:
             f"--tfds {value}: is stored as {found}, which has no random access. Build it with --file_format=array_record."
         )
     if split not in list(info.splits):
-        raise DataError(f"--tfds {value}: has no split {split!r}. Name one: {', '.join(f'{name}:{s}' for s in info.splits)}.")
+        raise DataError(
+            f"--tfds {value}: has no split {split!r}. Name one: {', '.join(f'{name}:{s}' for s in info.splits)}."
+        )
     if options.key not in info.features:
         raise DataError(
             f"--tfds {value}: has no feature {options.key!r}, but {', '.join(sorted(info.features))}. Name one with --key."
         )
     pieces, about = [], tuple(os.path.join(str(builder.data_dir), file) for file in _DESCRIPTION)
-    for path, examples in zip(map(str, info.splits[split].filepaths), info.splits[split].shard_lengths):
+    for path, examples in zip(
+        map(str, info.splits[split].filepaths), info.splits[split].shard_lengths
+    ):
         scale = os.path.getsize(path) / max(examples, 1)
-        pieces.append(Piece("tfds", os.path.basename(path), path, 0, examples, options, scale, beside=about))
+        pieces.append(
+            Piece("tfds", os.path.basename(path), path, 0, examples, options, scale, beside=about)
+        )
     return pieces
 
 
@@ -67,9 +82,14 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 
 def _examples(piece: Piece) -> Iterator[Any]:
-    """The feature of each example; a piece counts them in its file, but the library in the whole split."""
-    builder = load_package("tensorflow_datasets", "tfds", piece.path).builder_from_directory(os.path.dirname(piece.path))
-    split, info = next(item for item in builder.info.splits.items() if piece.name in item[1].filenames)
+    """The feature of each example; a piece counts them in its file, but the library in the whole
+    split."""
+    builder = load_package("tensorflow_datasets", "tfds", piece.path).builder_from_directory(
+        os.path.dirname(piece.path)
+    )
+    split, info = next(
+        item for item in builder.info.splits.items() if piece.name in item[1].filenames
+    )
     before = sum(info.shard_lengths[: info.filenames.index(piece.name)])
     source = builder.as_data_source(split)
     step = max(int(_BATCH_BYTES / max(piece.scale, 1)), 1)

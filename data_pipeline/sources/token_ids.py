@@ -1,4 +1,5 @@
-"""What formats of ids share, text that was turned into tokens elsewhere: the tokenizer that it needs, and checks of ids."""
+"""What formats of ids share, text that was turned into tokens elsewhere: the tokenizer that it
+needs, and checks of ids."""
 
 import os
 from typing import Any, BinaryIO
@@ -21,7 +22,8 @@ def need_tokenizer(option: str, options: Options) -> None:
 
 
 class RemoteArray:
-    """A row of numbers in a file behind a URL, read where it is looked at: what is used here of a mapped array."""
+    """A row of numbers in a file behind a URL, read where it is looked at: what is used here of a
+    mapped array."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype, start: int, count: int):
         self._file, self.dtype, self._start, self._count = file, dtype, start, count
@@ -39,10 +41,13 @@ class RemoteArray:
 
 
 def numbers(piece: Piece, path: str, dtype: np.dtype | str, start: int, count: int) -> Any:
-    """`count` numbers from byte `start` of a file of a piece on, mapped into memory or a `RemoteArray`."""
+    """`count` numbers from byte `start` of a file of a piece on, mapped into memory or a
+    `RemoteArray`."""
     if not is_url(path):
         return np.memmap(path, dtype, "r", start, (count,)) if count else np.empty(0, dtype)
-    return RemoteArray(open_file(path, piece.stamp if path == piece.path else ""), np.dtype(dtype), start, count)
+    return RemoteArray(
+        open_file(path, piece.stamp if path == piece.path else ""), np.dtype(dtype), start, count
+    )
 
 
 def file_size(path: str) -> int:
@@ -62,7 +67,8 @@ def ids(piece: Piece, dtype: np.dtype) -> Any:
 
 
 def document(piece: Piece, ids: np.ndarray, where: str, offset: int) -> list[Document]:
-    """The document of ids [T] that begin at byte `offset`, if it belongs to the piece's part. DataError: an id too large."""
+    """The document of ids [T] that begin at byte `offset`, if it belongs to the piece's part.
+    DataError: an id too large."""
     vocab_size = piece.options.vocab_size or 0
     if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
         at = int(np.argmax((ids >= vocab_size) | (ids < 0)))

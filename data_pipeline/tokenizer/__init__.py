@@ -1,8 +1,10 @@
-"""Tokenizers: text to ids and back. Bytes, characters, a Hugging Face `tokenizer.json`, given or trained here, a SentencePiece
-model, or a tiktoken file of ranks.
+"""Tokenizers: text to ids and back. Bytes, characters, a Hugging Face `tokenizer.json`, given or
+trained here, a SentencePiece model, or a tiktoken file of ranks.
 
-Each is saved as one `tokenizer.json`, whose sha256 is its identity; `load_tokenizer` reads any of them back. Text is only ever
-text: a document that spells out a special token does not produce its id, so no document can forge the end of a document.
+Each is saved as one `tokenizer.json`, whose sha256 is its identity; `load_tokenizer` reads any of
+them back. Text is only ever
+text: a document that spells out a special token does not produce its id, so no document can forge
+    the end of a document.
 Only in what a chat template wrote (`encode_spans`) do special tokens become their ids.
 """
 
@@ -29,14 +31,17 @@ _MODEL = "tokenizer.model"
 
 
 def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
-    """A tokenizer: "bytes"; a tokenizer.json, a SentencePiece .model or a .tiktoken file; or a directory that has one of them
-    as tokenizer.json or tokenizer.model: prepared data or a Hugging Face model.
+    """A tokenizer: "bytes"; a tokenizer.json, a SentencePiece .model or a .tiktoken file; or a
+    directory that has one of them as tokenizer.json or tokenizer.model: prepared data or a Hugging
+    Face model.
 
-    A tokenizer_config.json beside it names the token that ends documents and, for SentencePiece, the special tokens. A file of
-    ranks holds neither pattern nor special tokens: those of r50k_base, p50k_base, cl100k_base and o200k_base are known by the
-    file's name; any other FILE needs a FILE.json beside it: {"pattern": "cl100k", "special_tokens": {"<|endoftext|>": 1000}},
+    A tokenizer_config.json beside it names the token that ends documents and, for SentencePiece,
+    the special tokens. A file of ranks holds neither pattern nor special tokens: those of
+    r50k_base, p50k_base, cl100k_base and o200k_base are known by the file's name; any other FILE
+    needs a FILE.json beside it: {"pattern": "cl100k", "special_tokens": {"<|endoftext|>": 1000}},
     where the pattern is r50k, cl100k, o200k or a regular expression.
-    DataError: missing, unusable, or not the manifest's. StorageError: it can't be read now. UsageError: the package that reads
+    DataError: missing, unusable, or not the manifest's. StorageError: it can't be read now.
+        UsageError: the package that reads
     it is not installed.
     """
     if spec == "bytes":
@@ -51,7 +56,12 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
         raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
     except UserError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # the last three: JSON of another shape
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # the last three: JSON of another shape
         raise DataError(f"tokenizer={spec}: is not usable ({error}). {mend}") from error
     if path.name == TOKENIZER and path.with_name(MANIFEST).exists():
         entry = Manifest.load(path.parent).tokenizer
@@ -65,7 +75,8 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
 
 
 def tokenizer_path(spec: str | Path | RemotePath) -> Any:
-    """The file that holds a tokenizer: the one given, or that of a directory, or of the part train in it."""
+    """The file that holds a tokenizer: the one given, or that of a directory, or of the part train
+    in it."""
     path = place(spec)
     if not path.is_dir():
         return path
@@ -78,7 +89,8 @@ def tokenizer_path(spec: str | Path | RemotePath) -> Any:
 
 
 def read_settings(path: Path | RemotePath) -> dict[str, Any]:
-    """The tokenizer_config.json beside a tokenizer, empty if there is none. ValueError: it is not a JSON object."""
+    """The tokenizer_config.json beside a tokenizer, empty if there is none. ValueError: it is not a
+    JSON object."""
     beside = path.with_name(SETTINGS)
     content = beside.read_bytes() if beside.exists() else b"{}"
     try:
@@ -91,7 +103,8 @@ def read_settings(path: Path | RemotePath) -> dict[str, Any]:
 
 
 def named_token(settings: dict[str, Any], key: str) -> str | None:
-    """The token that a tokenizer_config.json gives for "eos_token" and the like; None: none. ValueError: not a token."""
+    """The token that a tokenizer_config.json gives for "eos_token" and the like; None: none.
+    ValueError: not a token."""
     token = settings.get(key)
     token = token.get("content", token) if isinstance(token, dict) else token
     if token is not None and not isinstance(token, str):
@@ -100,7 +113,8 @@ def named_token(settings: dict[str, Any], key: str) -> str | None:
 
 
 def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
-    """The tokenizer of a file. ValueError, KeyError, TypeError, AttributeError: it is not usable."""
+    """The tokenizer of a file. ValueError, KeyError, TypeError, AttributeError: it is not
+    usable."""
     name = path.parent.name or path.stem
     if content.lstrip(b" \t\r\n")[:1] in (b"{", b"["):
         record = loads(content)
@@ -112,10 +126,14 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
                 raise ValueError("characters is not a string")
             return CharTokenizer(record["characters"], record["eod"])
         if kind == "sentencepiece":
-            return SentencePieceTokenizer(base64.b64decode(record["model"]), name, record["special"], record["eod"])
+            return SentencePieceTokenizer(
+                base64.b64decode(record["model"]), name, record["special"], record["eod"]
+            )
         if kind == "tiktoken":
             ranks = base64.b64decode(record["ranks"])
-            return TiktokenTokenizer(ranks, name, record["pattern"], record["special"], record["eod"])
+            return TiktokenTokenizer(
+                ranks, name, record["pattern"], record["special"], record["eod"]
+            )
         return JsonTokenizer(content, name, named_token(read_settings(path), "eos_token"))
     settings = read_settings(path)
     name, eod = name if path.name == _MODEL else path.stem, named_token(settings, "eos_token")
@@ -124,13 +142,20 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
     special, plain = (_added_tokens(settings, special) for special in (True, False))
     tokenizer = SentencePieceTokenizer(content, name, special, eod)
     if beyond := [token for token, i in plain.items() if i >= tokenizer.inner.piece_size()]:
-        raise ValueError(f"{SETTINGS} adds {beyond[0]!r} to be found in text, which only a tokenizer.json can do")
+        raise ValueError(
+            f"{SETTINGS} adds {beyond[0]!r} to be found in text, which only a tokenizer.json can do"
+        )
     return tokenizer
 
 
 def _added_tokens(settings: dict[str, Any], special: bool) -> dict[str, int]:
-    """Tokens that a tokenizer_config.json lists, the special ones or the others: ids by spelling."""
+    """Tokens that a tokenizer_config.json lists, the special ones or the others: ids by
+    spelling."""
     added = settings.get("added_tokens_decoder", {})
     if not isinstance(added, dict):
         raise ValueError(f"added_tokens_decoder of {SETTINGS} is not an object")
-    return {entry["content"]: int(i) for i, entry in added.items() if bool(entry.get("special")) == special}
+    return {
+        entry["content"]: int(i)
+        for i, entry in added.items()
+        if bool(entry.get("special")) == special
+    }

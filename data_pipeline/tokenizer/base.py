@@ -1,4 +1,5 @@
-"""What all tokenizers share: the contract, where a long text may be cut, and special tokens in what a template wrote."""
+"""What all tokenizers share: the contract, where a long text may be cut, and special tokens in what
+a template wrote."""
 
 import abc
 import functools
@@ -13,12 +14,23 @@ from data_pipeline.remote import RemotePath
 from data_pipeline.shards import TOKENIZER, write_atomic
 
 END_OF_DOCUMENT = "<|endoftext|>"
-_KNOWN_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "<|eot_id|>", "<｜end▁of▁sentence｜>")
+_KNOWN_ENDS = (
+    END_OF_DOCUMENT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<｜end▁of▁sentence｜>",
+)
 LINE_CUT, SPACE_CUT = r"\S\n(?=\S)", r"[A-Za-z](?= [A-Za-z])"
-# Where byte-level pre-tokenizers always split, so that a long text may be encoded in pieces, in bounded memory.
+# Where byte-level pre-tokenizers always split, so that a long text may be encoded in pieces, in
+# bounded memory.
 BYTE_LEVEL_CUT = re.compile(f"{LINE_CUT}|{SPACE_CUT}")
 _PIECE_CHARACTERS = 1 << 14
-MAX_VOCABULARY = 1 << 24  # entries: many times those of any tokenizer there is, and tables of them fit into memory
+MAX_VOCABULARY = (
+    1 << 24
+)  # entries: many times those of any tokenizer there is, and tables of them fit into memory
 
 Located = tuple[
     np.ndarray, np.ndarray, np.ndarray
@@ -41,28 +53,33 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Ids, int32 [tokens], without special tokens. DataError: a character without an id (characters only)."""
+        """Ids, int32 [tokens], without special tokens. DataError: a character without an id
+        (characters only)."""
 
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of ids; special tokens and ids outside the vocabulary give nothing, bytes that are not UTF-8 give U+FFFD."""
+        """Text of ids; special tokens and ids outside the vocabulary give nothing, bytes that are
+        not UTF-8 give U+FFFD."""
 
     def unknown(self, text: str) -> str:
         """The characters that have no id, each once."""
         return ""
 
     def encode_spans(self, spans: list[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids, int32 [T], and loss mask, bool [T], of spans of text, each with whether it is a training target.
+        """Ids, int32 [T], and loss mask, bool [T], of spans of text, each with whether it is a
+        training target.
 
-        They are encoded as one text, in which special tokens become their ids: the caller sees to it that only a template
-        wrote such. A token is a target if any of its characters is.
+        They are encoded as one text, in which special tokens become their ids: the caller sees to
+        it that only a template wrote such. A token is a target if any of its characters is.
         """
         text = "".join(part for part, _ in spans)
         ids, starts, stops = self.locate(text)
         before = np.repeat([target for _, target in spans], [len(part) for part, _ in spans])
         before = np.concatenate([[0], np.cumsum(before, dtype=np.int64)])
         starts = np.minimum(starts, max(len(text) - 1, 0))
-        stops = np.maximum(stops, starts + 1)  # of bytes that make one character, all but one may count as empty
+        stops = np.maximum(
+            stops, starts + 1
+        )  # of bytes that make one character, all but one may count as empty
         return ids, before[stops] > before[starts]
 
     def plain(self, spans: list[tuple[str, bool]]) -> str:
@@ -70,11 +87,18 @@ class Tokenizer(abc.ABC):
         return self._specials.sub("", "".join(part for part, _ in spans))
 
     def locate(self, text: str) -> Located:
-        """Ids of a template's text, special tokens among them, and the characters that each stands for."""
+        """Ids of a template's text, special tokens among them, and the characters that each stands
+        for."""
         at, found = 0, [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
         for part in self._specials.split(text):
             if part in self.special:
-                found.append((np.array([self.special[part]], np.int32), np.array([at]), np.array([at + len(part)])))
+                found.append(
+                    (
+                        np.array([self.special[part]], np.int32),
+                        np.array([at]),
+                        np.array([at + len(part)]),
+                    )
+                )
             elif part:
                 ids, starts, stops = self.locate_text(part, at == 0)
                 found.append((ids, starts + at, stops + at))
@@ -85,7 +109,9 @@ class Tokenizer(abc.ABC):
     @functools.cached_property
     def _specials(self) -> re.Pattern[str]:
         """Finds special tokens, longer ones first."""
-        return re.compile(f"({'|'.join(map(re.escape, sorted(self.special, key=len, reverse=True))) or '(?!)'})")
+        return re.compile(
+            f"({'|'.join(map(re.escape, sorted(self.special, key=len, reverse=True))) or '(?!)'})"
+        )
 
     @abc.abstractmethod
     def locate_text(self, text: str, first: bool) -> Located:
@@ -102,18 +128,25 @@ def check_ids(vocabulary: dict[str, int]) -> None:
         raise ValueError("it has no tokens")
     for token, i in vocabulary.items():
         if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
-            raise ValueError(f"the token {token[:80]!r} has the id {i!r}, not an integer in [0, {MAX_VOCABULARY:,})")
+            raise ValueError(
+                f"the token {token[:80]!r} has the id {i!r}, not an integer in [0, {MAX_VOCABULARY:,})"
+            )
 
 
 def end_of_documents(vocabulary: dict[str, int], eod: str | None) -> int | None:
     """Id of the token `eod` or, for None, of the first usual one. ValueError: no such token."""
     if eod is not None and eod not in vocabulary:
         raise ValueError(f"it has no token {eod!r}")
-    return next((vocabulary[end] for end in ([eod] if eod else _KNOWN_ENDS) if end in vocabulary), None)
+    return next(
+        (vocabulary[end] for end in ([eod] if eod else _KNOWN_ENDS) if end in vocabulary), None
+    )
 
 
-def cut(text: str, where: re.Pattern[str] = BYTE_LEVEL_CUT, size: int | None = None) -> Iterator[str]:
-    """Pieces of about `size` characters (None: 16 Ki) whose ids, joined, are those of the text, if it is split at `where`."""
+def cut(
+    text: str, where: re.Pattern[str] = BYTE_LEVEL_CUT, size: int | None = None
+) -> Iterator[str]:
+    """Pieces of about `size` characters (None: 16 Ki) whose ids, joined, are those of the text, if
+    it is split at `where`."""
     start, size = 0, size or _PIECE_CHARACTERS
     while len(text) - start > size and (found := where.search(text, start + size)):
         yield text[start : found.end()]
@@ -122,9 +155,18 @@ def cut(text: str, where: re.Pattern[str] = BYTE_LEVEL_CUT, size: int | None = N
 
 
 def splits_at_cuts(split: Callable[[str], list[str]]) -> bool:
-    """Whether `split`, how a tokenizer divides text before all else, does so at every `BYTE_LEVEL_CUT`: found by trial."""
-    probes = [(left + "\n", right) for left in ("x", ";", "1", "é)", "_", "東") for right in ("b", "(", "1", "_", "'s", "東")]
-    probes += [(left, right) for left in ("x", "don't", "1a", "\n\tis") for right in (" b", " the cat", " a1", " d's")]
+    """Whether `split`, how a tokenizer divides text before all else, does so at every
+    `BYTE_LEVEL_CUT`: found by trial."""
+    probes = [
+        (left + "\n", right)
+        for left in ("x", ";", "1", "é)", "_", "東")
+        for right in ("b", "(", "1", "_", "'s", "東")
+    ]
+    probes += [
+        (left, right)
+        for left in ("x", "don't", "1a", "\n\tis")
+        for right in (" b", " the cat", " a1", " d's")
+    ]
     return all(split(a + b) == [*split(a), *split(b)] for a, b in probes)
 
 

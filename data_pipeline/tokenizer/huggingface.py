@@ -33,7 +33,8 @@ _PATTERNS = (_GPT2, _LLAMA3, _LLAMA3.replace("{1,3}", ""))
 
 
 class _Words(dict[str, bytes]):
-    """Ids, int32, of words that came before: they are the same wherever a word stands, and the library is slow to say so."""
+    """Ids, int32, of words that came before: they are the same wherever a word stands, and the
+    library is slow to say so."""
 
     def __init__(self, inner: tokenizers.Tokenizer, pattern: re.Pattern[str]):
         super().__init__()
@@ -53,7 +54,8 @@ class _Words(dict[str, bytes]):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json, from its bytes; `eod` ends documents (None: the first usual one). ValueError: unusable, or no `eod`."""
+    """A tokenizer.json, from its bytes; `eod` ends documents (None: the first usual one).
+    ValueError: unusable, or no `eod`."""
 
     def __init__(self, content: bytes, name: str, eod: str | None = None):
         self.content, self.name = content, name
@@ -63,7 +65,11 @@ class JsonTokenizer(Tokenizer):
         check_ids(vocabulary)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self.eod_id = end_of_documents(vocabulary, eod)
-        self.special = {token.content: i for i, token in self.inner.get_added_tokens_decoder().items() if token.special}
+        self.special = {
+            token.content: i
+            for i, token in self.inner.get_added_tokens_decoder().items()
+            if token.special
+        }
         before, changes = self.inner.pre_tokenizer, self.inner.normalizer
         self._divisible = (
             before is not None
@@ -77,7 +83,9 @@ class JsonTokenizer(Tokenizer):
         with _library_errors(ValueError, ""):
             inner = tokenizers.Tokenizer.from_str(self.content.decode())
         if dropout := getattr(inner.model, "dropout", None):
-            raise ValueError(f"its dropout={dropout:g} draws the ids of a text anew each time; set it to null in the file")
+            raise ValueError(
+                f"its dropout={dropout:g} draws the ids of a text anew each time; set it to null in the file"
+            )
         inner.no_padding()
         inner.no_truncation()
         return inner
@@ -94,22 +102,33 @@ class JsonTokenizer(Tokenizer):
             others = [part for part, easy in zip(parts, quick) if not easy]
             encodings = iter(self.inner.encode_batch_fast(others, add_special_tokens=False))
             for part, easy in zip(parts, quick):
-                ids.append(words.encode(part) if words is not None and easy else np.array(next(encodings).ids, np.int32))
+                ids.append(
+                    words.encode(part)
+                    if words is not None and easy
+                    else np.array(next(encodings).ids, np.int32)
+                )
         return np.concatenate(ids)
 
     def _parts(self, piece: str) -> Iterator[str]:
         """Parts of a piece, so that few are not all ASCII."""
-        return iter([piece]) if self._words is None or piece.isascii() else cut(piece, size=_CHUNK_CHARACTERS)
+        return (
+            iter([piece])
+            if self._words is None or piece.isascii()
+            else cut(piece, size=_CHUNK_CHARACTERS)
+        )
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.inner.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True)
+        return self.inner.decode(
+            [i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True
+        )
 
     @functools.cached_property
     def _with_specials(self) -> tokenizers.Tokenizer:
         return self._load()
 
     def locate(self, text: str) -> Located:
-        # by the library, which knows what surrounds a special token: prefixes, and spaces that the token takes in
+        # by the library, which knows what surrounds a special token: prefixes, and spaces that the
+        # token takes in
         return self._located(self._with_specials, text)
 
     def locate_text(self, text: str, first: bool) -> Located:
@@ -124,51 +143,78 @@ class JsonTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def _library_errors(kind: type[ValueError], prefix: str) -> Iterator[None]:
-    """What the library raises, as an error of this kind: bare Exceptions, and panics of Rust, which are no Exceptions."""
+    """What the library raises, as an error of this kind: bare Exceptions, and panics of Rust, which
+    are no Exceptions."""
     try:
         yield
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise kind(f"{prefix}{str(error)[:300]}. Mend its tokenizer.json, or take another.") from error
+        raise kind(
+            f"{prefix}{str(error)[:300]}. Mend its tokenizer.json, or take another."
+        ) from error
 
 
 def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """How a tokenizer divides ASCII text into words that are encoded each for itself; None: in a way that is not known here."""
+    """How a tokenizer divides ASCII text into words that are encoded each for itself; None: in a
+    way that is not known here."""
     if any(not token.special for token in inner.get_added_tokens_decoder().values()):
         return None  # these are found in text, whatever the words
     before = loads(inner.pre_tokenizer.__getstate__())
     *splits, level = before["pretokenizers"] if before["type"] == "Sequence" else [before]
-    found = [split["pattern"].get("Regex") for split in splits if split["type"] == "Split" and split["behavior"] == "Isolated"]
-    (given,) = found if len(found) == len(splits) == 1 and not splits[0]["invert"] else [None if splits else _GPT2]
-    byte_level = level["type"] == "ByteLevel" and not level["add_prefix_space"] and level["use_regex"] != bool(splits)
+    found = [
+        split["pattern"].get("Regex")
+        for split in splits
+        if split["type"] == "Split" and split["behavior"] == "Isolated"
+    ]
+    (given,) = (
+        found
+        if len(found) == len(splits) == 1 and not splits[0]["invert"]
+        else [None if splits else _GPT2]
+    )
+    byte_level = (
+        level["type"] == "ByteLevel"
+        and not level["add_prefix_space"]
+        and level["use_regex"] != bool(splits)
+    )
     if not byte_level or given not in _PATTERNS:
         return None
-    ascii = given.replace(r"\p{L}\p{N}]", "A-Za-z0-9]").replace(r"\p{L}", "[A-Za-z]").replace(r"\p{N}", "[0-9]")
+    ascii = (
+        given.replace(r"\p{L}\p{N}]", "A-Za-z0-9]")
+        .replace(r"\p{L}", "[A-Za-z]")
+        .replace(r"\p{N}", "[0-9]")
+    )
     return re.compile(ascii, re.ASCII)
 
 
 def bpe_entries(spec: str) -> int:
-    """The number of entries in "bpe:4096". UsageError: there is none, or no tokenizer can have so many or few."""
+    """The number of entries in "bpe:4096". UsageError: there is none, or no tokenizer can have so
+    many or few."""
     entries = spec.removeprefix("bpe:")
     if not re.fullmatch("[0-9]+", entries):
-        raise UsageError(f"--tokenizer {spec[:80]}: bpe takes its number of entries, such as bpe:4096.")
+        raise UsageError(
+            f"--tokenizer {spec[:80]}: bpe takes its number of entries, such as bpe:4096."
+        )
     _check_entries(int(entries[:18]))  # the 18 first digits of a longer number are too many, too
     return int(entries)
 
 
 def _check_entries(count: int) -> None:
     least = 257  # 256 bytes and the end of documents
-    if not least <= count <= MAX_VOCABULARY:  # the library allocates for all of them at once, and aborts if it can't
+    if (
+        not least <= count <= MAX_VOCABULARY
+    ):  # the library allocates for all of them at once, and aborts if it can't
         rule = f"must have at least {least} entries (256 bytes and {END_OF_DOCUMENT}) and at most {MAX_VOCABULARY:,}"
-        raise UsageError(f"--tokenizer bpe:{count} {rule}. Give bpe:4096 or bpe:32000, for example.")
+        raise UsageError(
+            f"--tokenizer bpe:{count} {rule}. Give bpe:4096 or bpe:32000, for example."
+        )
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Train a byte-level BPE tokenizer; the same texts in the same order give the same bytes.
 
-    `vocab_size` counts the 256 bytes and the end-of-document token; fewer come out of little text. UsageError: it is below 257
-    or above MAX_VOCABULARY.
+    `vocab_size` counts the 256 bytes and the end-of-document token; fewer come out of little text.
+    UsageError: it is below 257 or above MAX_VOCABULARY.
     """
     _check_entries(vocab_size)
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -176,7 +222,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     inner.decoder = tokenizers.decoders.ByteLevel()
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END_OF_DOCUMENT], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     inner.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
     return JsonTokenizer(inner.to_str().encode(), f"bpe:{vocab_size}")

@@ -29,7 +29,8 @@ class ByteTokenizer(Tokenizer):
 
 
 class CharTokenizer(Tokenizer):
-    """One id per character, in sorted order; with `eod` one more id, the last, that ends a document."""
+    """One id per character, in sorted order; with `eod` one more id, the last, that ends a
+    document."""
 
     def __init__(self, characters: Iterable[str], eod: bool = False):
         if not isinstance(eod, bool):
@@ -41,11 +42,15 @@ class CharTokenizer(Tokenizer):
         record = {"type": "chars", "characters": self.characters, "eod": eod}
         self.content = (json.dumps(record, ensure_ascii=False) + "\n").encode()
         self._table = np.full(0x110000, -1, np.int32)
-        self._table[[ord(character) for character in self.characters]] = np.arange(len(self.characters))
+        self._table[[ord(character) for character in self.characters]] = np.arange(
+            len(self.characters)
+        )
 
     def encode(self, text: str) -> np.ndarray:
         if unknown := self.unknown(text):
-            raise DataError(f"character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not in the tokenizer's vocabulary")
+            raise DataError(
+                f"character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not in the tokenizer's vocabulary"
+            )
         return self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")]
 
     def decode(self, ids: Iterable[int]) -> str:

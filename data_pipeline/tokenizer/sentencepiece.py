@@ -10,26 +10,42 @@ from typing import Any
 import numpy as np
 
 from data_pipeline.extras import load_package
-from data_pipeline.tokenizer.base import LINE_CUT, SPACE_CUT, Located, Tokenizer, check_ids, cut, end_of_documents
+from data_pipeline.tokenizer.base import (
+    LINE_CUT,
+    SPACE_CUT,
+    Located,
+    Tokenizer,
+    check_ids,
+    cut,
+    end_of_documents,
+)
 
 _NO_PREFIX = b"\x1a\x02\x18\x00"  # protobuf, to append to a model: normalizer_spec { add_dummy_prefix: false }
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model, from its bytes. ValueError: unusable, or without a token `eod` or one of `special`.
+    """A SentencePiece model, from its bytes. ValueError: unusable, or without a token `eod` or one
+    of `special`.
 
-    Special are its control symbols, those of `special` (ids by spelling; tokens behind the model's own are added to it), and
-    the end of documents: `eod`, or else the model's own. Its other user-defined symbols are found in any text, as they are for.
-    A character that it gives no id, not even as bytes, is `unknown`.
+    Special are its control symbols, those of `special` (ids by spelling; tokens behind the model's
+    own are added to it), and the end of documents: `eod`, or else the model's own. Its other
+    user-defined symbols are found in any text, as they are for. A character that it gives no id,
+    not even as bytes, is `unknown`.
     """
 
     def __init__(self, model: bytes, name: str, special: dict[str, int], eod: str | None = None):
         package = load_package("sentencepiece", "sentencepiece", f"tokenizer {name}")
         try:
-            self.inner: Any = package.SentencePieceProcessor(model_proto=model or b"none")  # of b"" it makes a model
-            self._after = package.SentencePieceProcessor(model_proto=model + _NO_PREFIX)  # for what follows other text
+            self.inner: Any = package.SentencePieceProcessor(
+                model_proto=model or b"none"
+            )  # of b"" it makes a model
+            self._after = package.SentencePieceProcessor(
+                model_proto=model + _NO_PREFIX
+            )  # for what follows other text
         except RuntimeError as error:
-            raise ValueError("neither JSON, nor ranks of tiktoken, nor a SentencePiece model") from error
+            raise ValueError(
+                "neither JSON, nor ranks of tiktoken, nor a SentencePiece model"
+            ) from error
         pieces = self.inner.id_to_piece(list(range(self.inner.piece_size())))
         vocabulary = {piece: i for i, piece in enumerate(pieces)}
         for token, i in special.items():
@@ -38,22 +54,39 @@ class SentencePieceTokenizer(Tokenizer):
         vocabulary |= special
         check_ids(vocabulary)
         own = pieces[self.inner.eos_id()] if self.inner.eos_id() >= 0 else None
-        self.name, self.vocab_size, self.eod_id = name, max(vocabulary.values()) + 1, end_of_documents(vocabulary, eod or own)
+        self.name, self.vocab_size, self.eod_id = (
+            name,
+            max(vocabulary.values()) + 1,
+            end_of_documents(vocabulary, eod or own),
+        )
         end = next((piece for piece, i in vocabulary.items() if i == self.eod_id), None)
         special = special if end is None else special | {end: vocabulary[end]}
-        record = {"type": "sentencepiece", "special": special, "eod": end, "model": base64.b64encode(model).decode()}
+        record = {
+            "type": "sentencepiece",
+            "special": special,
+            "eod": end,
+            "model": base64.b64encode(model).decode(),
+        }
         self.content = (json.dumps(record, sort_keys=True) + "\n").encode()
         control = {piece: i for i, piece in enumerate(pieces) if self.inner.is_control(i)}
         self.special = special | control
         self._size, self._hidden = len(pieces), set(special.values())
         # What the library would find in text: taken apart behind its first character.
-        found = [token for token in special if token not in control and special[token] < len(pieces)]
+        found = [
+            token for token in special if token not in control and special[token] < len(pieces)
+        ]
         if short := [token for token in found if len(token) < 2]:
-            raise ValueError(f"the special token {short[0]!r} is one character, which text can't be kept from spelling")
-        self._apart = re.compile("|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in found) or "(?!)")
+            raise ValueError(
+                f"the special token {short[0]!r} is one character, which text can't be kept from spelling"
+            )
+        self._apart = re.compile(
+            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in found) or "(?!)"
+        )
         self._resumed, self._cuts = _how_to_cut(self.inner, self._after, pieces)
         self._has_bytes = any(map(self.inner.is_byte, range(len(pieces))))
-        self._has_id = functools.cache(lambda character: self.inner.unk_id() not in self.inner.encode(character))
+        self._has_id = functools.cache(
+            lambda character: self.inner.unk_id() not in self.inner.encode(character)
+        )
 
     def encode(self, text: str) -> np.ndarray:
         found = [np.empty(0, np.int32)]
@@ -66,10 +99,14 @@ class SentencePieceTokenizer(Tokenizer):
         return np.concatenate(found)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.inner.decode([i for i in map(int, ids) if 0 <= i < self._size and i not in self._hidden])
+        return self.inner.decode(
+            [i for i in map(int, ids) if 0 <= i < self._size and i not in self._hidden]
+        )
 
     def unknown(self, text: str) -> str:
-        return "" if self._has_bytes else "".join(sorted(c for c in set(text) if not self._has_id(c)))
+        return (
+            "" if self._has_bytes else "".join(sorted(c for c in set(text) if not self._has_id(c)))
+        )
 
     def locate_text(self, text: str, first: bool) -> Located:
         found = (self.inner if first else self._after).encode(text, return_type="offset_mapping")
@@ -78,12 +115,22 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _how_to_cut(inner: Any, after: Any, pieces: list[str]) -> tuple[Any, re.Pattern[str]]:
-    """What encodes text behind a cut, and where the model lets a text be cut: nowhere, if it doesn't.
+    """What encodes text behind a cut, and where the model lets a text be cut: nowhere, if it
+    doesn't.
 
-    It can be where the normalized parts are those of the whole, and no piece of the vocabulary reaches across.
+    It can be where the normalized parts are those of the whole, and no piece of the vocabulary
+    reaches across.
     """
-    spaces = [(left, right) for left in ("x", "don't", "\n\tis", "é  x") for right in (" b", " the  cat", " a1")]
-    lines = [(left + "\n", right) for left in ("x", ";", "1 ", "東") for right in ("b", "(", "東  x", "'s")]
+    spaces = [
+        (left, right)
+        for left in ("x", "don't", "\n\tis", "é  x")
+        for right in (" b", " the  cat", " a1")
+    ]
+    lines = [
+        (left + "\n", right)
+        for left in ("x", ";", "1 ", "東")
+        for right in ("b", "(", "東  x", "'s")
+    ]
     for processor in (inner, after):
 
         def joins(a: str, b: str, processor: Any = processor) -> bool:

@@ -1,7 +1,8 @@
 """tiktoken's files of ranks, by the tiktoken package.
 
-Such a file has one token a line, in base64, and its rank, which is its id. How text is split before, and the special tokens, it
-does not say: for public encodings they are known here, for others a settings file beside it gives them.
+Such a file has one token a line, in base64, and its rank, which is its id. How text is split
+before, and the special tokens, it does not say: for public encodings they are known here, for
+others a settings file beside it gives them.
 """
 
 import base64
@@ -37,14 +38,21 @@ PATTERNS = {
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 }
-_FIM = {"<|fim_prefix|>": 100258, "<|fim_middle|>": 100259, "<|fim_suffix|>": 100260, "<|endofprompt|>": 100276}
+_FIM = {
+    "<|fim_prefix|>": 100258,
+    "<|fim_middle|>": 100259,
+    "<|fim_suffix|>": 100260,
+    "<|endofprompt|>": 100276,
+}
 ENCODINGS: dict[str, tuple[str, dict[str, int]]] = {
     "r50k_base": ("r50k", {END_OF_DOCUMENT: 50256}),
     "p50k_base": ("r50k", {END_OF_DOCUMENT: 50256}),
     "cl100k_base": ("cl100k", {END_OF_DOCUMENT: 100257} | _FIM),
     "o200k_base": ("o200k", {END_OF_DOCUMENT: 199999, "<|endofprompt|>": 200018}),
 }
-_EVERYTHING = "".join(map(chr, range(0x250))) + " don't 1234\r\n\n\t東京 🙂 e\u0301 \u3000x  "  # to try a pattern on
+_EVERYTHING = (
+    "".join(map(chr, range(0x250))) + " don't 1234\r\n\n\t東京 🙂 e\u0301 \u3000x  "
+)  # to try a pattern on
 
 
 def is_ranks(content: bytes) -> bool:
@@ -53,7 +61,8 @@ def is_ranks(content: bytes) -> bool:
 
 
 def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
-    """Pattern and special tokens of a file of ranks. ValueError: its settings are no such. DataError: there are none."""
+    """Pattern and special tokens of a file of ranks. ValueError: its settings are no such.
+    DataError: there are none."""
     beside = path.with_name(f"{path.name}.json")
     if beside.exists():
         settings = loads(beside.read_bytes())
@@ -70,13 +79,23 @@ def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A file of ranks, from its bytes; `pattern` is a name in PATTERNS or a regular expression; `special` are ids by spelling.
+    """A file of ranks, from its bytes; `pattern` is a name in PATTERNS or a regular expression;
+    `special` are ids by spelling.
 
     `eod` ends documents (None: the first usual one). ValueError: unusable, or no `eod`.
     """
 
-    def __init__(self, content: bytes, name: str, pattern: str, special: dict[str, int], eod: str | None = None):
-        package, regex = (load_package(p, "tiktoken", f"tokenizer {name}") for p in ("tiktoken", "regex"))
+    def __init__(
+        self,
+        content: bytes,
+        name: str,
+        pattern: str,
+        special: dict[str, int],
+        eod: str | None = None,
+    ):
+        package, regex = (
+            load_package(p, "tiktoken", f"tokenizer {name}") for p in ("tiktoken", "regex")
+        )
         ranks = _parse(content)
         if not isinstance(pattern, str) or not isinstance(special, dict) or "" in special:
             raise ValueError("the pattern must be text, and special tokens must be text with an id")
@@ -86,7 +105,9 @@ class TiktokenTokenizer(Tokenizer):
         pattern = PATTERNS.get(pattern, pattern)
         try:
             self._pattern: Any = regex.compile(pattern)
-            self.inner: Any = package.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+            self.inner: Any = package.Encoding(
+                name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special
+            )
         except (regex.error, ValueError) as error:
             raise ValueError(f"its pattern is not a regular expression: {error}") from error
         if "".join(self._split(_EVERYTHING)) != _EVERYTHING:
@@ -95,7 +116,13 @@ class TiktokenTokenizer(Tokenizer):
         self.eod_id = end_of_documents(special, eod)
         end = next((token for token, i in special.items() if i == self.eod_id), None)
         encoded = base64.b64encode(content).decode()
-        record = {"type": "tiktoken", "pattern": pattern, "special": special, "eod": end, "ranks": encoded}
+        record = {
+            "type": "tiktoken",
+            "pattern": pattern,
+            "special": special,
+            "eod": end,
+            "ranks": encoded,
+        }
         self.content = (json.dumps(record, sort_keys=True) + "\n").encode()
         self._sizes = np.zeros(self.vocab_size, np.int64)  # bytes of each id; 0: no such token
         self._sizes[list(ranks.values())] = [len(token) for token in ranks]
@@ -105,16 +132,23 @@ class TiktokenTokenizer(Tokenizer):
         return [found.group() for found in self._pattern.finditer(text)]
 
     def encode(self, text: str) -> np.ndarray:
-        return np.concatenate([self._encode(piece) for piece in (cut(text) if self._divisible else [text])])
+        return np.concatenate(
+            [self._encode(piece) for piece in (cut(text) if self._divisible else [text])]
+        )
 
     def _encode(self, text: str) -> np.ndarray:
         try:
             return self.inner.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
         except ValueError:  # its own matcher gives up on some hundred thousand spaces in a row
-            return np.array([i for part in self._split(text) for i in self.inner._encode_single_piece(part)], np.int32)
+            return np.array(
+                [i for part in self._split(text) for i in self.inner._encode_single_piece(part)],
+                np.int32,
+            )
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.inner.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size and self._sizes[i]])
+        return self.inner.decode(
+            [i for i in map(int, ids) if 0 <= i < self.vocab_size and self._sizes[i]]
+        )
 
     def locate_text(self, text: str, first: bool) -> Located:
         ids, character = self.encode(text), character_of_bytes(text)

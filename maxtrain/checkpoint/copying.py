@@ -1,4 +1,5 @@
-"""Whole steps as files: copied to another folder, whole or not at all, and removed. Needs no device."""
+"""Whole steps as files: copied to another folder, whole or not at all, and removed. Needs no
+device."""
 
 import os
 import shutil
@@ -12,11 +13,17 @@ from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint.integrity import BLOCK_BYTES, CHUNK_BYTES, find_damage, read_commit, sync
 
 
-def copy_step(source: Path, folder: Path, read_back: bool = False, before_commit: Callable[[], object] = lambda: None) -> Path:
-    """Copies a step below another folder, checked while it is read, with its commit record last and its name after that.
+def copy_step(
+    source: Path,
+    folder: Path,
+    read_back: bool = False,
+    before_commit: Callable[[], object] = lambda: None,
+) -> Path:
+    """Copies a step below another folder, checked while it is read, with its commit record last and
+    its name after that.
 
-    A step of that name is replaced. With `read_back` the copy is read again and checked before it gets its name.
-    `before_commit` is called when all but the commit record is copied.
+    A step of that name is replaced. With `read_back` the copy is read again and checked before it
+    gets its name. `before_commit` is called when all but the commit record is copied.
 
     Raises:
         DamagedError: the source is not what was saved.
@@ -39,7 +46,9 @@ def copy_step(source: Path, folder: Path, read_back: bool = False, before_commit
         (partial / "commit.json").write_bytes(text)
         sync(*sorted(partial.rglob("*")), partial)
         if read_back and (what := find_damage(partial, read_commit(partial)["files"])):
-            raise StorageError(f"{final}: the copy is not like {source}: {what}. Check that disk, then copy again.")
+            raise StorageError(
+                f"{final}: the copy is not like {source}: {what}. Check that disk, then copy again."
+            )
         if final.exists():
             remove_step(final)
         os.rename(partial, final)
@@ -51,7 +60,8 @@ def copy_step(source: Path, folder: Path, read_back: bool = False, before_commit
 
 
 def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
-    """Copies one file; what is wrong with the source, by its size and, unless it is of format 1, by its hashes."""
+    """Copies one file; what is wrong with the source, by its size and, unless it is of format 1, by
+    its hashes."""
     size, crcs = 0, []
     with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as written:
         while chunk := read.read(min(CHUNK_BYTES, BLOCK_BYTES - size % BLOCK_BYTES)):
@@ -65,7 +75,11 @@ def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
     found, expected = [f"{crc:08x}" for crc in crcs], entry.get("crc32")
     if size != entry["bytes"]:
         return f"has {size:,} bytes instead of {entry['bytes']:,}"
-    return "" if expected in (None, found) else f"crc32 {expected} of its blocks was written, {found} is there"
+    return (
+        ""
+        if expected in (None, found)
+        else f"crc32 {expected} of its blocks was written, {found} is there"
+    )
 
 
 def remove_step(path: Path, before_files: Callable[[], object] = lambda: None) -> None:

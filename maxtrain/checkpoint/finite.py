@@ -1,4 +1,5 @@
-"""Whether the arrays of a checkpoint are finite: bytes that are whole can be weights that are worthless. Needs no device."""
+"""Whether the arrays of a checkpoint are finite: bytes that are whole can be weights that are
+worthless. Needs no device."""
 
 import json
 import re
@@ -8,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-# By numpy's name of a type in zarr's metadata: the unsigned type of its size, and the bits of its exponent. All of these
-# are set in NaN and infinity alone.
+# By numpy's name of a type in zarr's metadata: the unsigned type of its size, and the bits of its
+# exponent. All of these are set in NaN and infinity alone.
 _EXPONENTS: dict[str, tuple[type[np.unsignedinteger], int]] = {
     "<f8": (np.uint64, 0x7FF0_0000_0000_0000),
     "<f4": (np.uint32, 0x7F80_0000),
@@ -20,9 +21,11 @@ _CHUNK_BYTES = 1 << 24
 
 
 def must_be_finite(name: str) -> bool:
-    """Whether an array of a training state, such as `params.layers.mlp.up`, is worthless with a NaN or infinity in it.
+    """Whether an array of a training state, such as `params.layers.mlp.up`, is worthless with a NaN
+    or infinity in it.
 
-    Weights, their averages and moments are. What judges steps is not: it holds infinity where it has not seen anything yet.
+    Weights, their averages and moments are. What judges steps is not: it holds infinity where it
+    has not seen anything yet.
     """
     return name.startswith(("params.", "opt_state."))
 
@@ -30,8 +33,8 @@ def must_be_finite(name: str) -> bool:
 def find_non_finite(path: Path, commit: dict[str, Any]) -> str:
     """What of a step directory's arrays must be finite and is not; empty if nothing.
 
-    Numbers are read from plain files. Those of several processes' steps lie in another format: there, what was seen when
-    they were saved counts. OSError: a file can't be read.
+    Numbers are read from plain files. Those of several processes' steps lie in another format:
+    there, what was seen when they were saved counts. OSError: a file can't be read.
     """
     for name, array in commit["arrays"].items():
         if not must_be_finite(name):
@@ -44,8 +47,11 @@ def find_non_finite(path: Path, commit: dict[str, Any]) -> str:
     return ""
 
 
-def _plain_numbers(path: Path, commit: dict[str, Any], name: str) -> Iterator[tuple[str, np.ndarray]]:
-    """The plain files of an array, piece by piece, and of each number there whether it is not finite."""
+def _plain_numbers(
+    path: Path, commit: dict[str, Any], name: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The plain files of an array, piece by piece, and of each number there whether it is not
+    finite."""
     header = f"arrays/{name}/.zarray"
     if header not in commit["files"]:
         return

@@ -1,8 +1,9 @@
 """Steps of older formats, as this version reads them; what is on the disk stays as it is.
 
-Whoever changes what a commit record or a caller's record says raises FORMAT in integrity.py by one and adds to MIGRATIONS a
-function of the format before: (commit, record) -> (commit, record), without side effects. An array that has another name now is
-moved in `commit["arrays"]`, and says under `stored` by which name the files have it.
+Whoever changes what a commit record or a caller's record says raises FORMAT in integrity.py by one
+and adds to MIGRATIONS a function of the format before: (commit, record) -> (commit, record),
+without side effects. An array that has another name now is moved in `commit["arrays"]`, and says
+under `stored` by which name the files have it.
 """
 
 from collections.abc import Callable
@@ -14,19 +15,28 @@ Entries = dict[str, Any]
 
 
 def _without_hashes(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
-    """Format 1 had no hashes of files, and digests of arrays, if any, in the record: what is not there is not checked."""
+    """Format 1 had no hashes of files, and digests of arrays, if any, in the record: what is not
+    there is not checked."""
     digests = record.get("digests", {})
     arrays = commit.get("arrays", {})
-    return commit | {"arrays": {n: a | ({"digest": digests[n]} if n in digests else {}) for n, a in arrays.items()}}, record
+    return commit | {
+        "arrays": {
+            n: a | ({"digest": digests[n]} if n in digests else {}) for n, a in arrays.items()
+        }
+    }, record
 
 
 def _of_no_run(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
-    """Format 2 did not say of which run a step is, and whether arrays are finite: what is not there is not checked."""
+    """Format 2 did not say of which run a step is, and whether arrays are finite: what is not there
+    is not checked."""
     return commit, record
 
 
 # From n to n + 1.
-MIGRATIONS: dict[int, Callable[[Entries, Entries], tuple[Entries, Entries]]] = {1: _without_hashes, 2: _of_no_run}
+MIGRATIONS: dict[int, Callable[[Entries, Entries], tuple[Entries, Entries]]] = {
+    1: _without_hashes,
+    2: _of_no_run,
+}
 
 
 def migrate(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
@@ -38,6 +48,9 @@ def migrate(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
 
 
 def rename_arrays(commit: Entries, names: dict[str, str]) -> Entries:
-    """For migrations: the commit record with arrays under new names, given the new one of each old one."""
-    moved = {names.get(name, name): {"stored": name} | array for name, array in commit["arrays"].items()}
+    """For migrations: the commit record with arrays under new names, given the new one of each old
+    one."""
+    moved = {
+        names.get(name, name): {"stored": name} | array for name, array in commit["arrays"].items()
+    }
     return commit | {"arrays": moved}

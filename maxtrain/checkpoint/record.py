@@ -33,7 +33,8 @@ _FIELDS: Mapping[str, tuple[type, ...]] = {
 
 
 def wrong_type(record: Any) -> str:
-    """What of a record is not of its type; empty if nothing is. Records that carry no run's id are their caller's affair."""
+    """What of a record is not of its type; empty if nothing is. Records that carry no run's id are
+    their caller's affair."""
     if not isinstance(record, dict):
         return "record.json is no JSON object"
     if not record.get("run"):
@@ -57,7 +58,9 @@ def wrong_type(record: Any) -> str:
         if not all(isinstance(row, list) for row in record.get("by_source", [])):
             raise ValueError("by_source must be rows")
         kept = record.get("metrics")
-        if kept is not None and (type(kept["records"]) is not int or not isinstance(kept["crc32"], str)):
+        if kept is not None and (
+            type(kept["records"]) is not int or not isinstance(kept["crc32"], str)
+        ):
             raise ValueError("metrics must have records and crc32")
     except (ValueError, KeyError, TypeError) as error:
         return f"record.json: {error or type(error).__name__}"

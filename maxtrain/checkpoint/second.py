@@ -1,7 +1,9 @@
-"""The second directory: good steps are copied there in the background, and no failure there stops training.
+"""The second directory: good steps are copied there in the background, and no failure there stops
+training.
 
-A thread of process 0 copies the newest complete step whenever there is a new one; what is saved while it copies is passed over
-for what is newest then, so a slow place gets fewer steps, not late ones. Steps below the second directory are like others.
+A thread of process 0 copies the newest complete step whenever there is a new one; what is saved
+while it copies is passed over for what is newest then, so a slow place gets fewer steps, not late
+ones. Steps below the second directory are like others.
 """
 
 import contextlib
@@ -17,7 +19,8 @@ from maxtrain.checkpoint.listing import complete
 
 
 class SecondDirectory:
-    """Copies the newest step of `source` to `target` when told that there may be one, and keeps `keep` of them there."""
+    """Copies the newest step of `source` to `target` when told that there may be one, and keeps
+    `keep` of them there."""
 
     def __init__(self, source: Path, target: Path, keep: int):
         self.source, self.target, self._keep = source, target, keep
@@ -26,7 +29,8 @@ class SecondDirectory:
         self._news, self._idle, self._ending = threading.Event(), threading.Event(), False
         self._idle.set()
         self._discard: int | None = None  # later steps than this are to go
-        # As a daemon: a file system that hangs does not keep the process from ending, and what is half copied does not count.
+        # As a daemon: a file system that hangs does not keep the process from ending, and what is
+        # half copied does not count.
         self._thread = threading.Thread(target=self._work, name="second directory", daemon=True)
 
     def offer(self) -> None:
@@ -42,8 +46,11 @@ class SecondDirectory:
         self.offer()
 
     def settle(self, seconds: float) -> bool:
-        """Waits so long for what is under way; whether the newest step is there, and nothing is left to do."""
-        return self._idle.wait(seconds) and not self._unlike(max(complete(self.source), default=None))
+        """Waits so long for what is under way; whether the newest step is there, and nothing is
+        left to do."""
+        return self._idle.wait(seconds) and not self._unlike(
+            max(complete(self.source), default=None)
+        )
 
     def close(self) -> None:
         """Ends the thread when the newest step is copied; waits a minute at most."""
@@ -68,7 +75,9 @@ class SecondDirectory:
                     self._idle.clear()
 
     def _catch_up(self) -> None:
-        if not (root := self.target.parents[1]).is_dir():  # not mounted: what is made there would be on another disk
+        if not (
+            root := self.target.parents[1]
+        ).is_dir():  # not mounted: what is made there would be on another disk
             raise FileNotFoundError(f"{root} is no directory")
         if (discard := self._discard) is not None:
             for later in [path for step, path in complete(self.target).items() if step > discard]:
@@ -82,7 +91,9 @@ class SecondDirectory:
             shutil.rmtree(leftover)
         source = self.source / f"{step:08d}"
         try:
-            copy_step(source, self.target, before_commit=lambda: failpoints.hit("during_copy", step))
+            copy_step(
+                source, self.target, before_commit=lambda: failpoints.hit("during_copy", step)
+            )
         except FileNotFoundError:
             if source.exists():
                 raise
@@ -98,7 +109,10 @@ class SecondDirectory:
             return False
         here, there = (directory / f"{step:08d}" for directory in (self.source, self.target))
         with contextlib.suppress(OSError):
-            return bool(defect(there)) or (here / "commit.json").read_bytes() != (there / "commit.json").read_bytes()
+            return (
+                bool(defect(there))
+                or (here / "commit.json").read_bytes() != (there / "commit.json").read_bytes()
+            )
         return True
 
     def _tell(self, error: Exception) -> None:

@@ -1,7 +1,9 @@
-"""What must hold across keys and needs neither device nor data; problems are gathered, never raised one by one.
+"""What must hold across keys and needs neither device nor data; problems are gathered, never raised
+one by one.
 
-A rule yields messages with the values, the rule and the mend; or an `Idle`, for a key that was set and that nothing reads.
-What depends on the data, as sources and stages do, is checked when its plan is solved (data_pipeline/plan.py).
+A rule yields messages with the values, the rule and the mend; or an `Idle`, for a key that was set
+and that nothing reads. What depends on the data, as sources and stages do, is checked when its plan
+is solved (data_pipeline/plan.py).
 """
 
 import contextlib
@@ -24,13 +26,21 @@ from maxtrain.config.keys import choices, show
 from maxtrain.config.paths import path_problems
 from maxtrain.config.schema import ANOMALIES, MeshConfig, RunConfig, ScheduleConfig
 
-_LIMITS = (("low", operator.lt, "at least"), ("above", operator.le, "more than"), ("high", operator.gt, "at most"))
+_LIMITS = (
+    ("low", operator.lt, "at least"),
+    ("above", operator.le, "more than"),
+    ("high", operator.gt, "at most"),
+)
 _INT32_MAX = 2**31 - 1
-_FLOAT32_MIN, _FLOAT32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # smaller ones are flushed to 0 on most devices
+_FLOAT32_MIN, _FLOAT32_MAX = (
+    2.0**-126,
+    (2 - 2.0**-23) * 2.0**127,
+)  # smaller ones are flushed to 0 on most devices
 
 
 class Idle(NamedTuple):
-    """A key that was set although nothing reads it. An error or a note, as load.py decides; `str` is the error."""
+    """A key that was set although nothing reads it. An error or a note, as load.py decides; `str`
+    is the error."""
 
     key: str
     value: Any
@@ -47,7 +57,8 @@ Problem = str | Idle
 def out_of_range(path: str, value: Any, limits: Mapping[str, Any]) -> str | None:
     """The problem with a value outside its key's limits, None if it is inside or not a number.
 
-    Numbers end on devices as float32 and int32, so what these don't hold is outside, where the key has no limit of its own.
+    Numbers end on devices as float32 and int32, so what these don't hold is outside, where the key
+    has no limit of its own.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -89,21 +100,33 @@ def problems_across(config: RunConfig) -> list[Problem]:
 
 
 def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
-    """A checked config with the mesh's -1 filled in, for `num_devices` devices of all processes together.
+    """A checked config with the mesh's -1 filled in, for `num_devices` devices of all processes
+    together.
 
     Raises:
-        ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be divided by them.
+        ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be
+            divided by them.
     """
     axes = _axes(config.mesh)
     sizes = {key: size for key, size in axes.items() if size > 0}
     product, free = math.prod(sizes.values()), [key for key in axes if key not in sizes]
     if num_devices % product or not (free or product == num_devices):
-        shares = {key: num_devices * size / product for key, size in sizes.items()}  # changing one axis alone may be enough
+        shares = {
+            key: num_devices * size / product for key, size in sizes.items()
+        }  # changing one axis alone may be enough
         whole = {key: int(share) for key, share in shares.items() if share % 1 == 0}
-        mends = [f"{key} to {_near(sizes[key], _divisors(share)) if free else share}" for key, share in whole.items()]
+        mends = [
+            f"{key} to {_near(sizes[key], _divisors(share)) if free else share}"
+            for key, share in whole.items()
+        ]
         rule = f"= {product} must {'divide' if free else 'be'} the number of devices, {num_devices}"
-        mend = ", or ".join(mends) or f"{' and '.join(sizes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
-        raise ConfigError(f"{' x '.join(f'{key}={size}' for key, size in sizes.items())} {rule}. Set {mend}.")
+        mend = (
+            ", or ".join(mends)
+            or f"{' and '.join(sizes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
+        )
+        raise ConfigError(
+            f"{' x '.join(f'{key}={size}' for key, size in sizes.items())} {rule}. Set {mend}."
+        )
     filled = {key.removeprefix("mesh."): num_devices // product for key in free}
     config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **filled))
     if problems := list(_parts(config)):
@@ -112,12 +135,18 @@ def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
 
 
 def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunConfig | None:
-    """The config for `count` of the `had` processes it is meant for, of so many devices each; None: it can't do with so few.
+    """The config for `count` of the `had` processes it is meant for, of so many devices each; None:
+    it can't do with so few.
 
-    Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step stays as it is.
+    Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step
+    stays as it is.
     """
-    for accumulation in range(-(-config.optimizer.accumulation * had // count), config.data.batch_size + 1):
-        fewer = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, accumulation=accumulation))
+    for accumulation in range(
+        -(-config.optimizer.accumulation * had // count), config.data.batch_size + 1
+    ):
+        fewer = dataclasses.replace(
+            config, optimizer=dataclasses.replace(config.optimizer, accumulation=accumulation)
+        )
         with contextlib.suppress(ConfigError):
             fit_to_devices(fewer, count * devices)
             return fewer
@@ -147,12 +176,22 @@ def _run(c: RunConfig) -> Iterator[Problem]:
     held_out = {f"eval.sets.{name}.path": held_out.path for name, held_out in c.eval.sets.items()}
     runs = os.path.abspath(c.output_dir)
     for key, path in (sources | held_out).items():
-        if path and not is_url(path) and os.path.abspath(path) in (runs, os.path.join(runs, c.run_name)):
+        if (
+            path
+            and not is_url(path)
+            and os.path.abspath(path) in (runs, os.path.join(runs, c.run_name))
+        ):
             place = f"output_dir={c.output_dir} with run_name={c.run_name}"
             yield f"{place} is the data directory {key}={path}. Set output_dir to another one."
     seen: dict[str, str] = {}
     for key, path in sources.items():
-        where = path.rstrip("/") if is_url(path) else os.path.realpath(path) if "\0" not in path else path
+        where = (
+            path.rstrip("/")
+            if is_url(path)
+            else os.path.realpath(path)
+            if "\0" not in path
+            else path
+        )
         first = seen.setdefault(where, key)
         if path and first != key:
             mend = f"Keep one of them, with the sum of both weights, or set {key} to other data"
@@ -169,14 +208,12 @@ def _without_prompts_and_sets(c: RunConfig) -> Iterator[Problem]:
     """Keys that say when something is done which there is nothing to do with."""
     if c.observe.sample_interval and not c.observe.prompts:
         key = f"observe.sample_interval={c.observe.sample_interval}"
-        problem = (
-            f"{key} needs prompts, but observe.prompts is empty. Set observe.prompts='[Once upon a time]', or leave it out."
+        problem = f"{key} needs prompts, but observe.prompts is empty. Set observe.prompts='[Once upon a time]', or leave it out."
+        yield Idle(
+            "observe.sample_interval", c.observe.sample_interval, "observe.prompts=[]", problem
         )
-        yield Idle("observe.sample_interval", c.observe.sample_interval, "observe.prompts=[]", problem)
     if c.eval_at_start and not c.eval.sets:
-        problem = (
-            "eval_at_start=true needs an evaluation set, but eval.sets is empty. Add eval.sets.NAME.path=DIR, or leave it out."
-        )
+        problem = "eval_at_start=true needs an evaluation set, but eval.sets is empty. Add eval.sets.NAME.path=DIR, or leave it out."
         yield Idle("eval_at_start", c.eval_at_start, "eval.sets={}", problem)
 
 
@@ -189,9 +226,7 @@ def _stop(c: RunConfig) -> Iterator[Problem]:
     patience, named = c.eval.stop_patience, c.eval.stop_set
     if patience is None:
         if named is not None:
-            problem = (
-                f"eval.stop_set={named} is not used without eval.stop_patience. Set eval.stop_patience=3, or leave it out."
-            )
+            problem = f"eval.stop_set={named} is not used without eval.stop_patience. Set eval.stop_patience=3, or leave it out."
             yield Idle("eval.stop_set", named, "eval.stop_patience=null", problem)
         return
     key = f"eval.stop_patience={patience}"
@@ -205,7 +240,9 @@ def _stop(c: RunConfig) -> Iterator[Problem]:
         return
     own = c.eval.sets[name].interval
     if not (c.eval_interval if own is None else own):
-        rule = f"looks at the evaluations of eval.sets.{name}, of which there are none while training"
+        rule = (
+            f"looks at the evaluations of eval.sets.{name}, of which there are none while training"
+        )
         yield f"{key} {rule}. Set eval_interval=100, for example, or leave it out."
 
 
@@ -221,7 +258,9 @@ def _model(c: RunConfig) -> Iterator[str]:
         mend = f"Set model.num_kv_heads to {_near(m.num_kv_heads, _divisors(m.num_heads))}"
         yield f"model.num_kv_heads={m.num_kv_heads} must divide model.num_heads={m.num_heads}. {mend}."
     if m.head_dim is None and m.embed_dim % (2 * m.num_heads):
-        mend = f"Set model.embed_dim to {_multiples(m.embed_dim, 2 * m.num_heads)}, or model.head_dim"
+        mend = (
+            f"Set model.embed_dim to {_multiples(m.embed_dim, 2 * m.num_heads)}, or model.head_dim"
+        )
         yield f"model.embed_dim={m.embed_dim} must be an even multiple of model.num_heads={m.num_heads} (rotary pairs). {mend}."
     if m.head_dim is not None and m.head_dim % 2:
         mend = f"Set model.head_dim to {_multiples(m.head_dim, 2)}"
@@ -235,14 +274,24 @@ def _model(c: RunConfig) -> Iterator[str]:
 def _lengths(c: RunConfig) -> dict[str, int]:
     """Every length of rows, by its key."""
     lengths = {"data.seq_length": c.data.seq_length}
-    lengths |= {f"data.stages[{i}].seq_length": stage.seq_length for i, stage in enumerate(c.data.stages) if stage.seq_length}
+    lengths |= {
+        f"data.stages[{i}].seq_length": stage.seq_length
+        for i, stage in enumerate(c.data.stages)
+        if stage.seq_length
+    }
     return lengths | ({"eval.seq_length": c.eval.seq_length} if c.eval.seq_length else {})
 
 
 def _kernel(c: RunConfig) -> Iterator[str]:
-    name, kernel, compute = f"model.attention={c.model.attention}", ATTENTION[c.model.attention], c.precision.compute
+    name, kernel, compute = (
+        f"model.attention={c.model.attention}",
+        ATTENTION[c.model.attention],
+        c.precision.compute,
+    )
     if c.determinism == "full" and not kernel.repeats:
-        others = choices(other for other, can in ATTENTION.items() if can.repeats and not can.platform)
+        others = choices(
+            other for other, can in ATTENTION.items() if can.repeats and not can.platform
+        )
         mend = f"Set model.attention to {others}, or determinism=seeded"
         yield f"{name} may add in another order each time in its backward pass, and determinism=full allows no such. {mend}."
     if not (kernel.segments or c.data.attend_across_documents or c.data.packing == "pad"):
@@ -268,7 +317,11 @@ def _copies(c: RunConfig) -> Iterator[Problem]:
             mend = "Set checkpoint.copy_to, or leave it out"
             problem = f"checkpoint.{name}={value} is not used without checkpoint.copy_to. {mend}."
             yield Idle(f"checkpoint.{name}", value, "checkpoint.copy_to=null", problem)
-    elif not is_url(to) and "\0" not in to + c.output_dir and Path(to).resolve() == Path(c.output_dir).resolve():
+    elif (
+        not is_url(to)
+        and "\0" not in to + c.output_dir
+        and Path(to).resolve() == Path(c.output_dir).resolve()
+    ):
         yield f"checkpoint.copy_to={to} is output_dir itself. Set checkpoint.copy_to to a directory on another disk."
 
 
@@ -279,32 +332,59 @@ def _init(c: RunConfig) -> Iterator[Problem]:
         yield f"init.name={init.name} needs init.std=null to be a number. Set init.std=0.02, for example."
     if not fixed and init.std is not None:
         mend = "Set init.name=truncated_normal or normal, or init.std=null"
-        problem = f"init.std={init.std} is not used by init.name={init.name}, which counts fans. {mend}."
+        problem = (
+            f"init.std={init.std} is not used by init.name={init.name}, which counts fans. {mend}."
+        )
         yield Idle("init.std", init.std, f"init.name={init.name}", problem)
     if c.checkpoint.init_from is None and c.checkpoint.init_partial:
         partial = show(c.checkpoint.init_partial)
         mend = "Set checkpoint.init_from, or leave it out"
-        problem = f"checkpoint.init_partial={partial} is not used without checkpoint.init_from. {mend}."
-        yield Idle("checkpoint.init_partial", c.checkpoint.init_partial, "checkpoint.init_from=null", problem)
+        problem = (
+            f"checkpoint.init_partial={partial} is not used without checkpoint.init_from. {mend}."
+        )
+        yield Idle(
+            "checkpoint.init_partial",
+            c.checkpoint.init_partial,
+            "checkpoint.init_from=null",
+            problem,
+        )
     if c.checkpoint.init_from is not None and not c.checkpoint.init_partial:
         cause = f"checkpoint.init_from={c.checkpoint.init_from}"
-        for name, value in _changed(init, "name", "std", "residual", "embedding_std", "scale", "seed"):
+        for name, value in _changed(
+            init, "name", "std", "residual", "embedding_std", "scale", "seed"
+        ):
             mend = "Set checkpoint.init_from=null, or leave it out"
-            yield Idle(f"init.{name}", value, cause, f"init.{name}={show(value)} is not used with {cause}. {mend}.")
-    bases = {"init.mup_base_head_dim": init.mup_base_head_dim, "init.mup_base_depth": init.mup_base_depth}
+            yield Idle(
+                f"init.{name}",
+                value,
+                cause,
+                f"init.{name}={show(value)} is not used with {cause}. {mend}.",
+            )
+    bases = {
+        "init.mup_base_head_dim": init.mup_base_head_dim,
+        "init.mup_base_depth": init.mup_base_depth,
+    }
     for key, value in bases.items():
         if value is not None and init.mup_base_width is None:
             mend = f"Set init.mup_base_width={c.model.embed_dim}, or {key}=null"
             problem = f"{key}={value} needs init.mup_base_width. {mend}."
             yield Idle(key, value, "init.mup_base_width=null", problem)
     name = c.optimizer.name
-    if init.mup_base_width is not None and init.mup_base_depth is not None and name in ("sgd", "momentum", "nesterov"):
+    if (
+        init.mup_base_width is not None
+        and init.mup_base_depth is not None
+        and name in ("sgd", "momentum", "nesterov")
+    ):
         mend = "Set optimizer.name=adamw, adam or lion, or init.mup_base_depth=null"
         yield f"init.mup_base_depth={init.mup_base_depth} has no rule for optimizer.name={name}. {mend}."
 
 
 def _loss(c: RunConfig) -> Iterator[str]:
-    if c.optimizer.normalize == "sequences" and c.data.attend_across_documents and c.data.packing != "pad":
+    if (
+        c.optimizer.normalize == "sequences"
+        and c.data.attend_across_documents
+        and c.data.packing != "pad"
+    ):
         rule = "is a mean over documents, and data.attend_across_documents=true makes one of all documents in a row"
         mend = "Set data.attend_across_documents=false, or optimizer.normalize=tokens"
         yield f"optimizer.normalize=sequences {rule}. {mend}."
@@ -312,7 +392,10 @@ def _loss(c: RunConfig) -> Iterator[str]:
 
 def _unread(c: RunConfig) -> Iterator[Idle]:
     """Keys that another one, at this value, leaves without a reader."""
-    d, rope = c.data, ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length")
+    d, rope = (
+        c.data,
+        ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"),
+    )
     for prefix, section, names, key, off, mend in (
         ("loss.", c.loss, ("adversarial_radius", "adversarial_steps"), "loss.adversarial", 0.0, 1),
         ("model.", c.model, rope, "model.rope_scaling", "none", "llama3"),
@@ -346,11 +429,16 @@ def _optimizer(c: RunConfig) -> Iterator[Problem]:
             yield f"optimizer.{name}={value} must be less than 1. Set for example optimizer.{name}={usual}."
     betas, roots = "adamw adam lion muon", "adamw adam muon"
     yield from _only(
-        "optimizer.", o, o.name, {"momentum": "momentum nesterov muon", "beta1": betas, "beta2": betas, "eps": roots}
+        "optimizer.",
+        o,
+        o.name,
+        {"momentum": "momentum nesterov muon", "beta1": betas, "beta2": betas, "eps": roots},
     )
     patterns = [("optimizer.no_decay", pattern) for pattern in o.no_decay]
     patterns += [("checkpoint.init_partial", pattern) for pattern in c.checkpoint.init_partial]
-    patterns += [(f"optimizer.groups.{name}.pattern", group.pattern) for name, group in o.groups.items()]
+    patterns += [
+        (f"optimizer.groups.{name}.pattern", group.pattern) for name, group in o.groups.items()
+    ]
     for key, pattern in patterns:
         if error := _not_a_pattern(pattern):
             mend = f"Set {key} to part of a path, such as attention, with special characters after a backslash"
@@ -365,7 +453,9 @@ def _optimizer(c: RunConfig) -> Iterator[Problem]:
     if o.stochastic_rounding and c.precision.params != "bfloat16":
         mend = "Set precision.params=bfloat16, or optimizer.stochastic_rounding=false"
         cause = f"precision.params={c.precision.params}"
-        problem = f"optimizer.stochastic_rounding=true is for bfloat16 weights, not {cause}. {mend}."
+        problem = (
+            f"optimizer.stochastic_rounding=true is for bfloat16 weights, not {cause}. {mend}."
+        )
         yield Idle("optimizer.stochastic_rounding", True, cause, problem)
     if c.init.mup_base_width is not None and o.name in ("adafactor", "muon"):
         rule = "muP has the rates of Adam, Lion and SGD"
@@ -378,7 +468,8 @@ def _optimizer(c: RunConfig) -> Iterator[Problem]:
 
 
 def _not_a_pattern(text: str) -> str:
-    """Why a text is no regular expression, or one that a later Python will read otherwise; empty if it is a sound one."""
+    """Why a text is no regular expression, or one that a later Python will read otherwise; empty if
+    it is a sound one."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)
@@ -389,14 +480,22 @@ def _not_a_pattern(text: str) -> str:
 
 
 def _schedule(c: RunConfig) -> Iterator[Problem]:
-    s, peak, warmup = c.schedule, c.optimizer.learning_rate, f"schedule.warmup_steps={c.schedule.warmup_steps}"
+    s, peak, warmup = (
+        c.schedule,
+        c.optimizer.learning_rate,
+        f"schedule.warmup_steps={c.schedule.warmup_steps}",
+    )
     to_the_minimum = "linear cosine exponential inverse_sqrt polynomial wsd"
     lowest = dict.fromkeys(("min_lr_ratio", "min_learning_rate"), to_the_minimum)
     owners = lowest | {"decay_fraction": "wsd", "power": "polynomial", "pieces": "pieces"}
     yield from _only("schedule.", s, s.name, owners)
     if c.steps != "auto" and s.warmup_steps >= c.steps:
         yield f"{warmup} must be less than steps={c.steps}. Set schedule.warmup_steps to at most {c.steps - 1}, or more steps."
-    elif c.steps != "auto" and s.name == "wsd" and s.warmup_steps + s.decay_fraction * c.steps > c.steps:
+    elif (
+        c.steps != "auto"
+        and s.name == "wsd"
+        and s.warmup_steps + s.decay_fraction * c.steps > c.steps
+    ):
         mend = f"Set schedule.decay_fraction to at most {1 - s.warmup_steps / c.steps:.3g}"
         yield f"{warmup} and schedule.decay_fraction={s.decay_fraction} are more than steps={c.steps} together. {mend}."
     elif c.steps != "auto" and s.name == "pieces" and s.pieces:
@@ -411,7 +510,9 @@ def _schedule(c: RunConfig) -> Iterator[Problem]:
             yield f"{own} must be at most optimizer.learning_rate={peak}. {mend}."
         for name, value in _changed(s, "min_lr_ratio"):
             mend = "Set schedule.min_learning_rate=null, or leave it out"
-            problem = f"schedule.{name}={value} is not used with {own}, which is the rate itself. {mend}."
+            problem = (
+                f"schedule.{name}={value} is not used with {own}, which is the rate itself. {mend}."
+            )
             yield Idle(f"schedule.{name}", value, own, problem)
     pieces = s.pieces if s.name == "pieces" else ()
     names = {s.name} | {piece.name for piece in pieces}
@@ -427,12 +528,15 @@ def _schedule(c: RunConfig) -> Iterator[Problem]:
         if piece.name == "constant" and piece.end:
             mend = f"Set schedule.pieces[{i}].name=linear, or leave it out"
             key = f"schedule.pieces[{i}].end"
-            problem = f"{key}={piece.end} is not for a constant piece, which ends as it starts. {mend}."
+            problem = (
+                f"{key}={piece.end} is not for a constant piece, which ends as it starts. {mend}."
+            )
             yield Idle(key, piece.end, f"schedule.pieces[{i}].name=constant", problem)
 
 
 def fit_warmup(config: RunConfig, num_steps: int) -> RunConfig:
-    """The config with a warm-up that a run of so many steps has room for: its own, or a tenth of them if that does not fit.
+    """The config with a warm-up that a run of so many steps has room for: its own, or a tenth of
+    them if that does not fit.
 
     Unchanged if not even that fits, which the checks then say.
     """
@@ -460,7 +564,8 @@ def warmup_fits(schedule: ScheduleConfig, num_steps: int) -> bool:
 
 
 def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
-    """The index of the first update of each piece after warm-up, and `num_steps`, which the last piece ends with.
+    """The index of the first update of each piece after warm-up, and `num_steps`, which the last
+    piece ends with.
 
     Raises:
         ConfigError: a piece without updates, or a last one that ends before the run.
@@ -477,13 +582,23 @@ def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
     borders = [warmup]
     for i, (piece, end) in enumerate(zip(schedule.pieces, [*ends[:-1], num_steps])):
         if end is None:
-            raise ConfigError(f"schedule.pieces[{i}].until is null, but a piece follows. Set schedule.pieces[{i}].until=STEPS.")
+            raise ConfigError(
+                f"schedule.pieces[{i}].until is null, but a piece follows. Set schedule.pieces[{i}].until=STEPS."
+            )
         if not borders[-1] < end <= num_steps - (i < len(ends) - 1):
-            before = f"schedule.pieces[{i - 1}]" if i else f"warm-up (schedule.warmup_steps={warmup})"
-            name = f"schedule.pieces[{i}]" + (f".until={piece.until}" if piece.until is not None else "")
-            rule = f"ends at step {end:,}, but must end after {before}, which ends at {borders[-1]:,}"
+            before = (
+                f"schedule.pieces[{i - 1}]" if i else f"warm-up (schedule.warmup_steps={warmup})"
+            )
+            name = f"schedule.pieces[{i}]" + (
+                f".until={piece.until}" if piece.until is not None else ""
+            )
+            rule = (
+                f"ends at step {end:,}, but must end after {before}, which ends at {borders[-1]:,}"
+            )
             mend = "Set the ends of the pieces so that each has updates"
-            raise ConfigError(f"{name} {rule}, and leave room for those behind it in the {num_steps:,} steps. {mend}.")
+            raise ConfigError(
+                f"{name} {rule}, and leave room for those behind it in the {num_steps:,} steps. {mend}."
+            )
         borders.append(end)
     return borders
 
@@ -491,11 +606,16 @@ def piece_borders(schedule: ScheduleConfig, num_steps: int) -> list[int]:
 def _changed(section: Any, *names: str) -> list[tuple[str, Any]]:
     """Those of these keys that are not at their defaults, with their values."""
     default = type(section)()
-    return [(name, value) for name in names if (value := getattr(section, name)) != getattr(default, name)]
+    return [
+        (name, value)
+        for name in names
+        if (value := getattr(section, name)) != getattr(default, name)
+    ]
 
 
 def _only(prefix: str, section: Any, name: str, owners: Mapping[str, str]) -> Iterator[Idle]:
-    """Keys that were set although only the choices named in `owners` (separated by blanks) read them."""
+    """Keys that were set although only the choices named in `owners` (separated by blanks) read
+    them."""
     for key, value in _changed(section, *owners):
         if name not in (owner := owners[key]).split():
             default = f"{prefix}{key}={show(getattr(type(section)(), key))}"
@@ -512,7 +632,9 @@ def _float32(value: float) -> float:
 def _loss_scale(c: RunConfig) -> Iterator[Problem]:
     s, auto = c.loss_scale, "dynamic" if c.precision.compute == "float16" else "none"
     mode = auto if s.mode == "auto" else s.mode
-    for name, value in _changed(s, "initial", "window", "factor", "backoff", "hysteresis", "min", "max"):
+    for name, value in _changed(
+        s, "initial", "window", "factor", "backoff", "hysteresis", "min", "max"
+    ):
         if mode == "none" or (mode == "static" and name != "initial"):
             cause = f"loss_scale.mode={s.mode} with precision.compute={c.precision.compute}"
             problem = f"loss_scale.{name}={value:g} is not used by {cause}. Set loss_scale.mode=dynamic, or leave it out."
@@ -526,7 +648,12 @@ def _loss_scale(c: RunConfig) -> Iterator[Problem]:
 
 def _anomaly(c: RunConfig) -> Iterator[Problem]:
     a = c.anomaly
-    limits = {"loss_limit": "loss_spike", "grad_limit": "grad_spike", "drift_limit": "weight_drift", "dead_steps": "dead"}
+    limits = {
+        "loss_limit": "loss_spike",
+        "grad_limit": "grad_spike",
+        "drift_limit": "weight_drift",
+        "dead_steps": "dead",
+    }
     limits |= {"diverging_limit": "diverging", "patience": "loss_spike grad_spike"}
     for name, value in _changed(a, *limits):
         kinds = limits[name].split()
@@ -538,11 +665,20 @@ def _anomaly(c: RunConfig) -> Iterator[Problem]:
         for name, value in _changed(a, "max_skipped"):
             cause = f"anomaly.non_finite={a.non_finite}"
             mend = "Set anomaly.non_finite=skip, or leave it out"
-            yield Idle(f"anomaly.{name}", value, cause, f"anomaly.{name}={value} is not used by {cause}. {mend}.")
+            yield Idle(
+                f"anomaly.{name}",
+                value,
+                cause,
+                f"anomaly.{name}={value} is not used by {cause}. {mend}.",
+            )
     if "rollback" not in (*(getattr(a, kind) for kind in ANOMALIES), c.data.repeated):
-        for name, value in _changed(a, "leave_out", *(() if c.data.repeated == "skip" else ("max_rollbacks",))):
+        for name, value in _changed(
+            a, "leave_out", *(() if c.data.repeated == "skip" else ("max_rollbacks",))
+        ):
             mend = "Set anomaly.loss_spike=rollback, for example, or leave it out"
-            problem = f"anomaly.{name}={value} is for the policy rollback, which no anomaly has. {mend}."
+            problem = (
+                f"anomaly.{name}={value} is for the policy rollback, which no anomaly has. {mend}."
+            )
             yield Idle(f"anomaly.{name}", value, "no policy rollback", problem)
     if a.min_steps > a.window:
         mend = f"Set anomaly.min_steps to at most {a.window}, or anomaly.window to at least {a.min_steps}"
@@ -563,17 +699,26 @@ def _mesh(c: RunConfig) -> Iterator[str]:
     if (mesh.min_processes or 0) > (mesh.num_processes or math.inf):
         mend = f"Set mesh.min_processes to at most {mesh.num_processes}"
         yield f"mesh.min_processes={mesh.min_processes} is more than mesh.num_processes={mesh.num_processes}. {mend}."
-    if mesh.num_processes is not None and mesh.process_id is not None and mesh.process_id >= mesh.num_processes:
+    if (
+        mesh.num_processes is not None
+        and mesh.process_id is not None
+        and mesh.process_id >= mesh.num_processes
+    ):
         mend = f"Set mesh.process_id to at most {mesh.num_processes - 1}; it counts from 0"
         yield f"mesh.process_id={mesh.process_id} must be less than mesh.num_processes={mesh.num_processes}. {mend}."
 
 
 def _parts(c: RunConfig) -> Iterator[str]:
-    """What the batch and the model are divided into; an axis that is not known yet divides nothing."""
+    """What the batch and the model are divided into; an axis that is not known yet divides
+    nothing."""
     parts, shards = c.optimizer.accumulation, c.mesh.data * c.mesh.fsdp
     by = f"mesh.data={c.mesh.data} times mesh.fsdp={c.mesh.fsdp}"
     sizes = {"data.batch_size": c.data.batch_size}
-    sizes |= {f"data.stages[{i}].batch_size": stage.batch_size for i, stage in enumerate(c.data.stages) if stage.batch_size}
+    sizes |= {
+        f"data.stages[{i}].batch_size": stage.batch_size
+        for i, stage in enumerate(c.data.stages)
+        if stage.batch_size
+    }
     for key, rows in sizes.items():
         if rows % parts:
             mend = f"Set {key} to {_multiples(rows, parts)}, or optimizer.accumulation to {_near(parts, _divisors(rows))}"
@@ -589,7 +734,9 @@ def _parts(c: RunConfig) -> Iterator[str]:
             yield f"{key}={rows} must be divisible by {by}. Set {key} to {_multiples(rows, shards)}."
     names = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
     dims = {f"model.{name}": size for name in names if (size := getattr(c.model, name)) is not None}
-    wrong = [f"{key}={size}" for key, size in dims.items() if c.mesh.tensor > 1 and size % c.mesh.tensor]
+    wrong = [
+        f"{key}={size}" for key, size in dims.items() if c.mesh.tensor > 1 and size % c.mesh.tensor
+    ]
     if wrong:
         valid = _near(c.mesh.tensor, _divisors(math.gcd(*dims.values())))
         yield f"mesh.tensor={c.mesh.tensor} must divide {' and '.join(wrong)} (split over tensor). Set mesh.tensor to {valid}."

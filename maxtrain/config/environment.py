@@ -1,4 +1,5 @@
-"""What the environment of a run must not say: found before jax is imported, which would end without a message that helps."""
+"""What the environment of a run must not say: found before jax is imported, which would end without
+a message that helps."""
 
 import re
 import subprocess
@@ -26,18 +27,28 @@ def check_environment(environ: Mapping[str, str]) -> None:
 def _wide_types(environ: Mapping[str, str]) -> Iterator[str]:
     value = environ.get("JAX_ENABLE_X64", "")
     if value.lower() in _TRUE:
-        rule = "makes 64 bits wide what this program lays out in 32: counters, keys, digests of arrays"
+        rule = (
+            "makes 64 bits wide what this program lays out in 32: counters, keys, digests of arrays"
+        )
         yield f"JAX_ENABLE_X64={value} in the environment {rule}. Unset it: `env -u JAX_ENABLE_X64 ...`."
 
 
 def _xla_flags(environ: Mapping[str, str]) -> Iterator[str]:
-    """XLA ends the process that it finds a wrong flag in, so another process parses them: 0.2 s, if there are any."""
+    """XLA ends the process that it finds a wrong flag in, so another process parses them: 0.2 s, if
+    there are any."""
     flags = environ.get("XLA_FLAGS", "")
     if not flags.strip():
         return
     command = [sys.executable, "-c", _PARSE_FLAGS]
     try:
-        done = subprocess.run(command, env={**environ}, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        done = subprocess.run(
+            command,
+            env={**environ},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+        )
     except (OSError, subprocess.TimeoutExpired):  # not about the flags; jax will find out
         return
     if done.returncode and "parse_flags_from_env" in done.stderr:

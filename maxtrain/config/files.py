@@ -1,7 +1,8 @@
 """Config files as plain values. Whatever a file has in it, only a ConfigError comes out of here.
 
-YAML is read without what no config needs and what would take the reader down: tags of other types, dates, numbers in other
-bases, keys that are no text, nesting without end, and aliases that grow into more than the file says.
+YAML is read without what no config needs and what would take the reader down: tags of other types,
+dates, numbers in other bases, keys that are no text, nesting without end, and aliases that grow
+into more than the file says.
 """
 
 import contextlib
@@ -32,12 +33,15 @@ _MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose keys are texts, each given once, and whose size is what is read, aliases counted in full."""
+    """YAML whose keys are texts, each given once, and whose size is what is read, aliases counted
+    in full."""
 
     def __init__(self, stream: str):
         super().__init__(stream)
         self._depth = 0
-        self._sizes: dict[int, int] = {}  # values in each node, by its id; the nodes live as long as the document
+        self._sizes: dict[
+            int, int
+        ] = {}  # values in each node, by its id; the nodes live as long as the document
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
@@ -52,7 +56,9 @@ class _Loader(yaml.SafeLoader):
         elif id(node) not in self._sizes:
             raise ComposerError(None, None, "an alias of what it is part of", mark)
         if self._sizes[id(node)] > _MAX_VALUES:
-            raise ComposerError(None, None, f"more than {_MAX_VALUES:,} values, aliases included", mark)
+            raise ComposerError(
+                None, None, f"more than {_MAX_VALUES:,} values, aliases included", mark
+            )
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -67,7 +73,9 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        self.flatten_mapping(node)  # what << brings in comes first, so that the mapping's own values count
+        self.flatten_mapping(
+            node
+        )  # what << brings in comes first, so that the mapping's own values count
         return {key.value: self.construct_object(value, deep) for key, value in node.value}
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -75,9 +83,13 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except Exception as error:  # PyYAML lets through whatever int(), datetime() and their like raise
+        except (
+            Exception
+        ) as error:  # PyYAML lets through whatever int(), datetime() and their like raise
             kind = node.tag.rpartition(":")[2]
-            raise ConstructorError(None, None, f"not a value of type {kind}", node.start_mark) from error
+            raise ConstructorError(
+                None, None, f"not a value of type {kind}", node.start_mark
+            ) from error
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if not re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", node.value):
@@ -87,7 +99,9 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         if ":" in node.value:  # 1:30.5 is 90.5 in YAML 1.1
-            raise ConstructorError(None, None, f"{node.value} must be a number or text in quotes", node.start_mark)
+            raise ConstructorError(
+                None, None, f"{node.value} must be a number or text in quotes", node.start_mark
+            )
         return super().construct_yaml_float(node)
 
 
@@ -130,23 +144,30 @@ def _read_yaml(path: Path) -> dict:
         with path.open(encoding="utf-8") as file:
             raw = parse_yaml(file.read(_MAX_BYTES + 1))
     except OSError as error:
-        raise ConfigError(f"config={path} can't be read: {error.strerror}. Mend access, or name another file.") from None
+        raise ConfigError(
+            f"config={path} can't be read: {error.strerror}. Mend access, or name another file."
+        ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         said = " ".join(str(error).split())[:500]
         raise ConfigError(f"config={path} is not valid YAML: {said}. Correct it there.") from None
     if not isinstance(raw, dict):
-        raise ConfigError(f"config={path} must be a mapping of keys to values. `--print-config` shows one.")
+        raise ConfigError(
+            f"config={path} must be a mapping of keys to values. `--print-config` shows one."
+        )
     return raw
 
 
 def _read_python(path: Path) -> dict:
     """What `get_config()` of the file returns.
 
-    A config file runs as part of this process. So all that it raises is the file's mistake, SystemExit with code 0 too: a
-    launch that did not train must not look as if it had.
+    A config file runs as part of this process. So all that it raises is the file's mistake,
+    SystemExit with code 0 too: a launch that did not train must not look as if it had.
     """
     try:
-        with _ending_at_ctrl_c(), contextlib.redirect_stdout(sys.stderr):  # stdout is for what --print-config prints
+        with (
+            _ending_at_ctrl_c(),
+            contextlib.redirect_stdout(sys.stderr),
+        ):  # stdout is for what --print-config prints
             config = runpy.run_path(str(path)).get("get_config", dict)()
             tree = config.to_dict() if isinstance(config, ConfigDict) else None
     except BaseException as error:
@@ -154,18 +175,27 @@ def _read_python(path: Path) -> dict:
         lines = [frame.lineno for frame in frames if frame.filename == str(path)]
         line = lines[-1] if lines else getattr(error, "lineno", None)
         where = f"config={path} line {line}" if line else f"config={path}"
-        if "ml_collections" in frames[-1].filename and (name := re.search(r"\w+(?=\\?['\"])", _text(error))):
-            raise ConfigError(f"{where}: {unknown(name[0])}") from None  # not a key of the locked ConfigDict
+        if "ml_collections" in frames[-1].filename and (
+            name := re.search(r"\w+(?=\\?['\"])", _text(error))
+        ):
+            raise ConfigError(
+                f"{where}: {unknown(name[0])}"
+            ) from None  # not a key of the locked ConfigDict
         said = _text(error)[:500].rstrip(".")
-        raise ConfigError(f"{where}: {type(error).__name__}{f': {said}' if said else ''}. Correct it there.") from None
+        raise ConfigError(
+            f"{where}: {type(error).__name__}{f': {said}' if said else ''}. Correct it there."
+        ) from None
     if tree is None:
-        raise ConfigError(f"config={path} has no get_config() that returns a ConfigDict. Return default_config() with changes.")
+        raise ConfigError(
+            f"config={path} has no get_config() that returns a ConfigDict. Return default_config() with changes."
+        )
     return tree
 
 
 @contextlib.contextmanager
 def _ending_at_ctrl_c() -> Iterator[None]:
-    """While a config file runs, ctrl-C ends the process with 75: a KeyboardInterrupt then is one that the file raised."""
+    """While a config file runs, ctrl-C ends the process with 75: a KeyboardInterrupt then is one
+    that the file raised."""
     ours = threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -186,7 +216,8 @@ def _text(error: BaseException) -> str:
 
 
 def _require_small(path: Path, tree: dict) -> None:
-    """Refuses values nested too deeply, or in themselves, or too many: nothing after this has to look out for them.
+    """Refuses values nested too deeply, or in themselves, or too many: nothing after this has to
+    look out for them.
 
     Raises:
         ConfigError: in that case.
@@ -197,9 +228,13 @@ def _require_small(path: Path, tree: dict) -> None:
         value, depth = left.pop()
         count += 1
         if count > _MAX_VALUES:
-            raise ConfigError(f"config={path} has more than {_MAX_VALUES:,} values. Leave out what is not a key's value.")
+            raise ConfigError(
+                f"config={path} has more than {_MAX_VALUES:,} values. Leave out what is not a key's value."
+            )
         if depth > _MAX_DEPTH:
-            raise ConfigError(f"config={path} has values nested more than {_MAX_DEPTH} deep. Correct it there.")
+            raise ConfigError(
+                f"config={path} has values nested more than {_MAX_DEPTH} deep. Correct it there."
+            )
         if isinstance(value, dict):
             left += [(inner, depth + 1) for inner in value.values()]
         elif isinstance(value, list | tuple | set | frozenset):

@@ -1,7 +1,8 @@
-"""The usual keys of other stacks: which key each is here ("" if there is none), and what else changes with it.
+"""The usual keys of other stacks: which key each is here ("" if there is none), and what else
+changes with it.
 
-A name is looked up as it was typed, with its section, and then by its last part. Where several stacks have a name, the note of
-the first of them is told.
+A name is looked up as it was typed, with its section, and then by its last part. Where several
+stacks have a name, the note of the first of them is told.
 """
 
 from typing import NamedTuple
@@ -14,26 +15,56 @@ _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the s
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
 _NO_STAGES = "pipelines are not there yet; layers are split over mesh.fsdp and mesh.tensor"
 _NO_EXPERTS = "mixture of experts is not there yet"
-_NO_CONTEXT = "rows are not split over devices yet; a longer row needs model.remat=full, or more of mesh.fsdp"
+_NO_CONTEXT = (
+    "rows are not split over devices yet; a longer row needs model.remat=full, or more of mesh.fsdp"
+)
 _ONE_TENSOR = "there is one way to split inside layers: mesh.tensor"
 _HEADS = "model.num_kv_heads is a key of its own"
 
 # Key here, what differs, names there.
 _MAXTEXT = (
     ("output_dir", "run directories are made in it", "base_output_directory"),
-    ("seed", "data.seed is of the order of data alone, which is always shuffled", "data_shuffle_seed"),
+    (
+        "seed",
+        "data.seed is of the order of data alone, which is always shuffled",
+        "data_shuffle_seed",
+    ),
     ("init.seed", "null: seed", "init_weights_seed"),
     ("steps", "the schedule always ends with the plan", "learning_rate_schedule_steps"),
-    ("checkpoint_interval", "steps; 0 writes the final checkpoint only", "checkpoint_period enable_checkpointing"),
+    (
+        "checkpoint_interval",
+        "steps; 0 writes the final checkpoint only",
+        "checkpoint_period enable_checkpointing",
+    ),
     ("optimizer.learning_rate", "the peak", "learning_rate"),
-    ("optimizer.accumulation", "it splits data.batch_size, which is the whole step's", "gradient_accumulation_steps"),
+    (
+        "optimizer.accumulation",
+        "it splits data.batch_size, which is the whole step's",
+        "gradient_accumulation_steps",
+    ),
     ("data.sources.NAME.path", _SHARDS, "dataset_name"),
     ("schedule.name", "cosine or wsd, among others", "lr_schedule_type"),
-    ("precision.compute", "inputs of matrix products; precision.params are the master weights", "dtype"),
+    (
+        "precision.compute",
+        "inputs of matrix products; precision.params are the master weights",
+        "dtype",
+    ),
     ("log_interval", _SAME, "log_period"),
-    ("config", "take a shipped one, such as config=llama3_8b, or write your own file", "model_name"),
-    ("data.batch_size", "rows of a whole step: times the devices and the accumulation steps", "per_device_batch_size"),
-    ("data.seq_length", "tokens in a row; model.max_length is the most the model is meant for", "max_target_length"),
+    (
+        "config",
+        "take a shipped one, such as config=llama3_8b, or write your own file",
+        "model_name",
+    ),
+    (
+        "data.batch_size",
+        "rows of a whole step: times the devices and the accumulation steps",
+        "per_device_batch_size",
+    ),
+    (
+        "data.seq_length",
+        "tokens in a row; model.max_length is the most the model is meant for",
+        "max_target_length",
+    ),
     ("data.sources.NAME.path", _SHARDS, "dataset_path dataset_type hf_path grain_train_files"),
     ("data.sources.NAME.epochs", "set for each source, may be fractional", "num_epoch"),
     ("eval.sets.NAME.path", _SHARDS, "eval_dataset_name hf_eval_files grain_eval_files"),
@@ -47,7 +78,11 @@ _MAXTEXT = (
     ("model.tie_embeddings", _SAME, "logits_via_embedding"),
     ("model.norm_eps", _SAME, "normalization_layer_epsilon"),
     ("model.rope_theta", _SAME, "rope_max_timescale"),
-    ("model.remat", "full recomputes most, dots is near MaxText's minimal, none recomputes nothing", "remat_policy"),
+    (
+        "model.remat",
+        "full recomputes most, dots is near MaxText's minimal, none recomputes nothing",
+        "remat_policy",
+    ),
     ("checkpoint.init_from", "a Hugging Face directory", "load_parameters_path"),
     ("optimizer.beta1", _SAME, "adam_b1"),
     ("optimizer.beta2", _SAME, "adam_b2"),
@@ -56,20 +91,44 @@ _MAXTEXT = (
     ("schedule.warmup_steps", "steps, not a fraction", "warmup_steps_fraction"),
     ("schedule.min_lr_ratio", "a factor of the peak, too", "learning_rate_final_fraction"),
     ("schedule.decay_fraction", "of the whole run", "wsd_decay_steps_fraction"),
-    ("regularization.residual_dropout", "attention_dropout and embedding_dropout are keys of their own", "dropout_rate"),
+    (
+        "regularization.residual_dropout",
+        "attention_dropout and embedding_dropout are keys of their own",
+        "dropout_rate",
+    ),
     ("precision.params", "master weights and optimizer state", "weight_dtype"),
     ("mesh.platform", "auto, cpu, gpu or tpu", "hardware"),
     ("mesh.data", _MESH, "ici_data_parallelism dcn_data_parallelism"),
     ("mesh.fsdp", _MESH, "ici_fsdp_parallelism dcn_fsdp_parallelism"),
     ("mesh.tensor", _MESH, "ici_tensor_parallelism dcn_tensor_parallelism"),
     ("", _NO_STAGES, "ici_pipeline_parallelism dcn_pipeline_parallelism"),
-    ("", _NO_EXPERTS, "ici_expert_parallelism dcn_expert_parallelism num_experts num_experts_per_tok"),
-    ("", _NO_CONTEXT, "ici_context_parallelism dcn_context_parallelism ici_sequence_parallelism dcn_sequence_parallelism"),
-    ("", _NO_CONTEXT, "ici_context_autoregressive_parallelism dcn_context_autoregressive_parallelism"),
+    (
+        "",
+        _NO_EXPERTS,
+        "ici_expert_parallelism dcn_expert_parallelism num_experts num_experts_per_tok",
+    ),
+    (
+        "",
+        _NO_CONTEXT,
+        "ici_context_parallelism dcn_context_parallelism ici_sequence_parallelism dcn_sequence_parallelism",
+    ),
+    (
+        "",
+        _NO_CONTEXT,
+        "ici_context_autoregressive_parallelism dcn_context_autoregressive_parallelism",
+    ),
     ("", _ONE_TENSOR, "ici_tensor_transpose_parallelism dcn_tensor_transpose_parallelism"),
     ("", _ONE_TENSOR, "ici_tensor_sequence_parallelism dcn_tensor_sequence_parallelism"),
-    ("", "only FSDP that splits all is there: mesh.fsdp", "ici_fsdp_transpose_parallelism dcn_fsdp_transpose_parallelism"),
-    ("", "generation has one device", "ici_autoregressive_parallelism dcn_autoregressive_parallelism"),
+    (
+        "",
+        "only FSDP that splits all is there: mesh.fsdp",
+        "ici_fsdp_transpose_parallelism dcn_fsdp_transpose_parallelism",
+    ),
+    (
+        "",
+        "generation has one device",
+        "ici_autoregressive_parallelism dcn_autoregressive_parallelism",
+    ),
     ("checkpoint.asynchronous", _SAME, "async_checkpointing"),
 )
 _HUGGING_FACE = (
@@ -78,23 +137,47 @@ _HUGGING_FACE = (
     ("steps", "auto: as many as the data gives", "max_steps"),
     ("data.batch_size", _WHOLE, "per_device_train_batch_size train_batch_size"),
     ("eval.batch_size", "rows over all devices", "per_device_eval_batch_size eval_batch_size"),
-    ("optimizer.accumulation", "it splits data.batch_size, which is the whole step's", "gradient_accumulation_steps"),
+    (
+        "optimizer.accumulation",
+        "it splits data.batch_size, which is the whole step's",
+        "gradient_accumulation_steps",
+    ),
     ("optimizer.clip_norm", "null, not 0, turns clipping off", "max_grad_norm"),
     ("optimizer.beta1", _SAME, "adam_beta1"),
     ("optimizer.beta2", "0.95 unless set, not 0.999", "adam_beta2"),
     ("optimizer.eps", _SAME, "adam_epsilon"),
     ("optimizer.name", "adamw, lion, muon and others", "optim"),
-    ("optimizer.normalize", "tokens, the default: over all micro-batches", "average_tokens_across_devices"),
+    (
+        "optimizer.normalize",
+        "tokens, the default: over all micro-batches",
+        "average_tokens_across_devices",
+    ),
     ("loss.label_smoothing", _SAME, "label_smoothing_factor"),
     ("regularization.embedding_noise", "NEFTune's alpha", "neftune_noise_alpha"),
     ("schedule.name", "cosine, linear, constant, wsd and others", "lr_scheduler_type"),
     ("schedule.warmup_steps", "steps, not a fraction", "warmup_ratio"),
-    ("schedule.warmup_steps", "without schedule.warmup_steps there are 100 steps of warm-up, not none", "warmup_steps"),
+    (
+        "schedule.warmup_steps",
+        "without schedule.warmup_steps there are 100 steps of warm-up, not none",
+        "warmup_steps",
+    ),
     ("optimizer.weight_decay", "of matrices only; 0.1 unless set, not 0", "weight_decay"),
-    ("model.attention", "xla, eager, cudnn on GPUs or flash on TPUs", "attn_implementation use_flash_attention_2"),
+    (
+        "model.attention",
+        "xla, eager, cudnn on GPUs or flash on TPUs",
+        "attn_implementation use_flash_attention_2",
+    ),
     ("model.remat", "full, dots, dots_no_batch or none", "gradient_checkpointing"),
-    ("model.max_length", "the longest it is meant for; data.seq_length is trained", "max_position_embeddings"),
-    ("data.seq_length", "tokens in a row; longer text is packed, not cut", "max_seq_length max_length"),
+    (
+        "model.max_length",
+        "the longest it is meant for; data.seq_length is trained",
+        "max_position_embeddings",
+    ),
+    (
+        "data.seq_length",
+        "tokens in a row; longer text is packed, not cut",
+        "max_seq_length max_length",
+    ),
     ("model.embed_dim", _SAME, "hidden_size"),
     ("model.mlp_dim", _SAME, "intermediate_size"),
     ("model.num_layers", _SAME, "num_hidden_layers"),
@@ -106,19 +189,43 @@ _HUGGING_FACE = (
     ("data.sources.NAME.path", _SHARDS, "dataset_name train_file"),
     ("eval.sets.NAME.path", _SHARDS, "validation_file"),
     ("", _TOKENIZER, "tokenizer_name"),
-    ("checkpoint_interval", "steps, or 0.5 epochs; 0: only the final one", "save_steps save_strategy"),
+    (
+        "checkpoint_interval",
+        "steps, or 0.5 epochs; 0: only the final one",
+        "save_steps save_strategy",
+    ),
     ("checkpoint.keep", "newest checkpoints that are kept", "save_total_limit"),
-    ("checkpoint.keep_best", "keeps that step; the run ends with its last one", "load_best_model_at_end"),
-    ("eval.stop_patience", "evaluations of eval.stop_set without a lower loss", "early_stopping_patience"),
+    (
+        "checkpoint.keep_best",
+        "keeps that step; the run ends with its last one",
+        "load_best_model_at_end",
+    ),
+    (
+        "eval.stop_patience",
+        "evaluations of eval.stop_set without a lower loss",
+        "early_stopping_patience",
+    ),
     ("log_interval", _SAME, "logging_steps"),
-    ("eval_interval", "steps, or 0.5 epochs; eval_steps counts batches", "eval_strategy evaluation_strategy"),
+    (
+        "eval_interval",
+        "steps, or 0.5 epochs; eval_steps counts batches",
+        "eval_strategy evaluation_strategy",
+    ),
     ("precision.compute", "bfloat16 (the default), float16 or float32", "bf16 fp16 torch_dtype"),
     ("data.workers", "0: threads of the process", "dataloader_num_workers"),
     ("data.prefetch", "batches, whatever the number of workers", "dataloader_prefetch_factor"),
     ("observe.tensorboard", "true or false", "report_to"),
-    ("output_dir", "run directories are made in it; the text is in RUN/metrics.jsonl and RUN/tensorboard", "logging_dir"),
+    (
+        "output_dir",
+        "run directories are made in it; the text is in RUN/metrics.jsonl and RUN/tensorboard",
+        "logging_dir",
+    ),
     ("", "the same command goes on with the newest checkpoint by itself", "resume_from_checkpoint"),
-    ("", "a run folder that exists is gone on with; set run_name for a new one", "overwrite_output_dir"),
+    (
+        "",
+        "a run folder that exists is gone on with; set run_name for a new one",
+        "overwrite_output_dir",
+    ),
     ("", "training is what `maxtrain train` does, and evaluation is eval.sets", "do_train do_eval"),
     ("determinism", "full: only programs that repeat bit for bit", "full_determinism"),
     ("data.seed", "null: seed", "data_seed"),
@@ -126,14 +233,26 @@ _HUGGING_FACE = (
     ("optimizer.zero", "1, 2 or 3, over mesh.data", "deepspeed"),
 )
 _NANOGPT = (
-    ("data.batch_size", "rows of a whole step, not of a micro-batch: times gradient_accumulation_steps", "batch_size"),
-    ("data.seq_length", "tokens in a row; model.max_length is the most the model is meant for", "block_size"),
+    (
+        "data.batch_size",
+        "rows of a whole step, not of a micro-batch: times gradient_accumulation_steps",
+        "batch_size",
+    ),
+    (
+        "data.seq_length",
+        "tokens in a row; model.max_length is the most the model is meant for",
+        "block_size",
+    ),
     ("model.num_layers", _SAME, "n_layer"),
     ("model.num_heads", _HEADS, "n_head"),
     ("model.embed_dim", "model.mlp_dim is a key of its own, not 4 times this", "n_embd"),
     ("steps", "auto: as many as the data gives", "max_iters"),
     ("optimizer.learning_rate", "the peak", "learning_rate"),
-    ("optimizer.accumulation", "it splits data.batch_size, which is the whole step's", "gradient_accumulation_steps"),
+    (
+        "optimizer.accumulation",
+        "it splits data.batch_size, which is the whole step's",
+        "gradient_accumulation_steps",
+    ),
     ("steps", "the schedule always ends with the plan", "lr_decay_iters"),
     ("eval_steps", "-1, the default: the whole set, exactly once", "eval_iters"),
     ("optimizer.weight_decay", "of matrices only", "weight_decay"),
@@ -144,45 +263,101 @@ _NANOGPT = (
         "attention_dropout and embedding_dropout are keys of their own; here none is the default",
         "dropout",
     ),
-    ("schedule.min_lr_ratio", "a factor of the peak; schedule.min_learning_rate is the rate itself", "min_lr"),
+    (
+        "schedule.min_lr_ratio",
+        "a factor of the peak; schedule.min_learning_rate is the rate itself",
+        "min_lr",
+    ),
     ("schedule.name", "constant is a schedule without decay", "decay_lr"),
     ("schedule.warmup_steps", _SAME, "warmup_iters"),
     ("optimizer.clip_norm", "null, not 0, turns clipping off", "grad_clip"),
     ("output_dir", "run directories are made in it, each with its run_name", "out_dir"),
     ("mesh.platform", "auto, cpu, gpu or tpu", "device"),
-    ("precision.compute", "bfloat16 (the default), float16 or float32; precision.params are the master weights", "dtype"),
+    (
+        "precision.compute",
+        "bfloat16 (the default), float16 or float32; precision.params are the master weights",
+        "dtype",
+    ),
     ("", "every step is compiled", "compile"),
     ("", "linear layers have no biases", "bias"),
     ("data.sources.NAME.path", _SHARDS, "dataset"),
-    ("checkpoint.init_from", "a run or a Hugging Face directory; a run that exists is gone on with by itself", "init_from"),
+    (
+        "checkpoint.init_from",
+        "a run or a Hugging Face directory; a run that exists is gone on with by itself",
+        "init_from",
+    ),
     ("checkpoint_interval", "a checkpoint is always saved", "always_save_checkpoint"),
     ("", "`eval_steps=-1` and eval.sets evaluate; a run without steps is not there", "eval_only"),
-    ("", "trackers: observe.tensorboard; RUN/metrics.jsonl has every number", "wandb_log wandb_project wandb_run_name"),
-    ("mesh.coordinator", "processes find each other by the section mesh; there is no backend to choose", "backend"),
+    (
+        "",
+        "trackers: observe.tensorboard; RUN/metrics.jsonl has every number",
+        "wandb_log wandb_project wandb_run_name",
+    ),
+    (
+        "mesh.coordinator",
+        "processes find each other by the section mesh; there is no backend to choose",
+        "backend",
+    ),
 )
 _TORCHTITAN = (
     ("optimizer.learning_rate", "the peak", "optimizer.lr"),
     ("steps", "auto: as many as the data gives", "training.steps"),
-    ("data.batch_size", "rows of a whole step, over all devices", "training.global_batch_size global_batch_size"),
+    (
+        "data.batch_size",
+        "rows of a whole step, over all devices",
+        "training.global_batch_size global_batch_size",
+    ),
     ("data.batch_size", _WHOLE, "training.local_batch_size local_batch_size"),
-    ("data.seq_length", "model.max_length is the most the model is meant for", "training.seq_len seq_len"),
+    (
+        "data.seq_length",
+        "model.max_length is the most the model is meant for",
+        "training.seq_len seq_len",
+    ),
     ("optimizer.clip_norm", _SAME, "training.max_norm max_norm"),
     ("schedule.name", "cosine, linear, wsd and others", "lr_scheduler.decay_type decay_type"),
     ("schedule.warmup_steps", _SAME, "lr_scheduler.warmup_steps"),
-    ("schedule.decay_fraction", "of the whole run, for schedule.name=wsd", "lr_scheduler.decay_ratio decay_ratio"),
+    (
+        "schedule.decay_fraction",
+        "of the whole run, for schedule.name=wsd",
+        "lr_scheduler.decay_ratio decay_ratio",
+    ),
     ("schedule.min_lr_ratio", _SAME, "lr_scheduler.min_lr_factor min_lr_factor"),
-    ("precision.compute", "inputs of matrix products", "training.mixed_precision_param mixed_precision_param"),
-    ("precision.accumulate", "sums of micro-batches' gradients", "training.mixed_precision_reduce mixed_precision_reduce"),
-    ("mesh.data", "replicas with own rows", "parallelism.data_parallel_replicate_degree data_parallel_replicate_degree"),
-    ("mesh.fsdp", "-1: what is left", "parallelism.data_parallel_shard_degree data_parallel_shard_degree"),
+    (
+        "precision.compute",
+        "inputs of matrix products",
+        "training.mixed_precision_param mixed_precision_param",
+    ),
+    (
+        "precision.accumulate",
+        "sums of micro-batches' gradients",
+        "training.mixed_precision_reduce mixed_precision_reduce",
+    ),
+    (
+        "mesh.data",
+        "replicas with own rows",
+        "parallelism.data_parallel_replicate_degree data_parallel_replicate_degree",
+    ),
+    (
+        "mesh.fsdp",
+        "-1: what is left",
+        "parallelism.data_parallel_shard_degree data_parallel_shard_degree",
+    ),
     ("mesh.tensor", _SAME, "parallelism.tensor_parallel_degree tensor_parallel_degree"),
     ("", _NO_STAGES, "parallelism.pipeline_parallel_degree pipeline_parallel_degree"),
     ("", _NO_CONTEXT, "parallelism.context_parallel_degree context_parallel_degree"),
     ("", _NO_EXPERTS, "parallelism.expert_parallel_degree expert_parallel_degree"),
     ("model.remat", "full, dots, dots_no_batch or none", "activation_checkpoint.mode"),
-    ("config", "take a shipped one, such as config=llama3_8b, or write your own file", "model.flavor flavor"),
+    (
+        "config",
+        "take a shipped one, such as config=llama3_8b, or write your own file",
+        "model.flavor flavor",
+    ),
     ("checkpoint_interval", "steps, or 0.5 epochs", "checkpoint.interval"),
-    ("checkpoint.keep", "newest checkpoints that are kept", "checkpoint.keep_latest_k keep_latest_k"),
+    (
+        "checkpoint.keep",
+        "newest checkpoints that are kept",
+        "checkpoint.keep_latest_k keep_latest_k",
+    ),
     ("log_interval", _SAME, "metrics.log_freq log_freq"),
     ("observe.tensorboard", _SAME, "metrics.enable_tensorboard enable_tensorboard"),
     ("output_dir", "run directories are made in it", "job.dump_folder dump_folder"),
@@ -190,12 +365,28 @@ _TORCHTITAN = (
 _LEVANTER = (
     ("steps", "auto: as many as the data gives", "trainer.num_train_steps num_train_steps"),
     ("data.batch_size", "rows of a whole step, too", "trainer.train_batch_size"),
-    ("optimizer.accumulation", "micro-batches in a step", "trainer.per_device_parallelism per_device_parallelism"),
+    (
+        "optimizer.accumulation",
+        "micro-batches in a step",
+        "trainer.per_device_parallelism per_device_parallelism",
+    ),
     ("eval_interval", "steps, or 0.5 epochs", "trainer.steps_per_eval steps_per_eval"),
     ("precision.compute", "precision.params are the master weights", "trainer.mp"),
-    ("checkpoint.minutes", "checkpoint_interval is by steps", "trainer.checkpointer.save_interval save_interval"),
-    ("mesh.tensor", _SAME, "trainer.tensor_parallel_axes tensor_parallel_axes trainer.model_axis_size model_axis_size"),
-    ("checkpoint.init_from", "weights only", "trainer.initialize_from initialize_from initialize_from_hf"),
+    (
+        "checkpoint.minutes",
+        "checkpoint_interval is by steps",
+        "trainer.checkpointer.save_interval save_interval",
+    ),
+    (
+        "mesh.tensor",
+        _SAME,
+        "trainer.tensor_parallel_axes tensor_parallel_axes trainer.model_axis_size model_axis_size",
+    ),
+    (
+        "checkpoint.init_from",
+        "weights only",
+        "trainer.initialize_from initialize_from initialize_from_hf",
+    ),
     ("schedule.warmup_steps", "steps, not a fraction", "optimizer.warmup warmup"),
     ("schedule.min_lr_ratio", _SAME, "optimizer.min_lr_ratio"),
     ("schedule.name", "cosine, linear, wsd and others", "optimizer.lr_schedule lr_schedule"),
@@ -214,7 +405,8 @@ _OURS_SOME_DAY = (
 
 
 class Foreign(NamedTuple):
-    """What to say of a name that is none here: whose it is ("": nobody's, it may be one here some day), ours, and a note."""
+    """What to say of a name that is none here: whose it is ("": nobody's, it may be one here some
+    day), ours, and a note."""
 
     owner: str
     ours: str

@@ -11,8 +11,13 @@ from maxtrain.config.schema import RunConfig
 
 
 def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
-    """What to print for `--help [section]` of the command `prog` with these config files; UsageError: no such section."""
-    sections = {f.name: f.metadata["help"] for f in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(f.type)}
+    """What to print for `--help [section]` of the command `prog` with these config files;
+    UsageError: no such section."""
+    sections = {
+        f.name: f.metadata["help"]
+        for f in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(f.type)
+    }
     if section in sections:
         rows = [key for key in all_keys() if key.path.startswith(f"{section}.")]
         return f"{section}: {sections[section]}\n{_table(rows)}"
@@ -38,12 +43,18 @@ sections
 
 def _table(rows: Sequence[Key]) -> str:
     """`key=default  meaning (type)`, the second column wrapped to the terminal's width."""
-    heads = [f"  {key.path}={'' if 'NAME' in key.path and key.default is None else show(key.default)}" for key in rows]
+    heads = [
+        f"  {key.path}={'' if 'NAME' in key.path and key.default is None else show(key.default)}"
+        for key in rows
+    ]
     indent = max(map(len, heads)) + 2
     width = max(shutil.get_terminal_size((120, 24)).columns, indent + 24)
     return "\n".join(
         textwrap.fill(
-            f"{key.help} ({describe(key.kind)})", width, initial_indent=f"{head:{indent}}", subsequent_indent=" " * indent
+            f"{key.help} ({describe(key.kind)})",
+            width,
+            initial_indent=f"{head:{indent}}",
+            subsequent_indent=" " * indent,
         )
         for key, head in zip(rows, heads)
     )

@@ -1,4 +1,5 @@
-"""What each kernel of attention can do: the one table that the checks, the launch and the tests go by."""
+"""What each kernel of attention can do: the one table that the checks, the launch and the tests go
+by."""
 
 from typing import NamedTuple
 
@@ -18,6 +19,13 @@ class Kernel(NamedTuple):
 ATTENTION = {
     "eager": Kernel(),
     "xla": Kernel(),
-    "cudnn": Kernel("gpu", segments=False, caches=False, repeats=False, dtypes=("float16", "bfloat16"), head_dim=(128, 8)),
+    "cudnn": Kernel(
+        "gpu",
+        segments=False,
+        caches=False,
+        repeats=False,
+        dtypes=("float16", "bfloat16"),
+        head_dim=(128, 8),
+    ),
     "flash": Kernel("tpu", caches=False, dtypes=("float32", "bfloat16"), rows=128),
 }

@@ -1,4 +1,5 @@
-"""Names and types of the schema's keys: listing them, finding one, and saying what an unknown name should have been."""
+"""Names and types of the schema's keys: listing them, finding one, and saying what an unknown name
+should have been."""
 
 import dataclasses
 import difflib
@@ -11,11 +12,19 @@ from data_pipeline.config import Epochs
 from maxtrain.config.foreign import FOREIGN
 from maxtrain.config.schema import RunConfig
 
-_WORDS = {int: "whole number", float: "number", bool: "true | false", str: "text", type(None): "null", Epochs: "0.5 epochs"}
+_WORDS = {
+    int: "whole number",
+    float: "number",
+    bool: "true | false",
+    str: "text",
+    type(None): "null",
+    Epochs: "0.5 epochs",
+}
 
 
 class Key(NamedTuple):
-    """One key: dotted path (NAME stands for a name of the user's), annotation, default and line of help."""
+    """One key: dotted path (NAME stands for a name of the user's), annotation, default and line of
+    help."""
 
     path: str
     kind: Any
@@ -41,7 +50,11 @@ def all_keys(section: type = RunConfig, prefix: str = "") -> tuple[Key, ...]:
 
 def element(kind: Any) -> Any:
     """The annotation of a list's elements or of a dict's values; None for other annotations."""
-    return typing.get_args(kind)[{tuple: 0, dict: 1}[origin]] if (origin := typing.get_origin(kind)) in (tuple, dict) else None
+    return (
+        typing.get_args(kind)[{tuple: 0, dict: 1}[origin]]
+        if (origin := typing.get_origin(kind)) in (tuple, dict)
+        else None
+    )
 
 
 def find(path: str) -> Any:
@@ -57,7 +70,11 @@ def describe(kind: Any) -> str:
     """An annotation in words: `whole number | auto`."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, dict):
-        return f"list of {describe(arguments[0])}s" if origin is tuple else f"{describe(arguments[1])} by name"
+        return (
+            f"list of {describe(arguments[0])}s"
+            if origin is tuple
+            else f"{describe(arguments[1])} by name"
+        )
     if origin is Literal:
         return " | ".join(arguments)
     return _WORDS.get(kind) or " | ".join(map(describe, arguments)) or "section"
@@ -68,7 +85,9 @@ def show(value: Any) -> str:
     words = {"True": "true", "False": "false", "None": "null", "()": "[]"}
     try:
         text = str(value)
-    except Exception:  # a number of more digits than Python writes, or an object of a config file's own
+    except (
+        Exception
+    ):  # a number of more digits than Python writes, or an object of a config file's own
         text = f"<{type(value).__name__}>"
     text = words.get(text, text)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -91,15 +110,28 @@ def unknown(path: str) -> str:
     if path in FOREIGN:
         return FOREIGN[path].words(path)
 
-    def likeness(key: str) -> tuple[float, float]:  # the right leaf in a wrong section counts almost as much as the right path
+    def likeness(
+        key: str,
+    ) -> tuple[
+        float, float
+    ]:  # the right leaf in a wrong section counts almost as much as the right path
         whole = difflib.SequenceMatcher(None, path.lower(), named(key)).ratio()
-        return max(whole, 0.99 * difflib.SequenceMatcher(None, leaf, key.rpartition(".")[2]).ratio()), whole
+        return max(
+            whole, 0.99 * difflib.SequenceMatcher(None, leaf, key.rpartition(".")[2]).ratio()
+        ), whole
 
     def named(key: str) -> str:  # with the user's own names in place of NAME
         words = key.split(".")
-        return ".".join(p if w == "NAME" else w for w, p in zip(words, parts)) if len(words) == len(parts) else key
+        return (
+            ".".join(p if w == "NAME" else w for w, p in zip(words, parts))
+            if len(words) == len(parts)
+            else key
+        )
 
-    keys = [*(key.path for key in all_keys()), *(field.name for field in dataclasses.fields(RunConfig))]
+    keys = [
+        *(key.path for key in all_keys()),
+        *(field.name for field in dataclasses.fields(RunConfig)),
+    ]
     likely = {named(key): likeness(key) for key in keys}
     best = max(likely.values())
     if path in likely:
@@ -107,8 +139,16 @@ def unknown(path: str) -> str:
     if best[0] < 0.99 and leaf in FOREIGN:
         return FOREIGN[leaf].words(path)
     dots = max(likely, key=likely.__getitem__).count(".")
-    near = [name for name, value in likely.items() if value[0] == best[0] and value[1] > best[1] - 0.1]
-    right = [name for name in near if name.count(".") == dots]  # more than one, if only the section is wrong
+    near = [
+        name for name, value in likely.items() if value[0] == best[0] and value[1] > best[1] - 0.1
+    ]
+    right = [
+        name for name in near if name.count(".") == dots
+    ]  # more than one, if only the section is wrong
     section = f" {parts[0]}" if len(parts) > 1 and find(parts[0]) else ""
-    mend = f"Did you mean {choices(right)}?" if best[0] > 0.78 else f"`--help{section}` lists those there are."
+    mend = (
+        f"Did you mean {choices(right)}?"
+        if best[0] > 0.78
+        else f"`--help{section}` lists those there are."
+    )
     return f"{path} is not a key. {mend}"

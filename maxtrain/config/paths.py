@@ -1,4 +1,5 @@
-"""The keys of the schema that are paths: `~` is expanded once, here, and what can't be a directory is refused."""
+"""The keys of the schema that are paths: `~` is expanded once, here, and what can't be a directory
+is refused."""
 
 import dataclasses
 import os
@@ -9,7 +10,12 @@ from data_pipeline.remote import is_url
 from maxtrain.config.keys import show
 from maxtrain.config.schema import RunConfig
 
-_MADE = ("output_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache")  # directories that a run makes
+_MADE = (
+    "output_dir",
+    "data.cache",
+    "checkpoint.copy_to",
+    "observe.compilation_cache",
+)  # directories that a run makes
 _MAX_NAME, _MAX_PATH = 255, 4000  # bytes; 4,096 with what is put below it
 _MOUNT = "where it is mounted (gcsfuse, mountpoint-s3, rclone mount)"
 
@@ -23,13 +29,17 @@ class PathKey(NamedTuple):
 
 
 def expand_paths(section: Any) -> Any:
-    """A section of the config with a leading `~` or `~user` of every path replaced by that home directory."""
+    """A section of the config with a leading `~` or `~user` of every path replaced by that home
+    directory."""
     return _with_paths(section, lambda path, default: os.path.expanduser(path))
 
 
 def with_default_paths(section: Any) -> Any:
-    """A section with paths that are what `~` of their default means here as that default: so it means the same elsewhere."""
-    return _with_paths(section, lambda path, default: default if path == os.path.expanduser(default) else path)
+    """A section with paths that are what `~` of their default means here as that default: so it
+    means the same elsewhere."""
+    return _with_paths(
+        section, lambda path, default: default if path == os.path.expanduser(default) else path
+    )
 
 
 def _with_paths(section: Any, change: Callable[[str, str], str]) -> Any:
@@ -40,7 +50,10 @@ def _with_paths(section: Any, change: Callable[[str, str], str]) -> Any:
         if dataclasses.is_dataclass(value):
             changes[field.name] = _with_paths(value, change)
         elif isinstance(value, dict):
-            named = {n: _with_paths(v, change) if dataclasses.is_dataclass(v) else v for n, v in value.items()}
+            named = {
+                n: _with_paths(v, change) if dataclasses.is_dataclass(v) else v
+                for n, v in value.items()
+            }
             changes[field.name] = named
         elif field.metadata["path"] and isinstance(value, str):
             default = field.default if isinstance(field.default, str) else ""
@@ -88,7 +101,8 @@ def path_problems(config: RunConfig) -> Iterator[str]:
 
 
 def file_above(path: str) -> str | None:
-    """The file that this path is, or would be below of; None if the path is a directory or can become one."""
+    """The file that this path is, or would be below of; None if the path is a directory or can
+    become one."""
     path = os.path.abspath(path)
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)

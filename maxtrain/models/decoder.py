@@ -1,9 +1,10 @@
 """The decoder: embedding, layers, final norm, head.
 
-Layers are stacked on a leading dim [L, ...] and run as one scanned loop or unrolled: the parameters, and so the
-checkpoints, are the same.
+Layers are stacked on a leading dim [L, ...] and run as one scanned loop or unrolled: the
+parameters, and so the checkpoints, are the same.
 
-Remat policies (`model.remat`), by what the backward pass finds stored instead of computing it again:
+Remat policies (`model.remat`), by what the backward pass finds stored instead of computing it
+again:
     none           everything
     dots           results of all matrix products
     dots_no_batch  results of products with weights, not those of attention's scores
@@ -45,7 +46,14 @@ class Decoder(nnx.Module):
         rngs: stream `params`; the same seed gives the same bits on every mesh.
     """
 
-    def __init__(self, config: ModelConfig, qk_norm: bool, precision: PrecisionConfig, init: InitConfig, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: ModelConfig,
+        qk_norm: bool,
+        precision: PrecisionConfig,
+        init: InitConfig,
+        rngs: nnx.Rngs,
+    ):
         assert config.vocab_size is not None
         V, D, tied = config.vocab_size, config.embed_dim, config.tie_embeddings
         draw = Initializer(init, config, precision.params)
@@ -64,8 +72,11 @@ class Decoder(nnx.Module):
         """The head, or the embedding table turned around."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
-    def __call__(self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None) -> Float[Array, "B T V"]:
-        """Logits of the next token, rounded to the output type. Training uses `hidden` and a chunked loss instead."""
+    def __call__(
+        self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits of the next token, rounded to the output type. Training uses `hidden` and a
+        chunked loss instead."""
         return self.logits(self.hidden(tokens, segment_ids, positions))
 
     def logits(self, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
@@ -84,7 +95,8 @@ class Decoder(nnx.Module):
 
         Args:
             tokens: [B, T] ids.
-            segment_ids: [B, T] document of each token inside its row, 0 for padding; None: one document a row.
+            segment_ids: [B, T] document of each token inside its row, 0 for padding; None: one
+                document a row.
             positions: [B, T] position of each token for rope; None: 0, 1, 2, ...
             offset: [B, T, D] added to the embeddings; None: nothing.
             noise: what is random in a training step; None: nothing.
@@ -124,32 +136,51 @@ class Decoder(nnx.Module):
 
     def new_cache(self, rows: int, columns: int) -> KVCache:
         """An empty cache [L, B, S, K, H] in the compute type."""
-        shape = (self.config.num_layers, rows, columns, self.config.num_kv_heads, head_dim(self.config))
-        return KVCache(jnp.zeros(shape, self.precision.compute), jnp.zeros(shape, self.precision.compute))
+        shape = (
+            self.config.num_layers,
+            rows,
+            columns,
+            self.config.num_kv_heads,
+            head_dim(self.config),
+        )
+        return KVCache(
+            jnp.zeros(shape, self.precision.compute), jnp.zeros(shape, self.precision.compute)
+        )
 
     def _rope(self, positions: Array) -> tuple[Array, Array]:
         c = self.config
         frequencies = rope_frequencies(head_dim(c), c.rope_theta)
         if c.rope_scaling == "llama3":
             frequencies = llama3_frequencies(
-                frequencies, c.rope_factor, c.rope_low_freq_factor, c.rope_high_freq_factor, c.rope_original_length
+                frequencies,
+                c.rope_factor,
+                c.rope_low_freq_factor,
+                c.rope_high_freq_factor,
+                c.rope_original_length,
             )
         return rope_tables(positions, frequencies)
 
     def _embed(self, tokens: Array) -> Array:
-        # Split over the vocabulary only: a table that is split over its width as well would be gathered whole.
+        # Split over the vocabulary only: a table that is split over its width as well would be
+        # gathered whole.
         table = constrain(self.embedding[...], "vocab", None)
         x = jnp.take(table, tokens, axis=0).astype(jnp.float32)
         return constrain(x, "activation_batch", "activation_length", "activation_embed")
 
-    def _run(self, x: Array, context: Context, cache: KVCache | None) -> tuple[Array, KVCache | None]:
+    def _run(
+        self, x: Array, context: Context, cache: KVCache | None
+    ) -> tuple[Array, KVCache | None]:
         graphdef, stacked = nnx.split(self.layers)
 
         L = self.config.num_layers
 
         def layer(x: Array, parts: tuple[Any, KVCache | None, Any]) -> tuple[Array, KVCache | None]:
             params, cache, index = parts
-            own = context if context.noise is None else context._replace(noise=context.noise.layer(index, L))
+            own = (
+                context
+                if context.noise is None
+                else context._replace(noise=context.noise.layer(index, L))
+            )
             return nnx.merge(graphdef, params)(x, own, cache)
 
         if self.config.remat != "none" and cache is None:
@@ -165,8 +196,8 @@ class Decoder(nnx.Module):
 
 
 def _unstack(tree: Any, num_layers: int) -> list[Any]:
-    """Splits the leading dim of every leaf. By `lax.split`, whose gradient is one concatenation: indexing layer by layer
-    would add num_layers arrays of the full size."""
+    """Splits the leading dim of every leaf. By `lax.split`, whose gradient is one concatenation:
+    indexing layer by layer would add num_layers arrays of the full size."""
     leaves, structure = jax.tree.flatten(tree)
     columns = [[x[0] for x in jax.lax.split(leaf, (1,) * num_layers)] for leaf in leaves]
     return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]

@@ -1,7 +1,8 @@
-"""The blocks of a decoder. Parameters carry the logical names of their dims as `axes`; layers stack a leading dim on top.
+"""The blocks of a decoder. Parameters carry the logical names of their dims as `axes`; layers stack
+a leading dim on top.
 
-Every matrix product goes through ops.einsum.matmul, so that one place decides its precision. Activations between blocks
-are float32.
+Every matrix product goes through ops.einsum.matmul, so that one place decides its precision.
+Activations between blocks are float32.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,8 @@ _EMBEDDING, _NOISE, _WEIGHTS, _DEPTH = 1_000_000, 1_000_001, 1_000_002, 1_000_00
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the columns seen so far, for generation; one layer's, or all layers' stacked on dim 0."""
+    """Keys and values of the columns seen so far, for generation; one layer's, or all layers'
+    stacked on dim 0."""
 
     k: Float[Array, "*L B S K H"]
     v: Float[Array, "*L B S K H"]
@@ -49,7 +51,8 @@ class Noise(NamedTuple):
         return dropout(x, fold(self.keys, _EMBEDDING), self.config.embedding_dropout)
 
     def added(self, x: Float[Array, "B T D"], place: int) -> Float[Array, "B T D"]:
-        """What block number `place` of a layer adds to the residual stream, with dropout and stochastic depth."""
+        """What block number `place` of a layer adds to the residual stream, with dropout and
+        stochastic depth."""
         keys, rate = fold(self.keys, place), self.config.stochastic_depth
         x = dropout(x, keys, self.config.residual_dropout)
         return drop_rows(x, fold(keys, _DEPTH), rate * self.depth) if rate else x
@@ -78,11 +81,19 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; with `qk_norm`, each query and key head is normalised before rope."""
+    """Grouped-query attention with rotary positions; with `qk_norm`, each query and key head is
+    normalised before rope."""
 
-    def __init__(self, config: ModelConfig, qk_norm: bool, init: Initializer, compute: str, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, qk_norm: bool, init: Initializer, compute: str, rngs: nnx.Rngs
+    ):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, head_dim(config)
-        self.q = init.matrix(rngs.params(), (D, N, H), ("embed", "heads", "head_dim"), "hidden" if qk_norm else "query")
+        self.q = init.matrix(
+            rngs.params(),
+            (D, N, H),
+            ("embed", "heads", "head_dim"),
+            "hidden" if qk_norm else "query",
+        )
         self.k = init.matrix(rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"))
         self.v = init.matrix(rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"))
         self.o = init.matrix(rngs.params(), (N, H, D), ("heads", "head_dim", "embed"), "residual")
@@ -91,7 +102,8 @@ class Attention(nnx.Module):
         self.kernel, self.compute = config.attention, compute
 
     def _heads(self, x: Array, w: nnx.Param, axis: str) -> Array:
-        """[B, T, D] by [D, N, H] -> [B, T, N, H]; the matrix product itself is two-dimensional, which is faster."""
+        """[B, T, D] by [D, N, H] -> [B, T, N, H]; the matrix product itself is two-dimensional,
+        which is faster."""
         D, N, H = w.shape
         out = matmul(x, w[...].reshape(D, N * H), self.compute).reshape(*x.shape[:-1], N, H)
         return constrain(out, "activation_batch", "activation_length", axis, "head_dim")
@@ -127,11 +139,14 @@ class Attention(nnx.Module):
             dropout=dropout,
         )
         N, H, D = self.o.shape
-        return matmul(out.reshape(*out.shape[:-2], N * H), self.o[...].reshape(N * H, D), self.compute), cache
+        return matmul(
+            out.reshape(*out.shape[:-2], N * H), self.o[...].reshape(N * H, D), self.compute
+        ), cache
 
 
 class SwiGLU(nnx.Module):
-    """Gated feed-forward: (silu(x gate) * (x up)) down. Source: Shazeer 2020, https://arxiv.org/abs/2002.05202."""
+    """Gated feed-forward: (silu(x gate) * (x up)) down. Source: Shazeer 2020,
+    https://arxiv.org/abs/2002.05202."""
 
     def __init__(self, config: ModelConfig, init: Initializer, compute: str, rngs: nnx.Rngs):
         D, F = config.embed_dim, config.mlp_dim
@@ -149,7 +164,9 @@ class SwiGLU(nnx.Module):
 class DecoderLayer(nnx.Module):
     """Attention and feed-forward, each normalised before and added to the residual stream after."""
 
-    def __init__(self, config: ModelConfig, qk_norm: bool, init: Initializer, compute: str, rngs: nnx.Rngs):
+    def __init__(
+        self, config: ModelConfig, qk_norm: bool, init: Initializer, compute: str, rngs: nnx.Rngs
+    ):
         self.attention_norm = RMSNorm(config.embed_dim, config.norm_eps, init)
         self.attention = Attention(config, qk_norm, init, compute, rngs)
         self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps, init)

@@ -10,17 +10,28 @@ from maxtrain.parallel.sharding import Axes
 
 
 def build_model(
-    config: ModelConfig, precision: PrecisionConfig, seed: int | jax.Array = 0, init: InitConfig | None = None
+    config: ModelConfig,
+    precision: PrecisionConfig,
+    seed: int | jax.Array = 0,
+    init: InitConfig | None = None,
 ) -> Decoder:
     """A model with random weights; under `nnx.eval_shape` or `jax.jit` its arrays are abstract.
 
-    The config's vocab_size is known by now. The same seed (or key) gives the same bits on every mesh. Without `init` as
-    InitConfig's defaults say, which is all the same to a model whose weights come from elsewhere.
+    The config's vocab_size is known by now. The same seed (or key) gives the same bits on every
+    mesh. Without `init` as InitConfig's defaults say, which is all the same to a model whose
+    weights come from elsewhere.
     """
-    return Decoder(config, FAMILIES[config.family].qk_norm, precision, init or InitConfig(), nnx.Rngs(params=seed))
+    return Decoder(
+        config,
+        FAMILIES[config.family].qk_norm,
+        precision,
+        init or InitConfig(),
+        nnx.Rngs(params=seed),
+    )
 
 
 def logical_axes(variable: nnx.Variable) -> Axes:
-    """The logical names of a parameter's dims; what is stacked over layers has `layers` in front."""
+    """The logical names of a parameter's dims; what is stacked over layers has `layers` in
+    front."""
     axes = variable.get_metadata("axes")
     return ("layers",) * (variable.ndim - len(axes)) + axes

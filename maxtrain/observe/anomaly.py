@@ -1,6 +1,8 @@
-"""What a person is told about anomalies: the step, its numbers, the parameter, the data rows, and what was done.
+"""What a person is told about anomalies: the step, its numbers, the parameter, the data rows, and
+what was done.
 
-Nothing is decided here: the device has done so before the update (training/watch.py), and says so in the step's metrics.
+Nothing is decided here: the device has done so before the update (training/watch.py), and says so
+in the step's metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,16 +44,25 @@ class Anomalies:
         self._before: set[str] = set()
 
     def observe(self, step: int, value: Mapping[str, Any]) -> list[Finding]:
-        """What is to be said about step number `step` (from 1): nothing about a kind that the step before it showed as well."""
+        """What is to be said about step number `step` (from 1): nothing about a kind that the step
+        before it showed as well."""
         found = {kind for kind, there in zip(ANOMALIES, value["found"], strict=True) if there}
         new, self._before = found - self._before, found
-        return [self.describe(step, kind, value) for kind in ANOMALIES if kind in (found if value["halted"] else new)]
+        return [
+            self.describe(step, kind, value)
+            for kind in ANOMALIES
+            if kind in (found if value["halted"] else new)
+        ]
 
     def describe(self, step: int, kind: str, value: Mapping[str, Any]) -> Finding:
         """A finding of this kind, put into words."""
         policy = getattr(self.config, kind)
         done = {"warn": "; the run goes on", "skip": "; the step changed nothing"}.get(policy, "")
-        rows = f"\n  {self._rows(step - 1)}" if kind in ("non_finite", "loss_spike", "grad_spike") else ""
+        rows = (
+            f"\n  {self._rows(step - 1)}"
+            if kind in ("non_finite", "loss_spike", "grad_spike")
+            else ""
+        )
         message = f"step {step:,}: {kind}: {self._words(kind, value)}{done} (anomaly.{kind}={policy}).{rows}"
         return Finding(step, kind, policy, message, _MEND[kind])
 
@@ -62,7 +73,9 @@ class Anomalies:
             if value["bad_leaf"] >= 0:
                 return f"{numbers}, first in {self._leaves[value['bad_leaf']]}"
             if value["bad_update"] >= 0:
-                return f"{numbers}, but the update would make {self._leaves[value['bad_update']]} so"
+                return (
+                    f"{numbers}, but the update would make {self._leaves[value['bad_update']]} so"
+                )
             return numbers
         if kind in ("loss_spike", "grad_spike"):
             key, i = ("loss", 0) if kind == "loss_spike" else ("grad", 1)
@@ -79,10 +92,14 @@ class Anomalies:
 
 
 def counted(record: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]) -> str:
-    """One line about a run, from a record of metrics and what `checkpoint/rollback.py` remembers; empty if all was well."""
-    counts = [f"{count} x {kind}" for kind in ANOMALIES if (count := record.get(f"anomalies/{kind}"))]
+    """One line about a run, from a record of metrics and what `checkpoint/rollback.py` remembers;
+    empty if all was well."""
+    counts = [
+        f"{count} x {kind}" for kind in ANOMALIES if (count := record.get(f"anomalies/{kind}"))
+    ]
     parts = [", ".join(counts)] if counts else []
     parts += [
-        f"back from step {r['step']:,} ({r['kind']}), left out {r['left_out'][0]:,} to {r['left_out'][1]:,}" for r in rollbacks
+        f"back from step {r['step']:,} ({r['kind']}), left out {r['left_out'][0]:,} to {r['left_out'][1]:,}"
+        for r in rollbacks
     ]
     return f"anomalies: {'; '.join(parts)}" if parts else ""

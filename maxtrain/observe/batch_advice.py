@@ -1,4 +1,5 @@
-"""Which of the batches that fit is worth using: a round one, not too large for the data, and no larger than speed asks for."""
+"""Which of the batches that fit is worth using: a round one, not too large for the data, and no
+larger than speed asks for."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -10,7 +11,8 @@ NEARLY = 0.95  # of the best speed is as good
 
 
 class Data(NamedTuple):
-    """What there is to read, in tokens: in the run at most (None: no end), and in one pass over the sources."""
+    """What there is to read, in tokens: in the run at most (None: no end), and in one pass over the
+    sources."""
 
     most: float | None
     one_pass: float
@@ -24,7 +26,8 @@ class Advice(NamedTuple):
 
 
 def round_rows(most: int, unit: int) -> int:
-    """The largest of 1, 2, 3, 4, 6, 8, 12, 16, ... times `unit` that is at most `most`; at least `unit`."""
+    """The largest of 1, 2, 3, 4, 6, 8, 12, 16, ... times `unit` that is at most `most`; at least
+    `unit`."""
     factor = 1
     while 2 * factor * unit <= most:
         factor *= 2
@@ -32,7 +35,9 @@ def round_rows(most: int, unit: int) -> int:
     return (half_more if factor > 1 and half_more * unit <= most else factor) * unit
 
 
-def fitting_data(most: int, unit: int, length: int, data: Data | None, steps: int | None, usual: int = 0) -> Advice:
+def fitting_data(
+    most: int, unit: int, length: int, data: Data | None, steps: int | None, usual: int = 0
+) -> Advice:
     """The round batch that the data has room for.
 
     Args:
@@ -55,7 +60,8 @@ def fitting_data(most: int, unit: int, length: int, data: Data | None, steps: in
 
 
 def fast_enough(asked: Advice, usual: int, speeds: Mapping[int, float]) -> Advice:
-    """The smallest measured batch that is nearly as fast as the fastest, or the config's own if that is larger.
+    """The smallest measured batch that is nearly as fast as the fastest, or the config's own if
+    that is larger.
 
     Args:
         asked: what memory and data allow.
@@ -70,7 +76,9 @@ def fast_enough(asked: Advice, usual: int, speeds: Mapping[int, float]) -> Advic
         enough = max(enough, usual)
     if enough >= asked.rows:
         return asked
-    return Advice(enough, f"more is hardly faster than its {human.count(_near(speeds, enough))} tokens/s")
+    return Advice(
+        enough, f"more is hardly faster than its {human.count(_near(speeds, enough))} tokens/s"
+    )
 
 
 def _near(speeds: Mapping[int, float], rows: int) -> float:

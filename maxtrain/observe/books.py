@@ -1,7 +1,8 @@
-"""Books that a run keeps about itself, a record of JSON a line: launches, the clock, attempts. No run stops because of them.
+"""Books that a run keeps about itself, a record of JSON a line: launches, the clock, attempts. No
+run stops because of them.
 
-A line that can't be read, or is of another run, is left out by whoever reads. Before a training writes there, it puts the
-whole file aside and goes on with the lines that are good.
+A line that can't be read, or is of another run, is left out by whoever reads. Before a training
+writes there, it puts the whole file aside and goes on with the lines that are good.
 """
 
 import json
@@ -20,7 +21,8 @@ RUN = "run"  # the field with the id of the run that a line is of; older lines h
 
 
 class Line(NamedTuple):
-    """One line of a book: its number from 1, its text, the record if it is a good one, and else what is wrong with it."""
+    """One line of a book: its number from 1, its text, the record if it is a good one, and else
+    what is wrong with it."""
 
     number: int
     text: str
@@ -33,7 +35,8 @@ class Book:
 
     Args:
         name: of the file in the run's folder.
-        fields: what every record has, with its type; `a.b` is b inside a, and `float` takes whole numbers, too.
+        fields: what every record has, with its type; `a.b` is b inside a, and `float` takes whole
+            numbers, too.
     """
 
     def __init__(self, name: str, fields: Mapping[str, type]):
@@ -44,7 +47,8 @@ class Book:
         return [line.record for line in self._lines(folder) if line.record is not None]
 
     def problems(self, folder: Path, run: str = "") -> list[str]:
-        """A text about each line that can't be read, or is not of this run (empty: of whichever)."""
+        """A text about each line that can't be read, or is not of this run (empty: of
+        whichever)."""
         found = []
         for line in self._lines(folder):
             if problem := line.problem or _foreign(line.record, run):
@@ -52,16 +56,23 @@ class Book:
         return found
 
     def mend(self, folder: Path, run: str) -> list[str]:
-        """Makes the file one of good lines of this run; a text about what was wrong, and where the file as it was is kept."""
+        """Makes the file one of good lines of this run; a text about what was wrong, and where the
+        file as it was is kept."""
         problems = self.problems(folder, run)
         if not problems:
             return []
         path = folder / self.name
         aside = put_aside(path, copy=True)
-        good = [line.text for line in self._lines(folder) if line.record and not _foreign(line.record, run)]
+        good = [
+            line.text
+            for line in self._lines(folder)
+            if line.record and not _foreign(line.record, run)
+        ]
         write_atomic(path, "".join(f"{text}\n" for text in good).encode())
         more = f", and {len(problems) - 1:,} lines more" if len(problems) > 1 else ""
-        return [f"{problems[0]}{more}. The file as it was is kept as {aside.name}; the run goes on without these lines."]
+        return [
+            f"{problems[0]}{more}. The file as it was is kept as {aside.name}; the run goes on without these lines."
+        ]
 
     def _lines(self, folder: Path) -> Iterator[Line]:
         path = folder / self.name

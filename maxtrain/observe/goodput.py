@@ -1,6 +1,8 @@
-"""Where the time of a run went, over all its launches: RUN/clock.jsonl has a line for each, with seconds by cause.
+"""Where the time of a run went, over all its launches: RUN/clock.jsonl has a line for each, with
+seconds by cause.
 
-The line of the launch that runs is written anew every few seconds: one that is killed loses no more than these.
+The line of the launch that runs is written anew every few seconds: one that is killed loses no more
+than these.
 """
 
 import contextlib
@@ -26,8 +28,14 @@ class Ledger:
         self._before = "".join(encode(record) for record in read_clock(folder))
 
     def write(self, step: int) -> None:
-        """What is known now, with `step` finished steps. What can't be written, on a full disk, is left to the next time."""
-        record = {"start": self._start, "first": self._first, "step": step, "seconds": self._clock.seconds()}
+        """What is known now, with `step` finished steps. What can't be written, on a full disk, is
+        left to the next time."""
+        record = {
+            "start": self._start,
+            "first": self._first,
+            "step": step,
+            "seconds": self._clock.seconds(),
+        }
         if self._run:
             record[RUN] = self._run
         with contextlib.suppress(OSError):
@@ -45,10 +53,11 @@ def _are_seconds(seconds: dict[str, Any]) -> bool:
 
 
 def goodput(launches: list[dict[str, Any]]) -> dict[str, float]:
-    """Wall seconds by cause from the first launch to the end of the last, which they sum to; the largest first.
+    """Wall seconds by cause from the first launch to the end of the last, which they sum to; the
+    largest first.
 
-    `step` is what made steps that count, `lost` the steps (and their waits for data) that a later launch made again, `down`
-    the time between launches.
+    `step` is what made steps that count, `lost` the steps (and their waits for data) that a later
+    launch made again, `down` the time between launches.
     """
     seconds = defaultdict[str, float](float)
     for launch, after in zip(launches, [*launches[1:], None]):
@@ -61,5 +70,9 @@ def goodput(launches: list[dict[str, Any]]) -> dict[str, float]:
                 lost = launch["seconds"].get(cause, 0.0) * share
                 seconds[cause] -= lost
                 seconds["lost"] += lost
-            seconds["down"] += max(0.0, after["start"] - launch["start"] - sum(launch["seconds"].values()))
-    return {cause: spent for cause, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent}
+            seconds["down"] += max(
+                0.0, after["start"] - launch["start"] - sum(launch["seconds"].values())
+            )
+    return {
+        cause: spent for cause, spent in sorted(seconds.items(), key=lambda item: -item[1]) if spent
+    }

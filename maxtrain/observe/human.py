@@ -10,7 +10,15 @@ def count(value: float) -> str:
     units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
     unit, letter = next((u for u in units if abs(value) >= u[0] * 0.9995), (1, ""))
     scaled = value / unit
-    decimals = 0 if not letter and value % 1 == 0 else 2 if abs(scaled) < 9.995 else 1 if abs(scaled) < 99.95 else 0
+    decimals = (
+        0
+        if not letter and value % 1 == 0
+        else 2
+        if abs(scaled) < 9.995
+        else 1
+        if abs(scaled) < 99.95
+        else 0
+    )
     return f"{scaled:.{decimals}f}{letter}"
 
 

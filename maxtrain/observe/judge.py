@@ -1,7 +1,9 @@
-"""Ends a process of which no thread gets to work any more, because one keeps Python's lock: `python judge.py PID`.
+"""Ends a process of which no thread gets to work any more, because one keeps Python's lock: `python
+judge.py PID`.
 
-That process writes a line to stdin every second: in how many seconds the next one must come; 0: whenever. Only time that the
-judge itself had counts, so that a pause of the whole machine, or of the terminal's job, is none.
+That process writes a line to stdin every second: in how many seconds the next one must come; 0:
+whenever. Only time that the judge itself had counts, so that a pause of the whole machine, or of
+the terminal's job, is none.
 """
 
 import contextlib
@@ -15,7 +17,8 @@ _LAST = 20.0  # seconds for the stacks to be written down
 
 
 def judge(pid: int) -> None:
-    """Returns when the process has closed its end of the pipe, as at its end, or is ended from here."""
+    """Returns when the process has closed its end of the pipe, as at its end, or is ended from
+    here."""
     limit = waited = 0.0
     while not 0 < limit < waited:
         if not select.select([0], [], [], TICK)[0]:
@@ -26,9 +29,7 @@ def judge(pid: int) -> None:
             return
     if os.getppid() != pid:
         return  # it has gone, and its number may be another's by now
-    rule = (
-        f"process {pid} has not run Python for {waited:.0f} s: something keeps the interpreter's lock. It is ended; its stacks:"
-    )
+    rule = f"process {pid} has not run Python for {waited:.0f} s: something keeps the interpreter's lock. It is ended; its stacks:"
     print(rule, file=sys.stderr, flush=True)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGABRT)  # which faulthandler answers without the lock

@@ -1,4 +1,5 @@
-"""What made the numbers of a run: a record for each launch, in RUN/launches.jsonl, and how two of them differ. Without jax."""
+"""What made the numbers of a run: a record for each launch, in RUN/launches.jsonl, and how two of
+them differ. Without jax."""
 
 import datetime
 import importlib.metadata
@@ -36,12 +37,14 @@ LAUNCHES = Book(
     },
 )
 _PACKAGES = ("maxtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "grain")
-# What in the environment changes what is computed; not which process this is, and where it keeps its cache.
+# What in the environment changes what is computed; not which process this is, and where it keeps
+# its cache.
 _FLAGS = re.compile(
     r"XLA_FLAGS|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|TF_CUDNN_\w+|NCCL_(ALGO|PROTO)"
     r"|JAX_(?!COORDINATOR|NUM_PROCESSES|PROCESS_ID|COMPILATION_CACHE|PERSISTENT_CACHE)\w+"
 )
-# How long devices wait for each other, which the program sets by itself; see parallel/distributed.py.
+# How long devices wait for each other, which the program sets by itself; see
+# parallel/distributed.py.
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What says nothing about the numbers of training.
 _APART = re.compile(
@@ -66,7 +69,8 @@ def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "step": step,
         "command": shlex.join(sys.argv),
-        "versions": {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "git": git_revision(Path(maxtrain.__file__).parents[1]),
         "flags": _flags(),
         "kernels": {"attention": asked.model.attention},
@@ -110,8 +114,11 @@ def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | Non
     return next((launch for launch in reversed(launches) if launch["step"] < step), None)
 
 
-def launched_config(run_dir: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a launch, with overrides; None: that of the run's last one, from RUN/config.yaml. UserError: it is none."""
+def launched_config(
+    run_dir: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The config of a launch, with overrides; None: that of the run's last one, from
+    RUN/config.yaml. UserError: it is none."""
     if launch is None:
         return load_config([f"config={run_dir / 'config.yaml'}", *overrides])
     with tempfile.TemporaryDirectory() as temporary:
@@ -122,20 +129,28 @@ def launched_config(run_dir: Path, launch: Mapping[str, Any] | None, overrides: 
 
 def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """What is not the same in two launches and may change numbers: both values by dotted path."""
-    return {name: pair for name, pair in launch_changes(ours, theirs).items() if not _APART.fullmatch(name)}
+    return {
+        name: pair
+        for name, pair in launch_changes(ours, theirs).items()
+        if not _APART.fullmatch(name)
+    }
 
 
 def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """All that is not the same in two launches, but for when and from where they started: both values by dotted path."""
+    """All that is not the same in two launches, but for when and from where they started: both
+    values by dotted path."""
     a, b = (_flat_launch(launch) if launch else {} for launch in (before, after))
     values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in a | b}
     return {
-        name: pair for name, pair in values.items() if pair[0] != pair[1] and name not in ("time", "step", "command", "run")
+        name: pair
+        for name, pair in values.items()
+        if pair[0] != pair[1] and name not in ("time", "step", "command", "run")
     }
 
 
 def _flat_launch(launch: dict[str, Any]) -> dict[str, str]:
-    """A launch by dotted path. Keys that its version did not have are as if they were left out: at their defaults."""
+    """A launch by dotted path. Keys that its version did not have are as if they were left out: at
+    their defaults."""
     flat = _flat(launch | {"config": _settings(launch)})
     if isinstance(flat.get("config"), str):
         return flat
@@ -162,12 +177,18 @@ def describe_launch(launch: Mapping[str, Any]) -> str:
 
 
 def git_revision(folder: Path) -> str | None:
-    """The revision of a checkout whose root is this folder, with "+changes" if files differ from it; None: it is none."""
+    """The revision of a checkout whose root is this folder, with "+changes" if files differ from
+    it; None: it is none."""
 
     def git(*arguments: str) -> str | None:
         try:
-            result = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):  # no git, or a file system that does not answer
+            result = subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20
+            )
+        except (
+            OSError,
+            subprocess.TimeoutExpired,
+        ):  # no git, or a file system that does not answer
             return None
         return result.stdout.strip() if result.returncode == 0 else None
 
@@ -178,14 +199,23 @@ def git_revision(folder: Path) -> str | None:
 
 
 def _cpu() -> str:
-    """The model of this machine's CPU: what is compiled for one need not give the bits of another."""
+    """The model of this machine's CPU: what is compiled for one need not give the bits of
+    another."""
     info = Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE) if info.exists() else None
+    found = (
+        re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE)
+        if info.exists()
+        else None
+    )
     return found.group(1) if found else platform.processor() or platform.machine()
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": str(value)}
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": str(value)}
+        )
     return flat

@@ -16,13 +16,15 @@ _PATIENCE = 10.0  # seconds
 
 
 class RunLock:
-    """Use as `with RunLock(folder):`. The system frees the lock when its process ends, however it ends.
+    """Use as `with RunLock(folder):`. The system frees the lock when its process ends, however it
+    ends.
 
-    A POSIX lock: also between hosts, where the file system has them; not inherited by worker processes. If it is not
-    `needed`, a folder that can't have one is taken without.
+    A POSIX lock: also between hosts, where the file system has them; not inherited by worker
+    processes. If it is not `needed`, a folder that can't have one is taken without.
 
     Raises:
-        LockedError: another process has it; says which. StorageError: there are no locks in that folder.
+        LockedError: another process has it; says which. StorageError: there are no locks in that
+            folder.
     """
 
     def __init__(self, folder: Path, needed: bool = True):
@@ -50,19 +52,26 @@ class RunLock:
             self._file.close()
             self._file = None
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                rule = f"can't be locked ({error.strerror}), so two runs could write there at a time"
-                raise StorageError(f"{self._path} {rule}. Set output_dir to a file system with locks.") from error
+                rule = (
+                    f"can't be locked ({error.strerror}), so two runs could write there at a time"
+                )
+                raise StorageError(
+                    f"{self._path} {rule}. Set output_dir to a file system with locks."
+                ) from error
             who = holder(self._path.parent)
             elsewhere = not who.endswith(f" on {platform.node()}")
             gone = f" If that host is gone for good, delete {self._path}." if elsewhere else ""
             rule = f"{self._path.parent} is being written by {who or 'a process that has not said which it is'}"
-            raise LockedError(f"{rule}. Wait for it or end it, or set run_name to another name.{gone}") from error
+            raise LockedError(
+                f"{rule}. Wait for it or end it, or set run_name to another name.{gone}"
+            ) from error
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {platform.node()}")
         self._file.flush()
 
     def __exit__(self, *_: object) -> None:
-        # Apart: a file system that hangs does not keep a process from ending that may do without the lock.
+        # Apart: a file system that hangs does not keep a process from ending that may do without
+        #     the lock.
         free = threading.Thread(target=self._free, daemon=True)
         free.start()
         free.join(None if self._needed else _PATIENCE)

@@ -1,14 +1,16 @@
 """What a run measures, on disk and on the clock. No jax: every number comes in as an argument.
 
-RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval" or "end"), `step` and numbers; the first
-line has the id of the run instead, which `read_metrics` leaves out. Floats that JSON lacks are the strings "nan", "inf" and
-"-inf"; `read_metrics` gives them back as floats. Names that others rely on:
+RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval" or "end"),
+`step` and numbers; the first line has the id of the run instead, which `read_metrics` leaves out.
+Floats that JSON lacks are the strings "nan", "inf" and "-inf"; `read_metrics` gives them back as
+floats. Names that others rely on:
 
-    train   loss (nats per token, over all targets since the last record; steps whose loss is not finite are not in it),
-            step_loss (of this step alone), learning_rate, tokens_per_second, mfu (0..1; None: not known), step_seconds,
-            tokens_seen (targets since step 0), data_wait_seconds (of each of step_seconds, how much it waited for its batch)
-    eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated), data (what the set was: another text after
-            it was exchanged begins another series)
+    train   loss (nats per token, over all targets since the last record; steps whose loss is not
+            finite are not in it), step_loss (of this step alone), learning_rate, tokens_per_second,
+            mfu (0..1; None: not known), step_seconds, tokens_seen (targets since step 0),
+            data_wait_seconds (of each of step_seconds, how much it waited for its batch)
+    eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated), data (what the
+            set was: another text after it was exchanged begins another series)
     end     ending (why the run ends early), planned_steps
 """
 
@@ -37,17 +39,20 @@ _HEADER = "run"  # the kind of the first line
 
 
 class Kept(NamedTuple):
-    """What a checkpoint remembers of the records up to it, so that it is noticed if they are not there any more."""
+    """What a checkpoint remembers of the records up to it, so that it is noticed if they are not
+    there any more."""
 
     records: int
     crc32: str  # of their lines
 
 
 class MetricsLog:
-    """Appends records to RUN/metrics.jsonl; a record survives a kill of the process as soon as `append` returns.
+    """Appends records to RUN/metrics.jsonl; a record survives a kill of the process as soon as
+    `append` returns.
 
-    The run goes on from `resume_step`, where the evaluation of the sets in `again` is left to do: records of what comes after
-    it are dropped, and so is a torn last line. A missing directory is made.
+    The run goes on from `resume_step`, where the evaluation of the sets in `again` is left to do:
+    records of what comes after it are dropped, and so is a torn last line. A missing directory is
+    made.
 
     Args:
         run_dir: folder of the run.
@@ -56,24 +61,35 @@ class MetricsLog:
         run: id of the run.
         kept: what the checkpoint of that step remembers of the records; None: nothing.
 
-    `problems` has a text for everything that was found to be wrong with the file; it is put aside as it was. `end_at` is
-    the step of the last record of why the run ended early; None: there is none. `dropped_to` is the last step of the
-    records that were dropped; 0: none was.
+    `problems` has a text for everything that was found to be wrong with the file; it is put aside
+    as it was. `end_at` is the step of the last record of why the run ended early; None: there is
+    none. `dropped_to` is the last step of the records that were dropped; 0: none was.
     """
 
     def __init__(
-        self, run_dir: str | Path, resume_step: int = 0, again: Sequence[str] = (), run: str = "", kept: Kept | None = None
+        self,
+        run_dir: str | Path,
+        resume_step: int = 0,
+        again: Sequence[str] = (),
+        run: str = "",
+        kept: Kept | None = None,
     ):
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         records, self.problems = _read(path)
         if self.problems:
             aside = put_aside(path, copy=True)
-            self.problems.append(f"{path} as it was is kept as {aside.name}; the run goes on without what can't be read.")
+            self.problems.append(
+                f"{path} as it was is kept as {aside.name}; the run goes on without what can't be read."
+            )
         before = [record for record in records if not _comes_again(record, resume_step, again)]
         lines = [_line(record) for record in before]
-        self.dropped_to = max((record["step"] for record in records if record["step"] > resume_step), default=0)
-        self.end_at = next((record["step"] for record in reversed(before) if record["kind"] == "end"), None)
+        self.dropped_to = max(
+            (record["step"] for record in records if record["step"] > resume_step), default=0
+        )
+        self.end_at = next(
+            (record["step"] for record in reversed(before) if record["kind"] == "end"), None
+        )
         if kept and Kept(len(lines[: kept.records]), _crc(lines[: kept.records])) != kept:
             self.problems.append(_gap(path, before, resume_step, kept))
         header = [_line({"kind": _HEADER, "step": 0, "run": run})] if run else []
@@ -81,8 +97,11 @@ class MetricsLog:
         self._records, self._crc = len(lines), crc32("".join(lines).encode())
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
-    def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train") -> None:
-        """Write one record, of names to numbers (of Python, numpy or a jax array of one element), strings or None."""
+    def append(
+        self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train"
+    ) -> None:
+        """Write one record, of names to numbers (of Python, numpy or a jax array of one element),
+        strings or None."""
         line = _line({"kind": kind, "step": step, **values})
         self._file.write(line)
         self._file.flush()
@@ -99,7 +118,8 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All records of a run in the order they were written; a torn last line is left out. None without a metrics file.
+    """All records of a run in the order they were written; a torn last line is left out. None
+    without a metrics file.
 
     Raises:
         DataError: a line before the last one is not a record.
@@ -131,7 +151,9 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """The records of a file that can be read, and a text about each line that can't."""
     lines = path.read_bytes().split(b"\n") if path.exists() else []
     records, problems = [], []
-    for number, line in enumerate(lines[:-1], 1):  # what follows the last line break is empty or torn
+    for number, line in enumerate(
+        lines[:-1], 1
+    ):  # what follows the last line break is empty or torn
         try:
             record = _record(line)
         except ValueError as error:
@@ -150,7 +172,10 @@ def _record(line: bytes) -> dict[str, Any]:
         raise ValueError(f"kind must be {', '.join(KINDS)}, not {record.get('kind')!r:.40}")
     if type(record.get("step")) is not int or record["step"] < 0:
         raise ValueError(f"step must be a whole number, not {record.get('step')!r:.40}")
-    return {name: _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value for name, value in record.items()}
+    return {
+        name: _NOT_IN_JSON.get(value, value) if isinstance(value, str) else value
+        for name, value in record.items()
+    }
 
 
 def _comes_again(record: Mapping[str, Any], resume_step: int, again: Sequence[str]) -> bool:
@@ -165,7 +190,11 @@ def _gap(path: Path, records: Sequence[Mapping[str, Any]], resume_step: int, kep
     if len(records) >= kept.records:
         return f"{path}: records up to step {resume_step:,} are not those that were there when it was saved."
     steps = [record["step"] for record in records if record["kind"] == "train"]
-    there = f"{len(records):,} are there, the last of step {max(steps):,}" if steps else "none of training is there"
+    there = (
+        f"{len(records):,} are there, the last of step {max(steps):,}"
+        if steps
+        else "none of training is there"
+    )
     return f"{path}: of {kept.records:,} records up to step {resume_step:,}, {there}: the others are lost."
 
 
@@ -179,7 +208,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
+    return (
+        json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -190,9 +221,10 @@ def _plain(value: Any) -> Any:
 class Stopwatch:
     """A ledger of wall time: every second since it was made belongs to exactly one cause.
 
-    The time belongs to "step" but for what runs inside `during(cause)`. Steps run behind the host's back, so their time is
-    only known over a window: wait for the last step's result, then call `lap`. `data_wait` is part of a lap, because a
-    step that waits for its batch is slow; evaluation, saving and compiling are not.
+    The time belongs to "step" but for what runs inside `during(cause)`. Steps run behind the host's
+    back, so their time is only known over a window: wait for the last step's result, then call
+    `lap`. `data_wait` is part of a lap, because a step that waits for its batch is slow;
+    evaluation, saving and compiling are not.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -203,7 +235,8 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def during(self, cause: str) -> Iterator[None]:
-        """Book the time inside to a cause ("compile", "eval", "save", "data_wait", ...). Nested, the inner one gets it."""
+        """Book the time inside to a cause ("compile", "eval", "save", "data_wait", ...). Nested,
+        the inner one gets it."""
         outer = self._switch(cause)
         try:
             yield
@@ -219,11 +252,13 @@ class Stopwatch:
         return lap
 
     def doing(self) -> tuple[str, float]:
-        """The cause that time belongs to now, and since when on this clock; for other threads, too."""
+        """The cause that time belongs to now, and since when on this clock; for other threads,
+        too."""
         return self._now
 
     def seconds(self) -> dict[str, float]:
-        """Wall seconds by cause until now, largest first; they sum to the time since the stopwatch was made."""
+        """Wall seconds by cause until now, largest first; they sum to the time since the stopwatch
+        was made."""
         seconds, (cause, since) = dict(self._seconds), self._now
         seconds[cause] = seconds.get(cause, 0.0) + self._clock() - since
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))

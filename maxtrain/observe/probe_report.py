@@ -1,4 +1,5 @@
-"""What a probe found, for people: memory over batch sizes, and loss over learning rates, as one picture and as a table."""
+"""What a probe found, for people: memory over batch sizes, and loss over learning rates, as one
+picture and as a table."""
 
 import io
 from collections.abc import Sequence
@@ -24,7 +25,11 @@ class Try(NamedTuple):
 
     def words(self, limit: int) -> tuple[str, str]:
         """Its memory, and that as a share of the limit."""
-        return ("too much", "") if self.num_bytes is None else (size(self.num_bytes), f"{self.num_bytes / limit:.1%}")
+        return (
+            ("too much", "")
+            if self.num_bytes is None
+            else (size(self.num_bytes), f"{self.num_bytes / limit:.1%}")
+        )
 
 
 def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Table:
@@ -34,14 +39,25 @@ def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Ta
         result.add_column(head, justify="right" if head else "left")
     for t in tries:
         verdict = "[green]fits[/]" if t.fits else "[yellow]does not fit[/]"
-        result.add_row(f"{t.rows:,}", human.count(t.rows * length), *t.words(limit), f"{t.seconds:.1f} s", verdict)
+        result.add_row(
+            f"{t.rows:,}",
+            human.count(t.rows * length),
+            *t.words(limit),
+            f"{t.seconds:.1f} s",
+            verdict,
+        )
     if pending:
-        result.add_row(f"{pending:,}", human.count(pending * length), "", "", "", "[dim]compiling[/]")
+        result.add_row(
+            f"{pending:,}", human.count(pending * length), "", "", "", "[dim]compiling[/]"
+        )
     return result
 
 
-def draw(path: Path, title: str, tries: Sequence[Try], limit: int, length: int, test: RangeTest | None) -> None:
-    """Draw what was probed (no tries, or no test: not that) as a PNG, which appears at its path in one piece."""
+def draw(
+    path: Path, title: str, tries: Sequence[Try], limit: int, length: int, test: RangeTest | None
+) -> None:
+    """Draw what was probed (no tries, or no test: not that) as a PNG, which appears at its path in
+    one piece."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, which only the end of a probe has
 
     wanted = [bool(tries), test is not None]
@@ -64,18 +80,43 @@ def _memory(axes: Any, tries: Sequence[Try], limit: int, length: int) -> None:
     limit_units = limit / unit
     axes.axhline(limit_units, color="C3", linewidth=1)
     words = {"textcoords": "offset points", "size": 8}
-    axes.annotate(f"limit {size(limit)}", (0.01, limit_units), (0, 4), ("axes fraction", "data"), color="C3", **words)
-    axes.plot([rows for rows, _, _ in known], [needed for _, needed, _ in known], color="C7", linewidth=0.8, zorder=1)
+    axes.annotate(
+        f"limit {size(limit)}",
+        (0.01, limit_units),
+        (0, 4),
+        ("axes fraction", "data"),
+        color="C3",
+        **words,
+    )
+    axes.plot(
+        [rows for rows, _, _ in known],
+        [needed for _, needed, _ in known],
+        color="C7",
+        linewidth=0.8,
+        zorder=1,
+    )
     for good, color, label in ((True, "C2", "fits"), (False, "C1", "does not fit")):
         these = [(rows, needed) for rows, needed, fits in known if fits == good]
         axes.scatter(*np.reshape(these, (-1, 2)).T, color=color, s=28, label=label, zorder=2)
     if refused:
-        axes.scatter(refused, [limit_units] * len(refused), color="C1", marker="x", s=28, label="refused by the compiler")
+        axes.scatter(
+            refused,
+            [limit_units] * len(refused),
+            color="C1",
+            marker="x",
+            s=28,
+            label="refused by the compiler",
+        )
     for rows, needed, _ in [k for k in known if k[2]][-1:]:
-        axes.annotate(f"{rows:,} rows", (rows, needed), (-8, -14), ha="right", fontweight="bold", **words)
+        axes.annotate(
+            f"{rows:,} rows", (rows, needed), (-8, -14), ha="right", fontweight="bold", **words
+        )
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_ylim(0, 1.25 * max([limit_units, *(needed for _, needed, _ in known if needed < 2 * limit_units)]))
+    axes.set_ylim(
+        0,
+        1.25 * max([limit_units, *(needed for _, needed, _ in known if needed < 2 * limit_units)]),
+    )
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     _finish(axes, f"rows of {length:,} tokens", f"memory of a device, {name}")
 

@@ -1,4 +1,5 @@
-"""What a learning-rate range test says: a short run whose rate grows exponentially, judged by its losses alone.
+"""What a learning-rate range test says: a short run whose rate grows exponentially, judged by its
+losses alone.
 
 Source: L. N. Smith, Cyclical Learning Rates for Training Neural Networks, 2017, section 3.3.
 """
@@ -28,9 +29,11 @@ class RangeTest(NamedTuple):
 
 
 def diverged(losses: list[float]) -> bool:
-    """Whether a range test may stop: the last loss is not finite, or the running mean has lost half of what was gained.
+    """Whether a range test may stop: the last loss is not finite, or the running mean has lost half
+    of what was gained.
 
-    What is lost must also be a twentieth of the first loss, so that noise before the loss falls is not taken for it.
+    What is lost must also be a twentieth of the first loss, so that noise before the loss falls is
+    not taken for it.
     """
     if not math.isfinite(losses[-1]):
         return True
@@ -43,7 +46,8 @@ def diverged(losses: list[float]) -> bool:
 
 
 def judge(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
-    """The outcome of a range test: growing rates, and the loss after an update with each; [n], all finite.
+    """The outcome of a range test: growing rates, and the loss after an update with each; [n], all
+    finite.
 
     DataError: the loss never fell.
     """
@@ -51,10 +55,14 @@ def judge(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
     first, last = np.maximum(index - _WINDOW, 0), np.minimum(index + _WINDOW + 1, len(losses))
     smooth = (sums[last] - sums[first]) / (last - first)
     at = int(np.argmin(smooth))
-    noise = np.median(np.abs(np.diff(losses))) / np.sqrt(_WINDOW + 1)  # of the smoothed loss at its ends
+    noise = np.median(np.abs(np.diff(losses))) / np.sqrt(
+        _WINDOW + 1
+    )  # of the smoothed loss at its ends
     if at < 2 or smooth[0] - smooth[at] < max(_FALL * abs(smooth[0]), 4 * noise):
         mend = "Let it begin lower with --low, take more steps with --steps, or look at the data"
-        raise DataError(f"the loss did not fall between rates {rates[0]:.3g} and {rates[-1]:.3g}. {mend}.")
+        raise DataError(
+            f"the loss did not fall between rates {rates[0]:.3g} and {rates[-1]:.3g}. {mend}."
+        )
     slope = np.gradient(smooth[: at + 1], np.log(rates[: at + 1]))
     lowest, steepest = float(rates[at]), float(rates[int(np.argmin(slope))])
     return RangeTest(rates, losses, smooth, lowest, steepest, lowest / _MARGIN)

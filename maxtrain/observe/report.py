@@ -1,4 +1,5 @@
-"""The end of a run for people: its curves as a picture and as text, and a summary. Works on records of `read_metrics`."""
+"""The end of a run for people: its curves as a picture and as text, and a summary. Works on records
+of `read_metrics`."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ def plot_curves(
     resumes: Sequence[int] = (),
     changes: Sequence[int] = (),
 ) -> None:
-    """Draw loss, evaluations, gradient norm, speed and learning rate over steps as a PNG, which appears in one piece.
+    """Draw loss, evaluations, gradient norm, speed and learning rate over steps as a PNG, which
+    appears in one piece.
 
     Steps with anomalies are marked.
 
@@ -50,28 +52,62 @@ def plot_curves(
     figure = Figure(figsize=(9, 8), dpi=150, layout="constrained")
     top, norm, speed, rate = figure.subplots(4, 1, sharex=True, height_ratios=(4, 1, 1, 1))
     top.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=22, parse_math=False)
-    top.annotate(subtitle, (0, 1), xytext=(0, 7), xycoords="axes fraction", textcoords="offset points", size=9)
+    top.annotate(
+        subtitle,
+        (0, 1),
+        xytext=(0, 7),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        size=9,
+    )
     steps, losses = _columns(train, "loss")
     if is_smoothed := len(losses) >= _LEAST_SMOOTHED:
         top.plot(steps, losses, color="C0", linewidth=0.8, alpha=0.3)
-    top.plot(steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train")
+    top.plot(
+        steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train"
+    )
     for i, (name, series) in enumerate(evaluation_series(evals).items()):
         steps, values = _columns(series, "nll")
         last = f", {values[-1]:.4f} at step {steps[-1]:,.0f}" if len(values) else ""
-        top.plot(steps, values, ":o", color=f"C{1 + i % 9}", markersize=5, label=f"eval {name}{last}")
+        top.plot(
+            steps, values, ":o", color=f"C{1 + i % 9}", markersize=5, label=f"eval {name}{last}"
+        )
     for i, (first, last) in enumerate(left_out):
-        top.axvspan(first - 0.5, last + 0.5, color="C3", alpha=0.15, linewidth=0, label=None if i else "left out")
+        top.axvspan(
+            first - 0.5,
+            last + 0.5,
+            color="C3",
+            alpha=0.15,
+            linewidth=0,
+            label=None if i else "left out",
+        )
     counts = [sum(v for k, v in r.items() if k.startswith("anomalies/")) for r in train]
-    if found := [r["step"] for r, before, count in zip(train, [0, *counts], counts) if count > before]:
-        top.plot(found, [0.02] * len(found), "^", color="C3", transform=top.get_xaxis_transform(), label="anomalies")
+    if found := [
+        r["step"] for r, before, count in zip(train, [0, *counts], counts) if count > before
+    ]:
+        top.plot(
+            found,
+            [0.02] * len(found),
+            "^",
+            color="C3",
+            transform=top.get_xaxis_transform(),
+            label="anomalies",
+        )
     for marked, style, label in ((resumes, ":", "resumed"), (changes, "--", "other batches")):
         for i, step in enumerate(marked):
-            top.axvline(step + 0.5, color="0.5", linewidth=0.8, linestyle=style, label=None if i else label)
+            top.axvline(
+                step + 0.5, color="0.5", linewidth=0.8, linestyle=style, label=None if i else label
+            )
     top.legend(loc="upper right", frameon=False)
     norm.plot(*_columns(train, "grad_norm"), color="C5")
     speed.plot(*_columns(train, "tokens_per_second"), color="C2")
     rate.plot(*_columns(train, "learning_rate"), color="C4")
-    labels = ((top, "loss, nats per token"), (norm, "gradient norm"), (speed, "tokens/s"), (rate, "learning rate"))
+    labels = (
+        (top, "loss, nats per token"),
+        (norm, "gradient norm"),
+        (speed, "tokens/s"),
+        (rate, "learning rate"),
+    )
     for axes, label in labels:
         axes.set_ylabel(label)
         axes.spines[["top", "right"]].set_visible(False)
@@ -85,7 +121,8 @@ def plot_curves(
 
 
 def evaluation_series(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Records of evaluations that can be compared, by set; one that was exchanged goes on under a name of its own."""
+    """Records of evaluations that can be compared, by set; one that was exchanged goes on under a
+    name of its own."""
     series: dict[str, list[Mapping[str, Any]]] = {}
     names: dict[str, list[str]] = {}  # of each set, the different texts that it was, in their order
     for record in evals:
@@ -94,18 +131,23 @@ def evaluation_series(evals: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapp
         if text not in texts:
             texts.append(text)
         number = texts.index(text) + 1
-        series.setdefault(record["set"] if number == 1 else f"{record['set']} ({number})", []).append(record)
+        series.setdefault(
+            record["set"] if number == 1 else f"{record['set']} ({number})", []
+        ).append(record)
     return series
 
 
 def _columns(records: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     """Steps and values of the records in which that number is finite, as [2, records]."""
-    pairs = np.array([(r["step"], r[name]) for r in records if r.get(name) is not None], float).reshape(-1, 2)
+    pairs = np.array(
+        [(r["step"], r[name]) for r in records if r.get(name) is not None], float
+    ).reshape(-1, 2)
     return pairs[np.isfinite(pairs[:, 1])].T
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
-    """Mean over a centred window of up to a 25th of the curve, narrower at its ends; short curves as they are."""
+    """Mean over a centred window of up to a 25th of the curve, narrower at its ends; short curves
+    as they are."""
     index, sums = np.arange(len(values)), np.concatenate([[0.0], np.cumsum(values)])
     half = np.minimum(len(values) // _SMOOTHING, np.minimum(index, index[::-1]))
     return (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)
@@ -114,15 +156,17 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height: int = 12) -> str:
     """The area below a curve in block characters, with labels on both axes.
 
-    `width` counts the labels too; `height` does not count the two lines of the horizontal axis. Values that are not finite are
-    left out; with fewer than two others, the chart is empty.
+    `width` counts the labels too; `height` does not count the two lines of the horizontal axis.
+    Values that are not finite are left out; with fewer than two others, the chart is empty.
     """
     x, y = np.asarray(steps, float), np.asarray(values, float)
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
     if len(y) < 2 or x[0] == x[-1]:
         return ""
     low, spread = y.min(), np.ptp(y) or 1.0
-    labels = [f"{low + spread * (row + 1) / height:.4g}" if row % 3 == 2 else "" for row in range(height)]
+    labels = [
+        f"{low + spread * (row + 1) / height:.4g}" if row % 3 == 2 else "" for row in range(height)
+    ]
     gutter = max(map(len, labels))
     columns = max(8, width - gutter - 2)
     line = np.interp(np.linspace(x[0], x[-1], columns), x, _smooth(y))
@@ -132,7 +176,13 @@ def terminal_curve(steps: ArrayLike, values: ArrayLike, width: int = 72, height:
         for row in reversed(range(height))
     ]
     first, last = f"{x[0]:,.0f}", f"step {x[-1]:,.0f}"
-    return "\n".join([*lines, f"{'':{gutter}} └{'─' * columns}", f"{'':{gutter + 2}}{first}{last:>{columns - len(first)}}"])
+    return "\n".join(
+        [
+            *lines,
+            f"{'':{gutter}} └{'─' * columns}",
+            f"{'':{gutter + 2}}{first}{last:>{columns - len(first)}}",
+        ]
+    )
 
 
 def summary(
@@ -150,20 +200,27 @@ def summary(
 
     Args:
         run_name, steps: the run, and its finished optimizer steps.
-        records: of `read_metrics`; shown are the loss over steps, and the last evaluation of each set.
+        records: of `read_metrics`; shown are the loss over steps, and the last evaluation of each
+            set.
         seconds: wall time by cause, of all launches, as `goodput` gives it.
         comparison: a line to compare the evaluations with.
-        ending: what to say first: why the run ended, if not because it did all its steps; may be empty.
+        ending: what to say first: why the run ended, if not because it did all its steps; may be
+            empty.
         made_by: a line about the machine and the versions.
         files: what is where.
     """
     train = [r for r in records if r["kind"] == "train"]
     last = {r["set"]: r for r in records if r["kind"] == "eval"}
-    evaluations = {name if r["step"] == steps else f"{name}, step {r['step']:,}": r for name, r in last.items()}
+    evaluations = {
+        name if r["step"] == steps else f"{name}, step {r['step']:,}": r for name, r in last.items()
+    }
     wall = sum(seconds.values())
     head = [f"{steps:,} steps"]
     if train:
-        head += [f"{human.count(train[-1]['tokens_seen'])} targets (tokens with a loss)", *_last_loss(train)]
+        head += [
+            f"{human.count(train[-1]['tokens_seen'])} targets (tokens with a loss)",
+            *_last_loss(train),
+        ]
     parts: list[RenderableType] = [", ".join([*head, f"{human.duration(wall)} of wall time"])]
     if ending:
         parts.append(Text(ending, "yellow"))
@@ -171,15 +228,31 @@ def summary(
         parts += ["", Text(curve, "cyan", no_wrap=True)]
     if evaluations:
         cells = {name: _evaluation(record) for name, record in evaluations.items()}
-        parts += ["", _table(("evaluation", "nats/token", "perplexity", "bits/byte", "targets"), cells)]
+        parts += [
+            "",
+            _table(("evaluation", "nats/token", "perplexity", "bits/byte", "targets"), cells),
+        ]
     if comparison:
         parts.append(Text(comparison, "dim"))
     if made_by:
         parts.append(Text(made_by, "dim"))
-    shares = {cause.replace("_", " "): [human.duration(s), f"{s / wall:.1%}"] for cause, s in seconds.items() if wall}
-    for head, rows in ((("wall time", "", "share"), shares), (("files", ""), {k: [str(v)] for k, v in (files or {}).items()})):
+    shares = {
+        cause.replace("_", " "): [human.duration(s), f"{s / wall:.1%}"]
+        for cause, s in seconds.items()
+        if wall
+    }
+    for head, rows in (
+        (("wall time", "", "share"), shares),
+        (("files", ""), {k: [str(v)] for k, v in (files or {}).items()}),
+    ):
         parts += ["", _table(head, rows)] if rows else []
-    return Panel(Group(*parts), title=Text(run_name, "bold"), title_align="left", border_style="dim", padding=(0, 2))
+    return Panel(
+        Group(*parts),
+        title=Text(run_name, "bold"),
+        title_align="left",
+        border_style="dim",
+        padding=(0, 2),
+    )
 
 
 def _evaluation(record: Mapping[str, Any]) -> list[str]:
@@ -191,7 +264,8 @@ def _evaluation(record: Mapping[str, Any]) -> list[str]:
 
 
 def _last_loss(train: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the training loss was in the end, and over how many steps; empty if no record has one."""
+    """What the training loss was in the end, and over how many steps; empty if no record has
+    one."""
     known = [i for i, record in enumerate(train) if record["loss"] is not None]
     if not known:
         return []

@@ -8,7 +8,8 @@ from data_pipeline.errors import UsageError
 
 
 class TensorBoard:
-    """Writes every number as a scalar `train/NAME` or `eval/SET/NAME` into RUN/tensorboard. Make it on process 0 only.
+    """Writes every number as a scalar `train/NAME` or `eval/SET/NAME` into RUN/tensorboard. Make it
+    on process 0 only.
 
     The run goes on from `resume_step`; TensorBoard hides what was written about later ones.
 
@@ -21,11 +22,17 @@ class TensorBoard:
             import tensorboardX  # noqa: PLC0415 - brings clients of cloud storage, where they are installed
         except ImportError as error:
             rule = f"observe.tensorboard=true needs tensorboardX, which is not installed ({error})"
-            raise UsageError(f"{rule}. Run pip install tensorboardX, or set observe.tensorboard=false.") from error
+            raise UsageError(
+                f"{rule}. Run pip install tensorboardX, or set observe.tensorboard=false."
+            ) from error
         purge_step = resume_step + 1 if resume_step else None
-        self._writer = tensorboardX.SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=purge_step, flush_secs=10)
+        self._writer = tensorboardX.SummaryWriter(
+            str(Path(run_dir) / "tensorboard"), purge_step=purge_step, flush_secs=10
+        )
 
-    def append(self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train") -> None:
+    def append(
+        self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train"
+    ) -> None:
         """Write the numbers of one record; arguments as for `MetricsLog.append`."""
         prefix = f"{kind}/{values['set']}" if "set" in values else kind
         for name, value in values.items():

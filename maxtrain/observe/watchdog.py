@@ -1,7 +1,9 @@
-"""A run that stands still says where, and ends with exit 75, so that whoever started it can start it again.
+"""A run that stands still says where, and ends with exit 75, so that whoever started it can start
+it again.
 
-The stopwatch knows what the run does and since when; how long that may take follows from the usual time of the steps between
-two records, or is set. Where no thread gets Python's lock, a process beside this one ends it, by SIGABRT; see judge.py.
+The stopwatch knows what the run does and since when; how long that may take follows from the usual
+time of the steps between two records, or is set. Where no thread gets Python's lock, a process
+beside this one ends it, by SIGABRT; see judge.py.
 """
 
 import contextlib
@@ -27,7 +29,9 @@ from maxtrain.parallel.agreement import Board
 _TICK = judge.TICK
 _BEAT = 3.0  # seconds between two signs of life
 _LEDGER = 4  # beats between two lines of the ledger
-_PATIENCE = 20.0  # seconds that may pass while it is found out and written down where the run stands
+_PATIENCE = (
+    20.0  # seconds that may pass while it is found out and written down where the run stands
+)
 
 
 class Watchdog:
@@ -77,7 +81,8 @@ class Watchdog:
             self._ledger.write(self._step())
 
     def begin(self, step: Callable[[], int], run: str = "") -> None:
-        """From now on, `step` tells how many steps were begun, and process 0 keeps the ledger of this launch of the run."""
+        """From now on, `step` tells how many steps were begun, and process 0 keeps the ledger of
+        this launch of the run."""
         self._step = step
         if self._process == 0:
             self._ledger = Ledger(self._folder, self._clock, step(), run)
@@ -96,7 +101,8 @@ class Watchdog:
         return max(config.step_seconds, config.factor * statistics.median(list(laps)))
 
     def _watch(self) -> None:
-        """Only time that this process itself had counts: one that was frozen as a whole, or slept, does not hang."""
+        """Only time that this process itself had counts: one that was frozen as a whole, or slept,
+        does not hang."""
         doing, stood, last = None, 0.0, time.monotonic()
         while not self._ended.wait(_TICK):
             now, before = time.monotonic(), doing
@@ -106,7 +112,9 @@ class Watchdog:
             limit = self.limit(doing[0])
             if stood > limit:
                 self._end(doing[0], stood)
-            with contextlib.suppress(OSError, ValueError):  # it was killed, or the run is at its end
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # it was killed, or the run is at its end
                 self._tell_judge(b"%g\n" % (0 if math.isinf(limit) else limit + _PATIENCE))
 
     def _end(self, cause: str, stood: float) -> None:
@@ -146,7 +154,9 @@ class Watchdog:
             if self._ledger and beat % _LEDGER == 0:
                 self._ledger.write(self._step())
             if self._board:
-                with contextlib.suppress(RuntimeError):  # process 0 is gone: whoever waits for it says so
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # process 0 is gone: whoever waits for it says so
                     self._board.say(json.dumps([beat, self._clock.doing()[0], self._step()]))
 
     def _roll_call(self, board: Board) -> str:
@@ -154,7 +164,13 @@ class Watchdog:
         before = {process: json.loads(said)[0] for process, said in board.heard().items()}
         time.sleep(2.5 * _BEAT)
         lines = []
-        for process, (beat, cause, step) in sorted((process, json.loads(said)) for process, said in board.heard().items()):
-            state = "is alive" if beat > before.get(process, 0) else "IS SILENT: stopped, gone or cut off"
+        for process, (beat, cause, step) in sorted(
+            (process, json.loads(said)) for process, said in board.heard().items()
+        ):
+            state = (
+                "is alive"
+                if beat > before.get(process, 0)
+                else "IS SILENT: stopped, gone or cut off"
+            )
             lines.append(f"process {process} {state}; it was after {step:,} steps, in: {cause}")
         return "\n".join(lines)

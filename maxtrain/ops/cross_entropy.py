@@ -1,8 +1,8 @@
 """Next-token cross-entropy that never holds the logits of more than a few tokens.
 
-The head is the largest matrix of a small model and its logits the largest array of any. The sequence is cut in chunks;
-each chunk's logits give its loss and, at once, its gradients, and are gone. So there are three products with the head,
-not four, and no logits wait for the backward pass.
+The head is the largest matrix of a small model and its logits the largest array of any. The
+sequence is cut in chunks; each chunk's logits give its loss and, at once, its gradients, and are
+gone. So there are three products with the head, not four, and no logits wait for the backward pass.
 """
 
 import functools
@@ -16,7 +16,8 @@ from maxtrain.ops.einsum import contract, matmul
 
 
 class TokenLoss(NamedTuple):
-    """`loss` is to be differentiated; the others are for the record, and no gradient flows through them."""
+    """`loss` is to be differentiated; the others are for the record, and no gradient flows through
+    them."""
 
     loss: Float[Array, ""]  # sum of weight * smoothed nll, plus z_scale times the sum of mask * z
     nll: Float[Array, " B"]  # of each row, the sum of mask * negative log-likelihood, nats
@@ -51,23 +52,35 @@ def cross_entropy(
         hidden: last hidden states [B, T, D].
         head: output matrix [D, V].
         targets: token ids [B, T].
-        weights: [B, T]; 0 for what is no target. Divide them beforehand to get a mean. No gradient flows to them.
+        weights: [B, T]; 0 for what is no target. Divide them beforehand to get a mean. No gradient
+            flows to them.
         chunks: parts that the sequence is cut in; divides T.
         dtype: inputs of the matrix products; softmax and sums are float32.
         mask: [B, T] weights of what is recorded, and of the z-loss; None: `weights`.
-        z_scale: factor of the z-loss, which keeps logsumexp near 0. Source: PaLM, https://arxiv.org/abs/2204.02311, section 5.
-        smoothing: label smoothing: the target's share of probability that all entries share. Source: Szegedy et al.,
-            https://arxiv.org/abs/1512.00567, section 7. `nll` is recorded without it.
+        z_scale: factor of the z-loss, which keeps logsumexp near 0. Source: PaLM,
+            https://arxiv.org/abs/2204.02311, section 5.
+        smoothing: label smoothing: the target's share of probability that all entries share.
+            Source: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7. `nll` is recorded
+                without it.
         logits: what logits are rounded to before the softmax.
     """
     mask = weights if mask is None else mask
-    return _chunked(hidden, head, targets, weights, mask, z_scale, Form(chunks, dtype, logits, smoothing))
+    return _chunked(
+        hidden, head, targets, weights, mask, z_scale, Form(chunks, dtype, logits, smoothing)
+    )
 
 
 def plain_cross_entropy(
-    hidden: Array, head: Array, targets: Array, weights: Array, mask: Array, z_scale: Array | None, form: Form
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    mask: Array,
+    z_scale: Array | None,
+    form: Form,
 ) -> TokenLoss:
-    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in `cross_entropy`."""
+    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
+    `cross_entropy`."""
     logits = matmul(hidden, head, form.dtype).astype(form.logits).astype(jnp.float32)
     nll, lse = token_nll(logits, targets), jax.nn.logsumexp(logits, axis=-1)
     smoothed = (1 - form.smoothing) * nll + form.smoothing * (lse - logits.mean(-1))
@@ -77,25 +90,39 @@ def plain_cross_entropy(
 
 
 def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
-    """-log softmax(logits)[target], nats, float32; a target outside [0, V) is never looked up (see data_pipeline/guard.py)."""
+    """-log softmax(logits)[target], nats, float32; a target outside [0, V) is never looked up (see
+    data_pipeline/guard.py)."""
     picked = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0).sum(-1)
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
 def num_chunks(length: int, rows: int, chunk: int) -> int:
-    """Smallest number of equal parts of `length` columns with at most `chunk` tokens each (0: no bound), in a device's rows."""
+    """Smallest number of equal parts of `length` columns with at most `chunk` tokens each (0: no
+    bound), in a device's rows."""
     if chunk == 0:
         return 1
-    return next(n for n in range(1, length + 1) if length % n == 0 and (rows * length // n <= chunk or n == length))
+    return next(
+        n
+        for n in range(1, length + 1)
+        if length % n == 0 and (rows * length // n <= chunk or n == length)
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _chunked(
-    hidden: Array, head: Array, targets: Array, weights: Array, mask: Array, z_scale: Array | None, form: Form
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    mask: Array,
+    z_scale: Array | None,
+    form: Form,
 ) -> TokenLoss:
     def one(total: TokenLoss, part: tuple[Array, ...]) -> tuple[TokenLoss, None]:
         x, target, weight, weight_of_z = part
-        return jax.tree.map(jnp.add, total, plain_cross_entropy(x, head, target, weight, weight_of_z, z_scale, form)), None
+        return jax.tree.map(
+            jnp.add, total, plain_cross_entropy(x, head, target, weight, weight_of_z, z_scale, form)
+        ), None
 
     return jax.lax.scan(one, _zero(hidden), _split(form.chunks, hidden, targets, weights, mask))[0]
 
@@ -106,16 +133,25 @@ def _zero(hidden: Array) -> TokenLoss:
 
 
 def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
-    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices, only the sequence is cut."""
+    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices, only the
+    sequence is cut."""
     return tuple(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1) for x in arrays)
 
 
 def _forward(
-    hidden: Array, head: Array, targets: Array, weights: Array, mask: Array, z_scale: Array | None, form: Form
+    hidden: Array,
+    head: Array,
+    targets: Array,
+    weights: Array,
+    mask: Array,
+    z_scale: Array | None,
+    form: Form,
 ) -> tuple[TokenLoss, tuple[Array, Array]]:
     low, smoothing = head.astype(form.dtype), form.smoothing
 
-    def one(carry: tuple[TokenLoss, Array], part: tuple[Array, ...]) -> tuple[tuple[TokenLoss, Array], Array]:
+    def one(
+        carry: tuple[TokenLoss, Array], part: tuple[Array, ...]
+    ) -> tuple[tuple[TokenLoss, Array], Array]:
         total, dhead = carry
         x, target, weight, weight_of_z = part
         x = x.astype(form.dtype)
@@ -137,16 +173,27 @@ def _forward(
         dlogits = dlogits.astype(form.dtype)
         dx = contract("btv,dv->btd", dlogits, low)
         part_of_total = TokenLoss(loss, (nll * weight_of_z).sum(-1), z.sum(-1))
-        return (jax.tree.map(jnp.add, total, part_of_total), dhead + contract("btd,btv->dv", x, dlogits)), dx
+        return (
+            jax.tree.map(jnp.add, total, part_of_total),
+            dhead + contract("btd,btv->dv", x, dlogits),
+        ), dx
 
     start = (_zero(hidden), jnp.zeros(head.shape, jnp.float32))
-    (total, dhead), dx = jax.lax.scan(one, start, _split(form.chunks, hidden, targets, weights, mask))
+    (total, dhead), dx = jax.lax.scan(
+        one, start, _split(form.chunks, hidden, targets, weights, mask)
+    )
     dx = dx.swapaxes(0, 1).reshape(hidden.shape)
     return total, (dx.astype(hidden.dtype), dhead.astype(head.dtype))
 
 
 def _backward(form: Form, saved: tuple[Array, Array], g: TokenLoss) -> tuple:
-    return *((d.astype(jnp.float32) * g.loss).astype(d.dtype) for d in saved), None, None, None, None
+    return (
+        *((d.astype(jnp.float32) * g.loss).astype(d.dtype) for d in saved),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 _chunked.defvjp(_forward, _backward)

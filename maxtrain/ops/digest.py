@@ -1,9 +1,11 @@
-"""Digests of arrays, computed where they lie: the same number on any mesh, with any replication and order of summation.
+"""Digests of arrays, computed where they lie: the same number on any mesh, with any replication and
+order of summation.
 
-Every element's bits are mixed with its place in the global array, by functions that can be undone, and the results are added
-modulo 2^32, twice with different functions. Whole numbers add up to the same in any order. A change of one element, by one
-bit or many, always changes both sums; any other change goes unnoticed once in 2^64 times. Products of bits with odd
-constants would be cheaper, but would not see that the signs of two elements changed.
+Every element's bits are mixed with its place in the global array, by functions that can be undone,
+and the results are added modulo 2^32, twice with different functions. Whole numbers add up to the
+same in any order. A change of one element, by one bit or many, always changes both sums; any other
+change goes unnoticed once in 2^64 times. Products of bits with odd constants would be cheaper, but
+would not see that the signs of two elements changed.
 """
 
 import functools
@@ -19,7 +21,8 @@ from numpy.typing import ArrayLike
 
 from maxtrain.parallel.sharding import constrain
 
-# Source: Appleby 2011, MurmurHash3's fmix32; Wellons 2018, https://github.com/skeeto/hash-prospector, lowbias32.
+# Source: Appleby 2011, MurmurHash3's fmix32; Wellons 2018,
+#     https://github.com/skeeto/hash-prospector, lowbias32.
 _MURMUR, _LOWBIAS = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x7FEB352D, 15, 0x846CA68B, 16)
 _FEW_BYTES = 16 << 20  # are digested together
 
@@ -35,17 +38,25 @@ def _mix(x: Array, constants: tuple[int, int, int, int, int]) -> Array:
 def digest(x: Array) -> UInt32[Array, " 2"]:
     """64 bits that stand for shape, type and every bit of an array; to be called inside jit.
 
-    Numbers of 8 to 64 bits, bool and random keys; -0.0 and 0.0 differ, and so do NaNs with different bits.
+    Numbers of 8 to 64 bits, bool and random keys; -0.0 and 0.0 differ, and so do NaNs with
+    different bits.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     header = hashlib.blake2b(f"{x.dtype} {x.shape}".encode(), digest_size=8).digest()
-    start = jnp.array([int.from_bytes(header[:4], "little"), int.from_bytes(header[4:], "little")], jnp.uint32)
+    start = jnp.array(
+        [int.from_bytes(header[:4], "little"), int.from_bytes(header[4:], "little")], jnp.uint32
+    )
     width = min(32, 8 * x.dtype.itemsize)
-    bits = x.astype(jnp.uint8) if x.dtype == jnp.bool else jax.lax.bitcast_convert_type(x, f"uint{width}")
+    bits = (
+        x.astype(jnp.uint8)
+        if x.dtype == jnp.bool
+        else jax.lax.bitcast_convert_type(x, f"uint{width}")
+    )
     bits = bits.astype(jnp.uint32)  # numbers of 64 bits are two, in a dim of their own
-    # The place of an element is counted without reshaping, so that arrays stay split as they are; modulo 2^32, and so that
-    # larger arrays do not repeat themselves, mixed with the outermost index.
+    # The place of an element is counted without reshaping, so that arrays stay split as they are;
+    # modulo 2^32, and so that larger arrays do not repeat themselves, mixed with the outermost
+    # index.
     place = jnp.zeros(bits.shape, jnp.uint32)
     for dim in range(bits.ndim):
         stride = math.prod(bits.shape[dim + 1 :]) % 2**32
@@ -54,7 +65,10 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
         place ^= _mix(jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 0), _MURMUR)
     place = _mix(place, _LOWBIAS)
     rows = tuple(range(bits.ndim - 1))  # added up first, as vectors
-    words = [x.sum(rows, jnp.uint32).sum(dtype=jnp.uint32) for x in (_mix(bits ^ place, _MURMUR), _mix(bits + place, _LOWBIAS))]
+    words = [
+        x.sum(rows, jnp.uint32).sum(dtype=jnp.uint32)
+        for x in (_mix(bits ^ place, _MURMUR), _mix(bits + place, _LOWBIAS))
+    ]
     return start + jnp.stack(words)
 
 
@@ -62,18 +76,24 @@ def leaf_names(tree: PyTree) -> list[str]:
     """Names such as `params.layers.mlp.up` of a tree's leaves, in their order."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     # Flax variables are tree nodes whose only child is `value`.
-    return [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path in paths]
+    return [
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        for path in paths
+    ]
 
 
 def compiler_options(platform: str) -> dict[str, str]:
-    """On CPUs one pass of the compiler would write all mixed numbers to memory before it adds them: six times slower."""
+    """On CPUs one pass of the compiler would write all mixed numbers to memory before it adds them:
+    six times slower."""
     return {"xla_disable_hlo_passes": "tree_reduction_rewriter"} if platform == "cpu" else {}
 
 
 @functools.cache
 def _compiled(platform: str) -> jax.stages.Wrapped:
     def of_all(leaves: list[Array]) -> Array:
-        return constrain(jnp.stack([digest(leaf) for leaf in leaves]), None, None)  # whole on every device
+        return constrain(
+            jnp.stack([digest(leaf) for leaf in leaves]), None, None
+        )  # whole on every device
 
     return jax.jit(of_all, compiler_options=compiler_options(platform))
 
@@ -94,9 +114,11 @@ def tree_digests(tree: PyTree[Array]) -> dict[str, str]:
 
 
 class Digester:
-    """Digests of named arrays that come one after another: the device works on some while others are awaited.
+    """Digests of named arrays that come one after another: the device works on some while others
+    are awaited.
 
-    There is a program for about every eighth of the bytes, so that few are compiled, and one for all if they are few bytes.
+    There is a program for about every eighth of the bytes, so that few are compiled, and one for
+    all if they are few bytes.
     """
 
     def __init__(self, total_bytes: int):
@@ -112,11 +134,16 @@ class Digester:
             self._begin()
 
     def finish(self, arrays: Mapping[str, Array]) -> dict[str, str]:
-        """The digest of every array, as 16 hex digits, of which any may have been added before; waits for the device."""
+        """The digest of every array, as 16 hex digits, of which any may have been added before;
+        waits for the device."""
         begun = {name for names, _ in self._begun for name in names}
         self._waiting.update((name, array) for name, array in arrays.items() if name not in begun)
         self._begin()
-        return {name: word for names, words in self._begun for name, word in by_name(names, words).items()}
+        return {
+            name: word
+            for names, words in self._begun
+            for name, word in by_name(names, words).items()
+        }
 
     def _begin(self) -> None:
         if self._waiting:
@@ -126,4 +153,7 @@ class Digester:
 
 def by_name(names: Sequence[str], words: UInt32[Array, "leaves 2"]) -> dict[str, str]:
     """Each leaf's digest, as 16 hex digits, by its name; waits for the device."""
-    return {name: f"{low:08x}{high:08x}" for name, (low, high) in zip(names, jax.device_get(words).tolist(), strict=True)}
+    return {
+        name: f"{low:08x}{high:08x}"
+        for name, (low, high) in zip(names, jax.device_get(words).tolist(), strict=True)
+    }

@@ -1,7 +1,7 @@
 """What is random in training, drawn from a key of each row.
 
-A row's draws depend on its key and its shape alone: they are the same on every mesh, in any company of rows and for every
-split into micro-batches, and come out again when a layer is recomputed.
+A row's draws depend on its key and its shape alone: they are the same on every mesh, in any company
+of rows and for every split into micro-batches, and come out again when a layer is recomputed.
 """
 
 import jax
@@ -15,7 +15,8 @@ def fold(keys: Key[Array, " B"], place: Array | int) -> Key[Array, " B"]:
 
 
 def dropout(x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: float) -> Float[Array, "B *s"]:
-    """Each number becomes 0 with this probability, else it is divided by 1 - rate, so that the mean stays.
+    """Each number becomes 0 with this probability, else it is divided by 1 - rate, so that the mean
+    stays.
 
     Source: Srivastava et al. 2014, https://jmlr.org/papers/v15/srivastava14a.html.
     """
@@ -25,19 +26,27 @@ def dropout(x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: float) -> Flo
     return jnp.where(keep, x / (1 - rate), 0.0)
 
 
-def drop_rows(x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: Float[Array, ""] | float) -> Float[Array, "B *s"]:
+def drop_rows(
+    x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: Float[Array, ""] | float
+) -> Float[Array, "B *s"]:
     """Each row becomes 0 with this probability, else it is divided by 1 - rate.
 
-    Source: Huang et al. 2016, https://arxiv.org/abs/1603.09382. Differs: scaled in training, not in evaluation.
+    Source: Huang et al. 2016, https://arxiv.org/abs/1603.09382. Differs: scaled in training, not in
+        evaluation.
     """
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate))(keys).reshape(-1, *(1,) * (x.ndim - 1))
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate))(keys).reshape(
+        -1, *(1,) * (x.ndim - 1)
+    )
     return jnp.where(keep, x / (1 - rate), 0.0)
 
 
-def embedding_noise(x: Float[Array, "B T D"], keys: Key[Array, " B"], alpha: float) -> Float[Array, "B T D"]:
+def embedding_noise(
+    x: Float[Array, "B T D"], keys: Key[Array, " B"], alpha: float
+) -> Float[Array, "B T D"]:
     """Adds uniform noise of at most alpha / sqrt(T * D).
 
-    Source: NEFTune, Jain et al. 2023, https://arxiv.org/abs/2310.05914. T is the row's length, padding and all.
+    Source: NEFTune, Jain et al. 2023, https://arxiv.org/abs/2310.05914. T is the row's length,
+        padding and all.
     """
     if alpha == 0:
         return x

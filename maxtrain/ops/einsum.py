@@ -1,8 +1,10 @@
-"""Matrix products with low-precision inputs and float32 accumulation, in the forward and in the backward pass.
+"""Matrix products with low-precision inputs and float32 accumulation, in the forward and in the
+backward pass.
 
-Plain autodiff of `einsum(x.astype(bf16), w.astype(bf16))` rounds what it accumulates, and on CPUs leaves the fast kernels.
-Here both operands are rounded once, each product accumulates and returns float32, and what is kept for the backward pass
-is the rounded activation and the unrounded weight (which is alive anyway).
+Plain autodiff of `einsum(x.astype(bf16), w.astype(bf16))` rounds what it accumulates, and on CPUs
+leaves the fast kernels. Here both operands are rounded once, each product accumulates and returns
+float32, and what is kept for the backward pass is the rounded activation and the unrounded weight
+(which is alive anyway).
 """
 
 import functools
@@ -21,8 +23,9 @@ def contract(spec: str, a: Array, b: Array, *, in_place: bool = False) -> Array:
         spec: as in `jnp.einsum`; "..." may stand in front of the letters of a and of the result.
         a: any float type. Of float32, products are exact (no TF32 or bf16 passes).
         b: of the same type as a.
-        in_place: the result goes straight into arithmetic, element by element, not into a transpose.
-            XLA may then do this arithmetic in the result's own memory on CPUs; see below.
+        in_place: the result goes straight into arithmetic, element by element, not into a
+            transpose. XLA may then do this arithmetic in the result's own memory on CPUs; see
+            below.
 
     Returns:
         float32.
@@ -42,9 +45,9 @@ def _contract_on_cpu(spec: str, in_place: bool, a: Array, b: Array) -> Array:
     gives the same products. Only later does it fold transposes of inputs and results into products,
     and the library takes none whose first input has the contracted dim before the free one. Such a
     product is left without a kernel, and the program fails when it runs ("Unsupported element type
-    for DotThunk"). So the first input is brought into the library's order beforehand, with the batch
-    dims as one and first, and the contracted dims as one and last; and it and the result stand
-    behind barriers that nothing is folded across. The compiler removes the barriers before it
+    for DotThunk"). So the first input is brought into the library's order beforehand, with the
+    batch dims as one and first, and the contracted dims as one and last; and it and the result
+    stand behind barriers that nothing is folded across. The compiler removes the barriers before it
     generates code. A barrier behind attention's scores would double the memory of the program: they
     do without, since they are multiplied and masked before anything else.
     """
@@ -101,7 +104,8 @@ class _Dims(NamedTuple):
         return cls(a, b, out, batch, contracted, a_free, b_free)
 
     def b_rest(self) -> str:
-        """What follows the batch dims of b: as it is if one dim is contracted, else those that are come first."""
+        """What follows the batch dims of b: as it is if one dim is contracted, else those that are
+        come first."""
         if len(self.contracted) > 1:
             return self.contracted + self.b_free
         return "".join(letter for letter in self.b if letter not in self.batch)
@@ -118,7 +122,8 @@ def matmul(x: Float[Array, "*b i"], w: Float[Array, "i o"], dtype: str) -> Float
     Args:
         x: activations [..., I], any float type.
         w: weights [I, O], any float type.
-        dtype: "float32" or "bfloat16", the type that both are rounded to before they are multiplied.
+        dtype: "float32" or "bfloat16", the type that both are rounded to before they are
+            multiplied.
 
     Returns:
         [..., O] float32.

@@ -11,11 +11,13 @@ from maxtrain.parallel.sharding import constrain
 
 
 def finite_leaves(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
-    """Of each leaf, whether all its numbers are finite; true of whole numbers. To be called inside jit.
+    """Of each leaf, whether all its numbers are finite; true of whole numbers. To be called inside
+    jit.
 
-    Zero times a number is zero, and NaN for NaN and infinity: so the sum of these is finite or NaN. A sum is one pass over
-    memory that CPUs do with vectors, and keeps NaN when it is added up over devices. The maximum between
-    devices does not: it drops NaN, or not, depending on which device comes first.
+    Zero times a number is zero, and NaN for NaN and infinity: so the sum of these is finite or NaN.
+    A sum is one pass over memory that CPUs do with vectors, and keeps NaN when it is added up over
+    devices. The maximum between devices does not: it drops NaN, or not, depending on which device
+    comes first.
     """
     return jnp.stack([_is_finite(leaf) for leaf in jax.tree.leaves(tree)])
 
@@ -27,12 +29,14 @@ def _is_finite(x: Array) -> Bool[Array, ""]:
 
 
 def begin_finite(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
-    """As `finite_leaves`, for arrays at rest: on the device, without waiting for it; whole on every device."""
+    """As `finite_leaves`, for arrays at rest: on the device, without waiting for it; whole on every
+    device."""
     return _program(jax.default_backend())(jax.tree.leaves(tree))
 
 
 def non_finite_names(tree: PyTree[Array]) -> list[str]:
-    """Names of the leaves that hold NaN or infinity, such as `params.layers.mlp.up`; waits for the device."""
+    """Names of the leaves that hold NaN or infinity, such as `params.layers.mlp.up`; waits for the
+    device."""
     found = jax.device_get(begin_finite(tree)).tolist()
     return [name for name, finite in zip(leaf_names(tree), found, strict=True) if not finite]
 

@@ -5,10 +5,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
+def rms_norm(
+    x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "*b D"]:
     """x / sqrt(mean(x^2) + eps) * scale over the last dim, float32.
 
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
+    return (
+        x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
+    )

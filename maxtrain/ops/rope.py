@@ -1,6 +1,7 @@
 """Rotary position embeddings, in float32.
 
-Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the layout of Hugging Face checkpoints (the two halves of a
+Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the layout of Hugging Face checkpoints
+    (the two halves of a
 head are rotated against each other, not neighbouring pairs).
 """
 
@@ -13,11 +14,17 @@ from jaxtyping import Array, Float, Int
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
     """Radians a token, [H / 2] float32: theta ** (-2 i / H)."""
-    return (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(np.float32)
+    return (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(
+        np.float32
+    )
 
 
 def llama3_frequencies(
-    frequencies: np.ndarray, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
+    frequencies: np.ndarray,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_length: int,
 ) -> np.ndarray:
     """Stretches long wavelengths by `factor`, keeps short ones, and blends between.
 
@@ -36,13 +43,18 @@ def llama3_frequencies(
     return ((1 - blend) * frequencies / factor + blend * frequencies).astype(np.float32)
 
 
-def rope_tables(positions: Int[Array, "B T"], frequencies: np.ndarray) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
-    """cos and sin of position times frequency, [B, T, H / 2] float32; made once and used by every layer."""
+def rope_tables(
+    positions: Int[Array, "B T"], frequencies: np.ndarray
+) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
+    """cos and sin of position times frequency, [B, T, H / 2] float32; made once and used by every
+    layer."""
     angle = positions.astype(jnp.float32)[..., None] * frequencies
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def apply_rope(x: Float[Array, "B T N H"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]) -> Float[Array, "B T N H"]:
+def apply_rope(
+    x: Float[Array, "B T N H"], cos: Float[Array, "B T F"], sin: Float[Array, "B T F"]
+) -> Float[Array, "B T N H"]:
     """Rotates every head by its position; x any float type, result float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]

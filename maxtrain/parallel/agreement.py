@@ -1,4 +1,5 @@
-"""Processes of one job must be about to do the same thing: compared, not assumed, and with the names of those that differ."""
+"""Processes of one job must be about to do the same thing: compared, not assumed, and with the
+names of those that differ."""
 
 import collections
 import contextlib
@@ -21,12 +22,14 @@ from data_pipeline.errors import DataError, LostProcessError, StorageError, TryA
 
 # What the runtime says when it can't reach another process, whichever way they talk.
 LOST = re.compile(
-    r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)|heartbeat|coordination|topolog", re.I
+    r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)|heartbeat|coordination|topolog",
+    re.I,
 )
 
 
 class Board:
-    """What each process said last of itself, by way of the coordinator; no process waits for another one."""
+    """What each process said last of itself, by way of the coordinator; no process waits for
+    another one."""
 
     def __init__(self, what: str):
         self._folder = f"maxtrain/{what}"
@@ -41,13 +44,18 @@ class Board:
         """What each process that ever spoke said last, by its number."""
         client = distributed.global_state.client
         assert client is not None
-        return {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(self._folder)}
+        return {
+            int(key.rpartition("/")[2]): text
+            for key, text in client.key_value_dir_get(self._folder)
+        }
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether it says that another process of this job is out of reach: one of ours, or the runtime's.
+    """Whether it says that another process of this job is out of reach: one of ours, or the
+    runtime's.
 
-    Where a program is called, jax raises the runtime's errors as ValueErrors that begin with a status such as UNKNOWN.
+    Where a program is called, jax raises the runtime's errors as ValueErrors that begin with a
+    status such as UNKNOWN.
     """
     runtime = isinstance(error, jax.errors.JaxRuntimeError) or (
         type(error) is ValueError and re.match(r"[A-Z_]+: ", str(error)) is not None
@@ -58,7 +66,8 @@ def is_loss(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def losing_others() -> Iterator[None]:
-    """Turns the runtime's error that another process of this job is out of reach into one that says to try again."""
+    """Turns the runtime's error that another process of this job is out of reach into one that says
+    to try again."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -66,20 +75,27 @@ def losing_others() -> Iterator[None]:
             raise
         what = str(error).strip().splitlines()[0][:300]
         rule = f"process {jax.process_index()} on {platform.node()} can't reach another process of this job"
-        raise LostProcessError(f"{rule} ({what}). See the others' logs, then run the same command again.") from error
+        raise LostProcessError(
+            f"{rule} ({what}). See the others' logs, then run the same command again."
+        ) from error
 
 
 def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: float = 300.0) -> None:
     """Return if all processes give the same fields; else all of them raise the same error.
 
-    Goes through the coordinator's key-value store: a process that never comes is named after `timeout_seconds`, where a
-    collective would wait for ever. Costs two messages a process, so it is for launches. `what` is a name used once.
+    Goes through the coordinator's key-value store: a process that never comes is named after
+    `timeout_seconds`, where a collective would wait for ever. Costs two messages a process, so it
+    is for launches. `what` is a name used once.
 
     Raises:
         DataError: names the processes that differ, the field, and both values.
         TryAgainError: names the processes that did not come.
     """
-    count, client, deadline = jax.process_count(), distributed.global_state.client, time.monotonic() + timeout_seconds
+    count, client, deadline = (
+        jax.process_count(),
+        distributed.global_state.client,
+        time.monotonic() + timeout_seconds,
+    )
     if count == 1:
         return
     assert client is not None
@@ -103,8 +119,12 @@ def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: flo
         ) from error
     if missing:
         names = ", ".join(map(str, missing[:20]))
-        rule = f"process {names} did not come within {timeout_seconds:.0f} s" + (" and more" if len(missing) > 20 else "")
-        raise TryAgainError(f"{what}: {rule}; {count} are expected. See their logs, then run the same command again.")
+        rule = f"process {names} did not come within {timeout_seconds:.0f} s" + (
+            " and more" if len(missing) > 20 else ""
+        )
+        raise TryAgainError(
+            f"{what}: {rule}; {count} are expected. See their logs, then run the same command again."
+        )
     if differing:
         lines = "".join(f"\n  * {line}" for line in differing)
         raise DataError(
@@ -113,18 +133,23 @@ def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: flo
 
 
 def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
-    """One line for each field of a process that is not what most have; `said`: host name and fields of each process."""
+    """One line for each field of a process that is not what most have; `said`: host name and fields
+    of each process."""
     lines = []
     for name in sorted({name for _, fields in said.values() for name in fields}):
         values = {process: fields.get(name, "missing") for process, (_, fields) in said.items()}
         (usual, _), *others = collections.Counter(values.values()).most_common()
         odd = [process for process, value in values.items() if value != usual] if others else []
-        lines += [f"process {p} on {said[p][0]}: {name} is {values[p]}, but {usual} elsewhere" for p in odd[:20]]
+        lines += [
+            f"process {p} on {said[p][0]}: {name} is {values[p]}, but {usual} elsewhere"
+            for p in odd[:20]
+        ]
     return lines
 
 
 def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
-    """What every process says, in their order: one collective of `size` bytes a process, for every few seconds.
+    """What every process says, in their order: one collective of `size` bytes a process, for every
+    few seconds.
 
     `values` are JSON, of at most `size` bytes as UTF-8; `size` is the same in all processes.
     """
@@ -136,9 +161,10 @@ def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
 def gather_bytes(mine: np.ndarray) -> np.ndarray:
     """uint8 [processes, n] from the [n] of each; however many devices each has.
 
-    On CPUs a program does not wait for the one before it, and two of them at a time, each with collectives, could read each
-    other's messages: so this waits for all that is under way. Accelerators keep the order by themselves. An error of a program
-    under way is raised where its result is fetched. LostProcessError: a process does not come.
+    On CPUs a program does not wait for the one before it, and two of them at a time, each with
+    collectives, could read each other's messages: so this waits for all that is under way.
+    Accelerators keep the order by themselves. An error of a program under way is raised where its
+    result is fetched. LostProcessError: a process does not come.
     """
     if jax.process_count() == 1:
         return mine[None]
@@ -147,26 +173,35 @@ def gather_bytes(mine: np.ndarray) -> np.ndarray:
             with contextlib.suppress(RuntimeError):  # another thread may just have deleted it
                 array.block_until_ready()
     mesh, apart, replicate = _between_processes()
-    rows = jax.make_array_from_callback((jax.process_count(), *mine.shape), apart, lambda _: mine[None])
+    rows = jax.make_array_from_callback(
+        (jax.process_count(), *mine.shape), apart, lambda _: mine[None]
+    )
     with jax.set_mesh(mesh), losing_others():
         return np.asarray(replicate(rows))
 
 
 @functools.cache
 def _between_processes() -> tuple[Mesh, NamedSharding, jax.stages.Wrapped]:
-    """A mesh of one device of each process, how a row of each lies there, and what gives all rows to all."""
+    """A mesh of one device of each process, how a row of each lies there, and what gives all rows
+    to all."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), "process")
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return mesh, NamedSharding(mesh, PartitionSpec("process")), jax.jit(lambda rows: rows, out_shardings=everywhere)
+    return (
+        mesh,
+        NamedSharding(mesh, PartitionSpec("process")),
+        jax.jit(lambda rows: rows, out_shardings=everywhere),
+    )
 
 
 def connect_peers(mesh: Mesh) -> None:
-    """Connects the processes of a job whose devices are CPUs, in all groups that axes of the mesh make.
+    """Connects the processes of a job whose devices are CPUs, in all groups that axes of the mesh
+    make.
 
-    A group is connected by the first program that needs it, and a process that comes there 30 s after another finds that one
-    gone; no setting changes this. So large programs, which one process may be much longer at compiling, find all connected.
-    To be called where all processes have just met. LostProcessError: a process does not come.
+    A group is connected by the first program that needs it, and a process that comes there 30 s
+    after another finds that one gone; no setting changes this. So large programs, which one process
+    may be much longer at compiling, find all connected. To be called where all processes have just
+    met. LostProcessError: a process does not come.
     """
     if jax.process_count() == 1 or jax.default_backend() != "cpu":
         return
@@ -186,12 +221,14 @@ def connect_peers(mesh: Mesh) -> None:
 
 
 def _sum_of_places(group: tuple[str, ...]) -> jax.Array:
-    """The smallest program for which all devices of a group have to meet: a sum of what the compiler can't know."""
+    """The smallest program for which all devices of a group have to meet: a sum of what the
+    compiler can't know."""
     return jax.lax.psum(jax.lax.axis_index(group).astype(jnp.float32), axis_name=group)
 
 
 def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
-    """On process 0 what every process says, in their order; elsewhere nothing. `what` is a name used once.
+    """On process 0 what every process says, in their order; elsewhere nothing. `what` is a name
+    used once.
 
     Goes through the coordinator's key-value store, without a device: for threads in the background.
 
@@ -207,17 +244,24 @@ def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
     said = []
     for process in range(count) if jax.process_index() == 0 else ():
         try:
-            said.append(client.blocking_key_value_get(f"{key}{process}", max(1, int(1000 * (deadline - time.monotonic())))))
+            said.append(
+                client.blocking_key_value_get(
+                    f"{key}{process}", max(1, int(1000 * (deadline - time.monotonic())))
+                )
+            )
         except jax.errors.JaxRuntimeError as error:
             rule = f"process {process} did not answer within {timeout_seconds:.0f} s"
-            raise TryAgainError(f"{what}: {rule}. See its log, then run the same command again.") from error
+            raise TryAgainError(
+                f"{what}: {rule}. See its log, then run the same command again."
+            ) from error
     if said:
         client.key_value_delete(key)  # and all below it
     return said
 
 
 def await_first(what: str, timeout_seconds: float) -> None:
-    """Return when process 0 has come here, too; it does not wait for the others. `what` is a name used once.
+    """Return when process 0 has come here, too; it does not wait for the others. `what` is a name
+    used once.
 
     Goes through the coordinator's key-value store, without a device.
 
@@ -239,24 +283,37 @@ def await_first(what: str, timeout_seconds: float) -> None:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Return if no process has an error; else all raise the same one, of the first that has, with its place and exit code.
+    """Return if no process has an error; else all raise the same one, of the first that has, with
+    its place and exit code.
 
-    For what one process alone finds out: if it raised alone, the others would wait for it in their next step. Where there is
-    but one, its error is raised as it is.
+    For what one process alone finds out: if it raised alone, the others would wait for it in their
+    next step. Where there is but one, its error is raised as it is.
     """
     if jax.process_count() == 1:
         if error:
             raise error
         return
     known = isinstance(error, UserError)
-    code = error.exit_code if known else StorageError.exit_code if isinstance(error, OSError) else UserError.exit_code
+    code = (
+        error.exit_code
+        if known
+        else StorageError.exit_code
+        if isinstance(error, OSError)
+        else UserError.exit_code
+    )
     mend = "" if known else " See its log, then run the same command again."
     text = f"process {jax.process_index()} on {platform.node()}: {'' if known else type(error).__name__ + ': '}{error}{mend}"
-    said = [x for x in gather({"code": code if error else 0, "text": text[:600] if error else ""}, 4096) if x["code"]]
+    said = [
+        x
+        for x in gather({"code": code if error else 0, "text": text[:600] if error else ""}, 4096)
+        if x["code"]
+    ]
     if not said:
         return
     if error and not isinstance(error, UserError | OSError):
         raise error  # a bug of ours: with its traceback
-    together = UserError(said[0]["text"] + (f" ({len(said)} processes have errors.)" if len(said) > 1 else ""))
+    together = UserError(
+        said[0]["text"] + (f" ({len(said)} processes have errors.)" if len(said) > 1 else "")
+    )
     together.exit_code = said[0]["code"]
     raise together from error

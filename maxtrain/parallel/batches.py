@@ -14,17 +14,27 @@ from maxtrain.parallel.sharding import named_sharding
 
 
 class BatchLayout:
-    """Which part of a global batch [batch_size, length] this host reads, and how it becomes global arrays.
+    """Which part of a global batch [batch_size, length] this host reads, and how it becomes global
+    arrays.
 
-    The part comes from the sharding itself, so that uneven rows per host, rows that lie on several hosts and a tensor axis
-    across hosts (the same part on several of them) need no thought elsewhere. `identity` is alike for equal parts.
+    The part comes from the sharding itself, so that uneven rows per host, rows that lie on several
+    hosts and a tensor axis across hosts (the same part on several of them) need no thought
+    elsewhere. `identity` is alike for equal parts.
     """
 
     def __init__(self, mesh: Mesh, batch_size: int, length: int):
         self.shape = (batch_size, length)
-        self.sharding: NamedSharding = named_sharding(mesh, ("activation_batch", "activation_length"), self.shape, "batch")
-        self.by_row: NamedSharding = named_sharding(mesh, ("activation_batch",), self.shape[:1], "batch")
-        indices = [index for index in self.sharding.addressable_devices_indices_map(self.shape).values() if index]
+        self.sharding: NamedSharding = named_sharding(
+            mesh, ("activation_batch", "activation_length"), self.shape, "batch"
+        )
+        self.by_row: NamedSharding = named_sharding(
+            mesh, ("activation_batch",), self.shape[:1], "batch"
+        )
+        indices = [
+            index
+            for index in self.sharding.addressable_devices_indices_map(self.shape).values()
+            if index
+        ]
         rows = np.unique(np.concatenate([np.arange(batch_size)[index[0]] for index in indices]))
         columns = [index[1].indices(length) for index in indices]
         first, end = min(start for start, _, _ in columns), max(stop for _, stop, _ in columns)
@@ -52,16 +62,25 @@ class BatchLayout:
 
 
 def abstract_batch(mesh: Mesh, batch_size: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A global batch as shapes with shardings, for programs that are only compiled; see data_pipeline.loader.Batch."""
-    whole = named_sharding(mesh, ("activation_batch", "activation_length"), (batch_size, length), "batch")
+    """A global batch as shapes with shardings, for programs that are only compiled; see
+    data_pipeline.loader.Batch."""
+    whole = named_sharding(
+        mesh, ("activation_batch", "activation_length"), (batch_size, length), "batch"
+    )
     by_row = named_sharding(mesh, ("activation_batch",), (batch_size,), "batch")
-    names = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {"loss_mask": np.float32}
-    batch = {name: jax.ShapeDtypeStruct((batch_size, length), dtype, sharding=whole) for name, dtype in names.items()}
+    names = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {
+        "loss_mask": np.float32
+    }
+    batch = {
+        name: jax.ShapeDtypeStruct((batch_size, length), dtype, sharding=whole)
+        for name, dtype in names.items()
+    }
     return batch | {"source": jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=by_row)}
 
 
 def prefetch[T](items: Iterable[T], ahead: int) -> Iterator[T]:
-    """The same items, taken `ahead` earlier than they are asked for, so that copies to the device overlap with steps."""
+    """The same items, taken `ahead` earlier than they are asked for, so that copies to the device
+    overlap with steps."""
     waiting: collections.deque[T] = collections.deque()
     failure = None
     try:

@@ -1,8 +1,9 @@
-"""A process's place in its job, as the cluster that started it says: Slurm, Open MPI, Kubernetes, Cloud TPU.
+"""A process's place in its job, as the cluster that started it says: Slurm, Open MPI, Kubernetes,
+Cloud TPU.
 
-JAX finds out most of it (`jax.distributed.initialize` without arguments). It is asked here, not there, for two reasons. What it
-can't find would end in a traceback. And it gives each process one GPU, so a job with one process a host would leave seven of
-eight GPUs idle without a word.
+JAX finds out most of it (`jax.distributed.initialize` without arguments). It is asked here, not
+there, for two reasons. What it can't find would end in a traceback. And it gives each process one
+GPU, so a job with one process a host would leave seven of eight GPUs idle without a word.
 """
 
 import os
@@ -46,7 +47,9 @@ def find_place(connect_seconds: float, with_tpu: bool = True) -> Place | None:
     """
     for cluster in _clusters():
         name = cluster.name or "k8s"
-        if (name in _TPU and not with_tpu) or (name == "k8s" and "JOB_COMPLETION_INDEX" not in os.environ):
+        if (name in _TPU and not with_tpu) or (
+            name == "k8s" and "JOB_COMPLETION_INDEX" not in os.environ
+        ):
             continue
         try:
             if not cluster.opt_in_only_method and cluster.is_env_present():
@@ -73,7 +76,9 @@ def _place(cluster: Any, name: str, connect_seconds: float) -> Place | None:
     if count == 1:
         return None
     port = os.environ.get("JAX_COORDINATOR_PORT")
-    coordinator = cluster.get_coordinator_address(timeout_secs=round(connect_seconds), override_coordinator_port=port)
+    coordinator = cluster.get_coordinator_address(
+        timeout_secs=round(connect_seconds), override_coordinator_port=port
+    )
     index, local_index = int(cluster.get_process_id()), cluster.get_local_process_id()
     if local_index is None or name in _TPU:
         return Place(name, coordinator, count, index)
@@ -81,15 +86,20 @@ def _place(cluster: Any, name: str, connect_seconds: float) -> Place | None:
 
 
 def _local_count(environment: Mapping[str, str]) -> int:
-    """Processes of the job on this host. Slurm writes `2(x3),1` for three hosts with two and one with one."""
+    """Processes of the job on this host. Slurm writes `2(x3),1` for three hosts with two and one
+    with one."""
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
         return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
     host = int(environment["SLURM_NODEID"])
-    for tasks, hosts in re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]):
+    for tasks, hosts in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]
+    ):
         host -= int(hosts or 1)
         if host < 0:
             return int(tasks)
-    raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} has too few hosts")
+    raise ValueError(
+        f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} has too few hosts"
+    )
 
 
 def _require_alone(environment: Mapping[str, str]) -> None:
@@ -107,10 +117,14 @@ def _require_alone(environment: Mapping[str, str]) -> None:
     if environment.get("JOB_COMPLETION_INDEX"):
         rule = f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} (an indexed job of Kubernetes)"
         mend = f"Install `kubernetes`, or set {_KEYS}"
-        raise ConfigError(f"{rule}: jax needs the package `kubernetes` to find its pods. {mend}; or {ALONE}.")
+        raise ConfigError(
+            f"{rule}: jax needs the package `kubernetes` to find its pods. {mend}; or {ALONE}."
+        )
 
 
-def local_gpus(place: Place | None, environment: Mapping[str, str], devices: str = "/dev") -> list[int] | None:
+def local_gpus(
+    place: Place | None, environment: Mapping[str, str], devices: str = "/dev"
+) -> list[int] | None:
     """Which of the GPUs that it sees this process takes; None: all of them.
 
     A process that is alone on its host takes all. Several that see the same GPUs share them evenly.
@@ -122,7 +136,11 @@ def local_gpus(place: Place | None, environment: Mapping[str, str], devices: str
         return None
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     there = len(list(Path(devices).glob("nvidia[0-9]*")))
-    count = there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
+    count = (
+        there
+        if visible is None
+        else min(there, len([name for name in visible.split(",") if name.strip()]))
+    )
     if count <= 1:  # the cluster gives each process its own, or there are none
         return None
     if count % place.local_count:

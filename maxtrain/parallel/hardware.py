@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from data_pipeline.errors import ConfigError
 
-# Dense bf16 TFLOP/s of one device as jax counts devices, from the makers' data sheets (no sparsity). First match counts.
+# Dense bf16 TFLOP/s of one device as jax counts devices, from the makers' data sheets (no
+# sparsity). First match counts.
 PEAK_TFLOPS = (
     ("gb200", 2500.0),
     ("b200", 2250.0),
@@ -32,12 +33,14 @@ _MOST_MEASUREMENTS = 4  # of a CPU's peak in one run, 0.3 s each
 
 
 def compiler_options(platform: str) -> dict[str, int]:
-    """What the large programs are compiled with: CPUs with 512-bit vectors use them only if told to (a tenth of a step)."""
+    """What the large programs are compiled with: CPUs with 512-bit vectors use them only if told to
+    (a tenth of a step)."""
     return {"xla_cpu_prefer_vector_width": 512} if platform == "cpu" else {}
 
 
 def peak_flops(device: Any, dtype: str) -> float:
-    """FLOP/s that one device can reach in matrix products: from the table, or measured with inputs of `dtype` on a CPU.
+    """FLOP/s that one device can reach in matrix products: from the table, or measured with inputs
+    of `dtype` on a CPU.
 
     Raises:
         ConfigError: an accelerator that the table doesn't know.
@@ -48,7 +51,9 @@ def peak_flops(device: Any, dtype: str) -> float:
     for name, tflops in PEAK_TFLOPS:
         if name in kind:
             return tflops * 1e12
-    raise ConfigError(f"observe.peak_tflops=null: no peak is known for {device.device_kind!r}. Set it from the data sheet.")
+    raise ConfigError(
+        f"observe.peak_tflops=null: no peak is known for {device.device_kind!r}. Set it from the data sheet."
+    )
 
 
 class Peak:
@@ -72,7 +77,8 @@ class Peak:
     def share(self, flops: float) -> float | None:
         """Which share of the peak these FLOP/s of one device are.
 
-        More than a measured peak means that it was measured while the machine was busy: it is measured again. None: still more.
+        More than a measured peak means that it was measured while the machine was busy: it is
+        measured again. None: still more.
         """
         while self._is_measured and flops > self._flops and self._measurements < _MOST_MEASUREMENTS:
             self._measurements += 1
@@ -83,10 +89,15 @@ class Peak:
 
 
 def measure_matmul(dtype: str, seconds: float = 0.3) -> float:
-    """FLOP/s of this machine in the best of several 4096 x 512 x 1376 products with float32 accumulation."""
+    """FLOP/s of this machine in the best of several 4096 x 512 x 1376 products with float32
+    accumulation."""
     m, k, n = 4096, 512, 1376
     a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
-    dot = jax.jit(lambda a, b: jnp.einsum("mk,kn->mn", a, b, precision="highest", preferred_element_type=jnp.float32))
+    dot = jax.jit(
+        lambda a, b: jnp.einsum(
+            "mk,kn->mn", a, b, precision="highest", preferred_element_type=jnp.float32
+        )
+    )
     dot(a, b).block_until_ready()
     best, end = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < end:

@@ -9,17 +9,23 @@ from jax.sharding import AxisType, Mesh
 
 from maxtrain.config.schema import MeshConfig
 
-# Outer to inner. Only three of them can be asked for today; the others have size 1, so that rules and checkpoints need no
-# change when they come.
+# Outer to inner. Only three of them can be asked for today; the others have size 1, so that rules
+# and checkpoints need no change when they come.
 AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over `devices`, or all devices of all processes, neighbours in `tensor` closest; GSPMD (Auto) axes.
+    """A mesh over `devices`, or all devices of all processes, neighbours in `tensor` closest; GSPMD
+    (Auto) axes.
 
     The config's -1 is already filled in, see config.checks.fit_to_devices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = tuple({"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}.get(axis, 1) for axis in AXES)
-    assert math.prod(shape) == len(devices), f"{shape} of {len(devices)} devices"  # jax would leave some of them idle
+    shape = tuple(
+        {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}.get(axis, 1)
+        for axis in AXES
+    )
+    assert math.prod(shape) == len(devices), (
+        f"{shape} of {len(devices)} devices"
+    )  # jax would leave some of them idle
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

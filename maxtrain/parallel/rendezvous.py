@@ -1,9 +1,11 @@
-"""Before jax connects the processes of a job: who is there, who is missing, and whether they mean the same job.
+"""Before jax connects the processes of a job: who is there, who is missing, and whether they mean
+the same job.
 
-What jax finds wrong there ends a process with pages of C++ and no word about which one is meant; and a process too many takes
-the place of the one of its number in a job that is running. So they meet at the coordinator's address first, before its
-service starts there: each tells process 0 which one of how many it is, and waits for the verdict. Two short messages a
-process, once a launch; process 0 holds a socket for each meanwhile.
+What jax finds wrong there ends a process with pages of C++ and no word about which one is meant;
+and a process too many takes the place of the one of its number in a job that is running. So they
+meet at the coordinator's address first, before its service starts there: each tells process 0 which
+one of how many it is, and waits for the verdict. Two short messages a process, once a launch;
+process 0 holds a socket for each meanwhile.
 """
 
 import contextlib
@@ -24,11 +26,17 @@ _NEWS = 30.0  # seconds between two lines about who is missing
 
 
 def meet(
-    address: str, count: int, index: int, seconds: float, suffices: Callable[[int], bool] = lambda count: False
+    address: str,
+    count: int,
+    index: int,
+    seconds: float,
+    suffices: Callable[[int], bool] = lambda count: False,
 ) -> tuple[int, int]:
-    """How many processes the job goes on with, and which of them this one is, once all that come are here.
+    """How many processes the job goes on with, and which of them this one is, once all that come
+    are here.
 
-    Those that are, in their order, if some do not come; process 0 must. Otherwise all raise the same error.
+    Those that are, in their order, if some do not come; process 0 must. Otherwise all raise the
+    same error.
 
     Args:
         address: host:port of process 0.
@@ -42,7 +50,9 @@ def meet(
         TryAgainError: some did not come; the port is taken; or process 0 is not there.
     """
     if not 0 <= index < count:
-        raise ConfigError(f"mesh.process_id={index} must be less than mesh.num_processes={count}. It counts from 0.")
+        raise ConfigError(
+            f"mesh.process_id={index} must be less than mesh.num_processes={count}. It counts from 0."
+        )
     host, _, port = address.rpartition(":")
     me = {"index": index, "count": count, "who": f"{os.getpid()} on {platform.node()}"}
     if index == 0:
@@ -50,13 +60,21 @@ def meet(
     return _report(address, (host.strip("[]"), int(port)), me, time.monotonic() + seconds)
 
 
-def _receive(address: str, port: int, me: dict[str, Any], deadline: float, suffices: Callable[[int], bool]) -> int:
+def _receive(
+    address: str, port: int, me: dict[str, Any], deadline: float, suffices: Callable[[int], bool]
+) -> int:
     """Process 0: hears all others, and gives all the same verdict; how many it is for."""
     try:
-        everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        everywhere = (
+            {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            if socket.has_dualstack_ipv6()
+            else {}
+        )
         listener = socket.create_server(("", port), backlog=4096, **everywhere)
     except OSError as error:
-        rule = f"process 0 on {platform.node()} can't listen there ({os.strerror(error.errno or 0)})"
+        rule = (
+            f"process 0 on {platform.node()} can't listen there ({os.strerror(error.errno or 0)})"
+        )
         mend = "End what uses that port, perhaps an earlier attempt or a second process 0, or set another one"
         raise TryAgainError(f"mesh.coordinator={address}: {rule}. {mend}, {_AGAIN}.") from error
     guests: dict[int, tuple[str, socket.socket]] = {}
@@ -66,22 +84,31 @@ def _receive(address: str, port: int, me: dict[str, Any], deadline: float, suffi
         while not error and (missing := _missing(guests, me["count"])):
             left = deadline - time.monotonic()
             if left <= 0 and (count := _enough(guests, suffices)):
-                _tell(f"{_names(missing)} did not come in time; goes on with {count} of {me['count']}")
+                _tell(
+                    f"{_names(missing)} did not come in time; goes on with {count} of {me['count']}"
+                )
                 break
             if left <= 0:
                 rule = f"{_names(missing)} did not come in time; {me['count']} are expected"
-                error = TryAgainError(f"mesh.coordinator={address}: {rule}. See their logs, {_AGAIN}.")
+                error = TryAgainError(
+                    f"mesh.coordinator={address}: {rule}. See their logs, {_AGAIN}."
+                )
             elif time.monotonic() >= news:
                 _tell(f"waiting for {_names(missing)} of {me['count']}, {left:.0f} s more")
                 news += _NEWS
             listener.settimeout(min(max(left, 0.01), _NEWS, 1.0))
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # nobody, or one that is none of ours
+            with contextlib.suppress(
+                OSError, ValueError, KeyError, TypeError
+            ):  # nobody, or one that is none of ours
                 guest = held.enter_context(listener.accept()[0])
                 guest.settimeout(5)
                 said = json.loads(guest.makefile("rb").readline(4096))
                 index, count_there, who = int(said["index"]), int(said["count"]), str(said["who"])
                 error = error or _misfit(address, index, count_there, who, me, guests)
-                guests[-len(guests) - 1 if error else index] = who, guest  # one that does not fit is told so as well
+                guests[-len(guests) - 1 if error else index] = (
+                    who,
+                    guest,
+                )  # one that does not fit is told so as well
         count = count or me["count"]
         for place, index in enumerate(sorted(guests), 1):
             verdict = {"code": 0, "count": count, "index": place}
@@ -91,7 +118,10 @@ def _receive(address: str, port: int, me: dict[str, Any], deadline: float, suffi
                 verdict = {"code": why.exit_code, "text": str(why)}
             with contextlib.suppress(OSError):
                 guests[index][1].sendall(json.dumps(verdict).encode() + b"\n")
-        for _, guest in guests.values():  # they hang up first: whoever does keeps the port taken for a while
+        for (
+            _,
+            guest,
+        ) in guests.values():  # they hang up first: whoever does keeps the port taken for a while
             with contextlib.suppress(OSError):
                 guest.recv(1)
     if error:
@@ -106,7 +136,8 @@ def _enough(guests: dict[int, tuple[str, socket.socket]], suffices: Callable[[in
 
 
 def _missing(guests: dict[int, tuple[str, socket.socket]], count: int) -> list[int]:
-    """Who has not come; those who have gone again, which is looked at when nobody else is missing, have not."""
+    """Who has not come; those who have gone again, which is looked at when nobody else is missing,
+    have not."""
     if len(guests) == count - 1:
         _forget_gone(guests)
     return [process for process in range(1, count) if process not in guests]
@@ -130,20 +161,32 @@ def _has_gone(guest: socket.socket) -> bool:
 
 
 def _misfit(
-    address: str, index: int, count: int, who: str, me: dict[str, Any], guests: dict[int, tuple[str, socket.socket]]
+    address: str,
+    index: int,
+    count: int,
+    who: str,
+    me: dict[str, Any],
+    guests: dict[int, tuple[str, socket.socket]],
 ) -> UserError | None:
     """What is wrong with one that came."""
     if count != me["count"]:
         rule = f"process {index} ({who}) is one of {count}, and process 0 ({me['who']}) one of {me['count']}"
-        return ConfigError(f"mesh.num_processes: {rule}. Give all processes at mesh.coordinator={address} the same number.")
+        return ConfigError(
+            f"mesh.num_processes: {rule}. Give all processes at mesh.coordinator={address} the same number."
+        )
     if index in guests and not _has_gone(guests[index][1]):
         rule = f"process {index} is there twice: {guests[index][0]}, and {who}"
-        return ConfigError(f"mesh.process_id: {rule}. Give each process at mesh.coordinator={address} a number of its own.")
+        return ConfigError(
+            f"mesh.process_id: {rule}. Give each process at mesh.coordinator={address} a number of its own."
+        )
     return None
 
 
-def _report(address: str, place: tuple[str, int], me: dict[str, Any], deadline: float) -> tuple[int, int]:
-    """The others: tell process 0 who they are, until it is there, and wait for its verdict: of how many it is which one."""
+def _report(
+    address: str, place: tuple[str, int], me: dict[str, Any], deadline: float
+) -> tuple[int, int]:
+    """The others: tell process 0 who they are, until it is there, and wait for its verdict: of how
+    many it is which one."""
     verdict, why, news = None, "nobody answers", time.monotonic() + _NEWS
     while verdict is None and (left := deadline - time.monotonic()) > 0:
         try:
@@ -165,8 +208,12 @@ def _report(address: str, place: tuple[str, int], me: dict[str, Any], deadline: 
                 _tell(f"waiting for process 0 at {address} ({why}), {left:.0f} s more")
                 news += _NEWS
     if verdict is None:
-        rule = f"process 0 did not come in time for process {me['index']} on {platform.node()} ({why})"
-        raise TryAgainError(f"mesh.coordinator={address}: {rule}. See its log and that address, {_AGAIN}.")
+        rule = (
+            f"process 0 did not come in time for process {me['index']} on {platform.node()} ({why})"
+        )
+        raise TryAgainError(
+            f"mesh.coordinator={address}: {rule}. See its log and that address, {_AGAIN}."
+        )
     if verdict["code"]:
         error = UserError(verdict["text"])
         error.exit_code = verdict["code"]

@@ -1,7 +1,8 @@
 """From the names of an array's dims to the mesh axes that they are split over: one table, checked.
 
-Modules name their dims with logical axes; only this file knows which mesh axis that is. Outside a mesh
-(`jax.set_mesh`) nothing is constrained, so that the same code runs in a notebook on one device.
+Modules name their dims with logical axes; only this file knows which mesh axis that is. Outside a
+mesh (`jax.set_mesh`) nothing is constrained, so that the same code runs in a notebook on one
+device.
 """
 
 import math
@@ -31,7 +32,10 @@ RULES: dict[str, tuple[str, ...]] = {
 
 
 def partition_spec(
-    axes: Axes, mesh_shape: Mapping[str, int], shape: tuple[int, ...] | None = None, name: str = "array"
+    axes: Axes,
+    mesh_shape: Mapping[str, int],
+    shape: tuple[int, ...] | None = None,
+    name: str = "array",
 ) -> PartitionSpec:
     """The PartitionSpec of an array whose dims have these logical names.
 
@@ -42,14 +46,17 @@ def partition_spec(
         name: what to call the array in a message.
 
     Raises:
-        ConfigError: an unknown name; two dims on the same mesh axis; a dim that its mesh axes don't divide.
+        ConfigError: an unknown name; two dims on the same mesh axis; a dim that its mesh axes don't
+            divide.
     """
     spec: list[Any] = []
     used: dict[str, str | None] = {}
     problems = []
     for i, axis in enumerate(axes):
         if axis is not None and axis not in RULES:
-            raise ConfigError(f"{name}: unknown logical axis {axis!r}. Use one of {', '.join(sorted(RULES))}.")
+            raise ConfigError(
+                f"{name}: unknown logical axis {axis!r}. Use one of {', '.join(sorted(RULES))}."
+            )
         split = tuple(m for m in RULES.get(axis or "", ()) if mesh_shape.get(m, 1) > 1)
         for m in split:
             if m in used:
@@ -71,12 +78,18 @@ def partition_spec(
 
 
 def spread(sharding: NamedSharding, shape: tuple[int, ...], axis: str = "data") -> NamedSharding:
-    """The sharding with one dim split over one more mesh axis: the largest part that the axis divides, else it is unchanged.
+    """The sharding with one dim split over one more mesh axis: the largest part that the axis
+    divides, else it is unchanged.
 
     The first dim of several, stacked over layers, is the last choice: layers are used one by one.
     """
-    parts, spec = sharding.mesh.shape[axis], [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    names = [() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    parts, spec = (
+        sharding.mesh.shape[axis],
+        [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))],
+    )
+    names = [
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec
+    ]
     local = sharding.shard_shape(shape)
     fits = [i for i, size in enumerate(local) if size % parts == 0]
     if parts == 1 or not fits or any(axis in used for used in names):
@@ -87,7 +100,8 @@ def spread(sharding: NamedSharding, shape: tuple[int, ...], axis: str = "data") 
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Fixes how an intermediate array is split, by the logical names of its dims; does nothing outside a mesh."""
+    """Fixes how an intermediate array is split, by the logical names of its dims; does nothing
+    outside a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
@@ -100,6 +114,8 @@ def batch_shards() -> int:
     return math.prod(shape.get(m, 1) for m in RULES["activation_batch"])
 
 
-def named_sharding(mesh: Mesh, axes: Axes, shape: tuple[int, ...] | None = None, name: str = "array") -> NamedSharding:
+def named_sharding(
+    mesh: Mesh, axes: Axes, shape: tuple[int, ...] | None = None, name: str = "array"
+) -> NamedSharding:
     """The sharding of an array on a real mesh; raises like `partition_spec`."""
     return NamedSharding(mesh, partition_spec(axes, mesh.shape, shape, name))

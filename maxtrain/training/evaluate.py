@@ -18,21 +18,31 @@ EvalStep = Callable[[nnx.State, Batch], Sum]
 def make_eval_step(graphdef: nnx.GraphDef, objective: Objective) -> EvalStep:
     """Jitted (params, batch) -> Sum."""
     options = compiler_options(jax.default_backend())
-    return jax.jit(lambda params, batch: objective.nll(nnx.merge(graphdef, params), batch), compiler_options=options)
+    return jax.jit(
+        lambda params, batch: objective.nll(nnx.merge(graphdef, params), batch),
+        compiler_options=options,
+    )
 
 
 def evaluate(
-    step: EvalStep, params: nnx.State, batches: Iterable[Batch], num_tokens: int | None, text_bytes: int
+    step: EvalStep,
+    params: nnx.State,
+    batches: Iterable[Batch],
+    num_tokens: int | None,
+    text_bytes: int,
 ) -> dict[str, Any]:
     """Negative log-likelihood over all batches.
 
     Args:
-        step, params, batches: of `make_eval_step`, of the model, and global arrays, in which rows of padding have no weight.
-        num_tokens: targets of the whole set, which must be what was evaluated; None if only part of it is read.
+        step, params, batches: of `make_eval_step`, of the model, and global arrays, in which rows
+        of padding have no weight.
+        num_tokens: targets of the whole set, which must be what was evaluated; None if only part of
+            it is read.
         text_bytes: UTF-8 bytes of the text of the whole set; 0: some of it is no target.
 
     Returns:
-        nll (nats per target), perplexity, tokens (evaluated), and bits_per_byte if the whole set was read.
+        nll (nats per target), perplexity, tokens (evaluated), and bits_per_byte if the whole set
+        was read.
 
     Raises:
         DataError: the whole set was meant and another number of targets came.
@@ -40,9 +50,14 @@ def evaluate(
     sums: list[Sum] = []
     for batch in batches:
         sums.append(step(params, batch))
-        jax.block_until_ready(sums[-_AHEAD:][0])  # else all batches of a large set would be on the device at once
+        jax.block_until_ready(
+            sums[-_AHEAD:][0]
+        )  # else all batches of a large set would be on the device at once
     sums = jax.device_get(sums)
-    total, weight = math.fsum(float(s.total) for s in sums), math.fsum(float(s.weight) for s in sums)
+    total, weight = (
+        math.fsum(float(s.total) for s in sums),
+        math.fsum(float(s.weight) for s in sums),
+    )
     if num_tokens is not None and weight != num_tokens:
         raise DataError(
             f"the evaluation read {weight:,.0f} targets, but its manifest has {num_tokens:,}. Run `prepare verify` on the set."

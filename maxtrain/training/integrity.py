@@ -1,7 +1,9 @@
-"""Wrong arithmetic or memory that no device reports: copies of an array that differ, and a step that does not repeat.
+"""Wrong arithmetic or memory that no device reports: copies of an array that differ, and a step
+that does not repeat.
 
-Every device digests its own part of every array. What several devices hold a copy of must be the same on all of them, and the
-same step, made twice from the same state, must give the same bits on each.
+Every device digests its own part of every array. What several devices hold a copy of must be the
+same on all of them, and the same step, made twice from the same state, must give the same bits on
+each.
 """
 
 import functools
@@ -35,12 +37,21 @@ class Integrity:
     def __init__(self, config: IntegrityConfig, mesh: Mesh):
         self._config, self._mesh = config, mesh
 
-    def repeat(self, step: int, program: Callable[..., Any], state: PyTree, batch: PyTree) -> np.ndarray | None:
-        """If it is time: what the step that ends as number `step` makes of a copy of this state; for `check`."""
+    def repeat(
+        self, step: int, program: Callable[..., Any], state: PyTree, batch: PyTree
+    ) -> np.ndarray | None:
+        """If it is time: what the step that ends as number `step` makes of a copy of this state;
+        for `check`."""
         interval = self._config.repeat_interval
-        return device_digests(program(_copy(state), batch)[0]) if interval and step % interval == 0 else None
+        return (
+            device_digests(program(_copy(state), batch)[0])
+            if interval and step % interval == 0
+            else None
+        )
 
-    def check(self, step: int, state: PyTree, repeated: np.ndarray | None = None, save: bool = False) -> None:
+    def check(
+        self, step: int, state: PyTree, repeated: np.ndarray | None = None, save: bool = False
+    ) -> None:
         """Looks at the state after a step, if it is time, or if it is about to be saved.
 
         Raises:
@@ -62,33 +73,51 @@ class Integrity:
             lines = [f"\n  * {what} on {_place(device, hosts)}" for what, device in found[:_MOST]]
             more = f"\n  * and {len(found) - _MOST:,} more" if len(found) > _MOST else ""
             mend = "Run the same command again: it goes on from the last checkpoint. If a device is named again, take it out"
-            raise TryAgainError(f"{rule}: wrong arithmetic or memory.{''.join(lines)}{more}\nNothing of it is saved. {mend}.")
+            raise TryAgainError(
+                f"{rule}: wrong arithmetic or memory.{''.join(lines)}{more}\nNothing of it is saved. {mend}."
+            )
 
 
 def device_digests(tree: PyTree[Array]) -> np.ndarray:
-    """The digest of each device's own part of each leaf: uint32 [devices, leaves, 2], in the order of their mesh."""
+    """The digest of each device's own part of each leaf: uint32 [devices, leaves, 2], in the order
+    of their mesh."""
     leaves = jax.tree.leaves(tree)
-    return np.asarray(_program(leaves[0].sharding.mesh, tuple(leaf.sharding.spec for leaf in leaves))(leaves))
+    return np.asarray(
+        _program(leaves[0].sharding.mesh, tuple(leaf.sharding.spec for leaf in leaves))(leaves)
+    )
 
 
 def differing_copies(tree: PyTree[Array], words: np.ndarray) -> list[tuple[str, Any]]:
-    """Name and device of each copy of a part of a leaf that is not what most copies are; if there is no most, of all."""
+    """Name and device of each copy of a part of a leaf that is not what most copies are; if there
+    is no most, of all."""
     leaves, found = jax.tree.leaves(tree), []
     for number, (name, leaf) in enumerate(zip(leaf_names(tree), leaves, strict=True)):
-        parts, places = defaultdict[str, list[tuple[Any, tuple[int, ...]]]](list), leaf.sharding.devices_indices_map(leaf.shape)
-        for device, said in zip(leaf.sharding.mesh.devices.flat, words[:, number].tolist(), strict=True):
+        parts, places = (
+            defaultdict[str, list[tuple[Any, tuple[int, ...]]]](list),
+            leaf.sharding.devices_indices_map(leaf.shape),
+        )
+        for device, said in zip(
+            leaf.sharding.mesh.devices.flat, words[:, number].tolist(), strict=True
+        ):
             parts[str(places[device])].append((device, tuple(said)))
         for copies in parts.values():
             ((usual, count), *_) = Counter(said for _, said in copies).most_common()
             clear = 2 * count > len(copies)
-            found += [(name, device) for device, said in copies if count < len(copies) and (said != usual or not clear)]
+            found += [
+                (name, device)
+                for device, said in copies
+                if count < len(copies) and (said != usual or not clear)
+            ]
     return found
 
 
 def unrepeated(tree: PyTree[Array], first: np.ndarray, second: np.ndarray) -> list[tuple[str, Any]]:
     """Name and device of each part of a leaf that has two digests."""
     names, devices = leaf_names(tree), [*jax.tree.leaves(tree)[0].sharding.mesh.devices.flat]
-    return [(names[leaf], devices[device]) for device, leaf in np.argwhere((first != second).any(-1)).tolist()]
+    return [
+        (names[leaf], devices[device])
+        for device, leaf in np.argwhere((first != second).any(-1)).tolist()
+    ]
 
 
 def _place(device: Any, hosts: Sequence[str]) -> str:
@@ -100,9 +129,19 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped
     def own(leaves: list[Array]) -> Array:
         return jnp.stack([digest(leaf) for leaf in leaves])[None]
 
-    apart = jax.shard_map(own, mesh=mesh, in_specs=([*specs],), out_specs=PartitionSpec(mesh.axis_names), check_vma=False)
+    apart = jax.shard_map(
+        own,
+        mesh=mesh,
+        in_specs=([*specs],),
+        out_specs=PartitionSpec(mesh.axis_names),
+        check_vma=False,
+    )
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(apart, out_shardings=everywhere, compiler_options=compiler_options(mesh.devices.flat[0].platform))
+    return jax.jit(
+        apart,
+        out_shardings=everywhere,
+        compiler_options=compiler_options(mesh.devices.flat[0].platform),
+    )
 
 
 @jax.jit

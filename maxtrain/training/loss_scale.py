@@ -1,9 +1,12 @@
-"""Loss scaling: gradients that float16 would round to 0 are multiplied on their way back, and divided again in float32.
+"""Loss scaling: gradients that float16 would round to 0 are multiplied on their way back, and
+divided again in float32.
 
-The scale multiplies the loss. If anything overflows, the step is skipped on all devices alike; when that has happened
-`hysteresis` times since the scale last grew or was lowered, it is lowered, and after `window` finite steps in a row it grows.
+The scale multiplies the loss. If anything overflows, the step is skipped on all devices alike; when
+that has happened `hysteresis` times since the scale last grew or was lowered, it is lowered, and
+after `window` finite steps in a row it grows.
 
-Source: Micikevicius et al., https://arxiv.org/abs/1710.03740, section 3.2; the hysteresis is Megatron-LM's.
+Source: Micikevicius et al., https://arxiv.org/abs/1710.03740, section 3.2; the hysteresis is
+    Megatron-LM's.
 """
 
 import dataclasses
@@ -24,14 +27,17 @@ class LossScale(NamedTuple):
 
 
 def resolve(config: LossScaleConfig, compute: str) -> LossScaleConfig | None:
-    """The config with `auto` decided: dynamic for float16, whose smallest number is 6e-8. None: the loss is not scaled."""
+    """The config with `auto` decided: dynamic for float16, whose smallest number is 6e-8. None: the
+    loss is not scaled."""
     mode = config.mode if config.mode != "auto" else "dynamic" if compute == "float16" else "none"
     return None if mode == "none" else dataclasses.replace(config, mode=mode)
 
 
 def initial(config: LossScaleConfig | None) -> LossScale | None:
     """The scale of a new run, of a resolved config."""
-    return config and LossScale(jnp.float32(config.initial), jnp.int32(0), jnp.int32(config.hysteresis))
+    return config and LossScale(
+        jnp.float32(config.initial), jnp.int32(0), jnp.int32(config.hysteresis)
+    )
 
 
 def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:
@@ -52,9 +58,13 @@ def at_its_end(state: LossScale, config: LossScaleConfig) -> Bool[Array, ""]:
 
 
 def after_step(
-    state: LossScale | None, finite: Bool[Array, ""], loss_finite: Bool[Array, ""], config: LossScaleConfig | None
+    state: LossScale | None,
+    finite: Bool[Array, ""],
+    loss_finite: Bool[Array, ""],
+    config: LossScaleConfig | None,
 ) -> tuple[LossScale | None, Bool[Array, ""]]:
-    """The scale after a step, and whether the step is lost: not finite, and a lower scale would not mend that."""
+    """The scale after a step, and whether the step is lost: not finite, and a lower scale would not
+    mend that."""
     if state is None or config is None:
         return None, ~finite
     return advance(state, finite, config), ~finite & (at_its_end(state, config) | ~loss_finite)

@@ -1,4 +1,5 @@
-"""The learning rate of each update: warm-up, then the pieces of the schedule, up to the plan's number of steps.
+"""The learning rate of each update: warm-up, then the pieces of the schedule, up to the plan's
+number of steps.
 
 Updates are counted by the optimizer's state, so that a skipped step uses up nothing.
 """
@@ -15,7 +16,8 @@ from maxtrain.config.schema import ScheduleConfig
 
 
 class _Piece(NamedTuple):
-    """Updates in a row whose rate goes from `start`, with the first of them, to `end`, with the last."""
+    """Updates in a row whose rate goes from `start`, with the first of them, to `end`, with the
+    last."""
 
     name: str
     length: int  # updates
@@ -28,8 +30,8 @@ class _Piece(NamedTuple):
 def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
     """Learning rate of the update with index 0 ... num_steps - 1.
 
-    Warm-up goes in equal parts from peak / warmup_steps to the peak. With s of n updates done since then and low the
-    `lowest_rate`, which the last update has:
+    Warm-up goes in equal parts from peak / warmup_steps to the peak. With s of n updates done since
+    then and low the `lowest_rate`, which the last update has:
 
         constant       peak
         linear         low + (peak - low) (1 - s / (n - 1))
@@ -69,7 +71,14 @@ def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]
     borders, pieces, last = piece_borders(config, num_steps), [], 1.0
     for piece, first, end in zip(config.pieces, borders, borders[1:]):
         start = last if piece.start is None else piece.start
-        made = _Piece(piece.name, end - first, peak * start, peak * piece.end, piece.power, config.timescale or max(1, first))
+        made = _Piece(
+            piece.name,
+            end - first,
+            peak * start,
+            peak * piece.end,
+            piece.power,
+            config.timescale or max(1, first),
+        )
         pieces.append(made)
         last = float(np.asarray(_curve(made)(end - first - 1))) / peak
     return pieces
@@ -83,13 +92,19 @@ def _curve(piece: _Piece) -> optax.Schedule:
     if piece.name == "exponential":
         if min(start, end) <= 0:
             mend = "Set schedule.min_lr_ratio, or `start` and `end` of the piece, to more than 0"
-            raise ConfigError(f"schedule: an exponential curve goes from {start} to {end}, but neither may be 0. {mend}.")
+            raise ConfigError(
+                f"schedule: an exponential curve goes from {start} to {end}, but neither may be 0. {mend}."
+            )
         return optax.exponential_decay(start, span, end / start)
     if piece.name == "inverse_sqrt":
-        return lambda s: jnp.maximum(end, start * jnp.sqrt(piece.timescale / (piece.timescale + jnp.maximum(s, 0))))
+        return lambda s: jnp.maximum(
+            end, start * jnp.sqrt(piece.timescale / (piece.timescale + jnp.maximum(s, 0)))
+        )
     if piece.name == "cosine" and start:
         return optax.cosine_decay_schedule(start, span, alpha=end / start)
     if piece.name == "cosine":  # optax's is a multiple of its start
         down = optax.cosine_decay_schedule(end, span)
         return lambda s: end - down(s)
-    return optax.polynomial_schedule(start, end, piece.power if piece.name == "polynomial" else 1.0, span)
+    return optax.polynomial_schedule(
+        start, end, piece.power if piece.name == "polynomial" else 1.0, span
+    )

@@ -1,4 +1,5 @@
-"""Everything that training changes, as one pytree of global arrays; made in place on the mesh, or described abstractly.
+"""Everything that training changes, as one pytree of global arrays; made in place on the mesh, or
+described abstractly.
 
 Parameter counts, checkpoints and imported weights all read the same abstract tree.
 """
@@ -27,26 +28,35 @@ class TrainState(NamedTuple):
     opt_state: PyTree
     step: Int[Array, ""]  # finished steps, whether they changed anything or not
     skipped: Int[Array, ""]  # steps of these that changed nothing: without a target, or rejected
-    skipped_in_row: Int[Array, ""]  # non-finite steps in a row, up to now, that no lower loss scale would have mended
+    skipped_in_row: Int[
+        Array, ""
+    ]  # non-finite steps in a row, up to now, that no lower loss scale would have mended
     watch: Watch
     loss_scale: LossScale | None = None
 
 
 def _shard(tree: Any, mesh: Mesh) -> Any:
-    """The tree with a sharding on every abstract leaf: a parameter's, and its optimizer state's, from its logical axes."""
+    """The tree with a sharding on every abstract leaf: a parameter's, and its optimizer state's,
+    from its logical axes."""
 
     def place(path: Any, x: Any) -> Any:
         if not isinstance(x, nnx.Variable):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named_sharding(mesh, (None,) * x.ndim))
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=named_sharding(mesh, (None,) * x.ndim)
+            )
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         value = x.get_value()
         sharding = named_sharding(mesh, logical_axes(x), value.shape, name)
         return x.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
-    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree_util.tree_map_with_path(
+        place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
+    )
 
 
-def abstract_model(model: ModelConfig, precision: PrecisionConfig, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_model(
+    model: ModelConfig, precision: PrecisionConfig, mesh: Mesh
+) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's structure, and its parameters as shapes with shardings.
 
     Raises:
@@ -70,17 +80,32 @@ def zero_summary(abstract: TrainState, zero: int) -> str:
     """What ZeRO splits, in words: bytes on a device, and of these, what can't be divided."""
 
     def size(tree: PyTree, whole_only: bool = False) -> float:
-        leaves = [x for x in jax.tree.leaves(tree) if not whole_only or "data" not in jax.tree.leaves(tuple(x.sharding.spec))]
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / 1e6
+        leaves = [
+            x
+            for x in jax.tree.leaves(tree)
+            if not whole_only or "data" not in jax.tree.leaves(tuple(x.sharding.spec))
+        ]
+        return (
+            sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / 1e6
+        )
 
-    split = {"optimizer state": abstract.opt_state} | ({"parameters": abstract.params} if zero == 3 else {})
-    parts = [f"{name} {size(tree):,.3f} MB a device, {size(tree, True):,.3f} of it not divided" for name, tree in split.items()]
+    split = {"optimizer state": abstract.opt_state} | (
+        {"parameters": abstract.params} if zero == 3 else {}
+    )
+    parts = [
+        f"{name} {size(tree):,.3f} MB a device, {size(tree, True):,.3f} of it not divided"
+        for name, tree in split.items()
+    ]
     return f"zero {zero}: {', '.join(parts)}"
 
 
-def _init(params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None) -> TrainState:
+def _init(
+    params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None
+) -> TrainState:
     step, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return TrainState(params, optimizer.init(params), step, skipped, in_row, new_watch(), initial(loss_scale))
+    return TrainState(
+        params, optimizer.init(params), step, skipped, in_row, new_watch(), initial(loss_scale)
+    )
 
 
 def abstract_state(
@@ -92,9 +117,12 @@ def abstract_state(
 ) -> TrainState:
     """The state as shapes with shardings, from abstract parameters; `loss_scale` is a resolved one.
 
-    `zero`: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters, too.
+    `zero`: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters,
+        too.
     """
-    state: TrainState = _shard(jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params), mesh)
+    state: TrainState = _shard(
+        jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params), mesh
+    )
     if zero >= 1:
         state = state._replace(opt_state=spread_tree(state.opt_state))
     return state._replace(params=spread_tree(state.params)) if zero == 3 else state
@@ -114,7 +142,8 @@ def create_state(
     loss_scale: LossScaleConfig | None = None,
     init: InitConfig | None = None,
 ) -> TrainState:
-    """Random parameters and a fresh optimizer, each array made where it lives; the same bits on every mesh."""
+    """Random parameters and a fresh optimizer, each array made where it lives; the same bits on
+    every mesh."""
 
     def create(key: Array) -> TrainState:
         return _init(nnx.state(build_model(model, precision, key, init)), optimizer, loss_scale)
@@ -123,7 +152,14 @@ def create_state(
 
 
 def state_from_params(
-    abstract: TrainState, params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None = None
+    abstract: TrainState,
+    params: nnx.State,
+    optimizer: optax.GradientTransformation,
+    loss_scale: LossScaleConfig | None = None,
 ) -> TrainState:
     """Given parameters (donated) and a fresh optimizer."""
-    return jax.jit(lambda p: _init(p, optimizer, loss_scale), out_shardings=shardings(abstract), donate_argnums=0)(params)
+    return jax.jit(
+        lambda p: _init(p, optimizer, loss_scale),
+        out_shardings=shardings(abstract),
+        donate_argnums=0,
+    )(params)

@@ -1,9 +1,11 @@
 """One optimizer step as a pure, donated, jitted function of (state, batch).
 
-What each term of the loss is divided by is counted over all micro-batches before the first gradient, so that each token
-weighs the same however the batch is split. Whether the update is applied is decided on the device: a step with a non-finite
-loss, gradient or result, without any target, or with an anomaly that says so (see `watch.py`), leaves parameters, optimizer
-state and schedule bit for bit as they were. That the result is finite costs one more pass over parameters and optimizer state.
+What each term of the loss is divided by is counted over all micro-batches before the first
+gradient, so that each token weighs the same however the batch is split. Whether the update is
+applied is decided on the device: a step with a non-finite loss, gradient or result, without any
+target, or with an anomaly that says so (see `watch.py`), leaves parameters, optimizer state and
+schedule bit for bit as they were. That the result is finite costs one more pass over parameters and
+optimizer state.
 """
 
 import jax
@@ -39,9 +41,10 @@ def gradients(
 ) -> tuple[Result, nnx.State]:
     """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
 
-    `scales` are the objective's, for the whole batch. `accumulation`, the number of micro-batches, divides B; row r goes to
-    micro-batch r mod accumulation, so that no row leaves its device. Their gradients are summed up in `dtype`.
-    `places` are shardings of gradients, while they are summed up and after; None: those that XLA finds best.
+    `scales` are the objective's, for the whole batch. `accumulation`, the number of micro-batches,
+    divides B; row r goes to micro-batch r mod accumulation, so that no row leaves its device. Their
+    gradients are summed up in `dtype`. `places` are shardings of gradients, while they are summed
+    up and after; None: those that XLA finds best.
     """
 
     def loss(params: nnx.State, micro: Batch) -> tuple[Array, Result]:
@@ -63,7 +66,9 @@ def gradients(
     def add(total: Array, part: Array) -> Array:
         return (total + part.astype(jnp.float32)).astype(total.dtype)
 
-    def step(carry: tuple[Result, nnx.State], micro: Batch) -> tuple[tuple[Result, nnx.State], None]:
+    def step(
+        carry: tuple[Result, nnx.State], micro: Batch
+    ) -> tuple[tuple[Result, nnx.State], None]:
         return jax.tree.map(add, carry, one(micro)), None
 
     micros = jax.tree.map(split, batch)
@@ -91,21 +96,27 @@ def make_train_step(
     zero: int = 0,
     anomaly: AnomalyConfig = WARNING,
 ) -> jax.stages.Wrapped:
-    """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out exactly as it went in.
+    """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out
+    exactly as it went in.
 
     Args:
-        accumulation, accumulate: number of micro-batches, and the type in which their gradients are summed up.
-        seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s), r), however it is split.
+        accumulation, accumulate: number of micro-batches, and the type in which their gradients are
+        summed up.
+        seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s),
+            r), however it is split.
         loss_scale: a resolved one, as the state was made with.
-        stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split over `data` as well.
+        stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split
+        over `data` as well.
         anomaly: what is not well, and what is done about it.
 
-    The metrics are loss (nats per target), objective (what was minimised), the mean of each further term, source_nll and
-    source_targets (sums by source) if there are such, targets, empty_rows (without a target), grad_norm (before clipping),
-    learning_rate, skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to now
-    without a good one between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite gradient:
-    index of the first array of parameters, then optimizer state, that would not be finite, or -1), loss_scale if there is one,
-    weight_norm (before the update) if something depends on it, and what `watch.judge` says.
+    The metrics are loss (nats per target), objective (what was minimised), the mean of each further
+    term, source_nll and source_targets (sums by source) if there are such, targets, empty_rows
+    (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
+    changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
+    between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
+    gradient: index of the first array of parameters, then optimizer state, that would not be
+        finite, or -1), loss_scale if there is one, weight_norm (before the update) if something
+        depends on it, and what `watch.judge` says.
     """
     places = shardings(spread_tree(abstract.params)) if zero >= 2 else None
 
@@ -113,18 +124,33 @@ def make_train_step(
         scaled = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
         batch = batch | {"keys": row_keys(seed, state.step, batch["targets"].shape[0])}
         result, grads = gradients(
-            graphdef, state.params, batch, objective, objective.scales(batch, scaled), accumulation, accumulate, places
+            graphdef,
+            state.params,
+            batch,
+            objective,
+            objective.scales(batch, scaled),
+            accumulation,
+            accumulate,
+            places,
         )
         if state.loss_scale is not None:
             grads = jax.tree.map(lambda g: g / scaled, grads)
-        squares, nll, sources = _squares(grads), result.sums["nll"], result.sums.pop("sources", None)
+        squares, nll, sources = (
+            _squares(grads),
+            result.sums["nll"],
+            result.sums.pop("sources", None),
+        )
         measured = {"loss": nll.mean(), "grad_norm": jnp.sqrt(squares.sum())}
         if anomaly.weight_drift != "off":
             measured["weight_norm"] = jnp.sqrt(_squares(state.params).sum())
         finite = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all()
-        counts = ~(nll.weight <= 0)  # a number of targets that is NaN is no batch without targets: it is a bad one
+        counts = ~(
+            nll.weight <= 0
+        )  # a number of targets that is NaN is no batch without targets: it is a bad one
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        key = jax.random.fold_in(step_key(seed, state.step), _UPDATE) if stochastic_rounding else None
+        key = (
+            jax.random.fold_in(step_key(seed, state.step), _UPDATE) if stochastic_rounding else None
+        )
         params = apply_updates(state.params, updates, key)
         before = (state.params, state.opt_state)
         # Adam's moments of bfloat16 parameters come out in float32.
@@ -158,13 +184,21 @@ def make_train_step(
             "skipped_in_row": next_state.skipped_in_row,
         }
         metrics |= measured | verdict.metrics
-        metrics |= {} if sources is None else {"source_nll": sources.total, "source_targets": sources.weight}
+        metrics |= (
+            {}
+            if sources is None
+            else {"source_nll": sources.total, "source_targets": sources.weight}
+        )
         metrics |= {} if state.loss_scale is None else {"loss_scale": scaled}
         return next_state, metrics
 
-    (device, *_) = jax.tree.leaves(shardings(abstract))[0].device_set  # perhaps only described, and not of this machine
+    (device, *_) = jax.tree.leaves(shardings(abstract))[
+        0
+    ].device_set  # perhaps only described, and not of this machine
     options = compiler_options(device.platform)
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options)
+    return jax.jit(
+        step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options
+    )
 
 
 def _first_false(found: Array) -> Array:

@@ -1,9 +1,12 @@
-"""What a step is judged by before its update: the losses and norms of the steps before it, kept on the device.
+"""What a step is judged by before its update: the losses and norms of the steps before it, kept on
+the device.
 
-A loss or gradient norm is a spike if it is above the window's median by a number of deviations, of 1.4826 times the median
-absolute deviation each (which is the standard deviation of normal numbers, and does not see a few wild ones). Spikes stay out
-of the window, until `patience` in a row show that the level is another one: then the window begins afresh. All of it is in
-the state, on every device the same: all decide alike, and a run that goes on from a checkpoint decides as one never stopped.
+A loss or gradient norm is a spike if it is above the window's median by a number of deviations, of
+1.4826 times the median absolute deviation each (which is the standard deviation of normal numbers,
+and does not see a few wild ones). Spikes stay out of the window, until `patience` in a row show
+that the level is another one: then the window begins afresh. All of it is in the state, on every
+device the same: all decide alike, and a run that goes on from a checkpoint decides as one never
+stopped.
 """
 
 from collections.abc import Mapping
@@ -20,7 +23,8 @@ _VANISHED = 1e-6  # share of its median at which a gradient norm is none
 
 
 class Watch(NamedTuple):
-    """Rings of what accepted steps measured (loss, gradient norm, norm of all weights), and what was found up to now."""
+    """Rings of what accepted steps measured (loss, gradient norm, norm of all weights), and what
+    was found up to now."""
 
     values: Float[Array, "3 W"]
     count: Int[Array, "3"]  # accepted since a ring began
@@ -29,7 +33,9 @@ class Watch(NamedTuple):
     last_loss: Float[Array, ""]
     best: Float[Array, ""]  # the lowest median of losses
     found: Int[Array, "K"]  # steps of the run with each kind of ANOMALIES
-    halted: Bool[Array, ""]  # a step was found that ends the run, or takes it back: no step is made any more
+    halted: Bool[
+        Array, ""
+    ]  # a step was found that ends the run, or takes it back: no step is made any more
 
 
 def new_watch() -> Watch:
@@ -37,10 +43,21 @@ def new_watch() -> Watch:
     none = jnp.zeros((), jnp.int32)
     infinite = jnp.float32(jnp.inf)
     found = jnp.zeros(len(ANOMALIES), jnp.int32)
-    return Watch(jnp.zeros((3, CAPACITY)), jnp.zeros(3, jnp.int32), none, none, infinite, infinite, found, jnp.zeros((), bool))
+    return Watch(
+        jnp.zeros((3, CAPACITY)),
+        jnp.zeros(3, jnp.int32),
+        none,
+        none,
+        infinite,
+        infinite,
+        found,
+        jnp.zeros((), bool),
+    )
 
 
-def spread(values: Float[Array, "3 W"], count: Int[Array, "3"], window: int) -> tuple[Float[Array, "3"], Float[Array, "3"]]:
+def spread(
+    values: Float[Array, "3 W"], count: Int[Array, "3"], window: int
+) -> tuple[Float[Array, "3"], Float[Array, "3"]]:
     """Median and deviation of the last `window` values of each ring, or of what it has."""
     size = values.shape[1]
     age = (count[:, None] - 1 - jnp.arange(size)) % size
@@ -53,13 +70,17 @@ def spread(values: Float[Array, "3 W"], count: Int[Array, "3"], window: int) -> 
         return jnp.where(there > 0, jnp.take_along_axis(ordered, middle, axis=1).mean(axis=1), 0.0)
 
     middle = median(values)
-    return middle, jnp.maximum(1.4826 * median(jnp.abs(values - middle[:, None])), _LEAST * jnp.abs(middle))
+    return middle, jnp.maximum(
+        1.4826 * median(jnp.abs(values - middle[:, None])), _LEAST * jnp.abs(middle)
+    )
 
 
 class Verdict(NamedTuple):
-    """`reject`: the step must not change the weights. `halt`: nor may this or any later step change anything at all.
+    """`reject`: the step must not change the weights. `halt`: nor may this or any later step change
+    anything at all.
 
-    `metrics`: found (of each kind, whether the step shows it), anomalies (steps of the run that did), halted, and median and
+    `metrics`: found (of each kind, whether the step shows it), anomalies (steps of the run that
+        did), halted, and median and
     deviation of loss, gradient norm and norm of all weights in the window before this step.
     """
 
@@ -70,14 +91,21 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    watch: Watch, config: AnomalyConfig, measured: Mapping[str, Array], good: Bool[Array, ""], non_finite: Bool[Array, ""]
+    watch: Watch,
+    config: AnomalyConfig,
+    measured: Mapping[str, Array],
+    good: Bool[Array, ""],
+    non_finite: Bool[Array, ""],
 ) -> Verdict:
     """Judge a step by its loss, grad_norm and, unless that is not looked at, weight_norm.
 
-    `good`: the step has targets, and these numbers are finite; `non_finite`: it has some, they are not, and no lower loss
+    `good`: the step has targets, and these numbers are finite; `non_finite`: it has some, they are
+        not, and no lower loss
     scale would mend it.
     """
-    now = jnp.stack([measured["loss"], measured["grad_norm"], measured.get("weight_norm", jnp.float32(0))])
+    now = jnp.stack(
+        [measured["loss"], measured["grad_norm"], measured.get("weight_norm", jnp.float32(0))]
+    )
     median, deviation = spread(watch.values, watch.count, config.window)
     known = good & (watch.count >= config.min_steps)
     limits = jnp.array([config.loss_limit, config.grad_limit])
@@ -93,17 +121,23 @@ def judge(
     diverging = known[0] & (median[0] > config.diverging_limit * best)
 
     policies = [getattr(config, kind) for kind in ANOMALIES]
-    found = jnp.stack([non_finite, spikes[0], spikes[1], drift, good & (still >= config.dead_steps), diverging])
+    found = jnp.stack(
+        [non_finite, spikes[0], spikes[1], drift, good & (still >= config.dead_steps), diverging]
+    )
     found = found & jnp.array([policy != "off" for policy in policies])
 
     accepted = good & ~spikes.any() & ~vanished
-    weighed = jnp.array([True, True, config.weight_drift != "off"])  # what is not measured is not remembered
+    weighed = jnp.array(
+        [True, True, config.weight_drift != "off"]
+    )  # what is not measured is not remembered
     count = jnp.where(weighed & ~(shifted & jnp.array([True, True, False])), watch.count, 0)
     place = jnp.arange(CAPACITY) == (count % CAPACITY)[:, None]
     after = Watch(
         values=jnp.where(place & accepted, now[:, None], watch.values),
         count=count + (accepted & weighed).astype(jnp.int32),
-        spikes_in_row=jnp.where(spikes.any(), watch.spikes_in_row + 1, jnp.where(good, 0, watch.spikes_in_row)),
+        spikes_in_row=jnp.where(
+            spikes.any(), watch.spikes_in_row + 1, jnp.where(good, 0, watch.spikes_in_row)
+        ),
         still=still,
         last_loss=jnp.where(good, now[0], watch.last_loss),
         best=best,
@@ -113,5 +147,9 @@ def judge(
     halts = jnp.array([policy in ("rollback", "stop") for policy in policies])
     rejects = halts | jnp.array([policy == "skip" for policy in policies])
     reject, halt = (found & rejects).any(), watch.halted | (found & halts).any()
-    metrics = {"found": found, "anomalies": jnp.where(halt, watch.found, after.found), "halted": halt}
+    metrics = {
+        "found": found,
+        "anomalies": jnp.where(halt, watch.found, after.found),
+        "halted": halt,
+    }
     return Verdict(reject, halt, after, metrics | {"median": median, "deviation": deviation})

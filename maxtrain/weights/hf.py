@@ -1,6 +1,8 @@
-"""Weights of Hugging Face directories: config.json beside model.safetensors, whole or in shards with an index.
+"""Weights of Hugging Face directories: config.json beside model.safetensors, whole or in shards
+with an index.
 
-Each array is read piece by piece, just the part that a device holds, so that no host ever holds the whole model. Nothing is
+Each array is read piece by piece, just the part that a device holds, so that no host ever holds the
+whole model. Nothing is
 guessed: every tensor must be there, of the right shape, and none left over.
 """
 
@@ -31,7 +33,12 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 
 _TABLE_ROWS = 40
-_LLAMA3_ROPE = {"rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_length"}
+_LLAMA3_ROPE = {
+    "rope_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_length",
+}
 
 
 def load_pretrained(
@@ -42,11 +49,14 @@ def load_pretrained(
     Args:
         directory: with config.json and model.safetensors or model.safetensors.index.json.
         dtype: "float32" or "bfloat16", of parameters and of the inputs of matrix products.
-        mesh: that the parameters are split over by the logical rules; None: all on this process's first device.
-        changes: keys of ModelConfig that are the user's to choose, such as `scan_layers` and `attention`.
+        mesh: that the parameters are split over by the logical rules; None: all on this process's
+            first device.
+        changes: keys of ModelConfig that are the user's to choose, such as `scan_layers` and
+            `attention`.
 
     Returns:
-        The model, whose call with int32 tokens [B, T] gives float32 logits [B, T, V]; and its config.
+        The model, whose call with int32 tokens [B, T] gives float32 logits [B, T, V]; and its
+        config.
 
     Raises:
         DataError: something is missing, left over, misshapen, or not supported.
@@ -61,7 +71,10 @@ def load_pretrained(
 
 
 def load_weights(
-    params: nnx.State, directory: str | Path, config: ModelConfig, tell: Callable[[str], object] = lambda table: None
+    params: nnx.State,
+    directory: str | Path,
+    config: ModelConfig,
+    tell: Callable[[str], object] = lambda table: None,
 ) -> nnx.State:
     """The parameters of a Hugging Face directory as arrays.
 
@@ -101,13 +114,18 @@ def load_weights(
     loaded = jax.tree.unflatten(treedef, [load(table[name], leaf) for name, leaf in leaves.items()])
     if bad := non_finite_names(loaded):
         more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        raise DataError(f"{directory}: {table[bad[0]].name} holds NaN or infinity{more}. {AGAIN}, or use other weights.")
+        raise DataError(
+            f"{directory}: {table[bad[0]].name} holds NaN or infinity{more}. {AGAIN}, or use other weights."
+        )
     tell(_describe(directory, files, {name: (table[name], leaf) for name, leaf in leaves.items()}))
     return loaded
 
 
-def _describe(directory: Path, files: dict[str, Any], ours: dict[str, tuple[Tensor, jax.ShapeDtypeStruct]]) -> str:
-    """A table of the parameters, each with the tensors that it was read from, and of tensors that were not used."""
+def _describe(
+    directory: Path, files: dict[str, Any], ours: dict[str, tuple[Tensor, jax.ShapeDtypeStruct]]
+) -> str:
+    """A table of the parameters, each with the tensors that it was read from, and of tensors that
+    were not used."""
     rows = [("parameter", "there", "here", "")]
     used = set[str]()
     for name, (tensor, leaf) in ours.items():
@@ -117,15 +135,21 @@ def _describe(directory: Path, files: dict[str, Any], ours: dict[str, tuple[Tens
         many = f"{len(names)} x " if tensor.stacked else ""
         there = f"{many}{tensor.name.replace('{}', 'N')} {there.get_dtype()}{there.get_shape()}"
         rows.append((name, there, f"{leaf.dtype}{list(leaf.shape)}", "loaded"))
-    rows += [(name, str(files[name].get_slice(name).get_shape()), "-", "not used") for name in sorted(files.keys() - used)]
+    rows += [
+        (name, str(files[name].get_slice(name).get_shape()), "-", "not used")
+        for name in sorted(files.keys() - used)
+    ]
     lines = aligned(rows)[: _TABLE_ROWS + 1]
     lines += [f"    ... and {len(rows) - len(lines)} more"] * (len(rows) > len(lines))
     head = f"weights of {directory}: {len(ours)} of {len(ours)} parameters loaded, from {len(used):,} tensors"
     return "\n".join([head, *lines])
 
 
-def _read_part(there: Any, inputs: int | None, dims: tuple[int, ...], parts: list[range]) -> np.ndarray:
-    """The ranges `parts` of our dims, out of one tensor there; of dims that share one there, the first bounds what is read."""
+def _read_part(
+    there: Any, inputs: int | None, dims: tuple[int, ...], parts: list[range]
+) -> np.ndarray:
+    """The ranges `parts` of our dims, out of one tensor there; of dims that share one there, the
+    first bounds what is read."""
     inner = [slice(part.start, part.stop) for part in parts]
     if inputs is None:
         return there[tuple(inner)]
@@ -147,7 +171,9 @@ def _open(directory: Path) -> dict[str, Any]:
         try:
             file = safe_open(path, "numpy")
         except (OSError, SafetensorError) as error:
-            what = "is missing" if isinstance(error, FileNotFoundError) else f"can't be read ({error})"
+            what = (
+                "is missing" if isinstance(error, FileNotFoundError) else f"can't be read ({error})"
+            )
             mend = "save_pretrained(..., safe_serialization=True) of transformers makes it of weights in another format"
             raise DataError(f"{path}: {what}. {AGAIN}; {mend}.") from error
         files |= dict.fromkeys(file.keys(), file)
@@ -155,12 +181,17 @@ def _open(directory: Path) -> dict[str, Any]:
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys of two models that are a property of the weights and differ, with both values; what one lacks is passed over."""
+    """The keys of two models that are a property of the weights and differ, with both values; what
+    one lacks is passed over."""
     here, there = dataclasses.asdict(ours) | {"head_dim": head_dim(ours)}, dict(theirs)
     if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
         there["head_dim"] = there["embed_dim"] // there["num_heads"]
     unused = FREE if there.get("rope_scaling") == "llama3" else FREE | _LLAMA3_ROPE
-    return {key: (here[key], there[key]) for key in here if key in there and key not in unused and here[key] != there[key]}
+    return {
+        key: (here[key], there[key])
+        for key in here
+        if key in there and key not in unused and here[key] != there[key]
+    }
 
 
 def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -> None:
@@ -173,10 +204,21 @@ def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -
         raise ConfigError(problems)
 
 
-def _check_tensors(directory: Path, files: dict[str, Any], ours: list[tuple[Tensor, tuple[int, ...]]]) -> None:
-    """Raises DataError with a table of tensors that are missing, left over, of another shape or no plain floats."""
-    wanted = {t.name.format(*place): t.shape(shape) for t, shape in ours for place in np.ndindex(*shape[: t.stacked])}
-    problems = [(name, "missing", f"{list(shape)} expected") for name, shape in wanted.items() if name not in files]
+def _check_tensors(
+    directory: Path, files: dict[str, Any], ours: list[tuple[Tensor, tuple[int, ...]]]
+) -> None:
+    """Raises DataError with a table of tensors that are missing, left over, of another shape or no
+    plain floats."""
+    wanted = {
+        t.name.format(*place): t.shape(shape)
+        for t, shape in ours
+        for place in np.ndindex(*shape[: t.stacked])
+    }
+    problems = [
+        (name, "missing", f"{list(shape)} expected")
+        for name, shape in wanted.items()
+        if name not in files
+    ]
     for name, file in files.items():
         there = file.get_slice(name)
         shape, dtype = there.get_shape(), there.get_dtype()
@@ -189,5 +231,9 @@ def _check_tensors(directory: Path, files: dict[str, Any], ours: list[tuple[Tens
             problems.append((name, "wrong dtype", f"{dtype}, a float of 16 or more bits expected"))
     if problems:
         rows = [f"\n    {name}  {what}: {detail}" for name, what, detail in sorted(problems)]
-        rows[_TABLE_ROWS:] = [f"\n    ... and {len(rows) - _TABLE_ROWS} more"] if len(rows) > _TABLE_ROWS else []
-        raise DataError(f"{directory}: its tensors are not those that its config.json describes:{''.join(rows)}\n{AGAIN}.")
+        rows[_TABLE_ROWS:] = (
+            [f"\n    ... and {len(rows) - _TABLE_ROWS} more"] if len(rows) > _TABLE_ROWS else []
+        )
+        raise DataError(
+            f"{directory}: its tensors are not those that its config.json describes:{''.join(rows)}\n{AGAIN}."
+        )

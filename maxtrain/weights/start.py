@@ -1,7 +1,9 @@
-"""Weights to start from, of whatever kind: a Hugging Face directory, or a run of maxtrain or one of its checkpoints.
+"""Weights to start from, of whatever kind: a Hugging Face directory, or a run of maxtrain or one of
+its checkpoints.
 
-Parameters alone are read, onto this run's mesh: its optimizer, its data and its steps begin anew. Nothing is padded, truncated
-or cast; what may be missing or different, and stays as it was initialised, is named by `checkpoint.init_partial`.
+Parameters alone are read, onto this run's mesh: its optimizer, its data and its steps begin anew.
+Nothing is padded, truncated or cast; what may be missing or different, and stays as it was
+initialised, is named by `checkpoint.init_partial`.
 """
 
 import re
@@ -46,13 +48,20 @@ def starting_params(
     """
     directory = Path(config.init_from or "").expanduser().absolute()
     path = _find_step(directory)
-    if len(found := {said["step"] for said in gather({"step": path.name if path else "no step"})}) > 1:
-        rule = f"is still being written: processes of this job find {', '.join(sorted(found))} there"
+    if (
+        len(found := {said["step"] for said in gather({"step": path.name if path else "no step"})})
+        > 1
+    ):
+        rule = (
+            f"is still being written: processes of this job find {', '.join(sorted(found))} there"
+        )
         raise ConfigError(f"checkpoint.init_from={config.init_from} {rule}. Name one step of it.")
     if path is None:
         if config.init_partial:
             rule = f"is for a run of maxtrain, and checkpoint.init_from={config.init_from} is none"
-            raise ConfigError(f"checkpoint.init_partial={list(config.init_partial)} {rule}. Set checkpoint.init_partial=[].")
+            raise ConfigError(
+                f"checkpoint.init_partial={list(config.init_partial)} {rule}. Set checkpoint.init_partial=[]."
+            )
         return load_weights(params, directory, model, tell)
     commit, record = read_step(path)
     _require_same_model(path, record, config, model)
@@ -62,7 +71,9 @@ def starting_params(
     loaded = _compare(path, wanted, there, config, tell)
     checkpoints = Checkpoints(path.parent, CheckpointConfig())
     try:
-        arrays: dict[str, Any] = checkpoints.restore(loaded, int(path.name), partial=True)[0] if loaded else {}
+        arrays: dict[str, Any] = (
+            checkpoints.restore(loaded, int(path.name), partial=True)[0] if loaded else {}
+        )
     except DamagedError as damage:  # of another run, whose checkpoints are not ours to put aside
         raise StorageError(f"checkpoint.init_from={config.init_from}: {damage}") from damage
     finally:
@@ -73,21 +84,36 @@ def starting_params(
 
 
 def _find_step(directory: Path) -> Path | None:
-    """A step that is named, or the newest of a run or of its folder of checkpoints; None: this is no such directory."""
+    """A step that is named, or the newest of a run or of its folder of checkpoints; None: this is
+    no such directory."""
     if directory.name.isdecimal() and (directory / "commit.json").exists():
         return directory
     folder = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
     steps = complete(folder)
     if not steps and folder != directory:
         mend = "Wait for its first checkpoint, or name another run"
-        raise StorageError(f"checkpoint.init_from={directory} is a run without a complete checkpoint. {mend}.")
+        raise StorageError(
+            f"checkpoint.init_from={directory} is a run without a complete checkpoint. {mend}."
+        )
     return steps[max(steps)] if steps else None
 
 
-def _require_same_model(path: Path, record: dict[str, Any], config: CheckpointConfig, model: ModelConfig) -> None:
-    """Raises ConfigError for keys of the model that differ; with `init_partial`, shapes say enough of those that make them."""
+def _require_same_model(
+    path: Path, record: dict[str, Any], config: CheckpointConfig, model: ModelConfig
+) -> None:
+    """Raises ConfigError for keys of the model that differ; with `init_partial`, shapes say enough
+    of those that make them."""
     there = (yaml.safe_load(record["config"]) if "config" in record else {}).get("model", {})
-    shapes = {"num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim", "vocab_size", "tie_embeddings"}
+    shapes = {
+        "num_layers",
+        "embed_dim",
+        "mlp_dim",
+        "num_heads",
+        "num_kv_heads",
+        "head_dim",
+        "vocab_size",
+        "tie_embeddings",
+    }
     problems = [
         f"model.{key}={ours} must be {theirs}, as in {path}. Set model.{key}={theirs}."
         for key, (ours, theirs) in differing_keys(model, there).items()
@@ -104,7 +130,8 @@ def _compare(
     config: CheckpointConfig,
     tell: Callable[[str], object],
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """What can be loaded; tells a table of all, and raises ConfigError with it if more differs than may."""
+    """What can be loaded; tells a table of all, and raises ConfigError with it if more differs than
+    may."""
     ours = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
     theirs = {name: f"{array['dtype']}{array['shape']}" for name, array in there.items()}
     allowed = [re.compile(pattern) for pattern in config.init_partial]
@@ -113,15 +140,26 @@ def _compare(
         short, same = name.removeprefix("params."), ours.get(name) == theirs.get(name)
         bad = not same and not any(pattern.search(short) for pattern in allowed)
         what = "loaded" if same else "not used" if name not in ours else "new"
-        rows.append((short, theirs.get(name, "missing"), ours.get(name, "missing"), "DIFFERS" if bad else what))
+        rows.append(
+            (
+                short,
+                theirs.get(name, "missing"),
+                ours.get(name, "missing"),
+                "DIFFERS" if bad else what,
+            )
+        )
         refused += bad
     count = sum(row[3] == "loaded" for row in rows)
-    rows[1:] = sorted(rows[1:], key=lambda row: row[3] == "loaded")  # what is of interest comes first
+    rows[1:] = sorted(
+        rows[1:], key=lambda row: row[3] == "loaded"
+    )  # what is of interest comes first
     lines = aligned(rows)[: _TABLE_ROWS + 1]
     lines += [f"    ... and {len(rows) - len(lines)} more"] * (len(rows) > len(lines))
     text = f"weights of {path}: {count} of {len(ours)} parameters loaded\n" + "\n".join(lines)
     if refused:
         mend = "Change the model, or name what may differ in checkpoint.init_partial, such as checkpoint.init_partial='[head]'"
-        raise ConfigError(f"checkpoint.init_from={config.init_from} has other parameters. {text}\n{mend}.")
+        raise ConfigError(
+            f"checkpoint.init_from={config.init_from} has other parameters. {text}\n{mend}."
+        )
     tell(text)
     return {name: leaf for name, leaf in wanted.items() if ours[name] == theirs.get(name)}

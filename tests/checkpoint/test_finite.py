@@ -1,4 +1,5 @@
-"""Checkpoints whose bytes are whole and whose weights are not finite: never saved, never restored, found by verify."""
+"""Checkpoints whose bytes are whole and whose weights are not finite: never saved, never restored,
+found by verify."""
 
 import json
 
@@ -26,7 +27,11 @@ def state(value=1.0, dtype="float32"):
 def forge(path, array):
     """Weights with all that vouches for them: file, hashes, digests and the commit record."""
     commit = read_commit(path)
-    (file,) = [name for name in commit["files"] if name.startswith("arrays/params.w/") and "." not in name.split("/")[-1][:1]]
+    (file,) = [
+        name
+        for name in commit["files"]
+        if name.startswith("arrays/params.w/") and "." not in name.split("/")[-1][:1]
+    ]
     (path / file).write_bytes(np.asarray(array).tobytes())
     commit["files"] |= hash_files(path, [file])
     commit["arrays"]["params.w"]["digest"] = tree_digests({"w": array})["w"]
@@ -43,7 +48,10 @@ def checkpoints(tmp_path):
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
 def test_weights_that_are_not_finite_never_count(checkpoints, value):
     checkpoints.save(1, state(), {})
-    with pytest.raises(TryAgainError, match=r"step 2 is not saved: params\.w not finite.*Run the same command again"):
+    with pytest.raises(
+        TryAgainError,
+        match=r"step 2 is not saved: params\.w not finite.*Run the same command again",
+    ):
         checkpoints.save(2, state(value), {})
     assert checkpoints.steps() == [1] and not list(checkpoints.directory.glob(".*"))
     commit = read_commit(checkpoints.directory / "00000001")
@@ -56,7 +64,9 @@ def test_weights_that_are_not_finite_never_count(checkpoints, value):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [jnp.nan, -jnp.inf])
-def test_a_step_with_such_weights_is_found_although_everything_vouches_for_it(checkpoints, dtype, value, capsys):
+def test_a_step_with_such_weights_is_found_although_everything_vouches_for_it(
+    checkpoints, dtype, value, capsys
+):
     good, bad = state(dtype=dtype), state(value, dtype)
     checkpoints.save(1, good, {"step": 1})
     path = checkpoints.directory / "00000001"
@@ -67,10 +77,14 @@ def test_a_step_with_such_weights_is_found_although_everything_vouches_for_it(ch
     assert "not finite: arrays/params.w/" in find_non_finite(path, read_commit(path))
     assert main(["verify", str(path)]) == 74
     assert "array params.w is not finite" in capsys.readouterr().err
-    assert jax.tree.leaves(checkpoints.restore(good, check=False)[0])[1].shape == (3, 5), "replay looks at it all the same"
+    assert jax.tree.leaves(checkpoints.restore(good, check=False)[0])[1].shape == (3, 5), (
+        "replay looks at it all the same"
+    )
 
 
-def test_what_was_seen_when_a_step_was_saved_counts_where_files_can_not_be_read_plainly(checkpoints, tmp_path):
+def test_what_was_seen_when_a_step_was_saved_counts_where_files_can_not_be_read_plainly(
+    checkpoints, tmp_path
+):
     checkpoints.save(1, state(), {})
     path = copy_step(checkpoints.directory / "00000001", tmp_path / "copy")
     commit = json.loads((path / "commit.json").read_text())

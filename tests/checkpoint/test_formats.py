@@ -19,7 +19,9 @@ from maxtrain.config.schema import CheckpointConfig
 def checkpoints(tmp_path):
     """One step, of this version."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False))
-    checkpoints.save(1, {"w": jnp.arange(20.0), "old": {"b": jnp.int32(5)}}, {"step": 1, "cursor": 7})
+    checkpoints.save(
+        1, {"w": jnp.arange(20.0), "old": {"b": jnp.int32(5)}}, {"step": 1, "cursor": 7}
+    )
     yield checkpoints
     checkpoints.close()
 
@@ -31,7 +33,8 @@ def test_every_older_format_has_a_way_here():
 
 
 def without_hashes(path, number):
-    """Rewrites a commit record as one of an older format, which drops all that a step is checked by."""
+    """Rewrites a commit record as one of an older format, which drops all that a step is checked
+    by."""
     commit = json.loads((path / "commit.json").read_text())
     del commit["crc32"]
     commit["format"] = number
@@ -47,7 +50,10 @@ def without_hashes(path, number):
 def test_a_commit_record_rewritten_as_an_older_format_counts_for_nothing(checkpoints, number):
     path = checkpoints.directory / "00000001"
     without_hashes(path, number)
-    assert defect(path) == f"commit.json says format {number}, but the step was saved with format {FORMAT}"
+    assert (
+        defect(path)
+        == f"commit.json says format {number}, but the step was saved with format {FORMAT}"
+    )
     assert checkpoints.steps() == []
 
 
@@ -84,14 +90,24 @@ def test_a_commit_record_with_wrong_types_counts_for_nothing(checkpoints, change
     assert problem in defect(path) and checkpoints.steps() == []
 
 
-GOOD = {"run": "a", "step": 1, "best": {"held": {"step": 1, "nll": 2.0}}, "rollbacks": [], "metrics": None, "cursor": {}}
+GOOD = {
+    "run": "a",
+    "step": 1,
+    "best": {"held": {"step": 1, "nll": 2.0}},
+    "rollbacks": [],
+    "metrics": None,
+    "cursor": {},
+}
 
 
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
         ({"rollbacks": True}, "rollbacks is bool, not list"),
-        ({"rollbacks": [{"step": 1, "kind": "a", "left_out": [1, 10**11]}]}, "must go up from 1 or more"),
+        (
+            {"rollbacks": [{"step": 1, "kind": "a", "left_out": [1, 10**11]}]},
+            "must go up from 1 or more",
+        ),
         ({"cursor": 7}, "cursor is int, not dict"),
         ({"best": {"held": {"step": 1}}}, "record.json: "),
         ({"best": {"held": {"step": "1", "nll": 2.0}}}, "best must have step and nll"),
@@ -116,7 +132,10 @@ def test_deep_nesting_in_records_is_damage_and_no_crash(checkpoints):
 
 
 def test_digests_that_a_step_of_format_1_has_in_its_record_are_checked(checkpoints):
-    path, wanted = checkpoints.directory / "00000001", {"w": jnp.zeros(20), "old": {"b": jnp.int32(0)}}
+    path, wanted = (
+        checkpoints.directory / "00000001",
+        {"w": jnp.zeros(20), "old": {"b": jnp.int32(0)}},
+    )
     digests = saved_digests(checkpoints.directory)
     commit, record = read_commit(path), json.loads((path / "record.json").read_bytes())
     del record["format"]
@@ -130,7 +149,10 @@ def test_digests_that_a_step_of_format_1_has_in_its_record_are_checked(checkpoin
         (path / "commit.json").write_text(json.dumps(old | {"files": files}))
 
     write(digests[1])
-    assert saved_digests(checkpoints.directory) == digests and checkpoints.restore(wanted)[0]["old"]["b"] == 5
+    assert (
+        saved_digests(checkpoints.directory) == digests
+        and checkpoints.restore(wanted)[0]["old"]["b"] == 5
+    )
     write(digests[1] | {"w": "0" * 16})
     with pytest.raises(DamagedError, match="array w: digest 0000000000000000 was saved"):
         checkpoints.restore(wanted)
@@ -138,12 +160,18 @@ def test_digests_that_a_step_of_format_1_has_in_its_record_are_checked(checkpoin
 
 def test_a_step_of_a_made_up_older_format_is_read_under_its_new_names(checkpoints, monkeypatch):
     def rename(commit, record):
-        return rename_arrays(commit, {"old.b": "new.b"}), {"step": record["step"], "position": 10 * record["cursor"]}
+        return rename_arrays(commit, {"old.b": "new.b"}), {
+            "step": record["step"],
+            "position": 10 * record["cursor"],
+        }
 
     for module in (formats, integrity, manager):
         monkeypatch.setattr(module, "FORMAT", FORMAT + 1)
     monkeypatch.setitem(MIGRATIONS, FORMAT, rename)
-    path, wanted = checkpoints.directory / "00000001", {"w": jnp.zeros(20), "new": {"b": jnp.int32(0)}}
+    path, wanted = (
+        checkpoints.directory / "00000001",
+        {"w": jnp.zeros(20), "new": {"b": jnp.int32(0)}},
+    )
     before = (path / "commit.json").read_bytes()
     state, record = checkpoints.restore(wanted)
     assert state["new"]["b"] == 5 and np.array_equal(state["w"], np.arange(20.0))

@@ -1,4 +1,5 @@
-"""Damage of any kind to a checkpoint is noticed, by file and array, and nothing that is whole is refused."""
+"""Damage of any kind to a checkpoint is noticed, by file and array, and nothing that is whole is
+refused."""
 
 import json
 import mmap
@@ -17,7 +18,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint import integrity, listing, manager, plain
 from maxtrain.checkpoint.copying import remove_step
-from maxtrain.checkpoint.integrity import encode_commit, find_damage, hash_files, read_commit, survey
+from maxtrain.checkpoint.integrity import (
+    encode_commit,
+    find_damage,
+    hash_files,
+    read_commit,
+    survey,
+)
 from maxtrain.checkpoint.listing import latest_record, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
 from maxtrain.checkpoint.plain import read_plain
@@ -71,9 +78,13 @@ def assert_no_flip_is_silent(checkpoints, count, seed):
     for number in range(count):
         file = rng.choice(files) if number % 2 else rng.choices(files, sizes)[0]
         undo = flip(file, rng)
-        with pytest.raises(StorageError, match="commit.json|record.json" if file.parent == path else file.name) as caught:
+        with pytest.raises(
+            StorageError, match="commit.json|record.json" if file.parent == path else file.name
+        ) as caught:
             checkpoints.restore(state(), step=2)
-        assert ("was written" in str(caught.value) and "is there" in str(caught.value)) or file.name == "commit.json"
+        assert (
+            "was written" in str(caught.value) and "is there" in str(caught.value)
+        ) or file.name == "commit.json"
         undo()
     assert bits(checkpoints.restore(state(), step=2)[0]) == bits(state(2))
 
@@ -87,12 +98,20 @@ def test_none_of_a_thousand_flipped_bits_is_silent(checkpoints):
     assert_no_flip_is_silent(checkpoints, 1000, seed=2)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tensorstore calls back a closed event loop
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # tensorstore calls back a closed event loop
 def test_digests_alone_notice_flipped_bits_of_arrays(checkpoints, monkeypatch):
     """Without the hashes of files: what the array store reads is what was saved, or an error."""
-    for module, name in ((manager, "find_damage"), (plain, "find_damage"), (plain, "describe_damage")):
+    for module, name in (
+        (manager, "find_damage"),
+        (plain, "find_damage"),
+        (plain, "describe_damage"),
+    ):
         monkeypatch.setattr(module, name, lambda *args: "")
-    largest = max(files_of(checkpoints.directory / "00000002"), key=lambda file: file.stat().st_size)
+    largest = max(
+        files_of(checkpoints.directory / "00000002"), key=lambda file: file.stat().st_size
+    )
     rng, told = random.Random(3), []
     for _ in range(12):
         undo = flip(largest, rng)
@@ -101,16 +120,26 @@ def test_digests_alone_notice_flipped_bits_of_arrays(checkpoints, monkeypatch):
         except StorageError as error:
             told.append(str(error))
         undo()
-    assert any("array" in text and "was saved" in text and "was read" in text for text in told), told
+    assert any("array" in text and "was saved" in text and "was read" in text for text in told), (
+        told
+    )
 
 
 def test_an_array_that_is_read_wrongly_is_named_on_any_mesh(checkpoints, monkeypatch):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    sharded = jax.ShapeDtypeStruct((64, 96), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a", "b")))
+    sharded = jax.ShapeDtypeStruct(
+        (64, 96), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a", "b"))
+    )
     target = {"w": sharded}
     assert bits(checkpoints.restore(target, 2, partial=True)[0]) == bits({"w": state(2)["w"]})
-    monkeypatch.setattr(manager, "read_plain", lambda *args: ({"w": read_plain(*args)[0]["w"].at[3, 5].multiply(-1)}, ""))
-    with pytest.raises(DamagedError, match=r"array w: digest \w{16} was saved, \w{16} was read.*checkpoint verify"):
+    monkeypatch.setattr(
+        manager,
+        "read_plain",
+        lambda *args: ({"w": read_plain(*args)[0]["w"].at[3, 5].multiply(-1)}, ""),
+    )
+    with pytest.raises(
+        DamagedError, match=r"array w: digest \w{16} was saved, \w{16} was read.*checkpoint verify"
+    ):
         checkpoints.restore(target, 2, partial=True)
 
 
@@ -163,7 +192,9 @@ def test_blocks_are_hashed_apart_and_named(tmp_path, monkeypatch):
     assert len(set(files["a"]["crc32"])) == 3 and find_damage(tmp_path, files) == ""
     flip(tmp_path / "a", random.Random(0))
     told = find_damage(tmp_path, files)
-    assert told.startswith("a, bytes ") and told == "".join(find_damage(tmp_path, files, part, 3) for part in range(3))
+    assert told.startswith("a, bytes ") and told == "".join(
+        find_damage(tmp_path, files, part, 3) for part in range(3)
+    )
 
 
 def test_a_commit_record_needs_its_own_hash(checkpoints):
@@ -190,17 +221,24 @@ def test_damaged_steps_are_put_aside_and_never_deleted(checkpoints, capsys):
         "copied whole. It is put aside; nothing goes on from it."
     ]
     assert checkpoints.put_aside_incomplete() == []
-    with pytest.raises(StorageError, match=r"only damaged ones:\n(.|\n)*Copy a good one there, or start afresh") as caught:
+    with pytest.raises(
+        StorageError, match=r"only damaged ones:\n(.|\n)*Copy a good one there, or start afresh"
+    ) as caught:
         latest_record(checkpoints.directory)
     assert all(step in str(caught.value) for step in ("00000001.damaged-", "00000002.damaged-"))
 
 
 def test_a_step_that_is_removed_while_it_is_looked_at_is_no_step(checkpoints, monkeypatch):
-    """As a training prunes while somebody lists its checkpoints, or another thread of its own does."""
+    """As a training prunes while somebody lists its checkpoints, or another thread of its own
+    does."""
     looked, size = [], integrity._size
 
     def remove_first(path):
-        if path.is_relative_to(checkpoints.directory / "00000001") and not looked.append(path) and len(looked) == 3:
+        if (
+            path.is_relative_to(checkpoints.directory / "00000001")
+            and not looked.append(path)
+            and len(looked) == 3
+        ):
             remove_step(checkpoints.directory / "00000001")
         return size(path)
 
@@ -209,7 +247,10 @@ def test_a_step_that_is_removed_while_it_is_looked_at_is_no_step(checkpoints, mo
     there = {step: checkpoints.directory / f"{step:08d}" for step in (1, 2)}
     monkeypatch.setattr(listing, "complete", lambda directory: there)
     assert saved_steps(checkpoints.directory).keys() == {2}
-    assert size(checkpoints.directory / "00000002/commit.json/more") is None and size(checkpoints.directory) is None
+    assert (
+        size(checkpoints.directory / "00000002/commit.json/more") is None
+        and size(checkpoints.directory) is None
+    )
 
 
 def test_steps_come_and_go_under_whoever_lists_them(checkpoints):
@@ -229,7 +270,10 @@ def test_steps_come_and_go_under_whoever_lists_them(checkpoints):
     thread.start()
     try:
         for _ in range(300):
-            assert {step for step, why in survey(checkpoints.directory).items() if not why} in ({1, 2}, {2})
+            assert {step for step, why in survey(checkpoints.directory).items() if not why} in (
+                {1, 2},
+                {2},
+            )
             assert latest_record(checkpoints.directory)["step"] == 2
     except OSError as error:
         errors.append(error)

@@ -42,9 +42,12 @@ def mesh_of(*shape):
 
 
 def state_on(mesh, seed=0, width=16):
-    """Parameters of a two-layer network in two dtypes, Adam's moments and the step, sharded over the mesh."""
+    """Parameters of a two-layer network in two dtypes, Adam's moments and the step, sharded over
+    the mesh."""
     rngs = nnx.Rngs(seed)
-    layers = nnx.List([nnx.Linear(8, width, rngs=rngs), nnx.Linear(width, 8, rngs=rngs, param_dtype=jnp.bfloat16)])
+    layers = nnx.List(
+        [nnx.Linear(8, width, rngs=rngs), nnx.Linear(width, 8, rngs=rngs, param_dtype=jnp.bfloat16)]
+    )
     params = nnx.state(layers)
     tree = {"params": params, "optimizer": optax.adamw(1e-3).init(params), "step": jnp.int32(seed)}
     key = jax.random.key(seed)
@@ -58,7 +61,11 @@ def shardings_of(tree, mesh):
 
 
 def abstract(tree, mesh):
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings_of(tree, mesh))
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        tree,
+        shardings_of(tree, mesh),
+    )
 
 
 def bits(tree):
@@ -85,12 +92,17 @@ def test_restores_bitwise_onto_any_mesh(checkpoints, shape):
     restored, read = checkpoints.restore(abstract(state, mesh))
     assert bits(restored) == bits(state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert all(x.sharding == s for x, s in zip(jax.tree.leaves(restored), jax.tree.leaves(shardings_of(state, mesh))))
+    assert all(
+        x.sharding == s
+        for x, s in zip(jax.tree.leaves(restored), jax.tree.leaves(shardings_of(state, mesh)))
+    )
     assert read == record == latest_record(checkpoints.directory)
 
 
 def test_special_floats_keep_their_bits(checkpoints):
-    payload = np.array([0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32).view(np.float32)
+    payload = np.array(
+        [0x7FC00001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F800000], np.uint32
+    ).view(np.float32)
     checkpoints.save(1, {"w": jnp.asarray(payload)}, {})
     restored, _ = checkpoints.restore({"w": jax.ShapeDtypeStruct((5,), jnp.float32)})
     assert np.asarray(restored["w"]).tobytes() == payload.tobytes()
@@ -98,13 +110,18 @@ def test_special_floats_keep_their_bits(checkpoints):
 
 
 def test_asynchronous_save_is_a_snapshot(tmp_path):
-    """Steps with donation that run while the save is being written must not change what it holds."""
+    """Steps with donation that run while the save is being written must not change what it
+    holds."""
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=True))
     for step, spec in enumerate((PartitionSpec("fsdp"), PartitionSpec())):
         sharding = NamedSharding(mesh_of(8, 1), spec)
         data = np.random.default_rng(step).normal(size=(8, 256, 128)).astype(np.float32)
         state = {name: jax.device_put(data + i, sharding) for i, name in enumerate("abcdef")}
-        train_step = jax.jit(lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree), donate_argnums=0, out_shardings=sharding)
+        train_step = jax.jit(
+            lambda tree: jax.tree.map(lambda x: x * 2 + 1, tree),
+            donate_argnums=0,
+            out_shardings=sharding,
+        )
         state = jax.block_until_ready(train_step(state))
         expected = bits(state)
         record = {"cursor": [step]}
@@ -113,7 +130,9 @@ def test_asynchronous_save_is_a_snapshot(tmp_path):
         for _ in range(10):
             state = train_step(state)
         jax.block_until_ready(state)
-        restored, read = checkpoints.restore(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+        restored, read = checkpoints.restore(
+            jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        )
         assert bits(restored) == expected
         assert read == {"cursor": [step]}
     checkpoints.close()
@@ -131,10 +150,16 @@ def test_retention_keeps_the_last_and_every_nth(tmp_path):
 
 
 def test_retention_keeps_the_best_of_each_evaluation_until_there_is_a_better_one(tmp_path):
-    checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep=1, keep_best=True, asynchronous=False))
+    checkpoints = Checkpoints(
+        tmp_path, CheckpointConfig(keep=1, keep_best=True, asynchronous=False)
+    )
     left = []
     for step, (a, b) in enumerate([(1, 1), (1, 2), (1, 2), (4, 2), (4, 2)], 1):
-        checkpoints.save(step, small(step), {"best": {"a": {"step": a, "nll": 1.0}, "b": {"step": b, "nll": 2.0}}})
+        checkpoints.save(
+            step,
+            small(step),
+            {"best": {"a": {"step": a, "nll": 1.0}, "b": {"step": b, "nll": 2.0}}},
+        )
         left.append(checkpoints.steps())
     assert left == [[1], [1, 2], [1, 2, 3], [2, 4], [2, 4, 5]]
     checkpoints.close()
@@ -143,9 +168,13 @@ def test_retention_keeps_the_best_of_each_evaluation_until_there_is_a_better_one
 def test_space_is_looked_at_before_it_is_needed(checkpoints, monkeypatch):
     size = 65 * 4  # bytes of `small`
     for free, steps in ((size - 1, None), (size, "needs 101 more"), (101 * size, "")):
-        monkeypatch.setattr(shutil, "disk_usage", lambda place, free=free: types.SimpleNamespace(free=free))
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda place, free=free: types.SimpleNamespace(free=free)
+        )
         if steps is None:
-            with pytest.raises(StorageError, match=r"GB free; a checkpoint takes.*set output_dir to another disk") as caught:
+            with pytest.raises(
+                StorageError, match=r"GB free; a checkpoint takes.*set output_dir to another disk"
+            ) as caught:
                 checkpoints.require_space(small())
             assert caught.value.exit_code == 74
         else:
@@ -174,7 +203,9 @@ def test_a_save_is_due_so_many_minutes_after_the_last_one(tmp_path, monkeypatch)
 def test_steps_are_ordered_as_numbers(checkpoints):
     for step in (99_999_999, 100_000_000, 0):
         checkpoints.save(step, small(), {})
-    assert checkpoints.steps() == [0, 99_999_999, 100_000_000] and checkpoints.latest() == 100_000_000
+    assert (
+        checkpoints.steps() == [0, 99_999_999, 100_000_000] and checkpoints.latest() == 100_000_000
+    )
 
 
 def test_a_complete_step_is_not_saved_twice(checkpoints):
@@ -201,7 +232,9 @@ def spoil_missing_file(path):
 
 
 def spoil_short_file(path):
-    largest = max((path / "arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else -1)
+    largest = max(
+        (path / "arrays").rglob("*"), key=lambda p: p.stat().st_size if p.is_file() else -1
+    )
     os.truncate(largest, largest.stat().st_size - 1)
 
 
@@ -211,7 +244,15 @@ def spoil_other_step(path):
 
 
 @pytest.mark.parametrize(
-    "spoil", [spoil_empty, spoil_no_commit, spoil_half_commit, spoil_missing_file, spoil_short_file, spoil_other_step]
+    "spoil",
+    [
+        spoil_empty,
+        spoil_no_commit,
+        spoil_half_commit,
+        spoil_missing_file,
+        spoil_short_file,
+        spoil_other_step,
+    ],
 )
 def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
     checkpoints.save(1, small(1), {})
@@ -219,7 +260,9 @@ def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
     spoil(checkpoints.directory / "00000002")
     assert checkpoints.latest() == 1
     assert checkpoints.restore(small())[0]["step"] == 1
-    with pytest.raises(StorageError, match=r"not a complete checkpoint: .*Complete steps: 1. Ask for one of these"):
+    with pytest.raises(
+        StorageError, match=r"not a complete checkpoint: .*Complete steps: 1. Ask for one of these"
+    ):
         checkpoints.restore(small(), step=2)
     assert checkpoints.save(2, small(3), {})
     assert checkpoints.restore(small(), step=2)[0]["step"] == 3
@@ -229,7 +272,9 @@ def test_incomplete_steps_are_passed_over_and_saved_anew(checkpoints, spoil):
 def test_a_step_that_does_not_exist_is_said_not_to_and_the_others_are_named(checkpoints, step):
     for saved in (1, 2):
         checkpoints.save(saved, small(saved), {})
-    with pytest.raises(StorageError, match=r"there is no such step\. Complete steps: 1, 2\. Ask for one of these"):
+    with pytest.raises(
+        StorageError, match=r"there is no such step\. Complete steps: 1, 2\. Ask for one of these"
+    ):
         checkpoints.restore(small(), step=step)
 
 
@@ -240,14 +285,23 @@ def test_nothing_to_restore_names_what_is_there(checkpoints):
     (checkpoints.directory / "00000009").mkdir(parents=True)
     (checkpoints.directory / "notes").mkdir()
     assert checkpoints.latest() is None
-    with pytest.raises(StorageError, match=r"00000009: commit.json is missing(.|\n)*Check the path") as caught:
+    with pytest.raises(
+        StorageError, match=r"00000009: commit.json is missing(.|\n)*Check the path"
+    ) as caught:
         checkpoints.restore(small())
     assert caught.value.exit_code == 74
 
 
 def test_differences_come_as_a_table_and_nothing_is_padded(checkpoints):
-    checkpoints.save(1, {"a": jnp.zeros((4, 8)), "b": jnp.zeros(3), "c": jnp.zeros(2), "same": jnp.zeros(1)}, {})
-    wanted = {"a": jnp.zeros((8, 8)), "b": jnp.zeros(3, jnp.bfloat16), "d": jnp.zeros(5), "same": jnp.zeros(1)}
+    checkpoints.save(
+        1, {"a": jnp.zeros((4, 8)), "b": jnp.zeros(3), "c": jnp.zeros(2), "same": jnp.zeros(1)}, {}
+    )
+    wanted = {
+        "a": jnp.zeros((8, 8)),
+        "b": jnp.zeros(3, jnp.bfloat16),
+        "d": jnp.zeros(5),
+        "same": jnp.zeros(1),
+    }
     with pytest.raises(ConfigError, match="set run_name to a new name") as caught:
         checkpoints.restore(wanted)
     lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
@@ -269,7 +323,9 @@ def test_another_width_is_refused(checkpoints):
 def test_a_part_can_be_read_alone(checkpoints):
     state = state_on(mesh_of(2, 4))
     checkpoints.save(1, state, {})
-    params, _ = checkpoints.restore({"params": abstract(state, mesh_of(8, 1))["params"]}, partial=True)
+    params, _ = checkpoints.restore(
+        {"params": abstract(state, mesh_of(8, 1))["params"]}, partial=True
+    )
     assert bits(params["params"]) == bits(state["params"])
 
 
@@ -277,8 +333,19 @@ def test_a_newer_format_is_refused(checkpoints):
     checkpoints.save(7, small(), {})
     path = checkpoints.directory / "00000007" / "commit.json"
     commit = json.loads(path.read_text())
-    path.write_text(json.dumps({"format": FORMAT + 1, "step": 7, "versions": {"maxtrain": "9.0"}, "tables": commit["files"]}))
-    assert checkpoints.latest() == 7, "a run must not quietly start over below a newer version's checkpoint"
+    path.write_text(
+        json.dumps(
+            {
+                "format": FORMAT + 1,
+                "step": 7,
+                "versions": {"maxtrain": "9.0"},
+                "tables": commit["files"],
+            }
+        )
+    )
+    assert checkpoints.latest() == 7, (
+        "a run must not quietly start over below a newer version's checkpoint"
+    )
     with pytest.raises(StorageError, match=rf"format {FORMAT + 1}, .*9.0.*Upgrade maxtrain"):
         checkpoints.restore(small())
 
@@ -287,10 +354,17 @@ def test_the_commit_record_has_a_digest_of_every_array_and_hashes_of_every_file(
     checkpoints.save(7, small(3.0), {})
     path = checkpoints.directory / "00000007"
     commit = json.loads((path / "commit.json").read_text())
-    assert commit["arrays"]["w"] == {"shape": [64], "dtype": "float32", "digest": tree_digests(small(3.0))["w"], "finite": True}
+    assert commit["arrays"]["w"] == {
+        "shape": [64],
+        "dtype": "float32",
+        "digest": tree_digests(small(3.0))["w"],
+        "finite": True,
+    }
     files = {p.relative_to(path).as_posix(): p.read_bytes() for p in path.rglob("*") if p.is_file()}
     del files["commit.json"]
-    assert commit["files"] == {n: {"bytes": len(x), "crc32": [f"{zlib.crc32(x):08x}"]} for n, x in files.items()}
+    assert commit["files"] == {
+        n: {"bytes": len(x), "crc32": [f"{zlib.crc32(x):08x}"]} for n, x in files.items()
+    }
     assert commit["format"] == FORMAT and {"maxtrain", "jax", "orbax"} <= commit["versions"].keys()
 
 
@@ -303,14 +377,19 @@ def test_a_failed_save_never_removes_the_last_good_one(tmp_path, asynchronous, c
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
-        with pytest.raises(StorageError, match="Free space or permit writing there, then run the same command again") as caught:
+        with pytest.raises(
+            StorageError,
+            match="Free space or permit writing there, then run the same command again",
+        ) as caught:
             checkpoints.save(2, {"w": noise + 1}, {})
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.exit_code == 74 and "saving step 2" in str(caught.value)
     assert not caplog.records, "Orbax's own tracebacks"
-    assert [path.name for path in tmp_path.iterdir()] == ["00000001"], "what was written is removed: its space is needed"
+    assert [path.name for path in tmp_path.iterdir()] == ["00000001"], (
+        "what was written is removed: its space is needed"
+    )
     assert bits(checkpoints.restore({"w": noise})[0]) == bits({"w": noise})
     checkpoints.save(2, {"w": noise + 1}, {})
     checkpoints.wait()
@@ -318,16 +397,29 @@ def test_a_failed_save_never_removes_the_last_good_one(tmp_path, asynchronous, c
     checkpoints.close()
 
 
-def test_who_cannot_write_waits_for_nobody_and_a_lost_process_is_no_error_of_the_disk(tmp_path, monkeypatch):
+def test_who_cannot_write_waits_for_nobody_and_a_lost_process_is_no_error_of_the_disk(
+    tmp_path, monkeypatch
+):
     checkpoints, begun = Checkpoints(tmp_path, SYNC), []
     with monkeypatch.context() as patch:
         patch.setattr(manager, "digests", begun.append)
-        patch.setattr(checkpoints._orbax, "save", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-        with pytest.raises(StorageError, match=r"No space left on device\. .*Free space or permit writing there"):
+        patch.setattr(
+            checkpoints._orbax,
+            "save",
+            Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))),
+        )
+        with pytest.raises(
+            StorageError, match=r"No space left on device\. .*Free space or permit writing there"
+        ):
             checkpoints.save(1, small(), {})
-    assert not begun, "others may wait for this process in Orbax, and it would wait for them in a program"
+    assert not begun, (
+        "others may wait for this process in Orbax, and it would wait for them in a program"
+    )
     lost = jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: connection closed by peer")
-    with monkeypatch.context() as patch, pytest.raises(jax.errors.JaxRuntimeError, match="connection closed by peer"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(jax.errors.JaxRuntimeError, match="connection closed by peer"),
+    ):
         patch.setattr(manager, "digests", Mock(side_effect=lost))
         checkpoints.save(1, small(), {})
     checkpoints.close()
@@ -346,7 +438,9 @@ def test_unreadable_arrays_are_a_storage_error(checkpoints):
     checkpoints.save(1, small(), {})
     for path in (checkpoints.directory / "00000001" / "arrays").rglob(".zarray"):
         path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(StorageError, match=r"Remove or rename .*00000001 to go on from the checkpoint before it"):
+    with pytest.raises(
+        StorageError, match=r"Remove or rename .*00000001 to go on from the checkpoint before it"
+    ):
         checkpoints.restore(small())
 
 
@@ -394,7 +488,9 @@ VICTIM = """
 
 def test_writes_that_end_after_a_failure_say_nothing_and_other_errors_do(checkpoints, monkeypatch):
     seen = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value))
+    )
     for _ in range(2):  # once, however many are made
         Checkpoints(checkpoints.directory, SYNC).close()
     for text in ("Event loop is closed", "something else"):
@@ -405,10 +501,20 @@ def test_writes_that_end_after_a_failure_say_nothing_and_other_errors_do(checkpo
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("instant", "latest"),
-    [("arrays", 3), ("record", 3), ("commit", 3), ("rename", 3), ("renamed", 4), ("retire", 4), ("5", None), ("60", None)],
+    [
+        ("arrays", 3),
+        ("record", 3),
+        ("commit", 3),
+        ("rename", 3),
+        ("renamed", 4),
+        ("retire", 4),
+        ("5", None),
+        ("60", None),
+    ],
 )
 def test_killed_while_saving(tmp_path, instant, latest):
-    """SIGKILL at named instants, and at some milliseconds: the newest complete step loads, and saving goes on."""
+    """SIGKILL at named instants, and at some milliseconds: the newest complete step loads, and
+    saving goes on."""
     command = [sys.executable, "-c", textwrap.dedent(VICTIM), str(tmp_path), instant]
     victim = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert victim.returncode == -signal.SIGKILL, victim.stderr
@@ -432,7 +538,9 @@ def test_whether_a_step_is_there_already_is_for_process_0_to_say(tmp_path, monke
         patch.setattr(jax, "process_index", lambda: 1)
         patch.setattr(manager, "gather", lambda mine: [{"there": True}, mine])
         assert not checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not list(tmp_path.iterdir())
-    assert checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not checkpoints.save(1, {"w": jnp.ones(2)}, {})
+    assert checkpoints.save(1, {"w": jnp.ones(2)}, {}) and not checkpoints.save(
+        1, {"w": jnp.ones(2)}, {}
+    )
     checkpoints.close()
 
 
@@ -468,15 +576,21 @@ def test_what_process_0_can_not_do_is_an_error_of_all(tmp_path, monkeypatch):
     for step in (1, 2):
         checkpoints.save(step, small(), {})
     (tmp_path / ".00000003.partial").touch()
-    with pytest.raises(StorageError, match=r"saving step 3 to .* failed: .*Free space or permit writing there") as unsaved:
+    with pytest.raises(
+        StorageError, match=r"saving step 3 to .* failed: .*Free space or permit writing there"
+    ) as unsaved:
         checkpoints.save(3, small(), {})
     monkeypatch.setattr(manager, "remove_step", lambda *args: os.listdir(tmp_path / "nothing"))
-    with pytest.raises(StorageError, match=r"removing steps after 1 of .* failed: .*Permit that, then run") as unremoved:
+    with pytest.raises(
+        StorageError, match=r"removing steps after 1 of .* failed: .*Permit that, then run"
+    ) as unremoved:
         checkpoints.discard_after(1)
     assert told == [None, None, unsaved.value, unremoved.value]
 
 
-def test_writes_that_fail_after_the_first_one_are_no_tracebacks_and_other_tasks_are(tmp_path, caplog):
+def test_writes_that_fail_after_the_first_one_are_no_tracebacks_and_other_tasks_are(
+    tmp_path, caplog
+):
     Checkpoints(tmp_path, SYNC).close()
     for module in ("site-packages/orbax/checkpoint/serialization.py", "elsewhere.py"):
         said = f"Task exception was never retrieved\nfuture: <Task coro=<write_fragment() done, defined at {module}:126>>"

@@ -32,26 +32,47 @@ def spread_over(shape, axes):
 SHARDINGS = st.builds(
     spread_over,
     st.sampled_from([(8, 1), (4, 2), (2, 4), (2, 2), (1, 1)]),
-    st.sampled_from([(None, None, None), ("a",), (None, "b"), ("a", "b"), ("b", None, "a"), (("a", "b"),), (None, ("b", "a"))]),
+    st.sampled_from(
+        [
+            (None, None, None),
+            ("a",),
+            (None, "b"),
+            ("a", "b"),
+            ("b", None, "a"),
+            (("a", "b"),),
+            (None, ("b", "a")),
+        ]
+    ),
 )
 
 
 @settings(max_examples=8, deadline=None)
 @given(saved=SHARDINGS, wanted=SHARDINGS, dtype=st.sampled_from(DTYPES))
 def test_any_mesh_reads_what_any_mesh_saved_as_orbax_does(tmp_path_factory, saved, wanted, dtype):
-    data = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 99, (16, 8, 8)).astype(jnp.dtype(dtype))
-    state = {"w": jax.device_put(data, saved), "one": jax.device_put(jnp.int32(7), NamedSharding(saved.mesh, PartitionSpec()))}
+    data = (
+        np.random.default_rng(0)
+        .integers(0, 2 if dtype == "bool" else 99, (16, 8, 8))
+        .astype(jnp.dtype(dtype))
+    )
+    state = {
+        "w": jax.device_put(data, saved),
+        "one": jax.device_put(jnp.int32(7), NamedSharding(saved.mesh, PartitionSpec())),
+    }
     checkpoints = Checkpoints(tmp_path_factory.mktemp("plain"), SYNC)
     checkpoints.save(1, state, {})
     target = {"w": jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=wanted)}
-    target["one"] = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(wanted.mesh, PartitionSpec()))
+    target["one"] = jax.ShapeDtypeStruct(
+        (), jnp.int32, sharding=NamedSharding(wanted.mesh, PartitionSpec())
+    )
     ours = checkpoints.restore(target)[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manager, "read_plain", lambda *args: (None, ""))
         orbax = checkpoints.restore(target)[0]
     assert bits(ours) == bits(orbax) == bits(state)
     assert ours["w"].sharding == wanted == orbax["w"].sharding
-    jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x, tree), donate_argnums=0)(ours))
+    jax.block_until_ready(
+        jax.jit(lambda tree: jax.tree.map(lambda x: x, tree), donate_argnums=0)(ours)
+    )
     checkpoints.close()
 
 
@@ -59,23 +80,36 @@ def test_blocks_of_large_files_are_read_apart_and_named(tmp_path, monkeypatch):
     for module in (integrity, plain):
         monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
     checkpoints = Checkpoints(tmp_path, SYNC)
-    state = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 100)).astype(np.float32)), "x": jnp.zeros(10)}
+    state = {
+        "w": jnp.asarray(np.random.default_rng(0).normal(size=(300, 100)).astype(np.float32)),
+        "x": jnp.zeros(10),
+    }
     checkpoints.save(1, state, {})
     assert bits(checkpoints.restore(state)[0]) == bits(state)
     file = tmp_path / "00000001" / "arrays" / "w" / "0.0"
     content = bytearray(file.read_bytes())
     content[50_000] ^= 1
     file.write_bytes(content)
-    with pytest.raises(DamagedError, match=r"arrays/w/0\.0, bytes 49,152 to 53,248: crc32 \w{8} was written, \w{8} is there"):
+    with pytest.raises(
+        DamagedError,
+        match=r"arrays/w/0\.0, bytes 49,152 to 53,248: crc32 \w{8} was written, \w{8} is there",
+    ):
         checkpoints.restore(state)
-    assert bits(checkpoints.restore({"x": state["x"]}, partial=True)[0]) == bits([state["x"]]), "w is not read for x"
+    assert bits(checkpoints.restore({"x": state["x"]}, partial=True)[0]) == bits([state["x"]]), (
+        "w is not read for x"
+    )
     checkpoints.close()
 
 
 @pytest.mark.parametrize("use_ocdbt", [True, False])
-def test_compressed_arrays_and_those_of_several_processes_are_read_too(tmp_path, use_ocdbt, monkeypatch):
+def test_compressed_arrays_and_those_of_several_processes_are_read_too(
+    tmp_path, use_ocdbt, monkeypatch
+):
     checkpoints = Checkpoints(tmp_path, SYNC)
-    state = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(30, 10)).astype(np.float32)), "step": jnp.int32(3)}
+    state = {
+        "w": jnp.asarray(np.random.default_rng(0).normal(size=(30, 10)).astype(np.float32)),
+        "step": jnp.int32(3),
+    }
     checkpoints._orbax.close()
     checkpoints._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt))
     checkpoints.save(1, state, {})
@@ -83,7 +117,8 @@ def test_compressed_arrays_and_those_of_several_processes_are_read_too(tmp_path,
     checkpoints = Checkpoints(tmp_path, SYNC)
     assert bits(checkpoints.restore(state)[0]) == bits(state)
     file = max(
-        (file for file in (tmp_path / "00000001" / "arrays").rglob("*") if file.is_file()), key=lambda f: f.stat().st_size
+        (file for file in (tmp_path / "00000001" / "arrays").rglob("*") if file.is_file()),
+        key=lambda f: f.stat().st_size,
     )
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
     with pytest.raises(DamagedError, match=file.name):
@@ -91,14 +126,20 @@ def test_compressed_arrays_and_those_of_several_processes_are_read_too(tmp_path,
     checkpoints.close()
 
 
-def test_digests_are_made_while_others_are_read_and_one_that_is_wrong_is_noticed(tmp_path, monkeypatch):
+def test_digests_are_made_while_others_are_read_and_one_that_is_wrong_is_noticed(
+    tmp_path, monkeypatch
+):
     state = {f"w{i}": jnp.full((4, 4), i, jnp.float32) for i in range(16)}
     checkpoints = Checkpoints(tmp_path, SYNC)
     checkpoints.save(1, state, {})
     events, to_array, begin = [], plain._Plan.to_array, digest.digests
     monkeypatch.setattr(digest, "_FEW_BYTES", 0)
-    monkeypatch.setattr(plain._Plan, "to_array", lambda plan: events.append("read") or to_array(plan))
-    monkeypatch.setattr(digest, "digests", lambda tree: events.append(f"digest {len(tree)}") or begin(tree))
+    monkeypatch.setattr(
+        plain._Plan, "to_array", lambda plan: events.append("read") or to_array(plan)
+    )
+    monkeypatch.setattr(
+        digest, "digests", lambda tree: events.append(f"digest {len(tree)}") or begin(tree)
+    )
     assert bits(checkpoints.restore(state)[0]) == bits(state)
     assert events == ["read", "read", "digest 2"] * 8
     checkpoints.restore(state, check=False)
@@ -107,6 +148,8 @@ def test_digests_are_made_while_others_are_read_and_one_that_is_wrong_is_noticed
     commit = integrity.read_commit(path)
     commit["arrays"]["w3"]["digest"] = "0123456789abcdef"
     (path / "commit.json").write_bytes(integrity.encode_commit(commit))
-    with pytest.raises(DamagedError, match=r"array w3: digest 0123456789abcdef was saved, [0-9a-f]{16} was read"):
+    with pytest.raises(
+        DamagedError, match=r"array w3: digest 0123456789abcdef was saved, [0-9a-f]{16} was read"
+    ):
         checkpoints.restore(state)
     checkpoints.close()

@@ -1,4 +1,5 @@
-"""Steps in a second directory: whole or not at all, never in the way of training, and found again."""
+"""Steps in a second directory: whole or not at all, never in the way of training, and found
+again."""
 
 import shutil
 import signal
@@ -50,7 +51,9 @@ def flip(path):
 
 
 def largest(step):
-    return max((file for file in step.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    return max(
+        (file for file in step.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
+    )
 
 
 @pytest.fixture
@@ -90,7 +93,9 @@ def test_another_step_of_the_same_number_is_replaced(tmp_path):
     checkpoints.close()
 
 
-def test_a_place_that_fails_is_told_of_with_growing_gaps_and_stops_nothing(tmp_path, told, monkeypatch):
+def test_a_place_that_fails_is_told_of_with_growing_gaps_and_stops_nothing(
+    tmp_path, told, monkeypatch
+):
     checkpoints = open_both(tmp_path, keep=2)
     works = second.copy_step
 
@@ -102,7 +107,11 @@ def test_a_place_that_fails_is_told_of_with_growing_gaps_and_stops_nothing(tmp_p
         checkpoints.save(step, state(step), {})
         warning = checkpoints.settle(30)
     assert "`maxtrain checkpoint copy " in warning and checkpoints.steps() == [8, 9]
-    assert len(told) == 4 and "so far 8 copies failed, 0 did not" in told[-1] and "No space left" in told[0]
+    assert (
+        len(told) == 4
+        and "so far 8 copies failed, 0 did not" in told[-1]
+        and "No space left" in told[0]
+    )
     assert "Training goes on; mend " in told[0]
     monkeypatch.setattr(second, "copy_step", works)
     checkpoints.copy_newest()
@@ -170,7 +179,9 @@ def test_the_newest_record_of_both_is_found(tmp_path):
     far = checkpoints.second
     shutil.rmtree(checkpoints.directory / "00000002")
     assert latest_record(checkpoints.directory, second=far) == {"step": 2}
-    assert latest_record(checkpoints.directory, lambda record: record["step"] < 2, far) == {"step": 1}
+    assert latest_record(checkpoints.directory, lambda record: record["step"] < 2, far) == {
+        "step": 1
+    }
     assert latest_record(tmp_path / "empty", second=far) == {"step": 2}
     flip(largest(far / "00000002"))
     with pytest.raises(DamagedError, match=f"{far}/00000002 is damaged"):
@@ -217,12 +228,25 @@ VICTIM = """
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("place", "far"), [("during_copy", [2, 3]), ("after_copy", [2, 3, 4]), ("before_commit", [2, 3]), ("after_commit", [2, 3])]
+    ("place", "far"),
+    [
+        ("during_copy", [2, 3]),
+        ("after_copy", [2, 3, 4]),
+        ("before_commit", [2, 3]),
+        ("after_commit", [2, 3]),
+    ],
 )
 def test_killed_while_copying(tmp_path, place, far, monkeypatch):
-    """What is there is whole, the copy goes on in the next launch, and nothing is left of the one before."""
+    """What is there is whole, the copy goes on in the next launch, and nothing is left of the one
+    before."""
     (tmp_path / "far").mkdir()
-    command = [sys.executable, "-c", textwrap.dedent(VICTIM), str(tmp_path / "near"), str(tmp_path / "far")]
+    command = [
+        sys.executable,
+        "-c",
+        textwrap.dedent(VICTIM),
+        str(tmp_path / "near"),
+        str(tmp_path / "far"),
+    ]
     monkeypatch.setenv("MAXTRAIN_FAILPOINT", f"{place}:kill:4")
     victim = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert victim.returncode == -signal.SIGKILL, victim.stderr

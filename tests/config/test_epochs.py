@@ -21,13 +21,20 @@ from maxtrain.config import load_config, to_yaml
     ],
 )
 def test_ways_to_write_it(typed, kept, tmp_path):
-    config = load_config(["config=quickstart", f"eval_interval={typed}", f"eval.sets.heldout.interval={typed}"])
+    config = load_config(
+        ["config=quickstart", f"eval_interval={typed}", f"eval.sets.heldout.interval={typed}"]
+    )
     assert config.eval_interval == config.eval.sets["heldout"].interval == kept
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config([f"config={tmp_path}/again.yaml"]) == config
 
 
-@pytest.mark.parametrize("typed", ["0.5", "0 epochs", "-1 epochs", "often", "epochs", "1 e", "nan epochs"])
+@pytest.mark.parametrize(
+    "typed", ["0.5", "0 epochs", "-1 epochs", "often", "epochs", "1 e", "nan epochs"]
+)
 def test_what_is_neither_steps_nor_epochs(typed):
-    with pytest.raises(ConfigError, match=r"must be: whole number \| 0.5 epochs.*(Write for example|Did you mean) checkpoint_"):
+    with pytest.raises(
+        ConfigError,
+        match=r"must be: whole number \| 0.5 epochs.*(Write for example|Did you mean) checkpoint_",
+    ):
         load_config(["config=quickstart", f"checkpoint_interval={typed}"])

@@ -13,7 +13,9 @@ def test_every_name_leads_to_a_key_that_exists(name):
     assert ours in ("", "config") or ours in {k.path for k in keys.all_keys()}
     assert note and not note.endswith(".")
     assert keys.find(name) is None, "ours has the same name"
-    start = f"{name} is a key of {owner.partition(' and ')[0]}" if owner else f"{name} is not a key: "
+    start = (
+        f"{name} is a key of {owner.partition(' and ')[0]}" if owner else f"{name} is not a key: "
+    )
     assert keys.unknown(name).startswith(start) and note in keys.unknown(name)
 
 
@@ -37,12 +39,32 @@ def test_every_name_leads_to_a_key_that_exists(name):
         ("per_device_train_batch_size", "data.batch_size"),
         ("attn_implementation", "model.attention"),
         ("save_steps", "checkpoint_interval"),
-        *(("n_layer", "model.num_layers"), ("n_head", "model.num_heads"), ("n_embd", "model.embed_dim")),
-        *(("batch_size", "data.batch_size"), ("block_size", "data.seq_length"), ("max_iters", "steps")),
-        *(("lr_decay_iters", "steps"), ("eval_iters", "eval_steps"), ("weight_decay", "optimizer.weight_decay")),
+        *(
+            ("n_layer", "model.num_layers"),
+            ("n_head", "model.num_heads"),
+            ("n_embd", "model.embed_dim"),
+        ),
+        *(
+            ("batch_size", "data.batch_size"),
+            ("block_size", "data.seq_length"),
+            ("max_iters", "steps"),
+        ),
+        *(
+            ("lr_decay_iters", "steps"),
+            ("eval_iters", "eval_steps"),
+            ("weight_decay", "optimizer.weight_decay"),
+        ),
         *(("dropout", "regularization.residual_dropout"), ("min_lr", "schedule.min_lr_ratio")),
-        *(("warmup_iters", "schedule.warmup_steps"), ("grad_clip", "optimizer.clip_norm"), ("out_dir", "output_dir")),
-        *(("device", "mesh.platform"), ("dtype", "precision.compute"), ("compile", "every step is compiled")),
+        *(
+            ("warmup_iters", "schedule.warmup_steps"),
+            ("grad_clip", "optimizer.clip_norm"),
+            ("out_dir", "output_dir"),
+        ),
+        *(
+            ("device", "mesh.platform"),
+            ("dtype", "precision.compute"),
+            ("compile", "every step is compiled"),
+        ),
         ("training.global_batch_size", "data.batch_size"),
         ("trainer.num_train_steps", "steps"),
         ("head_dim", "model.head_dim"),  # the same name, one level down
@@ -74,11 +96,16 @@ def test_what_is_not_there_yet_is_said_and_nothing_guessed(name, missing):
 
 
 def test_a_name_of_several_stacks_is_said_to_be_theirs():
-    assert keys.unknown("learning_rate").startswith("learning_rate is a key of MaxText, Hugging Face and nanoGPT. Here it is")
+    assert keys.unknown("learning_rate").startswith(
+        "learning_rate is a key of MaxText, Hugging Face and nanoGPT. Here it is"
+    )
 
 
 def test_the_command_line_answers_with_it_too():
-    with pytest.raises(ConfigError, match=r"lr is a key of Hugging Face. Here it is optimizer.learning_rate: the peak"):
+    with pytest.raises(
+        ConfigError,
+        match=r"lr is a key of Hugging Face. Here it is optimizer.learning_rate: the peak",
+    ):
         load_config(["config=quickstart", "lr=1e-3"])
 
 
@@ -92,8 +119,14 @@ def test_a_config_may_be_named_without_saying_that_it_is_one(tmp_path):
     ("words", "answer"),
     [
         (["quikstart"], "'quikstart' can't be understood.* Did you mean config=quickstart"),
-        (["quickstart", "llama3_1b"], "'llama3_1b' can't be understood.* config=quickstart is given already"),
-        (["config=quickstart", "llama3_1b"], "'llama3_1b' can't be understood.* config=quickstart is given already"),
+        (
+            ["quickstart", "llama3_1b"],
+            "'llama3_1b' can't be understood.* config=quickstart is given already",
+        ),
+        (
+            ["config=quickstart", "llama3_1b"],
+            "'llama3_1b' can't be understood.* config=quickstart is given already",
+        ),
         (["config=quickstart", "steps"], "Write steps=value, without dashes"),
     ],
 )

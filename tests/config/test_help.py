@@ -15,13 +15,21 @@ def test_overview_has_usage_configs_root_keys_and_sections(monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")  # narrower ones break lines elsewhere
     text = help_text("python -m maxtrain.train", None, ["quickstart", "llama3_8b"])
     assert "python -m maxtrain.train config=NAME" in text and "quickstart  llama3_8b" in text
-    for word in ("steps=auto", "whole number | auto", "checkpoint_interval=1000", "optimizer", "how gradients become updates"):
+    for word in (
+        "steps=auto",
+        "whole number | auto",
+        "checkpoint_interval=1000",
+        "optimizer",
+        "how gradients become updates",
+    ):
         assert word in text
     assert "optimizer.beta1" not in text
 
 
 def test_overview_and_sections_have_every_key_once():
-    sections = dict.fromkeys(key.path.partition(".")[0] if "." in key.path else None for key in keys.all_keys())
+    sections = dict.fromkeys(
+        key.path.partition(".")[0] if "." in key.path else None for key in keys.all_keys()
+    )
     text = "\n".join(help_text("maxtrain", section, []) for section in sections)
     for key in keys.all_keys():
         assert len(re.findall(rf"^  {re.escape(key.path)}=", text, re.MULTILINE)) == 1
@@ -34,7 +42,10 @@ def test_a_section_is_aligned(monkeypatch):
     assert first == "optimizer: how gradients become updates"
     assert set(rows) == {k.path for k in keys.all_keys() if k.path.startswith("optimizer.")}
     assert rows["optimizer.clip_norm"].index("largest") == rows["optimizer.eps"].index("added to")
-    assert re.fullmatch(r"  optimizer.beta2=0.95 +decay of the mean of squared gradients \(number\)", rows["optimizer.beta2"])
+    assert re.fullmatch(
+        r"  optimizer.beta2=0.95 +decay of the mean of squared gradients \(number\)",
+        rows["optimizer.beta2"],
+    )
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
@@ -46,10 +57,13 @@ def test_lines_fit_the_terminal(monkeypatch, columns):
 
 def test_unknown_section_names_the_sections():
     with pytest.raises(
-        UsageError, match=r"mesch is not a key. Did you mean mesh.*Sections: model, data, eval, .*optimizer, schedule, prec"
+        UsageError,
+        match=r"mesch is not a key. Did you mean mesh.*Sections: model, data, eval, .*optimizer, schedule, prec",
     ):
         help_text("maxtrain", "mesch", [])
-    with pytest.raises(UsageError, match=r"per_device_batch_size is a key of MaxText. Here it is data.batch_size"):
+    with pytest.raises(
+        UsageError, match=r"per_device_batch_size is a key of MaxText. Here it is data.batch_size"
+    ):
         help_text("maxtrain", "per_device_batch_size", [])
 
 

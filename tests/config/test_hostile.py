@@ -1,4 +1,5 @@
-"""Files and command lines that no sane person writes: each ends with a message, exit 78 or 64, soon, and never a traceback."""
+"""Files and command lines that no sane person writes: each ends with a message, exit 78 or 64,
+soon, and never a traceback."""
 
 import contextlib
 import functools
@@ -33,7 +34,9 @@ def end_of(*argv: str, cwd: Path | None = None, **environment: str) -> tuple[int
     """The exit code of a command, and what it said."""
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": paths, **environment}
-    done = subprocess.run([sys.executable, "-m", *argv], env=env, cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", *argv], env=env, cwd=cwd, capture_output=True, text=True
+    )
     return done.returncode, done.stdout + done.stderr
 
 
@@ -49,15 +52,27 @@ def end_of(*argv: str, cwd: Path | None = None, **environment: str) -> tuple[int
         ("raise KeyboardInterrupt", "line 6: KeyboardInterrupt. Correct it there."),
         ("raise GeneratorExit", "line 6: GeneratorExit. Correct it there."),
         ("class E(BaseException): __str__ = None\n    raise E", "line 7: E. Correct it there."),
-        ("def f(): f()\n    f()", "line 6: RecursionError: maximum recursion depth exceeded. Correct it there."),
+        (
+            "def f(): f()\n    f()",
+            "line 6: RecursionError: maximum recursion depth exceeded. Correct it there.",
+        ),
         ("raise MemoryError", "line 6: MemoryError. Correct it there."),
         ("exec('(' * 1000)", "line 6: "),
         ("x = []\n    for _ in range(9999): x = [x]\n    config.steps = x", "deep"),
         ("x = []; x.append(x); config.steps = x", "deep"),
         ("x = 1\n    for _ in range(40): x = [x, x]\n    config.steps = x", "deep"),
-        ("x = 1\n    for _ in range(20): x = [x, x]\n    config.steps = x", "has more than 20,000 values"),
-        ("config.eval_interval = 10 ** 5000", "eval_interval=<int> must be: whole number | 0.5 epochs (too many digits)"),
-        ("config.optimizer.learning_rate = 10 ** 5000", "OverflowError: int too large to convert to float"),
+        (
+            "x = 1\n    for _ in range(20): x = [x, x]\n    config.steps = x",
+            "has more than 20,000 values",
+        ),
+        (
+            "config.eval_interval = 10 ** 5000",
+            "eval_interval=<int> must be: whole number | 0.5 epochs (too many digits)",
+        ),
+        (
+            "config.optimizer.learning_rate = 10 ** 5000",
+            "OverflowError: int too large to convert to float",
+        ),
         ("config.data.sources.b = {1: 2}", "data.sources.b.1 is not a key"),
         ("config.data.stages = ({'weights': {1: 2}},)", "the name 1 is not letters"),
         ("config.observe.prompts = ('\\ud800',)", "must be: list of texts (not UTF-8)"),
@@ -69,7 +84,9 @@ def end_of(*argv: str, cwd: Path | None = None, **environment: str) -> tuple[int
     ],
 )
 def test_a_python_file(tmp_path, body, said):
-    (tmp_path / "c.py").write_text(f"{HEAD}    {body}\n    config.data.sources.a = {{'path': 'b'}}\n    return config\n")
+    (tmp_path / "c.py").write_text(
+        f"{HEAD}    {body}\n    config.data.sources.a = {{'path': 'b'}}\n    return config\n"
+    )
     (found,) = problems(f"config={tmp_path}/c.py")
     assert said in found
 
@@ -92,11 +109,20 @@ def test_a_python_file(tmp_path, body, said):
 def test_a_python_file_that_is_no_config(tmp_path, source, said):
     (tmp_path / "c.py").write_bytes(source)
     (found,) = problems(f"config={tmp_path}/c.py", "data.sources.a.path=b")
-    assert said in found and found.startswith(f"config={tmp_path}/c.py") and found.endswith(("there.", "with changes."))
+    assert (
+        said in found
+        and found.startswith(f"config={tmp_path}/c.py")
+        and found.endswith(("there.", "with changes."))
+    )
 
 
 @pytest.mark.parametrize(
-    "verb", [["maxtrain.cli", "train"], ["maxtrain.cli", "plan"], ["maxtrain.cli", "supervise", "--", "maxtrain", "train"]]
+    "verb",
+    [
+        ["maxtrain.cli", "train"],
+        ["maxtrain.cli", "plan"],
+        ["maxtrain.cli", "supervise", "--", "maxtrain", "train"],
+    ],
 )
 def test_exit_in_a_file_is_no_success_of_a_command(tmp_path, verb):
     (tmp_path / "c.py").write_text("import sys\nsys.exit(0)\n")
@@ -112,10 +138,13 @@ def test_exit_in_a_file_is_no_success_of_a_command(tmp_path, verb):
     ids=lambda words: words[1] if len(words) > 1 else words[0],
 )  # fmt: skip
 def test_ctrl_c_ends_a_file_that_never_ends(tmp_path, command):
-    (tmp_path / "c.py").write_text("print('begun', flush=True)\nwhile True:\n    try: pass\n    except BaseException: pass\n")
+    (tmp_path / "c.py").write_text(
+        "print('begun', flush=True)\nwhile True:\n    try: pass\n    except BaseException: pass\n"
+    )
     words = [sys.executable, "-m", *command, f"config={tmp_path}/c.py"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # A shell that starts the tests in the background has them ignore SIGINT, and what they start inherits that.
+    # A shell that starts the tests in the background has them ignore SIGINT, and what they start
+    # inherits that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen(words, cwd=ROOT, **pipes)
     signal.signal(signal.SIGINT, before)
@@ -125,7 +154,11 @@ def test_ctrl_c_ends_a_file_that_never_ends(tmp_path, command):
         out, err = child.communicate(timeout=60)
     finally:
         child.kill()
-    assert child.returncode == 75 and "Traceback" not in out + err and "Run the same command again" in err
+    assert (
+        child.returncode == 75
+        and "Traceback" not in out + err
+        and "Run the same command again" in err
+    )
 
 
 def test_what_a_file_prints_is_no_part_of_the_config(tmp_path, capsys):
@@ -145,8 +178,12 @@ def test_the_handler_of_ctrl_c_is_as_before(tmp_path):
 
 # YAML files
 
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 20))
-MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}, *a{i - 1}], y{i}: 1}}\n" for i in range(1, 20))
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(
+    f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}, *a{i - 1}, *a{i - 1}]\n" for i in range(1, 20)
+)
+MERGES = "a0: &a0 {x: 1}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}, *a{i - 1}], y{i}: 1}}\n" for i in range(1, 20)
+)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +242,10 @@ MERGES = "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1},
         ("%YAML 9.9\n---\nsteps: 3", "is not valid YAML"),
         ("x" * 3_000_000, "longer than 1,048,576 characters"),
         ("k" * 1000 + ": 3", "is not a key"),
-        ("eval: {sets: {" + "k" * 1000 + ": {path: x}}}", "is not letters, digits, _ and -, at most 100"),
+        (
+            "eval: {sets: {" + "k" * 1000 + ": {path: x}}}",
+            "is not letters, digits, _ and -, at most 100",
+        ),
     ],
     ids=lambda text: text[:30] if ": " in text or "[" in text else "",
 )
@@ -224,22 +264,34 @@ def test_thousands_of_unknown_keys_are_refused_soon(tmp_path):
 @pytest.mark.parametrize("raw", [b"\xff", b"steps: \xe9", b"\xff\xfes\0", b"steps: \xed\xa0\x80"])
 def test_bytes_that_are_no_utf8(tmp_path, raw):
     (tmp_path / "c.yaml").write_bytes(raw)
-    assert "is not valid YAML: 'utf-8' codec can't decode" in problems(f"config={tmp_path}/c.yaml")[0]
+    assert (
+        "is not valid YAML: 'utf-8' codec can't decode" in problems(f"config={tmp_path}/c.yaml")[0]
+    )
 
 
 def test_what_is_fine_in_yaml(tmp_path):
     text = "\ufeffx: &x {path: b}\n"
     (tmp_path / "c.yaml").write_text(text)
-    assert "x is not a key" in problems(f"config={tmp_path}/c.yaml", "data.sources.a.path=b")[0]  # of a BOM no word
+    assert (
+        "x is not a key" in problems(f"config={tmp_path}/c.yaml", "data.sources.a.path=b")[0]
+    )  # of a BOM no word
     text = "\ufeffdata: {sources: {007: &x {path: b, weight: 2}, 2024-01-01: {<<: *x, path: c}, null: {path: d}}}\n"
     (tmp_path / "c.yaml").write_text(text + "run_name: 2024-01-01\n")
     config = load_config([f"config={tmp_path}/c.yaml"])
-    assert config.run_name == "2024-01-01" and list(config.data.sources) == ["007", "2024-01-01", "null"]
-    assert (config.data.sources["2024-01-01"].path, config.data.sources["2024-01-01"].weight) == ("c", 2.0)
+    assert config.run_name == "2024-01-01" and list(config.data.sources) == [
+        "007",
+        "2024-01-01",
+        "null",
+    ]
+    assert (config.data.sources["2024-01-01"].path, config.data.sources["2024-01-01"].weight) == (
+        "c",
+        2.0,
+    )
 
 
 def test_values_merged_in_are_no_second_ones(tmp_path):
-    """The outer mapping is made before the inner one that it takes its values from, and that takes some itself."""
+    """The outer mapping is made before the inner one that it takes its values from, and that takes
+    some itself."""
     text = "eval: {sets: {a: {path: p}, b: &b {<<: &c {path: q}, path: r}}}\ndata: {sources: {d: {<<: *b}}}\n"
     (tmp_path / "c.yaml").write_text(text)
     config = load_config([f"config={tmp_path}/c.yaml"])
@@ -254,7 +306,10 @@ def test_a_file_that_can_not_be_read(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "open", refuse)
     (found,) = problems(f"config={tmp_path}/c.yaml", "data.sources.a.path=b")
-    assert found == f"config={tmp_path}/c.yaml can't be read: Permission denied. Mend access, or name another file."
+    assert (
+        found
+        == f"config={tmp_path}/c.yaml can't be read: Permission denied. Mend access, or name another file."
+    )
 
 
 # Command lines
@@ -285,7 +340,10 @@ def test_a_file_that_can_not_be_read(tmp_path, monkeypatch):
         (["config=a\0.yaml"], "is neither a known name nor a .py or .yaml file"),
         (["config=" + "a" * 5000 + ".yaml"], "is neither a known name nor a .py or .yaml file"),
         (["config=/dev/null"], "is neither a known name nor a .py or .yaml file"),
-        (["data.sources.a.path=x", "data.sources.a.path=y"], "data.sources.a.path is given twice, x and y. Keep one of them."),
+        (
+            ["data.sources.a.path=x", "data.sources.a.path=y"],
+            "data.sources.a.path is given twice, x and y. Keep one of them.",
+        ),
     ],
     ids=lambda x: x[0][:30] if isinstance(x, list) else "",
 )
@@ -331,7 +389,10 @@ INTS = [
 def test_a_number_that_float32_does_not_hold(path):
     for value in ("1e39", "-1e39", "1e-39", "1e300", "1e-300"):
         found = problems("config=quickstart", f"{path}={value}")
-        assert any(f"{path}={value}".replace("e3", "e+3") in text or f"{path}={value}" in text for text in found)
+        assert any(
+            f"{path}={value}".replace("e3", "e+3") in text or f"{path}={value}" in text
+            for text in found
+        )
         assert all(". Set " in text or ". Write " in text or ". Add " in text for text in found)
 
 
@@ -352,18 +413,33 @@ def test_a_whole_number_that_int32_does_not_hold(path):
             "optimizer.learning_rate=1e39",
             "must be at most 3.403e+38 (float32). Set optimizer.learning_rate to at most 3.403e+38",
         ),
-        ("optimizer.weight_decay=1e300", "must be at most 1000000.0. Set optimizer.weight_decay to at most 1000000.0"),
-        ("data.sources.stdlib.weight=1e39", "must be at most 3.403e+38 (float32). Set data.sources.stdlib.weight to at most"),
+        (
+            "optimizer.weight_decay=1e300",
+            "must be at most 1000000.0. Set optimizer.weight_decay to at most 1000000.0",
+        ),
+        (
+            "data.sources.stdlib.weight=1e39",
+            "must be at most 3.403e+38 (float32). Set data.sources.stdlib.weight to at most",
+        ),
         ("optimizer.eps=1e-300", "must be at least 1.175e-38: float32 makes 0 of what is smaller"),
-        ("optimizer.weight_decay=1e-300", "must be 0 or at least 1.175e-38: float32 makes 0 of what is smaller"),
+        (
+            "optimizer.weight_decay=1e-300",
+            "must be 0 or at least 1.175e-38: float32 makes 0 of what is smaller",
+        ),
         ("mesh.simulated_devices=1e9", "must be at most 4096"),
         ("data.prefetch=1e6", "must be at most 1024"),
         ("data.workers=5000", "must be at most 1024"),
         ("watchdog.step_seconds=1e12", "must be at most 100000000.0"),
         ("model.rope_theta=0.5", "must be at least 1"),
         ("model.norm_eps=1e-30", "must be at least 1e-12"),
-        ("regularization.residual_dropout=0.99999999999", "must be less than 1. Set regularization.residual_dropout=0.1"),
-        ("optimizer.beta2=0.999999999999", "must be less than 1. Set for example optimizer.beta2=0.95"),
+        (
+            "regularization.residual_dropout=0.99999999999",
+            "must be less than 1. Set regularization.residual_dropout=0.1",
+        ),
+        (
+            "optimizer.beta2=0.999999999999",
+            "must be less than 1. Set for example optimizer.beta2=0.95",
+        ),
     ],
 )
 def test_ranges(override, rule):
@@ -384,7 +460,10 @@ def test_limits_of_float32_and_int32_are_inside():
 
 @pytest.mark.parametrize("value", ["1", "true", "True", "yes", "on"])
 def test_wide_types_are_refused(value):
-    with pytest.raises(ConfigError, match=f"JAX_ENABLE_X64={value} in the environment .* Unset it: `env -u JAX_ENABLE_X64"):
+    with pytest.raises(
+        ConfigError,
+        match=f"JAX_ENABLE_X64={value} in the environment .* Unset it: `env -u JAX_ENABLE_X64",
+    ):
         check_environment({"JAX_ENABLE_X64": value})
     check_environment({"JAX_ENABLE_X64": "0"})
     check_environment({"JAX_ENABLE_X64": ""})
@@ -404,7 +483,9 @@ def test_wide_types_are_refused(value):
 def test_flags_that_xla_does_not_know(flags, said):
     with pytest.raises(ConfigError) as caught:
         check_environment(os.environ | {"XLA_FLAGS": flags})
-    assert f"XLA_FLAGS={flags} in the environment" in str(caught.value) and said in str(caught.value)
+    assert f"XLA_FLAGS={flags} in the environment" in str(caught.value) and said in str(
+        caught.value
+    )
     assert "Correct or unset it." in str(caught.value)
 
 
@@ -422,8 +503,15 @@ def test_flags_that_xla_knows():
 
 
 def test_the_command_says_so_with_78(tmp_path):
-    code, said = end_of("maxtrain.train", "config=quickstart", JAX_ENABLE_X64="1", XLA_FLAGS="--nonsense=1")
-    assert code == 78 and "2 problems in the config" in said and "JAX_ENABLE_X64=1" in said and "XLA_FLAGS=--nonsense" in said
+    code, said = end_of(
+        "maxtrain.train", "config=quickstart", JAX_ENABLE_X64="1", XLA_FLAGS="--nonsense=1"
+    )
+    assert (
+        code == 78
+        and "2 problems in the config" in said
+        and "JAX_ENABLE_X64=1" in said
+        and "XLA_FLAGS=--nonsense" in said
+    )
     assert "Traceback" not in said
 
 
@@ -438,7 +526,21 @@ NASTY = [
     "2", "0.5", "true", "off", "auto", "x" * 3000,
 ]  # fmt: skip
 YAML_WORDS = st.sampled_from(
-    [*NASTY, *(path.rpartition(".")[2] for path in PATHS), ": ", "\n", "\n  ", "- ", ", ", "}", "]", "? ", "<<", "#", "'"]
+    [
+        *NASTY,
+        *(path.rpartition(".")[2] for path in PATHS),
+        ": ",
+        "\n",
+        "\n  ",
+        "- ",
+        ", ",
+        "}",
+        "]",
+        "? ",
+        "<<",
+        "#",
+        "'",
+    ]
 )
 
 
@@ -459,7 +561,11 @@ def folder() -> Path:
 
 
 @settings(deadline=None, max_examples=80)
-@given(st.dictionaries(st.sampled_from(PATHS), st.sampled_from(NASTY) | st.text(max_size=8), min_size=1, max_size=6))
+@given(
+    st.dictionaries(
+        st.sampled_from(PATHS), st.sampled_from(NASTY) | st.text(max_size=8), min_size=1, max_size=6
+    )
+)
 @example({"output_dir": "\0"})
 @example({"data.sources.stdlib.path": "\0", "checkpoint.copy_to": "\0"})
 def test_hostile_overrides(overrides):
@@ -476,9 +582,20 @@ def test_hostile_yaml(text):
         load_config([f"config={path}", "data.sources.a.path=b"])
 
 
-PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(NASTY)
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.sampled_from(NASTY)
+)
 TREES = st.recursive(
-    PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=6
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=6,
 )
 
 
@@ -489,7 +606,9 @@ def test_hostile_values_of_a_file(values):
     config.data.sources.stdlib = {"path": "x"}
     for path, value in values.items():
         section, _, leaf = path.rpartition(".")
-        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):  # ConfigDict's own
+        with contextlib.suppress(
+            KeyError, TypeError, AttributeError, ValueError
+        ):  # ConfigDict's own
             (config[section] if section else config)[leaf] = value
     from maxtrain.config import resolve  # noqa: PLC0415
 

@@ -29,7 +29,9 @@ def test_the_right_name_is_suggested(wrong, right):
     assert text.startswith(f"{wrong} is not a key. Did you mean {right}"), text
 
 
-@pytest.mark.parametrize(("wrong", "where"), [("frobnicate", "`--help`"), ("model.frobnicate", "`--help model`")])
+@pytest.mark.parametrize(
+    ("wrong", "where"), [("frobnicate", "`--help`"), ("model.frobnicate", "`--help model`")]
+)
 def test_a_hopeless_name_is_sent_to_the_help(wrong, where):
     assert keys.unknown(wrong) == f"{wrong} is not a key. {where} lists those there are."
 
@@ -43,13 +45,24 @@ def test_a_name_in_two_sections_gives_both():
 
 
 @pytest.mark.parametrize(
-    "path", ["steps", "model.num_heads", "data.sources.web.path", "eval.sets.a", "data.sources.web", "model"]
+    "path",
+    [
+        "steps",
+        "model.num_heads",
+        "data.sources.web.path",
+        "eval.sets.a",
+        "data.sources.web",
+        "model",
+    ],
 )
 def test_find_knows_keys_and_sections(path):
     assert keys.find(path) is not None
 
 
-@pytest.mark.parametrize("path", ["", "Steps", "model.", ".model", "steps.x", "data.sources.web.path.x", "data.stages.0.until"])
+@pytest.mark.parametrize(
+    "path",
+    ["", "Steps", "model.", ".model", "steps.x", "data.sources.web.path.x", "data.stages.0.until"],
+)
 def test_find_knows_nothing_else(path):
     assert keys.find(path) is None
 

@@ -1,4 +1,5 @@
-"""Loading: typed overrides, files in Python and YAML, problems gathered, exit codes, and no jax on the way."""
+"""Loading: typed overrides, files in Python and YAML, problems gathered, exit codes, and no jax on
+the way."""
 
 import os
 import resource
@@ -12,7 +13,15 @@ from hypothesis import strategies as st
 
 from data_pipeline.config import SourceConfig, StageConfig
 from data_pipeline.errors import ConfigError, UsageError
-from maxtrain.config import RunConfig, default_config, from_command_line, keys, load_config, resolve, to_yaml
+from maxtrain.config import (
+    RunConfig,
+    default_config,
+    from_command_line,
+    keys,
+    load_config,
+    resolve,
+    to_yaml,
+)
 
 load_module = sys.modules[load_config.__module__]
 ROOT = Path(__file__).parents[2]
@@ -139,21 +148,29 @@ def test_problems_of_all_kinds_come_together():
         "optimizer.learning_rate",
         "eval_steps=-7",
     ]
-    expected += ["data.batch_size:", "data.batch_size=2.5", "mesh.data=0", "warmup_steps=10000 must be less than steps=300"]
+    expected += [
+        "data.batch_size:",
+        "data.batch_size=2.5",
+        "mesh.data=0",
+        "warmup_steps=10000 must be less than steps=300",
+    ]
     for text in expected:
         assert any(text in problem for problem in found), text
 
 
 @pytest.mark.parametrize("argument", ["steps", "--steps=3", "-x", "=3", "--config=quickstart", ""])
 def test_what_is_not_key_value_is_a_usage_error(argument):
-    with pytest.raises(UsageError, match=r"arguments are key=value. Write .*without dashes") as caught:
+    with pytest.raises(
+        UsageError, match=r"arguments are key=value. Write .*without dashes"
+    ) as caught:
         load_config(["config=quickstart", argument])
     assert caught.value.exit_code == 64 and repr(argument) in str(caught.value)
 
 
 def test_without_a_config_the_available_ones_are_listed():
     with pytest.raises(
-        UsageError, match=r"Add config=NAME, for example config=quickstart. Available: llama3_1b, llama3_8b, quick"
+        UsageError,
+        match=r"Add config=NAME, for example config=quickstart. Available: llama3_1b, llama3_8b, quick",
     ):
         load_config(["steps=3"])
 
@@ -161,21 +178,32 @@ def test_without_a_config_the_available_ones_are_listed():
 def test_an_unknown_config_is_reported_with_the_overrides():
     found = problems("config=quikstart", "model.embd_dim=3", "steps=x")
     assert len(found) == 3
-    assert "config=quikstart is neither" in found[0] and "Did you mean config=quickstart? Available: llama3_1b" in found[0]
+    assert (
+        "config=quikstart is neither" in found[0]
+        and "Did you mean config=quickstart? Available: llama3_1b" in found[0]
+    )
 
 
-@pytest.mark.parametrize("reference", ["nowhere/x.py", "nowhere.yaml", ".", "configs/", "README.md"])
+@pytest.mark.parametrize(
+    "reference", ["nowhere/x.py", "nowhere.yaml", ".", "configs/", "README.md"]
+)
 def test_a_config_that_is_not_a_file(reference):
     (found,) = problems(f"config={reference}")
-    assert f"config={reference} is neither a known name nor a .py or .yaml file. Available: " in found
+    assert (
+        f"config={reference} is neither a known name nor a .py or .yaml file. Available: " in found
+    )
 
 
 def test_names_are_found_in_the_working_directory_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config(["config=quickstart"]).run_name == "quickstart"
     (tmp_path / "configs").mkdir()
-    (tmp_path / "configs" / "mine.yaml").write_text("run_name: mine\ndata: {sources: {a: {path: b}}}\n")
-    (tmp_path / "configs" / "quickstart.yaml").write_text("steps: 301\ndata: {sources: {a: {path: b}}}\n")
+    (tmp_path / "configs" / "mine.yaml").write_text(
+        "run_name: mine\ndata: {sources: {a: {path: b}}}\n"
+    )
+    (tmp_path / "configs" / "quickstart.yaml").write_text(
+        "steps: 301\ndata: {sources: {a: {path: b}}}\n"
+    )
     assert load_config(["config=mine"]).run_name == "mine"
     assert load_config(["config=quickstart"]).steps == 301
 
@@ -217,7 +245,9 @@ HEAD = "from maxtrain.config import default_config\n\n\ndef get_config():\n    c
 )  # fmt: skip
 def test_a_python_config_with_a_mistake(tmp_path, body, message):
     file = tmp_path / "c.py"
-    file.write_text(f"{HEAD}    {body}\n    config.data.sources.a = {{'path': 'b'}}\n    return config\n")
+    file.write_text(
+        f"{HEAD}    {body}\n    config.data.sources.a = {{'path': 'b'}}\n    return config\n"
+    )
     (found,) = problems(f"config={file}")
     assert message in found
 
@@ -239,7 +269,10 @@ def test_a_python_file_without_get_config(tmp_path):
         ("model: {embd_dim: 3}", "model.embd_dim is not a key. Did you mean model.embed_dim"),
         ("steps: true", "steps=true must be: whole number | auto"),
         ("optimizer: {learning_rate: .nan}", "optimizer.learning_rate=nan must be"),
-        ("eval: {sets: {a: {path: 3}}}", "eval.sets.a.path=3 must be: text. Write for example eval.sets.a.path="),
+        (
+            "eval: {sets: {a: {path: 3}}}",
+            "eval.sets.a.path=3 must be: text. Write for example eval.sets.a.path=",
+        ),
         ("eval: {sets: {'': x}}", "the name '' is not letters"),
         ("checkpoint: {init_from: 'null', keep: '3x'}", "checkpoint.keep=3x must be: whole number"),
         ("steps: !!python/object/apply:os.getcwd []", "is not valid YAML"),
@@ -255,7 +288,9 @@ def test_a_yaml_config_with_a_mistake(tmp_path, text, message):
 
 def test_handwritten_yaml_may_be_short_and_loose(tmp_path):
     file = tmp_path / "c.yml"
-    file.write_text("steps: 1e3\ndata: {sources: {a: {path: b}}, verify: off}\nmodel:\noptimizer: {learning_rate: 1e-3}\n")
+    file.write_text(
+        "steps: 1e3\ndata: {sources: {a: {path: b}}, verify: off}\nmodel:\noptimizer: {learning_rate: 1e-3}\n"
+    )
     config = load_config([f"config={file}"])
     assert (config.steps, config.data.verify, config.optimizer.learning_rate) == (1000, "off", 1e-3)
     assert config.model == RunConfig().model
@@ -284,8 +319,14 @@ def test_resolve_takes_dicts_and_numbers():
     config.data.stages = ({"until": 5, "weights": {"web": 1}}, {"weights": {"code": 2.0}})
     result = resolve(config)
     assert result.steps == 1000 and result.optimizer.learning_rate == 1.0
-    assert result.data.sources == {"web": SourceConfig(path="x", epochs=None), "code": SourceConfig(path="y")}
-    assert result.data.stages == (StageConfig(until=5.0, weights={"web": 1.0}), StageConfig(weights={"code": 2.0}))
+    assert result.data.sources == {
+        "web": SourceConfig(path="x", epochs=None),
+        "code": SourceConfig(path="y"),
+    }
+    assert result.data.stages == (
+        StageConfig(until=5.0, weights={"web": 1.0}),
+        StageConfig(weights={"code": 2.0}),
+    )
 
 
 NAMES = st.text("abcXYZ019_-é", min_size=1, max_size=6)
@@ -294,16 +335,37 @@ TEXTS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 
 
 WEIGHTS = st.fixed_dictionaries({"a": FLOATS}, optional={"b": FLOATS})
-LAST = st.fixed_dictionaries({"weights": WEIGHTS}, optional={"unit": st.sampled_from(["steps", "tokens", "fraction"])})
+LAST = st.fixed_dictionaries(
+    {"weights": WEIGHTS}, optional={"unit": st.sampled_from(["steps", "tokens", "fraction"])}
+)
 FIRST = st.fixed_dictionaries({"weights": WEIGHTS, "until": st.floats(1, 1e9)})
 
 
 def source(folder: str) -> st.SearchStrategy:
     paths = TEXTS.map(folder.__add__)
-    return st.fixed_dictionaries({"path": paths, "weight": FLOATS, "epochs": st.none() | st.floats(1e-37, 1e9)})
+    return st.fixed_dictionaries(
+        {"path": paths, "weight": FLOATS, "epochs": st.none() | st.floats(1e-37, 1e9)}
+    )
 
 
-STRANGE = ["null", "1e3", "true", "off", "~", "- a", "a: b", "#", "'", '"', "é", "0x1F", "2024-01-01", "[", "!!x", " a "]
+STRANGE = [
+    "null",
+    "1e3",
+    "true",
+    "off",
+    "~",
+    "- a",
+    "a: b",
+    "#",
+    "'",
+    '"',
+    "é",
+    "0x1F",
+    "2024-01-01",
+    "[",
+    "!!x",
+    " a ",
+]
 VALUES = {
     "run_name": st.sampled_from(STRANGE),
     "output_dir": (TEXTS | st.just("\x85")).map("b/".__add__),
@@ -311,7 +373,9 @@ VALUES = {
     "steps": st.integers(1000, 2**31 - 1),
     "data.sources": st.fixed_dictionaries({"a": source("a:"), "b": source("b:")}),
     "data.stages": st.just(()) | st.tuples(LAST) | st.tuples(FIRST, LAST),
-    "eval.sets": st.dictionaries(NAMES, TEXTS).map(lambda sets: {n: {"path": f"c/{n}:{text}"} for n, text in sets.items()}),
+    "eval.sets": st.dictionaries(NAMES, TEXTS).map(
+        lambda sets: {n: {"path": f"c/{n}:{text}"} for n, text in sets.items()}
+    ),
     "model.vocab_size": st.none() | st.integers(1, 2**31 - 1),
     "model.norm_eps": st.floats(1e-12, 1),
     "checkpoint.init_from": st.none() | st.just("null") | TEXTS.map("d/".__add__),
@@ -375,7 +439,9 @@ def test_problems_end_the_command_without_a_traceback(argv, code, expected, caps
 def test_help_and_print_config_answer_and_exit_0(capsys, tmp_path):
     status, out, _ = run(["--help"], capsys)
     assert status == 0 and "shakespeare_char" in out and "maxtrain train config=NAME" in out
-    assert run(["config=nonsense", "-h", "mesh"], capsys)[1].startswith("mesh: arrangement of devices")
+    assert run(["config=nonsense", "-h", "mesh"], capsys)[1].startswith(
+        "mesh: arrangement of devices"
+    )
     status, out, _ = run(["config=quickstart", "--print-config", "steps=1e3"], capsys)
     (tmp_path / "resolved.yaml").write_text(out)
     assert status == 0 and load_config([f"config={tmp_path}/resolved.yaml"]) == load("steps=1000")
@@ -385,13 +451,20 @@ def test_from_command_line_gives_the_config():
     assert from_command_line(["config=quickstart"], "x") == load()
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--help", "optimizer"], ["config=quickstart", "--print-config"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["--help", "optimizer"], ["config=quickstart", "--print-config"]],
+    ids=" ".join,
+)
 def test_answers_take_less_than_half_a_second_and_no_jax(argv):
     code = "import sys; from maxtrain.config import from_command_line\n"
     code += "try: from_command_line(sys.argv[1:], 'x')\nfinally: sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, env={**os.environ, "COLUMNS": "100"}
+        [sys.executable, "-c", code, *argv],
+        cwd=ROOT,
+        capture_output=True,
+        env={**os.environ, "COLUMNS": "100"},
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stderr
@@ -404,9 +477,13 @@ def test_null_leaves_out_a_source_or_a_set_of_the_base(tmp_path):
     file = tmp_path / "base.yaml"
     file.write_text(to_yaml(resolve_with(sources, {"held": {"path": "held"}})))
     for null in ("null", "none", "None"):
-        config = load_config([f"config={file}", f"data.sources.web={null}", f"eval.sets.held={null}"])
+        config = load_config(
+            [f"config={file}", f"data.sources.web={null}", f"eval.sets.held={null}"]
+        )
         assert list(config.data.sources) == ["code"] and not config.eval.sets
-    exchanged = load_config([f"config={file}", "data.sources.web=null", "data.sources.books.path=books"])
+    exchanged = load_config(
+        [f"config={file}", "data.sources.web=null", "data.sources.books.path=books"]
+    )
     assert list(exchanged.data.sources) == ["code", "books"]
     written = tmp_path / "again.yaml"
     written.write_text(to_yaml(exchanged))
@@ -426,8 +503,14 @@ def resolve_with(sources, sets):
             ["data.sources.wbe=null"],
             "data.sources.wbe=null leaves out what the config does not have. It has stdlib. Name one of",
         ),
-        (["eval.sets.wbe=null"], "eval.sets.wbe=null leaves out what the config does not have. It has heldout. Name one"),
-        (["data.sources.stdlib=null"], "data.sources is empty, but a run reads at least one. Add data.sources.NAME.path=DIR"),
+        (
+            ["eval.sets.wbe=null"],
+            "eval.sets.wbe=null leaves out what the config does not have. It has heldout. Name one",
+        ),
+        (
+            ["data.sources.stdlib=null"],
+            "data.sources is empty, but a run reads at least one. Add data.sources.NAME.path=DIR",
+        ),
         (["data.sources.stdlib=null", "data.sources.stdlib.path=x"], "set the same twice"),
         (["data.sources=null"], "data.sources"),
         (["data=null"], "data=null is a section, not a value"),

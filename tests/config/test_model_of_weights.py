@@ -6,7 +6,14 @@ from data_pipeline.errors import ConfigError, DataError
 from maxtrain.config.load import load_with_notes
 
 BASE = ["config=quickstart", "checkpoint.init_from=there"]
-THERE = {"family": "qwen3", "num_layers": 28, "embed_dim": 1024, "num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+THERE = {
+    "family": "qwen3",
+    "num_layers": 28,
+    "embed_dim": 1024,
+    "num_heads": 16,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+}
 
 
 def model_of(directory):
@@ -27,9 +34,13 @@ def test_what_is_typed_stays_for_whoever_reads_the_weights_to_refuse():
     assert (config.model.num_layers, config.model.embed_dim) == (4, 1024)
 
 
-@pytest.mark.parametrize("more", [["checkpoint.init_partial=[head]"], ["checkpoint.init_from=null"]])
+@pytest.mark.parametrize(
+    "more", [["checkpoint.init_partial=[head]"], ["checkpoint.init_from=null"]]
+)
 def test_nothing_is_filled_in_where_that_is_not_meant(more):
-    argv = [word for word in BASE if word.partition("=")[0] not in {m.partition("=")[0] for m in more}]
+    argv = [
+        word for word in BASE if word.partition("=")[0] not in {m.partition("=")[0] for m in more}
+    ]
     config, notes = load_with_notes([*argv, *more], lambda directory: pytest.fail(directory))
     assert config.model.num_layers != 28 and not any("as in" in note for note in notes)
 
@@ -41,7 +52,11 @@ def test_the_same_model_says_nothing():
 
 def test_a_model_of_another_kind_is_refused_with_the_key():
     def refuse(directory):
-        raise DataError("there/config.json: architectures=['Mamba'] is not known here. Choose another.")
+        raise DataError(
+            "there/config.json: architectures=['Mamba'] is not known here. Choose another."
+        )
 
-    with pytest.raises(ConfigError, match=r"checkpoint\.init_from=there: there/config\.json: architectures"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.init_from=there: there/config\.json: architectures"
+    ):
         load_with_notes(BASE, refuse)

@@ -1,4 +1,5 @@
-"""Paths in a config: `~` means the same in all of them, and what can't be a directory is refused before anything is made."""
+"""Paths in a config: `~` means the same in all of them, and what can't be a directory is refused
+before anything is made."""
 
 import os
 from pathlib import Path
@@ -10,7 +11,13 @@ from maxtrain.config import load_config, to_yaml
 from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_keys
 
-LOCAL = ["output_dir", "data.cache", "checkpoint.copy_to", "checkpoint.init_from", "observe.compilation_cache"]
+LOCAL = [
+    "output_dir",
+    "data.cache",
+    "checkpoint.copy_to",
+    "checkpoint.init_from",
+    "observe.compilation_cache",
+]
 ANY = ["data.sources.stdlib.path", "eval.sets.heldout.path"]
 
 
@@ -32,7 +39,9 @@ def paths(config) -> dict[str, str]:
 def test_every_key_that_sounds_like_a_path_is_one():
     words = ("_dir", "path", ".cache", "_cache", "copy_to", "init_from")
     sound = {key.path for key in all_keys() if key.path.endswith(words)}
-    assert sound == {path.replace("stdlib", "NAME").replace("heldout", "NAME") for path in [*LOCAL, *ANY]}
+    assert sound == {
+        path.replace("stdlib", "NAME").replace("heldout", "NAME") for path in [*LOCAL, *ANY]
+    }
     assert set(paths(load("checkpoint.copy_to=a", "checkpoint.init_from=b"))) == {*LOCAL, *ANY}
 
 
@@ -53,11 +62,16 @@ def test_homes_in_files_are_expanded_and_stay_so(monkeypatch, tmp_path):
     file.write_text("output_dir: ~/q\ndata: {sources: {a: {path: ~/d}, b: {path: 's3://x/~/y'}}}\n")
     found = paths(load_config([f"config={file}"]))
     assert found["output_dir"] == f"{tmp_path}/q"
-    assert found["data.sources.a.path"] == f"{tmp_path}/d" and found["data.sources.b.path"] == "s3://x/~/y"
+    assert (
+        found["data.sources.a.path"] == f"{tmp_path}/d"
+        and found["data.sources.b.path"] == "s3://x/~/y"
+    )
     assert found["data.cache"] == f"{tmp_path}/.cache/maxtrain/shards"
 
 
-def test_defaults_are_written_as_they_are_so_that_a_run_can_move_to_another_home(monkeypatch, tmp_path):
+def test_defaults_are_written_as_they_are_so_that_a_run_can_move_to_another_home(
+    monkeypatch, tmp_path
+):
     monkeypatch.setenv("HOME", str(tmp_path / "a"))
     (tmp_path / "config.yaml").write_text(to_yaml(load("output_dir=~/q")))
     monkeypatch.setenv("HOME", str(tmp_path / "b"))
@@ -71,7 +85,9 @@ def test_defaults_are_written_as_they_are_so_that_a_run_can_move_to_another_home
 @pytest.mark.parametrize("key", LOCAL)
 def test_a_url_is_refused_where_it_would_be_a_folder_named_like_one(key, url):
     text = problem(f"{key}={url}")
-    assert text.startswith(f"{key}={url} must be a directory, not a URL. Set {key} to where it is mounted (gcsfuse")
+    assert text.startswith(
+        f"{key}={url} must be a directory, not a URL. Set {key} to where it is mounted (gcsfuse"
+    )
 
 
 @pytest.mark.parametrize("key", ANY)
@@ -79,13 +95,17 @@ def test_urls_of_data_stay_as_they_are(key):
     assert paths(load(f"{key}=s3://bucket/~/a"))[key] == "s3://bucket/~/a"
 
 
-@pytest.mark.parametrize("key", ["output_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache"])
+@pytest.mark.parametrize(
+    "key", ["output_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache"]
+)
 def test_a_file_where_a_directory_is_to_be(key, tmp_path):
     file = tmp_path / "file"
     file.touch()
     for value in (file, file / "below" / "it"):
         text = problem(f"{key}={value}")
-        assert text.startswith(f"{key}={value} must be a directory, and {file} is a file. Set {key} to another place")
+        assert text.startswith(
+            f"{key}={value} must be a directory, and {file} is a file. Set {key} to another place"
+        )
     (tmp_path / "link").symlink_to(tmp_path)
     assert paths(load(f"{key}={tmp_path}/link/new"))[key] == f"{tmp_path}/link/new"
 
@@ -94,7 +114,10 @@ def test_a_file_with_the_name_of_the_run(tmp_path):
     (tmp_path / "runs" / "quickstart").parent.mkdir()
     (tmp_path / "runs" / "quickstart").touch()
     text = problem(f"output_dir={tmp_path}/runs")
-    assert text.startswith("run_name=quickstart must be the name of a folder in output_dir") and "Set run_name to" in text
+    assert (
+        text.startswith("run_name=quickstart must be the name of a folder in output_dir")
+        and "Set run_name to" in text
+    )
 
 
 @pytest.mark.parametrize("key", [*LOCAL, *ANY])
@@ -121,8 +144,15 @@ def test_a_directory_under_two_names(tmp_path):
     (tmp_path / "e").symlink_to("d")
     for other in (f"{tmp_path}/d/", f"{tmp_path}/x/../d", f"{tmp_path}/e"):
         text = problem(f"data.sources.stdlib.path={tmp_path}/d", f"data.sources.more.path={other}")
-        assert text.startswith(f"data.sources.more.path={other} is the directory of data.sources.stdlib.path too")
+        assert text.startswith(
+            f"data.sources.more.path={other} is the directory of data.sources.stdlib.path too"
+        )
         assert "Keep one of them, with the sum of both weights" in text
     text = problem("eval.sets.more.path=data/stdlib/eval")
-    assert text.startswith("eval.sets.more.path=data/stdlib/eval is eval.sets.heldout once more") and "Leave one" in text
-    load("eval.sets.more.path=data/stdlib/eval", "eval.sets.more.steps=3")  # a part of it, more often
+    assert (
+        text.startswith("eval.sets.more.path=data/stdlib/eval is eval.sets.heldout once more")
+        and "Leave one" in text
+    )
+    load(
+        "eval.sets.more.path=data/stdlib/eval", "eval.sets.more.steps=3"
+    )  # a part of it, more often

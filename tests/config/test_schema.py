@@ -16,7 +16,8 @@ def members(kind):
 
 
 def test_a_section_has_few_keys_of_its_own():
-    """As many as a person reads at once; and all sections together far fewer than the hundreds of flat keys elsewhere."""
+    """As many as a person reads at once; and all sections together far fewer than the hundreds of
+    flat keys elsewhere."""
     sections = collections.Counter(key.path.rpartition(".")[0] for key in keys.all_keys())
     assert max(sections.values()) <= 24, sections
     assert 60 <= len(keys.all_keys()) <= 200
@@ -36,7 +37,9 @@ def test_every_default_is_of_its_type(key):
         assert type(None) in members(key.kind) or "NAME" in key.path
         return
     options = members(key.kind)
-    assert key.default in options or any(o is type(key.default) for o in options) or key.default == ()
+    assert (
+        key.default in options or any(o is type(key.default) for o in options) or key.default == ()
+    )
 
 
 def test_every_default_is_inside_its_limits():

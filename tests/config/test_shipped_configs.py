@@ -15,13 +15,25 @@ def parameters(config: RunConfig, vocab_size: int) -> int:
     """Number of parameters, counted from the shapes."""
     m = config.model
     head = m.head_dim or m.embed_dim // m.num_heads
-    attention = m.embed_dim * head * 2 * (m.num_heads + m.num_kv_heads) + (2 * head if m.family == "qwen3" else 0)
+    attention = m.embed_dim * head * 2 * (m.num_heads + m.num_kv_heads) + (
+        2 * head if m.family == "qwen3" else 0
+    )
     layer = attention + 3 * m.embed_dim * m.mlp_dim + 2 * m.embed_dim
-    return m.num_layers * layer + m.embed_dim + vocab_size * m.embed_dim * (1 if m.tie_embeddings else 2)
+    return (
+        m.num_layers * layer
+        + m.embed_dim
+        + vocab_size * m.embed_dim * (1 if m.tie_embeddings else 2)
+    )
 
 
 def test_five_are_shipped():
-    assert [f.stem for f in FILES] == ["llama3_1b", "llama3_8b", "quickstart", "qwen3_0_6b", "shakespeare_char"]
+    assert [f.stem for f in FILES] == [
+        "llama3_1b",
+        "llama3_8b",
+        "quickstart",
+        "qwen3_0_6b",
+        "shakespeare_char",
+    ]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.stem)
@@ -60,6 +72,15 @@ def test_it_has_the_number_of_parameters_it_should(name, vocab_size, count):
 
 def test_shakespeare_has_the_numbers_of_the_recipe():
     config = load_config(["config=shakespeare_char"])
-    assert (config.steps, config.data.batch_size, config.data.seq_length, config.eval_interval) == (2000, 12, 64, 250)
+    assert (config.steps, config.data.batch_size, config.data.seq_length, config.eval_interval) == (
+        2000,
+        12,
+        64,
+        250,
+    )
     assert dataclasses.replace(config.model, vocab_size=65).embed_dim == 128
-    assert (config.optimizer.learning_rate, config.optimizer.beta2, config.schedule.warmup_steps) == (1e-3, 0.99, 100)
+    assert (
+        config.optimizer.learning_rate,
+        config.optimizer.beta2,
+        config.schedule.warmup_steps,
+    ) == (1e-3, 0.99, 100)

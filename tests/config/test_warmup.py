@@ -32,10 +32,16 @@ def file(tmp_path):
         ("", ["steps=9"], 1),
         ("", ["steps=1"], 0),
         ("schedule: {name: wsd, warmup_steps: 40, decay_fraction: 0.8}", ["steps=100"], 10),
-        ("schedule: {name: pieces, warmup_steps: 40, pieces: [{until: 20}, {}]}", ["steps=100"], 10),
+        (
+            "schedule: {name: pieces, warmup_steps: 40, pieces: [{until: 20}, {}]}",
+            ["steps=100"],
+            10,
+        ),
     ],
 )
-def test_one_that_was_not_set_for_the_run_is_shortened_and_said(file, tmp_path, text, overrides, warmup):
+def test_one_that_was_not_set_for_the_run_is_shortened_and_said(
+    file, tmp_path, text, overrides, warmup
+):
     config, (note,) = load_with_notes([file(text), *overrides])
     assert config.schedule.warmup_steps == warmup
     assert f"does not fit and is {warmup}. Set schedule.warmup_steps" in note
@@ -66,20 +72,28 @@ def test_one_that_fits_stays(file, text, overrides, warmup):
     ],
 )
 def test_both_set_in_one_place_and_contradictory_is_an_error(file, text, overrides):
-    with pytest.raises(ConfigError, match=r"warmup_steps=40 must be less than steps=30. Set schedule.warmup_steps to at"):
+    with pytest.raises(
+        ConfigError,
+        match=r"warmup_steps=40 must be less than steps=30. Set schedule.warmup_steps to at",
+    ):
         load_config([file(text), *overrides])
 
 
 def test_pieces_that_end_too_early_for_any_warmup_are_an_error(file):
     text = "schedule: {name: pieces, warmup_steps: 40, pieces: [{until: 1}, {}]}"
-    with pytest.raises(ConfigError, match=r"ends at step 1, but must end after warm-up.*Set the ends"):
+    with pytest.raises(
+        ConfigError, match=r"ends at step 1, but must end after warm-up.*Set the ends"
+    ):
         load_config([file(text), "steps=100"])
 
 
 def test_the_command_says_it_on_one_line(capsys):
     from_command_line(["config=quickstart", "steps=30", "eval_interval=0"], "maxtrain train")
     said = capsys.readouterr().err
-    assert re.fullmatch(r"maxtrain train: warm-up: schedule.warmup_steps=40, .* not set for steps=30, .* is 3\. .*\n", said)
+    assert re.fullmatch(
+        r"maxtrain train: warm-up: schedule.warmup_steps=40, .* not set for steps=30, .* is 3\. .*\n",
+        said,
+    )
 
 
 def test_a_plan_that_is_only_known_later_fits_the_same_way(file):
@@ -91,9 +105,14 @@ def test_a_plan_that_is_only_known_later_fits_the_same_way(file):
 
 def test_a_lower_peak_brings_its_own_floor():
     """It was refused: the default floor was a rate, and above that peak."""
-    assert load_config(["config=llama3_1b", "optimizer.learning_rate=1e-5"]).schedule.min_lr_ratio == 0.1
+    assert (
+        load_config(["config=llama3_1b", "optimizer.learning_rate=1e-5"]).schedule.min_lr_ratio
+        == 0.1
+    )
 
 
 def test_a_config_of_before_keeps_its_floor_as_a_rate(file):
-    config = load_config([file("schedule: {min_learning_rate: 3.0e-05}\noptimizer: {learning_rate: 0.001}")])
+    config = load_config(
+        [file("schedule: {min_learning_rate: 3.0e-05}\noptimizer: {learning_rate: 0.001}")]
+    )
     assert config.schedule.min_learning_rate == 3e-5

@@ -1,4 +1,5 @@
-"""Where tests of URLs keep files: a folder behind fsspec's file://, and a bucket of a local S3 server where it is installed."""
+"""Where tests of URLs keep files: a folder behind fsspec's file://, and a bucket of a local S3
+server where it is installed."""
 
 import logging
 import os
@@ -10,12 +11,15 @@ import pytest
 def s3_server():
     """A local S3 server with a bucket, named by the usual variables, for child processes too."""
     pytest.importorskip("s3fs", reason="needs maxtrain[s3]")
-    server = pytest.importorskip("moto.server", reason="needs moto[s3], flask and flask-cors").ThreadedMotoServer(
-        ip_address="127.0.0.1", port=0, verbose=False
-    )
+    server = pytest.importorskip(
+        "moto.server", reason="needs moto[s3], flask and flask-cors"
+    ).ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server.start()
-    names = {"AWS_ENDPOINT_URL": "http://{}:{}".format(*server.get_host_and_port()), "AWS_DEFAULT_REGION": "us-east-1"}
+    names = {
+        "AWS_ENDPOINT_URL": "http://{}:{}".format(*server.get_host_and_port()),
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
     names |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)

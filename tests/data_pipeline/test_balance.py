@@ -1,4 +1,5 @@
-"""Groups of sequences: none is lost, none is too full, hosts agree, and costs are alike; against known and slow answers."""
+"""Groups of sequences: none is lost, none is too full, hosts agree, and costs are alike; against
+known and slow answers."""
 
 import itertools
 import math
@@ -19,13 +20,17 @@ def lognormal(seed, count=256, mean=6.5, cap=8192):
     return np.random.default_rng(seed).lognormal(mean, 1.0, count).astype(np.int64).clip(1, cap)
 
 
-cases = st.integers(1, 60).flatmap(lambda cap: st.tuples(st.just(cap), st.lists(st.integers(1, cap), min_size=1, max_size=60)))
+cases = st.integers(1, 60).flatmap(
+    lambda cap: st.tuples(st.just(cap), st.lists(st.integers(1, cap), min_size=1, max_size=60))
+)
 costs = st.sampled_from([(1.0, 0.0), (1.0, 0.1), (0.0, 1.0), (2e9, 3e5)])
 
 
 @settings(max_examples=300, deadline=None)
 @given(cases, st.integers(1, 8), costs, st.integers(1, 5), st.integers(1, 9))
-def test_every_sequence_once_no_group_over_and_the_same_for_every_shard(case, min_groups, cost, num_shards, num_shapes):
+def test_every_sequence_once_no_group_over_and_the_same_for_every_shard(
+    case, min_groups, cost, num_shards, num_shapes
+):
     cap, lengths = case
     sizes = np.array(lengths)
     groups = pack(lengths, cap, min_groups, cost, num_shards, num_shapes)
@@ -36,15 +41,23 @@ def test_every_sequence_once_no_group_over_and_the_same_for_every_shard(case, mi
     np.testing.assert_array_equal(sizes[groups.order][groups.inverse], sizes)
     np.testing.assert_array_equal(groups.inverse[groups.order], np.arange(len(sizes)))
     members = [groups.order[a:b] for a, b in itertools.pairwise(groups.offsets)]
-    assert groups.tokens.tolist() == [sizes[g].sum() for g in members] and groups.tokens.max() <= cap
-    np.testing.assert_allclose(groups.cost, [(cost[0] * sizes[g] + cost[1] * sizes[g] ** 2).sum() for g in members])
+    assert (
+        groups.tokens.tolist() == [sizes[g].sum() for g in members] and groups.tokens.max() <= cap
+    )
+    np.testing.assert_allclose(
+        groups.cost, [(cost[0] * sizes[g] + cost[1] * sizes[g] ** 2).sum() for g in members]
+    )
     assert len(members) >= min_groups and len(members) % num_shards == 0
     steps = len(members) // num_shards
     shards = [groups.of_shard(shard) for shard in range(num_shards)]
     assert [len(shard) for shard in shards] == [steps] * num_shards
-    assert [shards[g % num_shards][g // num_shards].tolist() for g in range(len(members))] == [g.tolist() for g in members]
+    assert [shards[g % num_shards][g // num_shards].tolist() for g in range(len(members))] == [
+        g.tolist() for g in members
+    ]
     assert len(groups.shapes) == steps and len(set(groups.shapes.tolist())) <= num_shapes
-    assert set(groups.shapes.tolist()) <= {math.ceil(cap * i / num_shapes) for i in range(1, num_shapes + 1)}
+    assert set(groups.shapes.tolist()) <= {
+        math.ceil(cap * i / num_shapes) for i in range(1, num_shapes + 1)
+    }
     assert (groups.tokens.reshape(steps, num_shards) <= groups.shapes[:, None]).all()
 
 
@@ -57,7 +70,9 @@ def test_as_few_groups_as_best_fit_finds_against_all_ways_there_are(lengths, cap
         first, *rest = left
         options = [fewest(rest, [*rooms, cap - first])]
         options += [
-            fewest(rest, [r - first * (i == j) for j, r in enumerate(rooms)]) for i, r in enumerate(rooms) if r >= first
+            fewest(rest, [r - first * (i == j) for j, r in enumerate(rooms)])
+            for i, r in enumerate(rooms)
+            if r >= first
         ]
         return min(options)
 
@@ -65,7 +80,9 @@ def test_as_few_groups_as_best_fit_finds_against_all_ways_there_are(lengths, cap
     assert best <= groups <= 11 / 9 * best + 6 / 9, "the bound of best fit, the largest first"
 
 
-@pytest.mark.parametrize(("mean", "max_tokens"), [(6.0, 8192), (6.5, 8192), (7.0, 8192), (6.5, 16384), (7.0, 32768)])
+@pytest.mark.parametrize(
+    ("mean", "max_tokens"), [(6.0, 8192), (6.5, 8192), (7.0, 8192), (6.5, 16384), (7.0, 32768)]
+)
 def test_costs_are_alike_and_groups_few_on_lognormal_lengths(mean, max_tokens):
     for seed in range(30):
         lengths = lognormal(seed, mean=mean)
@@ -82,7 +99,9 @@ def test_groups_of_a_step_are_alike_over_shards_and_shards_have_the_same_work():
     assert (np.ptp(by_step, axis=1) / by_step.mean(axis=1)).max() < 0.1
     work = by_step.sum(axis=0)
     assert np.ptp(work) / work.mean() < 0.002
-    assert (np.diff(by_step.max(axis=1)) <= 0).all(), "the dearest step is first, so that too little memory shows at once"
+    assert (np.diff(by_step.max(axis=1)) <= 0).all(), (
+        "the dearest step is first, so that too little memory shows at once"
+    )
 
 
 def test_cost_may_be_quadratic():

@@ -1,4 +1,5 @@
-"""Bins: rows are those of a naive best fit; no document is divided or lost; a plan file is what was planned, or an error."""
+"""Bins: rows are those of a naive best fit; no document is divided or lost; a plan file is what was
+planned, or an error."""
 
 import dataclasses
 import hashlib
@@ -20,7 +21,8 @@ from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 
 
 def write(directory, layout, eod="append", masked=()):
-    """Shards of documents with the given lengths; those whose numbers are in `masked` have every second token as a target."""
+    """Shards of documents with the given lengths; those whose numbers are in `masked` have every
+    second token as a target."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = []
     for number, lengths in enumerate(layout):
@@ -29,13 +31,22 @@ def write(directory, layout, eod="append", masked=()):
             mask = np.arange(length) % 2 == 1 if number in masked else None
             writer.append(np.arange(length) % 300, mask=mask)
         entries.append(writer.close())
-    tokenizer = {"name": "test", "sha256": hashlib.sha256(b"").hexdigest(), "vocab_size": 300, "special_ids": {"eod": 0}}
+    tokenizer = {
+        "name": "test",
+        "sha256": hashlib.sha256(b"").hexdigest(),
+        "vocab_size": 300,
+        "special_ids": {"eod": 0},
+    }
     Manifest(tokenizer, "uint16", eod, 10, tuple(entries)).save(directory)
     return TokenShards.open(directory)
 
 
 def rows_of(bins):
-    return [part.tolist() for part in np.split(bins.numbers, bins.offsets[1:-1])] if bins.num_rows else []
+    return (
+        [part.tolist() for part in np.split(bins.numbers, bins.offsets[1:-1])]
+        if bins.num_rows
+        else []
+    )
 
 
 def naive_best_fit(sizes, length):
@@ -51,7 +62,11 @@ def naive_best_fit(sizes, length):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=80))))
+@given(
+    st.integers(1, 40).flatmap(
+        lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=80))
+    )
+)
 def test_best_fit_leaves_in_rows_what_the_naive_one_leaves(case):
     length, sizes = case
     sizes = np.array(sizes, np.int64)
@@ -77,23 +92,36 @@ layouts = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=8), min_siz
     layouts, st.sampled_from(["append", "none"]), st.sets(st.integers(0, 2)), st.integers(1, 25),
     st.sampled_from(["bins", "pad"]), st.sampled_from(["skip", "truncate"]),
 )  # fmt: skip
-def test_every_document_is_in_one_row_and_counted(tmp_path_factory, layout, eod, masked, length, packing, on_long):
+def test_every_document_is_in_one_row_and_counted(
+    tmp_path_factory, layout, eod, masked, length, packing, on_long
+):
     shards = write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
     bins = open_bins(shards, length, packing, on_long)
     every = [(n, number in masked) for number, lengths in enumerate(layout) for n in lengths]
     first = int(eod == "none")
     sizes = [n - first for n, _ in every]
     long = [number for number, size in enumerate(sizes) if size > length]
-    kept = [number for number, size in enumerate(sizes) if size and (on_long == "truncate" or size <= length)]
+    kept = [
+        number
+        for number, size in enumerate(sizes)
+        if size and (on_long == "truncate" or size <= length)
+    ]
     rows = rows_of(bins)
     assert sorted(number for row in rows for number in row) == kept
-    assert all(sum(sizes[number] for number in row) <= length or (len(row) == 1 and row[0] in long) for row in rows)
+    assert all(
+        sum(sizes[number] for number in row) <= length or (len(row) == 1 and row[0] in long)
+        for row in rows
+    )
     assert packing == "bins" or all(len(row) == 1 for row in rows)
     assert bins.num_tokens == sum(min(sizes[number], length) for number in kept)
     assert bins.num_targets == sum(
-        (i % 2 == 1) if every[number][1] else 1 for number in kept for i in range(first, first + min(sizes[number], length))
+        (i % 2 == 1) if every[number][1] else 1
+        for number in kept
+        for i in range(first, first + min(sizes[number], length))
     )
-    assert (bins.skipped, bins.truncated) == ((len(long), 0) if on_long == "skip" else (0, len(long)))
+    assert (bins.skipped, bins.truncated) == (
+        (len(long), 0) if on_long == "skip" else (0, len(long))
+    )
     assert bins.fill == pytest.approx(bins.num_tokens / max(1, len(rows) * length))
     again = open_bins(shards, length, packing, on_long)
     assert rows_of(again) == rows
@@ -112,7 +140,8 @@ def test_targets_of_documents_with_and_without_end_marks(tmp_path):
 def test_a_document_longer_than_a_row_is_refused_with_its_name_and_the_mend(tmp_path):
     shards = write(tmp_path, [[3, 9], [4, 12]])
     with pytest.raises(
-        ConfigError, match=r"data.seq_length=8 .*document 1 of .* has 9; 2 documents.*at least 12, or data.on_long"
+        ConfigError,
+        match=r"data.seq_length=8 .*document 1 of .* has 9; 2 documents.*at least 12, or data.on_long",
     ):
         open_bins(shards, 8, "bins", "raise")
     with pytest.raises(ConfigError, match=r"data.on_long to skip or truncate") as caught:
@@ -156,7 +185,9 @@ def test_where_nothing_can_be_written_the_plan_is_made_each_time(tmp_path, monke
     shards = write(tmp_path, [[5, 3, 2, 7, 1]])
     monkeypatch.setattr(bins_module.os, "access", lambda path, mode: False)
     rows = rows_of(open_bins(shards, 8, "bins", "raise"))
-    assert not list(tmp_path.glob("*.plan")) and rows == rows_of(open_bins(shards, 8, "bins", "raise"))
+    assert not list(tmp_path.glob("*.plan")) and rows == rows_of(
+        open_bins(shards, 8, "bins", "raise")
+    )
 
 
 def test_no_damage_to_a_plan_goes_unnoticed(tmp_path):
@@ -169,7 +200,10 @@ def test_no_damage_to_a_plan_goes_unnoticed(tmp_path):
         changes.append(before[:at] + bytes([before[at] ^ 1 << rng.randrange(8)]) + before[at + 1 :])
     for change in changes:
         path.write_bytes(change)
-        with pytest.raises(DataError, match=r"bins-8.plan: expected digest \w+, found \w*: it is damaged.*Delete it") as caught:
+        with pytest.raises(
+            DataError,
+            match=r"bins-8.plan: expected digest \w+, found \w*: it is damaged.*Delete it",
+        ) as caught:
             open_bins(shards, 8, "bins", "raise")
         assert caught.value.exit_code == 65
 

@@ -1,4 +1,5 @@
-"""Chat templates: the same text and masks as transformers', the assistant's turns found, and errors a user can act on."""
+"""Chat templates: the same text and masks as transformers', the assistant's turns found, and errors
+a user can act on."""
 
 import json
 import re
@@ -20,19 +21,27 @@ EXPECTED = json.loads((Path(__file__).parents[1] / "data/chat/expected.json").re
 TOKENIZER = JsonTokenizer(json.dumps(EXPECTED["tokenizer"]).encode(), "expected")
 TOKENS = (("bos_token", "<s>"), ("eos_token", "</s>"))
 TEMPLATES = {
-    name: Template(source, TOKENS, tuple(TOKENIZER.special), "2026-11-21") for name, source in EXPECTED["templates"].items()
+    name: Template(source, TOKENS, tuple(TOKENIZER.special), "2026-11-21")
+    for name, source in EXPECTED["templates"].items()
 }
 CHATML = load_template("chatml", "bytes", ["<|im_start|>", "<|im_end|>"])[0]
 
 
 @pytest.mark.parametrize(
-    "case", EXPECTED["expected"], ids=lambda case: f"{case['template']}-{case['conversation']}-{case['prompt']}"
+    "case",
+    EXPECTED["expected"],
+    ids=lambda case: f"{case['template']}-{case['conversation']}-{case['prompt']}",
 )
 def test_text_ids_and_masks_are_those_of_transformers(case):
-    template, conversation = TEMPLATES[case["template"]], EXPECTED["conversations"][case["conversation"]]
+    template, conversation = (
+        TEMPLATES[case["template"]],
+        EXPECTED["conversations"][case["conversation"]],
+    )
     messages, tools = conversation["messages"], conversation.get("tools")
     if "error" in case:
-        with pytest.raises(ChatError, match=f"the chat template refuses it .*{re.escape(case['error'])}"):
+        with pytest.raises(
+            ChatError, match=f"the chat template refuses it .*{re.escape(case['error'])}"
+        ):
             render(template, messages, tools, case["prompt"])
         return
     assert render(template, messages, tools, case["prompt"]) == case["text"]
@@ -57,7 +66,9 @@ def test_what_the_assistant_said_and_its_ends_of_turn_are_targets(template, conv
     chat = EXPECTED["conversations"][conversation]
     spans = render_spans(TEMPLATES[template], chat["messages"], chat.get("tools"))
     assert [text for text, target in spans if target] == SAID[template, conversation]
-    assert "".join(text for text, _ in spans) == render(TEMPLATES[template], chat["messages"], chat.get("tools"))
+    assert "".join(text for text, _ in spans) == render(
+        TEMPLATES[template], chat["messages"], chat.get("tools")
+    )
 
 
 def test_without_special_tokens_everything_up_to_the_next_turn_is_said():
@@ -68,18 +79,26 @@ def test_without_special_tokens_everything_up_to_the_next_turn_is_said():
     assert render_spans(plain, messages) == [("user: a\nassistant:", False), (" b\n", True)]
 
 
-TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\ufdd0\ufdd1")  # which prepare takes out before
+TEXT = st.characters(
+    exclude_categories=["Cs"], exclude_characters="\ufdd0\ufdd1"
+)  # which prepare takes out before
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     turns=st.lists(
-        st.tuples(st.sampled_from(["system", "user", "assistant", "tool"]), st.text(TEXT, max_size=6)), min_size=1, max_size=5
+        st.tuples(
+            st.sampled_from(["system", "user", "assistant", "tool"]), st.text(TEXT, max_size=6)
+        ),
+        min_size=1,
+        max_size=5,
     )
 )
 def test_generation_blocks_and_comparing_prefixes_agree(turns):
     messages = [{"role": role, "content": content} for role, content in turns]
-    unmarked = CHATML._replace(source=CHATML.source.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    unmarked = CHATML._replace(
+        source=CHATML.source.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    )
     if "assistant" not in dict(turns):
         for template in (CHATML, unmarked):
             with pytest.raises(ChatError, match="writes nothing of the assistant's"):
@@ -87,14 +106,24 @@ def test_generation_blocks_and_comparing_prefixes_agree(turns):
         return
     spans = render_spans(CHATML, messages)
     assert spans == render_spans(unmarked, messages)
-    assert [text for text, target in spans if target] == [c + "<|im_end|>" for role, c in turns if role == "assistant"]
-    assert "".join(text for text, _ in spans) == "".join(f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in turns)
+    assert [text for text, target in spans if target] == [
+        c + "<|im_end|>" for role, c in turns if role == "assistant"
+    ]
+    assert "".join(text for text, _ in spans) == "".join(
+        f"<|im_start|>{r}\n{c}<|im_end|>\n" for r, c in turns
+    )
 
 
 def test_templates_that_change_earlier_turns_are_told():
     forgetful = "{% for m in messages %}{{ m.role + (m.content if loop.last else '') + '<|im_end|>' }}{% endfor %}"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    with pytest.raises(ChatError, match=r"otherwise once more messages follow.*mark it with \{% generation %\}"):
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]
+    with pytest.raises(
+        ChatError, match=r"otherwise once more messages follow.*mark it with \{% generation %\}"
+    ):
         render_spans(Template(forgetful), messages)
 
 
@@ -166,7 +195,10 @@ def test_what_only_a_whole_conversation_ends_with_is_no_matter():
 )
 def test_where_comparing_can_not_tell_the_template_is_refused_and_the_marker_named(source, message):
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(ChatError, match=rf"{message}.*can't be told: mark it with \{{% generation %\}} in the template, as in"):
+    with pytest.raises(
+        ChatError,
+        match=rf"{message}.*can't be told: mark it with \{{% generation %\}} in the template, as in",
+    ):
         render_spans(Template(source), messages)
 
 
@@ -180,7 +212,12 @@ def test_templates_are_other_people_s_programs():
     ):
         with pytest.raises(ChatError, match="the chat template refuses it"):
             render(Template(source), messages)
-    assert render(Template("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}"), messages) == "True"
+    assert (
+        render(
+            Template("{% for m in messages %}{% break %}{% endfor %}{{ tools is none }}"), messages
+        )
+        == "True"
+    )
 
 
 @pytest.fixture
@@ -214,13 +251,18 @@ def test_a_template_that_does_not_end_is_ended_in_any_thread(quick_limit):
 
 def test_a_template_that_does_not_end_while_it_is_compiled_is_ended(tmp_path, quick_limit):
     (tmp_path / "t.jinja").write_text("{{ 9 ** (9 ** 9) }}")
-    with pytest.raises(DataError, match=r"--chat-template .*t.jinja: takes more than 1 s of CPU time"):
+    with pytest.raises(
+        DataError, match=r"--chat-template .*t.jinja: takes more than 1 s of CPU time"
+    ):
         load_template(str(tmp_path / "t.jinja"), "bytes", [])
 
 
 def test_a_template_gets_no_more_memory_than_there_is_for_it(monkeypatch):
     with pytest.raises(DataError, match=r"needs more than 2,147,483,648 bytes of memory.*mend it"):
-        render(Template("{{ ('x' * (messages | length + 1) * 2000000000) | length }}"), [{"role": "user"}])
+        render(
+            Template("{{ ('x' * (messages | length + 1) * 2000000000) | length }}"),
+            [{"role": "user"}],
+        )
     with pytest.raises(ChatError, match="writes more than 67,108,864 characters"):
         render(Template("{{ 'x' * 67108865 }}"), [])
 
@@ -228,7 +270,10 @@ def test_a_template_gets_no_more_memory_than_there_is_for_it(monkeypatch):
 def test_a_process_that_was_killed_is_told_and_replaced():
     assert render(Template("a"), []) == "a"
     template_process._running[0]._process.kill()
-    with pytest.raises(TryAgainError, match=r"its process was killed. Run the same command again, with fewer --workers"):
+    with pytest.raises(
+        TryAgainError,
+        match=r"its process was killed. Run the same command again, with fewer --workers",
+    ):
         render(Template("a"), [])
     assert render(Template("a"), []) == "a"
 
@@ -242,7 +287,10 @@ def test_a_process_that_was_killed_is_told_and_replaced():
         ("{{ ('a' | list).append }}{{ joiner() }}", "address in memory"),
         ("{{ messages | map(attribute='role') }}", "address in memory"),
         ("{{ messages | map(attribute='role') | string }}", "address in memory"),
-        ("{{ [1, 2, 3] | map('random') | list }}", "its filter random gives another text each time"),
+        (
+            "{{ [1, 2, 3] | map('random') | list }}",
+            "its filter random gives another text each time",
+        ),
         ("{{ 'a'.encode() }}", "it writes bytes, not text"),
         ("{{ undefined_thing.a }}", "'undefined_thing' is undefined"),
     ],
@@ -254,7 +302,10 @@ def test_templates_that_give_no_text_or_another_each_time_are_refused(source, me
 
 def test_an_address_that_a_conversation_has_is_text():
     messages = [{"role": "user", "content": "<object at 0x7f00>"}]
-    assert render(Template("{{ messages[0].content }}<a at 0x12>"), messages) == "<object at 0x7f00><a at 0x12>"
+    assert (
+        render(Template("{{ messages[0].content }}<a at 0x12>"), messages)
+        == "<object at 0x7f00><a at 0x12>"
+    )
     with pytest.raises(ChatError, match="address in memory"):
         render(Template("{{ messages[0].content }}{{ joiner() }}"), messages)
 
@@ -269,7 +320,9 @@ def test_where_a_template_comes_from(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     template, files = load_template("", tmp_path, ["<s>"])
     assert template == Template(settings["chat_template"], (("bos_token", "<s>"),), ("<s>",))
-    assert files == [tmp_path / "tokenizer_config.json"] and render(template, []) == "of settings<s>"
+    assert (
+        files == [tmp_path / "tokenizer_config.json"] and render(template, []) == "of settings<s>"
+    )
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "default"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
     assert load_template("", tmp_path / "tokenizer.json", [])[0].source == "default"
@@ -284,17 +337,45 @@ def test_where_a_template_comes_from(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "source", "message"),
     [
-        ("", "", "neither chat_template.jinja nor chat_template in tokenizer_config.json. Give --chat-template FILE"),
+        (
+            "",
+            "",
+            "neither chat_template.jinja nor chat_template in tokenizer_config.json. Give --chat-template FILE",
+        ),
         ("absent.jinja", "", "absent.jinja: can't be read .No such file.*Name a file, or chatml"),
-        ("chatml", "", r"no special token <\|im_end\|>.*Give a tokenizer that has it, or --chat-template FILE"),
+        (
+            "chatml",
+            "",
+            r"no special token <\|im_end\|>.*Give a tokenizer that has it, or --chat-template FILE",
+        ),
         ("FILE", "x\n{% if %}", "line 2 is not jinja .*Mend the template"),
-        ("FILE", "{{ bos_token }}", 'bos_token, which no tokenizer_config.json.*Add "bos_token" there, with null'),
-        ("FILE", "{{ [1, 2] | random }}", "uses the filter random, which gives another text each time. Take it out"),
+        (
+            "FILE",
+            "{{ bos_token }}",
+            'bos_token, which no tokenizer_config.json.*Add "bos_token" there, with null',
+        ),
+        (
+            "FILE",
+            "{{ [1, 2] | random }}",
+            "uses the filter random, which gives another text each time. Take it out",
+        ),
         ("FILE", "{{ lipsum(1) }}", "uses lipsum, which gives another text each time. Take it out"),
-        ("FILE", "(" * 9000 + "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}", "nested too deep.*Mend the template"),
+        (
+            "FILE",
+            "(" * 9000 + "{{ " + "(" * 9000 + "1" + ")" * 9000 + " }}",
+            "nested too deep.*Mend the template",
+        ),
         ("FILE", "{{ " + "9" * 5000 + " }}", "is not jinja .*digits.*Mend the template"),
-        ("FILE", "{% for a in b %}" * 30 + "{% endfor %}" * 30, "is not jinja .*too many statically nested blocks"),
-        ("FILE", "{% import 'os' as os %}{{ x | nothing }}", "No filter named 'nothing'.*Mend the template"),
+        (
+            "FILE",
+            "{% for a in b %}" * 30 + "{% endfor %}" * 30,
+            "is not jinja .*too many statically nested blocks",
+        ),
+        (
+            "FILE",
+            "{% import 'os' as os %}{{ x | nothing }}",
+            "No filter named 'nothing'.*Mend the template",
+        ),
         ("FILE", "{{ strftime_now('%d') }}", "writes the date. Give --chat-date YYYY-MM-DD"),
     ],
 )
@@ -316,5 +397,7 @@ def test_bad_dates_settings_and_a_missing_package(tmp_path, monkeypatch):
         load_template(str(tmp_path / "t.jinja"), tmp_path, [])
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "jinja2", None)
-        with pytest.raises(UsageError, match=r"--chat: needs jinja2.*pip install 'maxtrain\[chat\]'"):
+        with pytest.raises(
+            UsageError, match=r"--chat: needs jinja2.*pip install 'maxtrain\[chat\]'"
+        ):
             load_template(str(tmp_path / "t.jinja"), "bytes", [], "2024-02-29")

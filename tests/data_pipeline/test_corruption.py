@@ -1,4 +1,5 @@
-"""Corruption: the asked share of positions, spans of the asked length, the same for a row on any host."""
+"""Corruption: the asked share of positions, spans of the asked length, the same for a row on any
+host."""
 
 import numpy as np
 import pytest
@@ -12,16 +13,24 @@ LENGTH = 512
 
 
 def masks(config, rows=2000, epoch=0, seed=1):
-    return corrupted(np.full(rows, row_seed(seed, "uid", epoch), np.uint64), np.arange(rows), LENGTH, config)
+    return corrupted(
+        np.full(rows, row_seed(seed, "uid", epoch), np.uint64), np.arange(rows), LENGTH, config
+    )
 
 
-@pytest.mark.parametrize("rate, span", [(0.15, 1.0), (0.15, 3.0), (0.5, 8.0), (0.02, 30.0), (0.9, 2.0)])
+@pytest.mark.parametrize(
+    "rate, span", [(0.15, 1.0), (0.15, 3.0), (0.5, 8.0), (0.02, 30.0), (0.9, 2.0)]
+)
 def test_the_share_is_the_rate_everywhere_in_a_row(rate, span):
     where = masks(CorruptionConfig(rate=rate, span=span))
-    error = 5 * np.sqrt(rate * (1 - rate) * 2 * span / where.size)  # positions of one span are not independent
+    error = 5 * np.sqrt(
+        rate * (1 - rate) * 2 * span / where.size
+    )  # positions of one span are not independent
     assert abs(where.mean() - rate) < error
     for column in (0, 1, LENGTH // 2, LENGTH - 1):
-        assert abs(where[:, column].mean() - rate) < 5 * np.sqrt(rate * (1 - rate) / len(where)), column
+        assert abs(where[:, column].mean() - rate) < 5 * np.sqrt(rate * (1 - rate) / len(where)), (
+            column
+        )
 
 
 @pytest.mark.parametrize("span", [1.0, 2.0, 10.0])
@@ -47,7 +56,9 @@ def test_the_probability_of_a_start_is_that_of_the_formula(rate, span):
 def test_a_row_is_corrupted_alike_wherever_it_is_read_and_otherwise_in_another_epoch():
     config = CorruptionConfig(rate=0.3, span=3.0)
     whole = masks(config, 64)
-    part = corrupted(np.full(3, row_seed(1, "uid", 0), np.uint64), np.array([7, 50, 2]), LENGTH, config)
+    part = corrupted(
+        np.full(3, row_seed(1, "uid", 0), np.uint64), np.array([7, 50, 2]), LENGTH, config
+    )
     assert np.array_equal(part, whole[[7, 50, 2]])
     for other in (
         masks(config, 64, epoch=1),
@@ -60,7 +71,10 @@ def test_a_row_is_corrupted_alike_wherever_it_is_read_and_otherwise_in_another_e
 
 def test_only_inputs_that_may_be_are_replaced_by_random_ids_or_the_given_one():
     rng = np.random.default_rng(0)
-    before, keep = rng.integers(0, 50, (200, 64)).astype(np.int32), rng.uniform(size=(200, 64)) < 0.3
+    before, keep = (
+        rng.integers(0, 50, (200, 64)).astype(np.int32),
+        rng.uniform(size=(200, 64)) < 0.3,
+    )
     seeds, rows = np.full(200, row_seed(0, "uid", 0), np.uint64), np.arange(200)
     for token_id in (None, 7):
         config, inputs = CorruptionConfig(rate=0.4, token_id=token_id), before.copy()

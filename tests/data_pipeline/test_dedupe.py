@@ -1,4 +1,5 @@
-"""Duplicates: the first in input order stays, whatever the units, ranges and workers; none is on both sides of a hold-out."""
+"""Duplicates: the first in input order stays, whatever the units, ranges and workers; none is on
+both sides of a hold-out."""
 
 import json
 import tempfile
@@ -24,7 +25,10 @@ def texts(directory):
 
 
 @settings(deadline=None, max_examples=50)  # every file is synced to the disk
-@given(units=st.lists(st.lists(st.integers(0, 20), max_size=30), max_size=6), at_once=st.sampled_from([1, 3, 50]))
+@given(
+    units=st.lists(st.lists(st.integers(0, 20), max_size=30), max_size=6),
+    at_once=st.sampled_from([1, 3, 50]),
+)
 def test_all_but_the_first_are_found(units, at_once):
     seen, wanted = set(), []
     for unit in units:
@@ -42,34 +46,66 @@ def test_all_but_the_first_are_found(units, at_once):
 
 def test_what_makes_documents_the_same():
     text = dedupe.digest(Document("ab", "a:1"))
-    assert len(text) == 16 and text == dedupe.digest(Document("ab", "b:2", "byte order mark removed"))
+    assert len(text) == 16 and text == dedupe.digest(
+        Document("ab", "b:2", "byte order mark removed")
+    )
     ids = [
-        dedupe.digest(Document(None, "", tokens=np.array(values, kind))) for values, kind in (([1, 2], "u2"), ([1, 2], "i4"))
+        dedupe.digest(Document(None, "", tokens=np.array(values, kind)))
+        for values, kind in (([1, 2], "u2"), ([1, 2], "i4"))
     ]
     assert ids[0] == ids[1] != dedupe.digest(Document(None, "", tokens=np.array([2, 1])))
-    spans = [[("ab", True)], [("ab", False)], [("a", True), ("b", True)], [("a", True), ("b", False)]]
-    assert len({dedupe.digest(Document(None, "", spans=each)) for each in spans} | {text, ids[0]}) == 6
+    spans = [
+        [("ab", True)],
+        [("ab", False)],
+        [("a", True), ("b", True)],
+        [("a", True), ("b", False)],
+    ]
+    assert (
+        len({dedupe.digest(Document(None, "", spans=each)) for each in spans} | {text, ids[0]}) == 6
+    )
 
 
 @pytest.mark.processes
 def test_the_first_stays_and_the_others_are_counted(tmp_path, capsys):
     kept = [f"document {number} " * 20 for number in range(2000)]
-    lines = [json.dumps({"text": kept[number % 2000], "n": number}) + "\n" for number in range(5000)]
+    lines = [
+        json.dumps({"text": kept[number % 2000], "n": number}) + "\n" for number in range(5000)
+    ]
     (tmp_path / "b.jsonl").write_text("".join(lines))
     (tmp_path / "a.txt").write_text(kept[7])
-    command = ["--text", f"{tmp_path}/a.txt", "--jsonl", f"{tmp_path}/b.jsonl", "--dedupe", "--workers"]
+    command = [
+        "--text",
+        f"{tmp_path}/a.txt",
+        "--jsonl",
+        f"{tmp_path}/b.jsonl",
+        "--dedupe",
+        "--workers",
+    ]
     assert prepare.main([str(tmp_path / "one"), *command, "1"]) == 0
     shown = capsys.readouterr().out
     assert prepare.main([str(tmp_path / "two"), *command, "2"]) == 0
     assert texts(tmp_path / "one") == [kept[7], *kept[:7], *kept[8:]]
     for path in (tmp_path / "one").rglob("*"):
-        assert path.is_dir() or path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes()
+        assert (
+            path.is_dir()
+            or path.read_bytes()
+            == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes()
+        )
     problem = Manifest.load(tmp_path / "one").problems["duplicate of an earlier document"]
-    assert problem["count"] == 3001 and problem["examples"][0] == f"{tmp_path}/b.jsonl:line 8 after byte 0"
-    assert "3,001 x duplicate of an earlier document" in shown and "b.jsonl:line 8 after byte 0" in shown
+    assert (
+        problem["count"] == 3001
+        and problem["examples"][0] == f"{tmp_path}/b.jsonl:line 8 after byte 0"
+    )
+    assert (
+        "3,001 x duplicate of an earlier document" in shown
+        and "b.jsonl:line 8 after byte 0" in shown
+    )
     # the choice is part of the settings: another one is refused, in both directions
     assert prepare.main([str(tmp_path / "one"), *command[:4]]) == 64
-    assert "dedupe: there True, asked for None" in (error := capsys.readouterr().err) and "--overwrite" in error
+    assert (
+        "dedupe: there True, asked for None" in (error := capsys.readouterr().err)
+        and "--overwrite" in error
+    )
     assert prepare.main([str(tmp_path / "plain"), *command[:4]]) == 0
     assert len(texts(tmp_path / "plain")) == 5001
     assert prepare.main([str(tmp_path / "plain"), *command[:5]]) == 64
@@ -78,7 +114,8 @@ def test_the_first_stays_and_the_others_are_counted(tmp_path, capsys):
 
 @pytest.mark.parametrize("by", ["document", "name", "tail"])
 def test_no_text_is_on_both_sides_of_a_hold_out(tmp_path, by):
-    """The same texts in lines that differ, in files of other names, and at both ends of a file: train keeps them."""
+    """The same texts in lines that differ, in files of other names, and at both ends of a file:
+    train keeps them."""
     if by == "name":
         for number in range(60):
             (tmp_path / f"a{number}.txt").write_text(f"text {number % 20}")
@@ -87,7 +124,9 @@ def test_no_text_is_on_both_sides_of_a_hold_out(tmp_path, by):
             side[path.read_text()].add(held_out(path.name, 0.4))
         command = ["--text", f"{tmp_path}/*.txt", "--holdout", "0.4"]
     else:
-        lines = [json.dumps({"text": f"text {number % 20}", "n": number}) + "\n" for number in range(50)]
+        lines = [
+            json.dumps({"text": f"text {number % 20}", "n": number}) + "\n" for number in range(50)
+        ]
         lines += [json.dumps({"text": "last"}) + "\n"]
         (tmp_path / "a.jsonl").write_text("".join(lines))
         command = ["--jsonl", f"{tmp_path}/a.jsonl", "--holdout", "0.4", "--holdout-by", by]
@@ -108,15 +147,42 @@ def test_a_tokenizer_is_trained_on_what_is_kept(tmp_path):
     for name, copies in (("few", 1), ("many", 30)):
         for number in range(copies):
             (tmp_path / f"c{number}.txt").write_text("zzzzz zzzzz yyy")
-        assert prepare.main([str(tmp_path / name), "--text", f"{tmp_path}/*.txt", "--dedupe", "--tokenizer", "bpe:262"]) == 0
-    assert (tmp_path / "few/tokenizer.json").read_bytes() == (tmp_path / "many/tokenizer.json").read_bytes()
-    assert texts(tmp_path / "few") == texts(tmp_path / "many") == ["one two one two three", "zzzzz zzzzz yyy"]
+        assert (
+            prepare.main(
+                [
+                    str(tmp_path / name),
+                    "--text",
+                    f"{tmp_path}/*.txt",
+                    "--dedupe",
+                    "--tokenizer",
+                    "bpe:262",
+                ]
+            )
+            == 0
+        )
+    assert (tmp_path / "few/tokenizer.json").read_bytes() == (
+        tmp_path / "many/tokenizer.json"
+    ).read_bytes()
+    assert (
+        texts(tmp_path / "few")
+        == texts(tmp_path / "many")
+        == ["one two one two three", "zzzzz zzzzz yyy"]
+    )
 
 
 def test_nothing_left_to_hold_out_says_why(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n' * 9 + '{"text": "x"}\n')
     out = str(tmp_path / "out")
-    command = [out, "--jsonl", f"{tmp_path}/b.jsonl", "--holdout", "0.2", "--holdout-by", "tail", "--dedupe"]
+    command = [
+        out,
+        "--jsonl",
+        f"{tmp_path}/b.jsonl",
+        "--holdout",
+        "0.2",
+        "--holdout-by",
+        "tail",
+        "--dedupe",
+    ]
     assert prepare.main([*command, "--workers", "1"]) == 65
     error = capsys.readouterr().err
     assert "eval: the input holds no text at all (2 x duplicate of an earlier document" in error

@@ -14,15 +14,31 @@ from data_pipeline.errors import ConfigError, TryAgainError, run_command
         (None, 0, ""),
         (SystemExit(0), 0, ""),
         (SystemExit(2), 64, ""),  # of argparse, which has said why
-        (ConfigError("a=1 must be 2. Set a=2."), 78, "error: 1 problem in the config:\n  * a=1 must be 2. Set a=2.\n"),
-        (TryAgainError("stopped and saved. Run it again."), 75, "stopped and saved. Run it again.\n"),
-        (KeyboardInterrupt(), 75, "interrupted. Run the same command again: it goes on where it was.\n"),
+        (
+            ConfigError("a=1 must be 2. Set a=2."),
+            78,
+            "error: 1 problem in the config:\n  * a=1 must be 2. Set a=2.\n",
+        ),
+        (
+            TryAgainError("stopped and saved. Run it again."),
+            75,
+            "stopped and saved. Run it again.\n",
+        ),
+        (
+            KeyboardInterrupt(),
+            75,
+            "interrupted. Run the same command again: it goes on where it was.\n",
+        ),
         (
             OSError("odd"),
             74,
             "error: odd. Free space or mend access, then run the same command again: it goes on where it was.\n",
         ),
-        (PermissionError(13, "Permission denied", "a/b"), 74, "error: a/b: Permission denied. Free space or mend access, then"),
+        (
+            PermissionError(13, "Permission denied", "a/b"),
+            74,
+            "error: a/b: Permission denied. Free space or mend access, then",
+        ),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, BaseException) else "-",
 )
@@ -46,7 +62,11 @@ def test_a_command_that_starts_anew_does_not_promise_to_go_on(capsys):
 
 def test_a_bug_shows_where_it_is(capsys):
     assert run_command(lambda: 1 // 0) == 70
-    assert "ZeroDivisionError" in (text := capsys.readouterr().err) and "Traceback" in text and "error: " not in text
+    assert (
+        "ZeroDivisionError" in (text := capsys.readouterr().err)
+        and "Traceback" in text
+        and "error: " not in text
+    )
 
 
 def test_a_name_that_is_no_text_is_printed_all_the_same(monkeypatch):

@@ -1,4 +1,5 @@
-"""Damaged input of every kind that needs no extra: `prepare` succeeds or says what is wrong, and never shows a traceback."""
+"""Damaged input of every kind that needs no extra: `prepare` succeeds or says what is wrong, and
+never shows a traceback."""
 
 import gzip
 import json
@@ -56,7 +57,13 @@ def damage(rng, content):
     changed = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 8])):
         at = rng.randrange(len(changed))
-        piece = rng.choice([bytes([changed[at] ^ 1 << rng.randrange(8)]), bytes([rng.randrange(256)]), rng.choice(PIECES)])
+        piece = rng.choice(
+            [
+                bytes([changed[at] ^ 1 << rng.randrange(8)]),
+                bytes([rng.randrange(256)]),
+                rng.choice(PIECES),
+            ]
+        )
         changed[at : at + len(piece)] = piece
     return bytes(changed)
 
@@ -67,7 +74,13 @@ def test_damaged_input_is_used_or_told(tmp_path, capsys, kind):
     rng = random.Random(kind)
     for other, its_content in others.items():
         (tmp_path / other).write_bytes(its_content)
-    command = [str(tmp_path / "out"), *(argument.format(tmp_path) for argument in arguments), "--workers", "1", "--overwrite"]
+    command = [
+        str(tmp_path / "out"),
+        *(argument.format(tmp_path) for argument in arguments),
+        "--workers",
+        "1",
+        "--overwrite",
+    ]
     for case in range(12):
         (tmp_path / name).write_bytes(damage(rng, content) if case else content)
         code = prepare.main([*command, "--on-bad", rng.choice(["raise", "skip", "replace"])])

@@ -1,4 +1,5 @@
-"""The loader: one stream for any worker count, start, host split; evaluation that sees every token once; errors at launch."""
+"""The loader: one stream for any worker count, start, host split; evaluation that sees every token
+once; errors at launch."""
 
 import dataclasses
 import json
@@ -36,7 +37,12 @@ def write(directory, seed, lengths, eod="append", tokenizer=TOKENIZER):
         entries.append(writer.close())
     tokenizer.save(directory)
     special = {"eod": tokenizer.eod_id}
-    record = {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size, "special_ids": special}
+    record = {
+        "name": tokenizer.name,
+        "sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "special_ids": special,
+    }
     text_bytes = 3 * int(np.sum(lengths))
     Manifest(record, "uint16", eod, text_bytes, tuple(entries)).save(directory)
     return directory
@@ -46,12 +52,18 @@ def write(directory, seed, lengths, eod="append", tokenizer=TOKENIZER):
 def corpora(tmp_path_factory):
     root = tmp_path_factory.mktemp("corpora")
     lengths = np.random.default_rng(0).integers(1, 60, 100)
-    return {"web": write(root / "web", 1, lengths), "code": write(root / "code", 2, lengths[:40], eod="none")}
+    return {
+        "web": write(root / "web", 1, lengths),
+        "code": write(root / "code", 2, lengths[:40], eod="none"),
+    }
 
 
 @pytest.fixture(scope="module")
 def config(corpora):
-    sources = {"web": SourceConfig(str(corpora["web"]), 2.0, None), "code": SourceConfig(str(corpora["code"]), 1.0, None)}
+    sources = {
+        "web": SourceConfig(str(corpora["web"]), 2.0, None),
+        "code": SourceConfig(str(corpora["code"]), 1.0, None),
+    }
     return DataConfig(sources=sources, seq_length=32, batch_size=6)
 
 
@@ -66,8 +78,12 @@ def test_a_batch_has_what_it_says(config):
     batch = data.batch(7)
     assert batch.step == 7 and batch.num_targets == batch.arrays["loss_mask"].sum()
     shapes = {name: (array.dtype, array.shape) for name, array in batch.arrays.items()}
-    assert shapes.pop("source") == (np.int32, (6,)) and {shape for _, shape in shapes.values()} == {(6, 32)}
-    np.testing.assert_array_equal(batch.arrays["source"], data.plan.rows(*data.plan.row_range(7)).source)
+    assert shapes.pop("source") == (np.int32, (6,)) and {shape for _, shape in shapes.values()} == {
+        (6, 32)
+    }
+    np.testing.assert_array_equal(
+        batch.arrays["source"], data.plan.rows(*data.plan.row_range(7)).source
+    )
     assert data.vocab_size == TOKENIZER.vocab_size and data.tokenizer.sha256 == TOKENIZER.sha256
     assert len({data.batch(step).arrays["inputs"].tobytes() for step in range(50)}) == 50
 
@@ -82,18 +98,26 @@ def test_hosts_read_their_rows_of_one_batch(config):
 
 
 @pytest.mark.parametrize("packing", ["stream", "bins"])
-def test_hosts_read_their_columns_of_one_batch_and_their_checksums_sum_to_that_of_it(config, packing):
-    data = open_training(dataclasses.replace(config, packing=packing, on_long="truncate"), seed=3, steps=20)
+def test_hosts_read_their_columns_of_one_batch_and_their_checksums_sum_to_that_of_it(
+    config, packing
+):
+    data = open_training(
+        dataclasses.replace(config, packing=packing, on_long="truncate"), seed=3, steps=20
+    )
     whole = data.batch(11)
     parts = [
-        Part(np.array(rows), slice(*columns)) for rows in ([0, 2, 3], [1, 4, 5]) for columns in ((0, 10), (10, 31), (31, 32))
+        Part(np.array(rows), slice(*columns))
+        for rows in ([0, 2, 3], [1, 4, 5])
+        for columns in ((0, 10), (10, 31), (31, 32))
     ]
     for part in parts:
         batch = data.batch(11, {(6, 32): part})
         assert (batch.digest, batch.place) == (whole.digest, whole.place)
         for name, array in batch.arrays.items():
             expected = whole.arrays[name][part.rows]
-            np.testing.assert_array_equal(array, expected[:, part.columns] if array.ndim == 2 else expected)
+            np.testing.assert_array_equal(
+                array, expected[:, part.columns] if array.ndim == 2 else expected
+            )
     assert sum(data.batch(11, part).content for part in parts) % 2**64 == whole.content
 
 
@@ -145,17 +169,29 @@ def test_fingerprint_names_what_the_batches_depend_on(config, corpora):
     same = open_training(dataclasses.replace(config, workers=2, verify="full"), seed=3, steps=50)
     assert base.fingerprint_at(50) == same.fingerprint_at(50)
     alone = {"web": SourceConfig(str(corpora["web"]), 2.0, None)}
-    changes = [{"seq_length": 16}, {"batch_size": 5}, {"restart_positions": False}, {"sources": alone}]
+    changes = [
+        {"seq_length": 16},
+        {"batch_size": 5},
+        {"restart_positions": False},
+        {"sources": alone},
+    ]
     others = [open_training(dataclasses.replace(config, **change), 3, 50) for change in changes] + [
         open_training(config, 4, 50)
     ]
     assert len({data.fingerprint_at(50) for data in [base, *others]}) == 6
-    indifferent = [{"on_long": "truncate"}, {"on_long": "skip"}, {"prefetch": 1}]  # a stream has no long documents
-    assert {open_training(dataclasses.replace(config, **c), 3, 50).fingerprint_at(50) for c in indifferent} == {
-        base.fingerprint_at(50)
-    }
+    indifferent = [
+        {"on_long": "truncate"},
+        {"on_long": "skip"},
+        {"prefetch": 1},
+    ]  # a stream has no long documents
+    assert {
+        open_training(dataclasses.replace(config, **c), 3, 50).fingerprint_at(50)
+        for c in indifferent
+    } == {base.fingerprint_at(50)}
     rows = [
-        dataclasses.replace(config, packing="bins", seq_length=n, on_long=p) for n in (20, 64) for p in ("skip", "truncate")
+        dataclasses.replace(config, packing="bins", seq_length=n, on_long=p)
+        for n in (20, 64)
+        for p in ("skip", "truncate")
     ]
     cut, cut_too, fits, fits_too = (open_training(c, 3, 20).fingerprint_at(20) for c in rows)
     assert cut != cut_too and fits == fits_too
@@ -170,7 +206,9 @@ def test_a_damaged_shard_stops_the_stream_with_its_place(corpora, tmp_path, conf
     content = bytearray(path.read_bytes())
     content[5] ^= 1
     path.write_bytes(content)
-    damaged = dataclasses.replace(config, sources={"web": SourceConfig(str(copy), 1.0, None)}, workers=workers)
+    damaged = dataclasses.replace(
+        config, sources={"web": SourceConfig(str(copy), 1.0, None)}, workers=workers
+    )
     with pytest.raises(DataError, match=r"tokens-00001\.bin.*expected crc32"):
         list(open_training(damaged, seed=0, steps=40).iterate(0))
     with pytest.raises(DataError, match=r"data\.sources\.web\.path: .*expected crc32"):
@@ -188,7 +226,10 @@ def test_a_killed_worker_ends_the_stream_and_says_what_to_do(config, monkeypatch
         next(stream)
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid or 0, signal.SIGKILL)
-    with pytest.raises(TryAgainError, match=r"data\.workers=1: a worker process was killed\. Run the same command again, with"):
+    with pytest.raises(
+        TryAgainError,
+        match=r"data\.workers=1: a worker process was killed\. Run the same command again, with",
+    ):
         list(stream)
 
 
@@ -196,7 +237,8 @@ def test_an_id_outside_the_vocabulary_names_step_source_and_row(config):
     data = open_training(config, seed=3, steps=50)
     data.vocab_size = 100
     with pytest.raises(
-        DataError, match=r"step 0, source '(web|code)' in .*, epoch 0, row \d+\), position \d+: inputs=\d+, but must"
+        DataError,
+        match=r"step 0, source '(web|code)' in .*, epoch 0, row \d+\), position \d+: inputs=\d+, but must",
     ):
         data.batch(0)
 
@@ -204,13 +246,19 @@ def test_an_id_outside_the_vocabulary_names_step_source_and_row(config):
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["web", "code"]), st.integers(1, 200), st.integers(1, 70))
 def test_evaluation_sees_every_token_exactly_once(corpora, config, name, batch_size, length):
-    data = open_evaluation(corpora[name], dataclasses.replace(config, seq_length=length), batch_size)
+    data = open_evaluation(
+        corpora[name], dataclasses.replace(config, seq_length=length), batch_size
+    )
     batches = [data.batch(i) for i in range(data.num_batches)]
     assert sum(batch.num_targets for batch in batches) == data.num_tokens
-    real = np.concatenate([batch.arrays["targets"][batch.arrays["segment_ids"] > 0] for batch in batches])
+    real = np.concatenate(
+        [batch.arrays["targets"][batch.arrays["segment_ids"] > 0] for batch in batches]
+    )
     np.testing.assert_array_equal(real, data.shards.read(0, data.shards.num_tokens))
     shapes = {name: {batch.arrays[name].shape for batch in batches} for name in batches[0].arrays}
-    assert shapes.pop("source") == {(batch_size,)} and all(shape == {(batch_size, length)} for shape in shapes.values())
+    assert shapes.pop("source") == {(batch_size,)} and all(
+        shape == {(batch_size, length)} for shape in shapes.values()
+    )
     assert not any(batch.arrays["source"].any() for batch in batches)
     assert data.num_tokens == data.shards.num_tokens - (40 if name == "code" else 0)
 
@@ -219,7 +267,9 @@ def test_evaluation_streams_by_host(corpora, config):
     data = open_evaluation(corpora["web"], config, batch_size=5)
     rows = Part(np.array([1, 4]))
     stream = list(data.iterate(rows))
-    assert len(stream) == data.num_batches and [batch.step for batch in data.iterate(num_batches=3)] == [0, 1, 2]
+    assert len(stream) == data.num_batches and [
+        batch.step for batch in data.iterate(num_batches=3)
+    ] == [0, 1, 2]
     for number, batch in enumerate(stream):
         assert_same(batch, data.batch(number, rows))
     assert_same(pickle.loads(pickle.dumps(data)).batch(1), data.batch(1))
@@ -228,11 +278,17 @@ def test_evaluation_streams_by_host(corpora, config):
 
 @pytest.mark.parametrize("step", [1, 20, 50])
 def test_from_a_cursor_batches_are_those_of_the_new_plan(config, step):
-    """The rows before it, with another mixture, are none of its business, wherever the blocks of rows begin."""
+    """The rows before it, with another mixture, are none of its business, wherever the blocks of
+    rows begin."""
     before = open_training(config, seed=3, steps=50)
-    sources = {"web": dataclasses.replace(config.sources["web"], weight=0.1), "code": config.sources["code"]}
+    sources = {
+        "web": dataclasses.replace(config.sources["web"], weight=0.1),
+        "code": config.sources["code"],
+    }
     changed = dataclasses.replace(config, sources=sources, batch_size=4)
-    after = open_training(changed, seed=3, steps=90, cursor=json.loads(json.dumps(before.cursor_at(step))))
+    after = open_training(
+        changed, seed=3, steps=90, cursor=json.loads(json.dumps(before.cursor_at(step)))
+    )
     assert after.plan.row_range(step) == (6 * step, 6 * step + 4)
     seen = {tuple(row) for row in np.stack(before.plan.rows(0, 6 * step)).T.tolist()}
     for batch in after.iterate(step):
@@ -240,62 +296,104 @@ def test_from_a_cursor_batches_are_those_of_the_new_plan(config, step):
         fresh = {tuple(row) for row in np.stack(rows).T.tolist()}
         assert len(fresh) == 4 and not fresh & seen, "a row came twice"
         seen |= fresh
-        expected = [after.batch(batch.step, Part(np.array([i]))).arrays["inputs"][0] for i in range(4)]
+        expected = [
+            after.batch(batch.step, Part(np.array([i]))).arrays["inputs"][0] for i in range(4)
+        ]
         np.testing.assert_array_equal(batch.arrays["inputs"], expected)
         names = [after.plan.names[source] for source in rows.source]
         assert batch.arrays["targets"].shape == (4, 32) and set(names) <= {"web", "code"}
     everything = after.plan.rows(6 * step, after.plan.row_range(89)[1])
     assert abs((everything.source == 0).mean() - 10 / 11) < 0.05  # code, of the weights 1 and 0.1
     blocks = np.concatenate([after._block(b) for b in range(2)], axis=1)
-    np.testing.assert_array_equal(blocks[:3], np.stack(after.plan.rows(after.plan.first_row, after.plan.first_row + 8192)))
+    np.testing.assert_array_equal(
+        blocks[:3], np.stack(after.plan.rows(after.plan.first_row, after.plan.first_row + 8192))
+    )
 
 
 @pytest.mark.parametrize("packing", ["bins", "pad"])
-def test_rows_of_whole_documents_are_read_alike_by_hosts_workers_and_evaluation(corpora, config, packing):
+def test_rows_of_whole_documents_are_read_alike_by_hosts_workers_and_evaluation(
+    corpora, config, packing
+):
     config = dataclasses.replace(config, packing=packing, seq_length=64)
     data = open_training(config, seed=3, steps=40)
-    assert all(f"{name}: " in data.describe() for name in data.plan.names) and "documents" in data.describe()
+    assert (
+        all(f"{name}: " in data.describe() for name in data.plan.names)
+        and "documents" in data.describe()
+    )
     whole = data.batch(5)
     np.testing.assert_array_equal(
-        data.batch(5, {(6, 64): Part(np.array([4, 1]))}).arrays["inputs"], whole.arrays["inputs"][[4, 1]]
+        data.batch(5, {(6, 64): Part(np.array([4, 1]))}).arrays["inputs"],
+        whole.arrays["inputs"][[4, 1]],
     )
     assert_same(pickle.loads(pickle.dumps(data)).batch(5), whole)
     assert_same(next(iter(data.iterate(5))), whole)
     for name in corpora:
-        once = dataclasses.replace(config, sources={name: SourceConfig(str(corpora[name]))}, batch_size=1)
+        once = dataclasses.replace(
+            config, sources={name: SourceConfig(str(corpora[name]))}, batch_size=1
+        )
         alone = open_training(once, 0, "auto")
         assert sum(b.num_targets for b in alone.iterate(0)) == alone.shards[0].manifest.num_targets
         for rows in (1, 7, 1000):
             held_out = open_evaluation(corpora[name], config, rows)
-            assert sum(b.num_targets for b in held_out.iterate()) == held_out.num_tokens == alone.shards[0].manifest.num_targets
+            assert (
+                sum(b.num_targets for b in held_out.iterate())
+                == held_out.num_tokens
+                == alone.shards[0].manifest.num_targets
+            )
 
 
 def test_documents_longer_than_a_row_are_refused_left_out_or_cut(corpora, config, tmp_path):
     config = dataclasses.replace(config, packing="bins", seq_length=20, on_long="raise")
-    with pytest.raises(ConfigError, match=r"data\.seq_length=20 .*Set data\.seq_length to at least .*data\.on_long to skip or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.seq_length=20 .*Set data\.seq_length to at least .*data\.on_long to skip or",
+    ):
         open_training(config, 0, 1)
-    sizes = [open_evaluation(corpora["web"], dataclasses.replace(config, on_long=p), 4) for p in ("skip", "truncate")]
-    assert sizes[0].num_tokens < sizes[1].num_tokens < sizes[0].manifest.num_targets and not sizes[0].text_bytes
+    sizes = [
+        open_evaluation(corpora["web"], dataclasses.replace(config, on_long=p), 4)
+        for p in ("skip", "truncate")
+    ]
+    assert (
+        sizes[0].num_tokens < sizes[1].num_tokens < sizes[0].manifest.num_targets
+        and not sizes[0].text_bytes
+    )
     long = write(tmp_path / "long", 7, [50, 50])
-    with pytest.raises(DataError, match=r"no document has a target in a row of data\.seq_length=20\. .*on_long=truncate"):
+    with pytest.raises(
+        DataError,
+        match=r"no document has a target in a row of data\.seq_length=20\. .*on_long=truncate",
+    ):
         open_evaluation(long, dataclasses.replace(config, on_long="skip"), 4)
 
 
 def test_sources_with_different_tokenizers_are_refused(corpora, tmp_path, config):
     other = write(tmp_path / "other", 1, [50, 50], tokenizer=CharTokenizer(map(chr, range(257))))
     mixed = dataclasses.replace(config, sources={**config.sources, "new": SourceConfig(str(other))})
-    with pytest.raises(ConfigError, match=r"data\.sources\.new was made with tokenizer chars .*Prepare one of them again"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.sources\.new was made with tokenizer chars .*Prepare one of them again",
+    ):
         open_training(mixed, 0, 10)
     data = open_training(config, 0, 10)
-    require_one_tokenizer({"data.sources": data.shards[0], "eval.sets.val": open_evaluation(corpora["web"], config, 2).shards})
+    require_one_tokenizer(
+        {
+            "data.sources": data.shards[0],
+            "eval.sets.val": open_evaluation(corpora["web"], config, 2).shards,
+        }
+    )
 
 
 def test_a_tokenizer_that_is_missing_or_another_is_found_before_the_first_step(tmp_path, config):
-    for name, damage in (("missing", Path.unlink), ("another", lambda path: path.write_text('{"type": "chars"}'))):
+    for name, damage in (
+        ("missing", Path.unlink),
+        ("another", lambda path: path.write_text('{"type": "chars"}')),
+    ):
         folder = write(tmp_path / name, 5, [500, 500])
         damage(folder / "tokenizer.json")
         bad = dataclasses.replace(config, sources={"text": SourceConfig(str(folder))})
-        with pytest.raises(DataError, match=r"text\.path: .*tokenizer\.json: expected sha256 .*Restore it, or build"):
+        with pytest.raises(
+            DataError,
+            match=r"text\.path: .*tokenizer\.json: expected sha256 .*Restore it, or build",
+        ):
             open_training(bad, 0, 1)
         assert open_training(dataclasses.replace(bad, verify="off"), 0, 1).batch(0).num_targets
 
@@ -305,7 +403,9 @@ def test_missing_directories_are_named(config, tmp_path):
         ("", ConfigError, "is empty.*Set it to one made by"),
         ("nowhere", DataError, "nowhere.*Make one with"),
     ):
-        missing = dataclasses.replace(config, sources={"web": SourceConfig(path and str(tmp_path / path))})
+        missing = dataclasses.replace(
+            config, sources={"web": SourceConfig(path and str(tmp_path / path))}
+        )
         with pytest.raises(error, match=rf"data\.sources\.web\.path.*{message}"):
             open_training(missing, 0, "auto")
     with pytest.raises(DataError, match=r"eval\.sets\.NAME\.path: .*nowhere"):
@@ -322,7 +422,8 @@ def test_an_evaluation_set_without_targets_is_refused(tmp_path, config):
 
 @pytest.mark.parametrize("packing", ["stream", "bins"])
 def test_corrupted_inputs_are_a_function_of_the_row_alone(corpora, config, packing):
-    """Any part of a batch, worker and other batch size the same; targets as they were; evaluation untouched."""
+    """Any part of a batch, worker and other batch size the same; targets as they were; evaluation
+    untouched."""
     clean = dataclasses.replace(config, packing=packing, on_long="truncate")
     noisy = dataclasses.replace(clean, corruption=CorruptionConfig(rate=0.3, span=2.0))
     before, after = (open_training(c, seed=3, steps=30) for c in (clean, noisy))
@@ -342,20 +443,26 @@ def test_corrupted_inputs_are_a_function_of_the_row_alone(corpora, config, packi
     for first, second in zip(after.iterate(3), pickle.loads(pickle.dumps(after)).iterate(3)):
         assert_same(first, second)
     assert after.fingerprint_at(0) != before.fingerprint_at(0)
-    held_out = [open_evaluation(corpora["web"], c, 4).batch(0).arrays["inputs"] for c in (clean, noisy)]
+    held_out = [
+        open_evaluation(corpora["web"], c, 4).batch(0).arrays["inputs"] for c in (clean, noisy)
+    ]
     assert np.array_equal(*held_out)
 
 
 def test_corruption_keeps_the_mark_that_each_source_has(tmp_path):
     paths = [write(tmp_path / "a", 1, [20] * 40), write(tmp_path / "b", 2, [20] * 40)]
     manifest = Manifest.load(paths[1])
-    dataclasses.replace(manifest, tokenizer=manifest.tokenizer | {"special_ids": {"eod": 65}}).save(paths[1])
+    dataclasses.replace(manifest, tokenizer=manifest.tokenizer | {"special_ids": {"eod": 65}}).save(
+        paths[1]
+    )
     sources = {path.name: SourceConfig(str(path), 1.0, None) for path in paths}
     clean = DataConfig(sources=sources, seq_length=64, batch_size=8)
     noisy = dataclasses.replace(clean, corruption=CorruptionConfig(rate=0.9, token_id=7))
     marks = 0
     for step in range(10):
-        before, after = (open_training(c, seed=3, steps=10).batch(step).arrays for c in (clean, noisy))
+        before, after = (
+            open_training(c, seed=3, steps=10).batch(step).arrays for c in (clean, noisy)
+        )
         mark = before["inputs"] == np.array([TOKENIZER.eod_id, 65])[before["source"], None]
         marks += mark.any(axis=1)[before["source"] == 1].sum()
         assert np.array_equal(after["inputs"][mark], before["inputs"][mark])
@@ -364,14 +471,22 @@ def test_corruption_keeps_the_mark_that_each_source_has(tmp_path):
 
 def test_an_id_to_corrupt_with_is_one_of_the_tokenizer(config):
     wrong = dataclasses.replace(config, corruption=CorruptionConfig(rate=0.1, token_id=9999))
-    with pytest.raises(ConfigError, match=r"data.corruption.token_id=9999 must be below 257.* or to null"):
+    with pytest.raises(
+        ConfigError, match=r"data.corruption.token_id=9999 must be below 257.* or to null"
+    ):
         open_training(wrong, seed=0, steps=5)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_sources_behind_urls_give_the_same_stream_in_workers_too(corpora, config, tmp_path, workers):
-    sources = {name: dataclasses.replace(s, path=f"file://{s.path}") for name, s in config.sources.items()}
-    remote = dataclasses.replace(config, sources=sources, workers=workers, cache=str(tmp_path / "cache"))
+def test_sources_behind_urls_give_the_same_stream_in_workers_too(
+    corpora, config, tmp_path, workers
+):
+    sources = {
+        name: dataclasses.replace(s, path=f"file://{s.path}") for name, s in config.sources.items()
+    }
+    remote = dataclasses.replace(
+        config, sources=sources, workers=workers, cache=str(tmp_path / "cache")
+    )
     ours, theirs = (open_training(c, seed=3, steps=12) for c in (remote, config))
     assert ours.fingerprint_at(12) == theirs.fingerprint_at(12)
     for step, batch in enumerate(ours.iterate(2), 2):

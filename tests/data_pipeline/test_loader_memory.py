@@ -1,4 +1,5 @@
-"""Memory of the loader: what is read ahead is bounded, in this process and in its workers, however far it goes."""
+"""Memory of the loader: what is read ahead is bounded, in this process and in its workers, however
+far it goes."""
 
 import json
 import subprocess
@@ -42,21 +43,41 @@ if __name__ == "__main__":
 @pytest.mark.processes
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @pytest.mark.parametrize("workers", [0, 1, 2, 4])
-def test_memory_does_not_grow_with_the_steps_nor_with_the_batches_that_could_be_read_ahead(tmp_path, workers):
+def test_memory_does_not_grow_with_the_steps_nor_with_the_batches_that_could_be_read_ahead(
+    tmp_path, workers
+):
     tokenizer = ByteTokenizer()
     writer = ShardWriter(tmp_path, "tokens-00000", tokenizer.vocab_size)
     writer.append(np.random.default_rng(0).integers(0, 256, 4_000_000), np.full(4000, 1000))
     tokenizer.save(tmp_path)
-    described = {"name": "bytes", "sha256": tokenizer.sha256, "vocab_size": 257, "special_ids": {"eod": tokenizer.eod_id}}
+    described = {
+        "name": "bytes",
+        "sha256": tokenizer.sha256,
+        "vocab_size": 257,
+        "special_ids": {"eod": tokenizer.eod_id},
+    }
     Manifest(described, "uint16", "append", 4_000_000, (writer.close(),)).save(tmp_path)
     (tmp_path / "measured.py").write_text(MEASURED)
-    command = [sys.executable, str(tmp_path / "measured.py"), *map(str, (tmp_path, workers, ROWS, LENGTH, AHEAD))]
+    command = [
+        sys.executable,
+        str(tmp_path / "measured.py"),
+        *map(str, (tmp_path, workers, ROWS, LENGTH, AHEAD)),
+    ]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+        command,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
     here, there = json.loads(done.stdout).values()
-    # Each worker keeps its share of what is read ahead, one that it makes and one that it sends; as much is on its way here.
+    # Each worker keeps its share of what is read ahead, one that it makes and one that it sends; as
+    # much is on its way here.
     assert max(here) < 150e6 + (2 * AHEAD + 4 * workers) * BATCH
-    assert max(there) < workers * (120e6 + 4 * BATCH) + AHEAD * BATCH if workers else there == [0] * 5
-    assert here[-1] < here[1] + 4 * BATCH and there[-1] < there[1] + 4 * workers * BATCH + 1, "it grows with the steps"
+    assert (
+        max(there) < workers * (120e6 + 4 * BATCH) + AHEAD * BATCH if workers else there == [0] * 5
+    )
+    assert here[-1] < here[1] + 4 * BATCH and there[-1] < there[1] + 4 * workers * BATCH + 1, (
+        "it grows with the steps"
+    )

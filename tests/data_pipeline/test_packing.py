@@ -1,4 +1,5 @@
-"""Packing: equal to slow oracles that walk token by token, and every token a target exactly once."""
+"""Packing: equal to slow oracles that walk token by token, and every token a target exactly
+once."""
 
 import collections
 import hashlib
@@ -25,7 +26,8 @@ def is_target(token):
 
 
 def write(directory, layout, eod, masked=()):
-    """Shards of documents with the given lengths; token i of the stream is i, so that it tells where it was read.
+    """Shards of documents with the given lengths; token i of the stream is i, so that it tells
+    where it was read.
 
     Shards whose numbers are in `masked` have a loss mask.
     """
@@ -37,7 +39,12 @@ def write(directory, layout, eod, masked=()):
         writer.append(tokens, np.array(lengths), is_target(tokens) if number in masked else None)
         first += sum(lengths)
         entries.append(writer.close())
-    tokenizer = {"name": "test", "sha256": hashlib.sha256(b"").hexdigest(), "vocab_size": 5000, "special_ids": {"eod": END}}
+    tokenizer = {
+        "name": "test",
+        "sha256": hashlib.sha256(b"").hexdigest(),
+        "vocab_size": 5000,
+        "special_ids": {"eod": END},
+    }
     Manifest(tokenizer, "uint16", eod, 10, tuple(entries)).save(directory)
     return TokenShards.open(directory)
 
@@ -57,8 +64,15 @@ def targets_of(layout, masked):
 def oracle(layout, masked, start, count, length, eod, restart, across):
     """One row, position by position."""
     lengths = [n for shard in layout for n in shard]
-    total, begins, counts = sum(lengths), set(np.cumsum([0, *lengths])[:-1].tolist()), targets_of(layout, masked)
-    row = {name: [0] * length for name in ("inputs", "targets", "segment_ids", "positions", "loss_mask")}
+    total, begins, counts = (
+        sum(lengths),
+        set(np.cumsum([0, *lengths])[:-1].tolist()),
+        targets_of(layout, masked),
+    )
+    row = {
+        name: [0] * length
+        for name in ("inputs", "targets", "segment_ids", "positions", "loss_mask")
+    }
     segment, position = 1, 0
     for i in range(length):
         if not restart:
@@ -70,34 +84,52 @@ def oracle(layout, masked, start, count, length, eod, restart, across):
             segment, position = segment + 1, 0
         if restart:
             row["positions"][i] = position
-        row["inputs"][i], row["targets"][i], row["segment_ids"][i] = (start + i) % total, target, segment
+        row["inputs"][i], row["targets"][i], row["segment_ids"][i] = (
+            (start + i) % total,
+            target,
+            segment,
+        )
         row["loss_mask"][i] = int(counts[target] and (eod == "append" or target not in begins))
         position += 1
     return row
 
 
 @settings(max_examples=80, deadline=None)
-@given(layouts, masked_shards, policies, st.integers(1, 20), st.booleans(), st.booleans(), st.data())
-def test_rows_equal_the_oracle(tmp_path_factory, layout, masked, eod, length, restart, across, data):
+@given(
+    layouts, masked_shards, policies, st.integers(1, 20), st.booleans(), st.booleans(), st.data()
+)
+def test_rows_equal_the_oracle(
+    tmp_path_factory, layout, masked, eod, length, restart, across, data
+):
     shards = write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
     rows = st.tuples(st.integers(-1, 60), st.integers(0, length))
     windows = data.draw(st.lists(rows, min_size=1, max_size=5))
     batch = packed(shards, windows, length, restart, across)
     for index, (start, count) in enumerate(windows):
-        for name, expected in oracle(layout, masked, start, count, length, eod, restart, across).items():
+        for name, expected in oracle(
+            layout, masked, start, count, length, eod, restart, across
+        ).items():
             assert batch[name][index].tolist() == expected, (name, index)
     for name, array in batch.items():
-        assert array.flags.c_contiguous and array.dtype == (np.float32 if name == "loss_mask" else np.int32)
+        assert array.flags.c_contiguous and array.dtype == (
+            np.float32 if name == "loss_mask" else np.int32
+        )
 
 
 @settings(max_examples=40, deadline=None)
-@given(layouts, masked_shards, policies, st.integers(1, 20), st.integers(0, 2**63), st.integers(0, 50))
-def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path_factory, layout, masked, eod, length, seed, epoch):
+@given(
+    layouts, masked_shards, policies, st.integers(1, 20), st.integers(0, 2**63), st.integers(0, 50)
+)
+def test_every_token_is_a_target_exactly_once_per_epoch(
+    tmp_path_factory, layout, masked, eod, length, seed, epoch
+):
     shards = write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
     total = shards.num_tokens
     first = phase(seed, shards.uid, epoch, total)
     rows = range(count_rows(total, length))
-    batch = packed(shards, [(first + i * length, min(length, total - i * length)) for i in rows], length)
+    batch = packed(
+        shards, [(first + i * length, min(length, total - i * length)) for i in rows], length
+    )
     found = collections.Counter(batch["targets"][batch["segment_ids"] > 0].tolist())
     assert found == collections.Counter(range(total))
     assert batch["loss_mask"].sum() == shards.manifest.num_targets
@@ -105,7 +137,9 @@ def test_every_token_is_a_target_exactly_once_per_epoch(tmp_path_factory, layout
 
 
 def test_end_of_document_token_begins_the_next_document(tmp_path):
-    shards = write(tmp_path, [[3, 4]], "append")  # documents 0 1 2 | 3 4 5 6: tokens 2 and 6 are the end marks
+    shards = write(
+        tmp_path, [[3, 4]], "append"
+    )  # documents 0 1 2 | 3 4 5 6: tokens 2 and 6 are the end marks
     batch = packed(shards, [(-1, 7)], 8)
     assert batch["inputs"].tolist() == [[6, 0, 1, 2, 3, 4, 5, 0]]
     assert batch["targets"].tolist() == [[0, 1, 2, 3, 4, 5, 6, 0]]
@@ -114,9 +148,13 @@ def test_end_of_document_token_begins_the_next_document(tmp_path):
 
 
 def test_phases_of_epochs_seeds_and_sources_differ():
-    phases = {phase(seed, uid, epoch, 10**9) for seed in range(5) for uid in "ab" for epoch in range(5)}
+    phases = {
+        phase(seed, uid, epoch, 10**9) for seed in range(5) for uid in "ab" for epoch in range(5)
+    }
     assert len(phases) == 50
-    assert np.std([p / 10**9 for p in phases]) == pytest.approx(12**-0.5, abs=0.05)  # uniform over the stream
+    assert np.std([p / 10**9 for p in phases]) == pytest.approx(
+        12**-0.5, abs=0.05
+    )  # uniform over the stream
 
 
 def oracle_of_documents(layout, masked, eod, documents, length, restart, across):
@@ -126,13 +164,21 @@ def oracle_of_documents(layout, masked, eod, documents, length, restart, across)
     columns = []  # input, target, segment, position, loss mask
     for segment, number in enumerate(documents, 1):
         tokens = list(range(firsts[number], firsts[number + 1]))
-        pairs = list(zip([END, *tokens], tokens) if eod == "append" else itertools.pairwise(tokens))[:length]
-        columns += [(before, token, segment, i, counts[token]) for i, (before, token) in enumerate(pairs)]
+        pairs = list(
+            zip([END, *tokens], tokens) if eod == "append" else itertools.pairwise(tokens)
+        )[:length]
+        columns += [
+            (before, token, segment, i, counts[token]) for i, (before, token) in enumerate(pairs)
+        ]
     if across:
-        columns = [(before, token, 1, i, counts) for i, (before, token, _, _, counts) in enumerate(columns)]
+        columns = [
+            (before, token, 1, i, counts) for i, (before, token, _, _, counts) in enumerate(columns)
+        ]
     columns += [(0, 0, 0, 0, 0)] * (length - len(columns))
     names = ("inputs", "targets", "segment_ids", "positions", "loss_mask")
-    return dict(zip(names, map(list, zip(*columns)))) | ({} if restart else {"positions": list(range(length))})
+    return dict(zip(names, map(list, zip(*columns)))) | (
+        {} if restart else {"positions": list(range(length))}
+    )
 
 
 @settings(max_examples=80, deadline=None)
@@ -140,40 +186,63 @@ def oracle_of_documents(layout, masked, eod, documents, length, restart, across)
     st.lists(st.tuples(layouts, masked_shards, policies), min_size=1, max_size=3), st.integers(1, 20),
     st.sampled_from(["bins", "pad"]), st.sampled_from(["skip", "truncate"]), st.booleans(), st.booleans(), st.data(),
 )  # fmt: skip
-def test_rows_of_documents_equal_the_oracle(tmp_path_factory, content, length, packing, on_long, restart, across, data):
-    shards = [write(tmp_path_factory.mktemp("shards"), layout, eod, masked) for layout, masked, eod in content]
+def test_rows_of_documents_equal_the_oracle(
+    tmp_path_factory, content, length, packing, on_long, restart, across, data
+):
+    shards = [
+        write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
+        for layout, masked, eod in content
+    ]
     bins = [open_bins(source, length, packing, on_long) for source in shards]
-    which = st.integers(0, len(shards) - 1).flatmap(lambda s: st.tuples(st.just(s), st.integers(-1, bins[s].num_rows)))
+    which = st.integers(0, len(shards) - 1).flatmap(
+        lambda s: st.tuples(st.just(s), st.integers(-1, bins[s].num_rows))
+    )
     source, row = np.array(data.draw(st.lists(which, min_size=1, max_size=6))).T
     batch = pack_documents(shards, bins, source, row, length, restart, across)
     for index, (s, r) in enumerate(zip(source.tolist(), row.tolist())):
         documents = bins[s].documents(np.array([r]))[1].tolist()
         layout, masked, eod = content[s]
-        for name, expected in oracle_of_documents(layout, masked, eod, documents, length, restart, across).items():
+        for name, expected in oracle_of_documents(
+            layout, masked, eod, documents, length, restart, across
+        ).items():
             assert batch[name][index].tolist() == expected, (name, index)
     for name, array in batch.items():
-        assert array.flags.c_contiguous and array.dtype == (np.float32 if name == "loss_mask" else np.int32)
+        assert array.flags.c_contiguous and array.dtype == (
+            np.float32 if name == "loss_mask" else np.int32
+        )
 
 
 @settings(max_examples=60, deadline=None)
 @given(layouts, masked_shards, policies, st.integers(1, 20), st.sampled_from(["bins", "pad"]))
-def test_every_target_of_documents_that_fit_is_one_exactly_once(tmp_path_factory, layout, masked, eod, length, packing):
+def test_every_target_of_documents_that_fit_is_one_exactly_once(
+    tmp_path_factory, layout, masked, eod, length, packing
+):
     shards = write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
     bins = open_bins(shards, length, packing, "skip")
     rows = np.arange(bins.num_rows)
     batch = pack_documents([shards], [bins], np.zeros_like(rows), rows, length, True, False)
     real, first = batch["segment_ids"] > 0, int(eod == "none")
     borders = np.cumsum([0, *(n for lengths in layout for n in lengths)]).tolist()
-    spans = [range(a + first, b) for a, b in itertools.pairwise(borders) if first < b - a <= length + first]
-    assert collections.Counter(batch["targets"][real].tolist()) == collections.Counter(itertools.chain(*spans))
+    spans = [
+        range(a + first, b)
+        for a, b in itertools.pairwise(borders)
+        if first < b - a <= length + first
+    ]
+    assert collections.Counter(batch["targets"][real].tolist()) == collections.Counter(
+        itertools.chain(*spans)
+    )
     assert (batch["loss_mask"].sum(), real.sum()) == (bins.num_targets, bins.num_tokens)
     assert bins.skipped or bins.num_targets == shards.manifest.num_targets
     document = np.searchsorted(borders, batch["targets"], "right")
     for row in rows:  # a segment is a document, whole
-        pairs = set(zip(batch["segment_ids"][row][real[row]].tolist(), document[row][real[row]].tolist()))
+        pairs = set(
+            zip(batch["segment_ids"][row][real[row]].tolist(), document[row][real[row]].tolist())
+        )
         assert len(pairs) == len(dict(pairs)) == len({document for _, document in pairs})
         for segment, number in pairs:
-            assert (batch["segment_ids"][row] == segment).sum() == borders[number] - borders[number - 1] - first
+            assert (batch["segment_ids"][row] == segment).sum() == borders[number] - borders[
+                number - 1
+            ] - first
 
 
 def test_a_document_has_the_same_inputs_targets_and_positions_as_in_the_stream(tmp_path):
@@ -191,14 +260,23 @@ def test_a_document_has_the_same_inputs_targets_and_positions_as_in_the_stream(t
     st.lists(st.tuples(layouts, masked_shards, policies), min_size=1, max_size=2), st.integers(1, 20),
     st.sampled_from(["stream", "bins", "pad"]), st.booleans(), st.booleans(), st.data(),
 )  # fmt: skip
-def test_some_columns_are_those_of_the_whole_rows(tmp_path_factory, content, length, packing, restart, across, data):
-    shards = [write(tmp_path_factory.mktemp("shards"), layout, eod, masked) for layout, masked, eod in content]
+def test_some_columns_are_those_of_the_whole_rows(
+    tmp_path_factory, content, length, packing, restart, across, data
+):
+    shards = [
+        write(tmp_path_factory.mktemp("shards"), layout, eod, masked)
+        for layout, masked, eod in content
+    ]
     source = np.array(data.draw(st.lists(st.integers(0, len(shards) - 1), min_size=1, max_size=4)))
-    row = np.array(data.draw(st.lists(st.integers(-1, 9), min_size=source.size, max_size=source.size)))
+    row = np.array(
+        data.draw(st.lists(st.integers(-1, 9), min_size=source.size, max_size=source.size))
+    )
     first = data.draw(st.integers(0, length - 1))
     columns = slice(first, data.draw(st.integers(first + 1, length)))
     if packing == "stream":
-        count = np.array(data.draw(st.lists(st.integers(0, length), min_size=source.size, max_size=source.size)))
+        count = np.array(
+            data.draw(st.lists(st.integers(0, length), min_size=source.size, max_size=source.size))
+        )
         given, read = (Windows(source, row, count),), pack
     else:
         bins = [open_bins(reader, length, packing, "truncate") for reader in shards]

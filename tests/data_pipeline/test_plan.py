@@ -1,4 +1,5 @@
-"""The plan: bijections, exact shares, whole epochs, an end that brute force confirms, and errors that say what to do."""
+"""The plan: bijections, exact shares, whole epochs, an end that brute force confirms, and errors
+that say what to do."""
 
 import collections
 import dataclasses
@@ -29,25 +30,38 @@ def shuffled(length, keys):
     return permute(np.arange(length), np.full(length, length), np.tile(keys, (length, 1)))
 
 
-def solve(sizes, batch_size=4, steps="auto", weights=None, epochs=None, seed=0, cursor=None, **config):
+def solve(
+    sizes, batch_size=4, steps="auto", weights=None, epochs=None, seed=0, cursor=None, **config
+):
     """Plan over sources named a, b, ... of `sizes` rows."""
     names = "abcdefgh"[: len(sizes)]
     weights, epochs = weights or [1.0] * len(sizes), epochs or [1.0] * len(sizes)
-    sources = {n: plan_source(f"uid-{n}", size * LENGTH) for n, size in zip(names, sizes, strict=True)}
-    given_sources = {n: SourceConfig(n, w, e) for n, w, e in zip(names, weights, epochs, strict=True)}
+    sources = {
+        n: plan_source(f"uid-{n}", size * LENGTH) for n, size in zip(names, sizes, strict=True)
+    }
+    given_sources = {
+        n: SourceConfig(n, w, e) for n, w, e in zip(names, weights, epochs, strict=True)
+    }
     config = DataConfig(sources=given_sources, seq_length=LENGTH, batch_size=batch_size, **config)
     return Plan.solve(seed, sources, config, steps, cursor)
 
 
 @st.composite
 def plans(draw, policies=("stop", "renormalize", "repeat"), shapes=True):
-    """Arguments of `solve` that have a solution with an end: 1 to 6 sources, weights over 5 orders of magnitude, stages."""
+    """Arguments of `solve` that have a solution with an end: 1 to 6 sources, weights over 5 orders
+    of magnitude, stages."""
     count = draw(st.integers(1, 6))
     weight = st.floats(-5, 0).map(lambda x: 10**x)
     case = {
         "sizes": draw(st.lists(st.integers(1, 300), min_size=count, max_size=count)),
         "weights": draw(st.lists(weight, min_size=count, max_size=count)),
-        "epochs": draw(st.lists(st.one_of(st.integers(1, 3).map(float), st.floats(0.3, 3)), min_size=count, max_size=count)),
+        "epochs": draw(
+            st.lists(
+                st.one_of(st.integers(1, 3).map(float), st.floats(0.3, 3)),
+                min_size=count,
+                max_size=count,
+            )
+        ),
         "seed": draw(st.integers(0, 2**63)),
         "batch_size": draw(st.integers(1, 9)),
         "on_exhausted": draw(st.sampled_from(policies)),
@@ -71,7 +85,9 @@ def solved(case):
         plan = solve(**case)
     except ConfigError as error:
         assert "larger than the data set" in str(error)
-        plan = solve(**case | {"batch_size": 1, "stages": ()} | {"epochs": [1.0] * len(case["sizes"])})
+        plan = solve(
+            **case | {"batch_size": 1, "stages": ()} | {"epochs": [1.0] * len(case["sizes"])}
+        )
     if num_rows(plan) > 20_000:  # a rare source with `repeat` or `renormalize` can make a run long
         plan = dataclasses.replace(plan, num_steps=min(plan.num_steps, 2_000))
     return plan
@@ -90,18 +106,24 @@ def everything(plan):
 
 
 @pytest.mark.parametrize(
-    "lengths", [range(1, 601), [2**k + d for k in range(10, 17) for d in (-1, 0, 1)]], ids=["small", "powers"]
+    "lengths",
+    [range(1, 601), [2**k + d for k in range(10, 17) for d in (-1, 0, 1)]],
+    ids=["small", "powers"],
 )
 def test_permutation_is_a_bijection(lengths):
     for length in lengths:
-        assert np.array_equal(np.sort(shuffled(length, round_keys(1, "x", length % 3))), np.arange(length)), length
+        assert np.array_equal(
+            np.sort(shuffled(length, round_keys(1, "x", length % 3))), np.arange(length)
+        ), length
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("k", range(17, 21))
 def test_permutation_is_a_bijection_of_long_sources(k):
     for length in (2**k - 1, 2**k, 2**k + 1):
-        assert np.array_equal(np.sort(shuffled(length, round_keys(1, "x", 0))), np.arange(length)), length
+        assert np.array_equal(
+            np.sort(shuffled(length, round_keys(1, "x", 0))), np.arange(length)
+        ), length
 
 
 @given(st.integers(1, 2**42), st.integers(0, 2**64 - 1), st.integers(0, 100))
@@ -115,14 +137,21 @@ def test_permutation_of_any_length_stays_inside_and_apart(length, seed, epoch):
 
 def test_neighbouring_seeds_epochs_and_positions_are_unrelated():
     length = 10_007
-    orders = {(s, e): shuffled(length, round_keys(s, "uid", e)) for s in (6, 7, 8) for e in (0, 1, 2)}
+    orders = {
+        (s, e): shuffled(length, round_keys(s, "uid", e)) for s in (6, 7, 8) for e in (0, 1, 2)
+    }
     orders["identity"] = np.arange(length)
     for (name, first), (other, second) in itertools.combinations(orders.items(), 2):
         assert abs(np.corrcoef(first, second)[0, 1]) < 0.05, (name, other)
     for order in [orders[7, 0], orders[7, 1]]:
         assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.05
-        low_bits = (order & 1).astype(float)  # a linear round function would leave these predictable
-        assert max(abs(np.corrcoef(low_bits[:-lag], low_bits[lag:])[0, 1]) for lag in (1, 2, 3, 4, 8)) < 0.05
+        low_bits = (order & 1).astype(
+            float
+        )  # a linear round function would leave these predictable
+        assert (
+            max(abs(np.corrcoef(low_bits[:-lag], low_bits[lag:])[0, 1]) for lag in (1, 2, 3, 4, 8))
+            < 0.05
+        )
 
 
 @given(st.lists(st.floats(-5, 0).map(lambda x: 10**x), min_size=1, max_size=6))
@@ -181,8 +210,14 @@ def test_from_a_cursor_the_same_settings_give_the_same_plan(case, data):
     steps = min(whole.num_steps, step + 2_000)
     rest = dataclasses.replace(rest, num_steps=min(rest.num_steps, steps))
     first, end = whole.row_range(step)[0], whole.row_range(steps)[0]
-    assert rest.num_steps == steps and rest.row_range(steps)[0] == end and rest.tokens_at(steps) == whole.tokens_at(steps)
-    assert triples(rest.rows(first, end)) == triples(whole.rows(first, end)) if end > first else True
+    assert (
+        rest.num_steps == steps
+        and rest.row_range(steps)[0] == end
+        and rest.tokens_at(steps) == whole.tokens_at(steps)
+    )
+    assert (
+        triples(rest.rows(first, end)) == triples(whole.rows(first, end)) if end > first else True
+    )
     assert rest.epochs_at(steps) == whole.epochs_at(steps) and rest.fingerprint_at(step) != ""
 
 
@@ -203,7 +238,9 @@ def test_the_stream_goes_on_with_another_batch_size(case, batch_size, data):
         return
     first = before.row_range(step)[0]
     end = min(first + 500, num_rows(before), num_rows(after))
-    assert triples(after.rows(first, end)) == triples(before.rows(first, end)) if end > first else True
+    assert (
+        triples(after.rows(first, end)) == triples(before.rows(first, end)) if end > first else True
+    )
     if case["on_exhausted"] != "repeat":  # there the last step is filled up
         assert abs(num_rows(before) - num_rows(after)) < 9
 
@@ -215,15 +252,20 @@ def test_another_order_or_other_rows_begin_a_fresh_pass_at_the_cursor(change):
     sources = {n: plan_source(f"uid-{n}", size * LENGTH) for n, size in (("a", 40), ("b", 20))}
     if change == "rows":  # as where rows become whole documents
         sources = {
-            n: s._replace(num_rows={length: rows + 1 for length, rows in s.num_rows.items()}) for n, s in sources.items()
+            n: s._replace(num_rows={length: rows + 1 for length, rows in s.num_rows.items()})
+            for n, s in sources.items()
         }
     given_sources = {n: SourceConfig(n, 1.0, 3.0) for n in "ab"}
     config = DataConfig(sources=given_sources, seq_length=LENGTH, batch_size=4)
     after = Plan.solve(int(change == "seed"), sources, config, "auto", cursor)
     rows = triples(after.rows(24, num_rows(after)))
-    assert not set(rows) & set(triples(before.rows(0, 24))) and min(epoch for _, epoch, _ in rows) == 1
+    assert (
+        not set(rows) & set(triples(before.rows(0, 24))) and min(epoch for _, epoch, _ in rows) == 1
+    )
     drawn, left = before.epochs_at(6), after.epochs_at(after.num_steps)
-    assert drawn == {"a": 0.3, "b": 0.6} and 2.8 < max(left.values()) <= 3.0 and left["a"] > drawn["a"]
+    assert (
+        drawn == {"a": 0.3, "b": 0.6} and 2.8 < max(left.values()) <= 3.0 and left["a"] > drawn["a"]
+    )
 
 
 @pytest.mark.parametrize("policy", ["stop", "renormalize", "repeat", "error"])
@@ -241,7 +283,9 @@ def test_a_source_that_read_more_than_it_now_may_is_finished_and_ends_nothing_el
 def test_a_source_left_out_for_a_while_goes_on_where_it_was():
     first = solve([100, 100])
     config = DataConfig(sources={"b": SourceConfig("b")}, seq_length=LENGTH, batch_size=4)
-    without = Plan.solve(0, {"b": plan_source("uid-b", 100 * LENGTH)}, config, 20, wire(first.cursor_at(10)))
+    without = Plan.solve(
+        0, {"b": plan_source("uid-b", 100 * LENGTH)}, config, 20, wire(first.cursor_at(10))
+    )
     assert without.epochs_at(15) == {"b": 0.4}
     again = solve([100, 100], cursor=wire(without.cursor_at(15)))
     assert again.epochs_at(15) == {"a": 0.2, "b": 0.4}
@@ -250,7 +294,11 @@ def test_a_source_left_out_for_a_while_goes_on_where_it_was():
 
 @pytest.mark.parametrize("step", range(20, 24))
 def test_a_stage_that_ends_in_tokens_ends_at_one_step_wherever_it_is_planned_from(step):
-    stages = (StageConfig(20, batch_size=4), StageConfig(20 * 64 + 32 * 4 + 16, "tokens", batch_size=2), StageConfig(None))
+    stages = (
+        StageConfig(20, batch_size=4),
+        StageConfig(20 * 64 + 32 * 4 + 16, "tokens", batch_size=2),
+        StageConfig(None),
+    )
     whole = solve([400], stages=stages, epochs=[None], steps=60)
     rest = solve([400], stages=stages, epochs=[None], steps=60, cursor=wire(whole.cursor_at(step)))
     assert whole.spans[-1].step == rest.spans[-1].step == 25
@@ -276,13 +324,26 @@ def test_every_finished_epoch_covers_every_row(case):
         assert plan.epochs_at(plan.num_steps) == dict(zip(plan.names, passes.tolist(), strict=True))
 
 
-@given(st.lists(st.floats(0, 6).map(lambda x: int(10**x)), min_size=1, max_size=6), st.integers(1, 64), st.data())
+@given(
+    st.lists(st.floats(0, 6).map(lambda x: int(10**x)), min_size=1, max_size=6),
+    st.integers(1, 64),
+    st.data(),
+)
 @settings(max_examples=12, deadline=None)
 def test_sources_of_up_to_a_million_rows_are_read_once_an_epoch_and_whole(sizes, hosts, data):
     """As the two tests above, counted in arrays, in the first million rows."""
     policy = data.draw(st.sampled_from(["stop", "renormalize", "repeat"]))
-    weights = data.draw(st.lists(st.floats(-5, 0).map(lambda x: 10**x), min_size=len(sizes), max_size=len(sizes)))
-    plan = solve(sizes, 1, weights=weights, epochs=[2.0] * len(sizes), seed=data.draw(st.integers(0, 99)), on_exhausted=policy)
+    weights = data.draw(
+        st.lists(st.floats(-5, 0).map(lambda x: 10**x), min_size=len(sizes), max_size=len(sizes))
+    )
+    plan = solve(
+        sizes,
+        1,
+        weights=weights,
+        epochs=[2.0] * len(sizes),
+        seed=data.draw(st.integers(0, 99)),
+        on_exhausted=policy,
+    )
     total = min(num_rows(plan), 1_000_000)
     stream = plan.rows(0, total)
     source, epoch, row = (np.asarray(part, np.int64) for part in stream)
@@ -294,7 +355,9 @@ def test_sources_of_up_to_a_million_rows_are_read_once_an_epoch_and_whole(sizes,
     first = data.draw(st.integers(0, max(0, total - 256)))
     cuts = [first + (min(total, 256) * host) // hosts for host in range(hosts + 1)]
     split = [triples(plan.rows(a, b)) for a, b in itertools.pairwise(cuts) if a < b]
-    assert list(itertools.chain.from_iterable(split)) == triples(part[first : cuts[-1]] for part in stream)
+    assert list(itertools.chain.from_iterable(split)) == triples(
+        part[first : cuts[-1]] for part in stream
+    )
 
 
 def brute_force_end(case):
@@ -303,7 +366,14 @@ def brute_force_end(case):
     tokens = {n: s * LENGTH for n, s in zip(names, case["sizes"], strict=True)}
     epochs, own = (dict(zip(names, case[what], strict=True)) for what in ("epochs", "weights"))
     stages = case.get("stages") or (StageConfig(None),)
-    drawn, passes, row, in_step, step, length = dict.fromkeys(names, 0), dict.fromkeys(names, 0.0), 0, 0, 0, None
+    drawn, passes, row, in_step, step, length = (
+        dict.fromkeys(names, 0),
+        dict.fromkeys(names, 0.0),
+        0,
+        0,
+        0,
+        None,
+    )
     used = {n for stage in stages for n in stage.weights or own}
     policy, mixture, limits = case["on_exhausted"], None, {}
     for stage in stages:
@@ -313,15 +383,23 @@ def brute_force_end(case):
             passes = {n: passes[n] + drawn[n] / sizes[n] for n in names}
             length, drawn, mixture = stage.seq_length or LENGTH, dict.fromkeys(names, 0), None
             sizes = {n: -(-tokens[n] // length) for n in names}
-            limits = {n: max(passes[n] == 0, round((epochs[n] - passes[n]) * sizes[n])) for n in names}
+            limits = {
+                n: max(passes[n] == 0, round((epochs[n] - passes[n]) * sizes[n])) for n in names
+            }
         while stage.until is None or step < stage.until:
             weights = stage.weights or own
             order = sorted(weights, key=lambda n: (-weights[n], f"uid-{n}"))
             going = [n for n in order if policy != "renormalize" or drawn[n] < limits[n]]
             if mixture:
                 same = [n for n in order if n in mixture[0]]
-                kept = same == mixture[0] and integer_weights([weights[n] for n in same]) == mixture[1]
-                mixture = mixture if kept and (same == order or (policy == "renormalize" and {*going} <= {*same})) else None
+                kept = (
+                    same == mixture[0] and integer_weights([weights[n] for n in same]) == mixture[1]
+                )
+                mixture = (
+                    mixture
+                    if kept and (same == order or (policy == "renormalize" and {*going} <= {*same}))
+                    else None
+                )
             if not mixture:
                 if not going:
                     return step
@@ -364,15 +442,24 @@ def test_a_source_keeps_its_order_whatever_else_is_read():
 
 
 def test_sources_go_on_where_they_left_off_in_the_next_stage():
-    stages = (StageConfig(10, "steps", {"a": 1.0}), StageConfig(20, "steps", {"b": 1.0}), StageConfig(None, weights={"a": 1.0}))
+    stages = (
+        StageConfig(10, "steps", {"a": 1.0}),
+        StageConfig(20, "steps", {"b": 1.0}),
+        StageConfig(None, weights={"a": 1.0}),
+    )
     plan = solve([100, 100], stages=stages)
     assert (plan.num_steps, plan.ends_because) == (35, "'a' completes epoch 1")
-    assert plan.epochs_at(10) == {"a": 0.4, "b": 0.0} and plan.epochs_at(20) == plan.epochs_at(10) | {"b": 0.4}
+    assert plan.epochs_at(10) == {"a": 0.4, "b": 0.0} and plan.epochs_at(20) == plan.epochs_at(
+        10
+    ) | {"b": 0.4}
     assert sorted(r for s, _, r in triples(everything(plan)) if s == 0) == list(range(100))
 
 
 def test_stage_ends_in_tokens_and_fractions():
-    tokens = (StageConfig(10 * 4 * LENGTH, "tokens", {"a": 1.0}), StageConfig(None, weights={"b": 1.0}))
+    tokens = (
+        StageConfig(10 * 4 * LENGTH, "tokens", {"a": 1.0}),
+        StageConfig(None, weights={"b": 1.0}),
+    )
     fractions = (StageConfig(0.5, "fraction", {"a": 1.0}), StageConfig(1.0, "fraction", {"b": 1.0}))
     for stages in (tokens, fractions):
         source = everything(solve([100, 100], stages=stages, steps=20)).source
@@ -394,7 +481,10 @@ def test_what_a_finished_source_does(policy, steps, reason):
 
 
 def test_on_exhausted_error_refuses_what_would_be_left_over():
-    with pytest.raises(ConfigError, match=r"'b' completes its 1 epochs while there is more of a\. Set steps to a lower number"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'b' completes its 1 epochs while there is more of a\. Set steps to a lower number",
+    ):
         solve([40, 10], weights=[2, 1], on_exhausted="error")
     assert solve([40, 10], weights=[2, 1], on_exhausted="error", steps=5).num_steps == 5
     assert solve([40], on_exhausted="error").num_steps == 10
@@ -425,8 +515,14 @@ BAD = [
         r"batch_size=4 is larger than the data set: 3 rows of 16 \(a 48 tokens\)\. Set .*at most 3",
     ),
     ({"sizes": [3], "epochs": [None], "steps": 10}, "Set data.batch_size to at most 3"),
-    ({"sizes": [9, 9], "weights": [0, 0]}, "all weights are 0.*Set one data.sources.NAME.weight above 0"),
-    ({"sizes": [9], "epochs": [None]}, "steps=auto, but the plan has no end.*Set steps to a number"),
+    (
+        {"sizes": [9, 9], "weights": [0, 0]},
+        "all weights are 0.*Set one data.sources.NAME.weight above 0",
+    ),
+    (
+        {"sizes": [9], "epochs": [None]},
+        "steps=auto, but the plan has no end.*Set steps to a number",
+    ),
     ({"sizes": [9], "epochs": [None], "steps": 1 << 41}, r"where 2\^42 rows are drawn"),
 ]
 
@@ -462,7 +558,10 @@ def test_bad_stages_are_all_listed():
 def test_the_same_data_under_two_names_is_refused():
     sources = dict.fromkeys("ab", plan_source("same", 100))
     config = DataConfig(sources=dict.fromkeys("ab", SourceConfig("x")), seq_length=LENGTH)
-    with pytest.raises(ConfigError, match=r"data\.sources\.b and data\.sources\.a hold the same tokens.*Keep one of them"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data\.sources\.b and data\.sources\.a hold the same tokens.*Keep one of them",
+    ):
         Plan.solve(0, sources, config, "auto")
 
 
@@ -489,11 +588,20 @@ def test_fingerprint_changes_with_the_stream_and_only_with_it():
     base = solve([40, 10], weights=[2, 1])
     for same in (solve([40, 10], weights=[4, 2]), pickle.loads(pickle.dumps(base))):
         assert fingerprint(same) == fingerprint(base)
-    others = [solve([40, 10], weights=[2, 1], seed=1), solve([41, 10], weights=[2, 1]), solve([40, 10], weights=[3, 1])]
-    others += [solve([40, 10], weights=[2, 1], batch_size=5), solve([40, 10], weights=[2, 1], steps=6)]
+    others = [
+        solve([40, 10], weights=[2, 1], seed=1),
+        solve([41, 10], weights=[2, 1]),
+        solve([40, 10], weights=[3, 1]),
+    ]
+    others += [
+        solve([40, 10], weights=[2, 1], batch_size=5),
+        solve([40, 10], weights=[2, 1], steps=6),
+    ]
     assert len({fingerprint(p) for p in [base, *others]}) == len(others) + 1
     longer = solve([40, 10], weights=[2, 1], on_exhausted="repeat", steps=50)
-    assert longer.fingerprint_at(7) == fingerprint(base) and longer.fingerprint_at(3) == base.fingerprint_at(3)
+    assert longer.fingerprint_at(7) == fingerprint(base) and longer.fingerprint_at(
+        3
+    ) == base.fingerprint_at(3)
     assert others[-3].fingerprint_at(3) != base.fingerprint_at(3)
 
 
@@ -508,12 +616,23 @@ def test_looking_up_4096_rows_at_1e12_takes_under_10_ms():
 
 
 def test_an_epoch_of_a_mixture_is_as_many_tokens_as_all_its_sources_hold():
-    plan = solve([30, 10], weights=[1.0, 1.0], epochs=[2.0, None], batch_size=4)  # half the rows are of each
+    plan = solve(
+        [30, 10], weights=[1.0, 1.0], epochs=[2.0, None], batch_size=4
+    )  # half the rows are of each
     assert plan.num_steps == 30 and plan.epochs_at(15) == {"a": 1.0, "b": 3.0}
     assert plan.all_epochs_at(15) == 1.5 and plan.all_epochs_at(0) == 0
-    assert [step for step in range(1, 31) if plan.falls_on("0.5 epochs", step)] == [5, 10, 15, 20, 25, 30]
+    assert [step for step in range(1, 31) if plan.falls_on("0.5 epochs", step)] == [
+        5,
+        10,
+        15,
+        20,
+        25,
+        30,
+    ]
     assert [step for step in range(1, 31) if plan.falls_on("0.7 epochs", step)] == [7, 14, 21, 28]
     assert [step for step in range(1, 31) if plan.falls_on("1 epoch", step)] == [10, 20, 30]
     assert [step for step in range(1, 31) if plan.falls_on(12, step)] == [12, 24]
     assert not any(plan.falls_on(0, step) for step in range(1, 31))
-    assert all(plan.falls_on("0.001 epochs", step) for step in range(1, 31)), "shorter than a step: after each"
+    assert all(plan.falls_on("0.001 epochs", step) for step in range(1, 31)), (
+        "shorter than a step: after each"
+    )

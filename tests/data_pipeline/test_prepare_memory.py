@@ -26,7 +26,10 @@ def peak_megabytes(*arguments):
 
 
 def lines(count):
-    return ((json.dumps({"text": f"{number} and its text, " * 30}) + "\n").encode() for number in range(count))
+    return (
+        (json.dumps({"text": f"{number} and its text, " * 30}) + "\n").encode()
+        for number in range(count)
+    )
 
 
 @pytest.mark.slow
@@ -37,7 +40,14 @@ def test_300_megabytes_in_one_compressed_file(tmp_path):
         for line in lines(480_000):
             size += file.write(line)
     assert size > 300e6
-    command = [tmp_path / "out", "--jsonl", tmp_path / "a.jsonl.gz", "--dedupe", "--tokenizer", "bytes"]
+    command = [
+        tmp_path / "out",
+        "--jsonl",
+        tmp_path / "a.jsonl.gz",
+        "--dedupe",
+        "--tokenizer",
+        "bytes",
+    ]
     assert peak_megabytes(*command) < 1024
 
 
@@ -48,13 +58,19 @@ def test_one_document_of_100_megabytes(tmp_path, format):
     text = "".join(f"line {number} of a long document\n" for number in range(3_200_000))
     assert len(text) > 100e6
     (tmp_path / "a").write_text(text if format == "text" else json.dumps({"text": text}))
-    assert peak_megabytes(tmp_path / "out", f"--{format}", tmp_path / "a", "--dedupe", "--tokenizer", "bytes") < 1024
+    assert (
+        peak_megabytes(
+            tmp_path / "out", f"--{format}", tmp_path / "a", "--dedupe", "--tokenizer", "bytes"
+        )
+        < 1024
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_12_million_documents_in_one_unit(tmp_path):
-    """Their digests, half of them repeated, alone: what is done with a document else takes its time."""
+    """Their digests, half of them repeated, alone: what is done with a document else takes its
+    time."""
     program = """
 import resource, sys
 from pathlib import Path
@@ -66,6 +82,8 @@ flags = digests.repeated()
 assert not any(flags[: count // 2]) and all(flags[count // 2 :]) and len(flags) == count
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (1 << 20 if sys.platform == "darwin" else 1 << 10))
 """
-    done = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 400  # 250; 1,019 if they are sorted at once

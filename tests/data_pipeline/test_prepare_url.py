@@ -1,4 +1,5 @@
-"""prepare from URLs and to URLs: the same bytes as here, whatever happens on the way, and changed input is noticed."""
+"""prepare from URLs and to URLs: the same bytes as here, whatever happens on the way, and changed
+input is noticed."""
 
 import gzip
 import json
@@ -47,11 +48,25 @@ def write_inputs(folder):
         flat.tofile(folder / name)
     np.save(folder / "b.npy", flat)
     sizes = np.array([len(ids) for ids in documents], "<i4")
-    pointers, firsts = (np.cumsum([0, *sizes])[:-1] * 2).astype("<i8"), np.arange(len(TEXTS) + 1).astype("<i8")
+    pointers, firsts = (
+        (np.cumsum([0, *sizes])[:-1] * 2).astype("<i8"),
+        np.arange(len(TEXTS) + 1).astype("<i8"),
+    )
     header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(sizes), len(firsts))
-    (folder / "web.idx").write_bytes(header + sizes.tobytes() + pointers.tobytes() + firsts.tobytes())
-    patterns = {"text": ["texts/*.txt"], "jsonl": ["*.jsonl", "a.jsonl.gz", "*.zst"], "parquet": ["*.parquet"]}
-    patterns |= {"arrow": ["saved", "whole.arrow"], "nanogpt": ["a.bin"], "olmo": ["a.npy", "b.npy"], "megatron": ["web"]}
+    (folder / "web.idx").write_bytes(
+        header + sizes.tobytes() + pointers.tobytes() + firsts.tobytes()
+    )
+    patterns = {
+        "text": ["texts/*.txt"],
+        "jsonl": ["*.jsonl", "a.jsonl.gz", "*.zst"],
+        "parquet": ["*.parquet"],
+    }
+    patterns |= {
+        "arrow": ["saved", "whole.arrow"],
+        "nanogpt": ["a.bin"],
+        "olmo": ["a.npy", "b.npy"],
+        "megatron": ["web"],
+    }
     return [(f"--{name}", pattern) for name in patterns for pattern in patterns[name]]
 
 
@@ -62,7 +77,8 @@ def send(folder, url):
 
 
 def contents(base):
-    """Every file of an output, by relative name, but for what belongs to its place: the command of the manifest."""
+    """Every file of an output, by relative name, but for what belongs to its place: the command of
+    the manifest."""
     if isinstance(base, Path):
         return {str(p.relative_to(base)): p.read_bytes() for p in base.rglob("*") if p.is_file()}
     return {str(f.path)[len(str(base)) + 1 :]: f.path.read_bytes() for f in base.files()}
@@ -71,7 +87,16 @@ def contents(base):
 @pytest.fixture
 def run(tmp_path, capsys):
     def call(out, *arguments, code=0, workers=1):
-        found = prepare.main([str(out), *map(str, arguments), "--workers", str(workers), "--cache", str(tmp_path / "cache")])
+        found = prepare.main(
+            [
+                str(out),
+                *map(str, arguments),
+                "--workers",
+                str(workers),
+                "--cache",
+                str(tmp_path / "cache"),
+            ]
+        )
         shown = capsys.readouterr()
         assert found == code, shown.err
         assert "Traceback" not in shown.err
@@ -106,7 +131,9 @@ def test_every_format_is_read_from_urls_with_the_same_result(url, tmp_path, run)
             "eval/manifest.json",
             "train/manifest.json",
         ]
-        sides = [Manifest.load(tmp_path / f"{name}{number}" / "train") for name in ("here", "there")]
+        sides = [
+            Manifest.load(tmp_path / f"{name}{number}" / "train") for name in ("here", "there")
+        ]
         assert sides[0].uid == sides[1].uid and sides[0].sources == sides[1].sources
         uids[pattern] = sides[0].uid
     assert len(uids) == 11
@@ -114,17 +141,34 @@ def test_every_format_is_read_from_urls_with_the_same_result(url, tmp_path, run)
 
 def test_an_output_behind_a_url_is_the_one_made_here(url, tmp_path, run, look):
     write_inputs(tmp_path / "in")
-    command = ("--text", tmp_path / "in" / "texts" / "*.txt", "--tokenizer", "bpe:300", "--holdout", "0.2", "--dedupe")
+    command = (
+        "--text",
+        tmp_path / "in" / "texts" / "*.txt",
+        "--tokenizer",
+        "bpe:300",
+        "--holdout",
+        "0.2",
+        "--dedupe",
+    )
     run(tmp_path / "here", *command)
     assert "complete. Check it" in run(url, *command)
     here, there = contents(tmp_path / "here"), contents(place(url))
-    assert here.pop(".prepare.json") != there.pop(".prepare.json")  # there, it says when each input file was written
-    assert here == there and len(here) == 10 and not list((tmp_path / "cache" / "prepare").iterdir())
+    assert here.pop(".prepare.json") != there.pop(
+        ".prepare.json"
+    )  # there, it says when each input file was written
+    assert (
+        here == there and len(here) == 10 and not list((tmp_path / "cache" / "prepare").iterdir())
+    )
     assert "nothing to do" in run(url, *command)
     assert "every byte is as it was built" in look("verify", url).out
     assert look("show", f"{url}/train", "--document", "2").out in TEXTS
-    assert "segment 1" in look("show", f"{url}/train", "--row", "0", "--seq-length", "64", "--packing", "bins").out
-    (place(url) / "train" / "tokens-00000.bin").write_bytes(b"x" * len(there["train/tokens-00000.bin"]))
+    assert (
+        "segment 1"
+        in look("show", f"{url}/train", "--row", "0", "--seq-length", "64", "--packing", "bins").out
+    )
+    (place(url) / "train" / "tokens-00000.bin").write_bytes(
+        b"x" * len(there["train/tokens-00000.bin"])
+    )
     assert "tokens-00000.bin: bytes 0 to " in look("verify", url, code=65).err
 
 
@@ -156,7 +200,9 @@ def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, m
 
     monkeypatch.setattr(RemotePath, "upload", or_killed(upload))
     monkeypatch.setattr(RemotePath, "write_bytes", or_killed(write))
-    monkeypatch.setattr(build, "encode_unit", lambda record, *rest: (encoded.append(record), encode(record, *rest)))
+    monkeypatch.setattr(
+        build, "encode_unit", lambda record, *rest: (encoded.append(record), encode(record, *rest))
+    )
     while True:
         try:
             run(f"{url}/killed", *command)
@@ -168,8 +214,11 @@ def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, m
     assert units > 4 and len(encoded) <= units + 12, "a finished unit is not done again"
 
 
-def test_scratch_of_an_output_that_was_finished_elsewhere_is_removed(url, tmp_path, run, monkeypatch, capsys):
-    """This machine is interrupted in three builds; another one finishes one of them, and begins one with other settings."""
+def test_scratch_of_an_output_that_was_finished_elsewhere_is_removed(
+    url, tmp_path, run, monkeypatch, capsys
+):
+    """This machine is interrupted in three builds; another one finishes one of them, and begins one
+    with other settings."""
     write_inputs(tmp_path / "in")
     text, scratch = tmp_path / "in" / "texts" / "*.txt", tmp_path / "cache" / "prepare"
     command = ("--text", text, "--tokenizer", "bpe:300", "--dedupe")
@@ -187,18 +236,37 @@ def test_scratch_of_an_output_that_was_finished_elsewhere_is_removed(url, tmp_pa
         assert prepare.main([*again, *elsewhere]) == 75
     assert prepare.main([f"{url}/a", *map(str, command), *elsewhere]) == 0
     capsys.readouterr()
-    assert prepare.main([f"{url}/d", *map(str, command), "--workers", "1", "--cache", str(tmp_path / "cache")]) == 0
+    assert (
+        prepare.main(
+            [f"{url}/d", *map(str, command), "--workers", "1", "--cache", str(tmp_path / "cache")]
+        )
+        == 0
+    )
     (left,) = scratch.iterdir()
     assert json.loads((left / "of.json").read_bytes())["out"] == f"{url}/c"
-    assert f"{left}: is kept of a prepare that was interrupted (it is not finished). Run its command" in capsys.readouterr().err
+    assert (
+        f"{left}: is kept of a prepare that was interrupted (it is not finished). Run its command"
+        in capsys.readouterr().err
+    )
     assert "complete" in run(f"{url}/c", *command) and not list(scratch.iterdir())
 
 
-def test_workers_need_nothing_of_the_machine_where_the_command_runs(url, tmp_path, run, monkeypatch):
-    """As on the machines of a cluster: while a task runs, there is no folder of the command's own."""
+def test_workers_need_nothing_of_the_machine_where_the_command_runs(
+    url, tmp_path, run, monkeypatch
+):
+    """As on the machines of a cluster: while a task runs, there is no folder of the command's
+    own."""
     write_inputs(tmp_path / "in")
     send(tmp_path / "in", f"{url}/in")
-    command = ("--jsonl", f"{url}/in/*.jsonl.*", "--text", f"{url}/in/texts/*.txt", "--tokenizer", "bpe:300", "--dedupe")
+    command = (
+        "--jsonl",
+        f"{url}/in/*.jsonl.*",
+        "--text",
+        f"{url}/in/texts/*.txt",
+        "--tokenizer",
+        "bpe:300",
+        "--dedupe",
+    )
     monkeypatch.setattr(build, "_UNIT_BYTES", (1 << 11, 1 << 11))
     run(f"{url}/here", *command, "--holdout", "0.2")
     tasks_run = []
@@ -224,17 +292,25 @@ def test_outputs_that_no_other_process_would_find(tmp_path, run):
     pytest.importorskip("fsspec")
     (tmp_path / "a.txt").write_text("text")
     error = run("memory://out", "--text", tmp_path / "a.txt", code=64)
-    assert "memory://out: is the memory of one process, and gone with it. Name a directory, or an s3://" in error
+    assert (
+        "memory://out: is the memory of one process, and gone with it. Name a directory, or an s3://"
+        in error
+    )
 
 
 def test_a_service_whose_package_is_missing_says_what_to_install(tmp_path, run, monkeypatch):
     pytest.importorskip("fsspec")
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     (tmp_path / "a.txt").write_text("text")
-    for out, given in (("gs://bucket/out", tmp_path / "a.txt"), (tmp_path / "out", "gs://bucket/*.txt")):
+    for out, given in (
+        ("gs://bucket/out", tmp_path / "a.txt"),
+        (tmp_path / "out", "gs://bucket/*.txt"),
+    ):
         error = run(out, "--text", given, code=64)
         assert "gs://bucket/" in error and "needs a package for gs:// (" in error
-        assert "Install it: pip install 'maxtrain[gcs]'" in error and not (tmp_path / "out").exists()
+        assert (
+            "Install it: pip install 'maxtrain[gcs]'" in error and not (tmp_path / "out").exists()
+        )
 
 
 def test_a_changed_input_is_noticed(url, tmp_path, run):
@@ -246,13 +322,17 @@ def test_a_changed_input_is_noticed(url, tmp_path, run):
         assert "nothing to do" in run(out, *command)
         changed = (tmp_path / "in" / "a.jsonl").read_bytes().replace(b"document 3", b"document 4")
         (place(url) / "a.jsonl").write_bytes(changed)
-        assert "input files were written to since it was begun. Choose another OUT" in run(out, *command, code=64)
+        assert "input files were written to since it was begun. Choose another OUT" in run(
+            out, *command, code=64
+        )
         (place(url) / "a.jsonl").write_bytes(changed)
         run(out, *command, "--overwrite")
         (place(url) / "a.jsonl").upload(tmp_path / "in" / "a.jsonl")
     (piece,) = jsonl.find(f"{url}/a.jsonl", Options())
     (place(url) / "a.jsonl").write_bytes(changed)
-    with pytest.raises(DataError, match=r"was changed since it was found. Let nobody write to the input"):
+    with pytest.raises(
+        DataError, match=r"was changed since it was found. Let nobody write to the input"
+    ):
         list(jsonl.documents(piece))
 
 
@@ -260,16 +340,32 @@ def test_a_network_that_fails_is_never_a_bad_document(url, tmp_path, run, monkey
     write_inputs(tmp_path / "in")
     send(tmp_path / "in", url)
     monkeypatch.setattr(remote, "_PAUSE", 0)
-    fs = remote.load_package("fsspec", "remote", "").core.url_to_fs(url, use_listings_cache=False)[0]
-    monkeypatch.setattr(fs, "cat_ranges", lambda paths, *_, **__: [OSError("reset by peer") for _ in paths])
+    fs = remote.load_package("fsspec", "remote", "").core.url_to_fs(url, use_listings_cache=False)[
+        0
+    ]
+    monkeypatch.setattr(
+        fs, "cat_ranges", lambda paths, *_, **__: [OSError("reset by peer") for _ in paths]
+    )
     for option, pattern in (
         ("--jsonl", "a.jsonl.gz"),
         ("--text", "texts/*.txt"),
         ("--parquet", "a.parquet"),
         ("--arrow", "saved"),
     ):
-        message = run(tmp_path / option, option, f"{url}/{pattern}", "--tokenizer", "bytes", "--on-bad", "skip", code=74)
-        assert "failed 5 times (OSError: reset by peer), which may pass." in message and "run the same command again" in message
+        message = run(
+            tmp_path / option,
+            option,
+            f"{url}/{pattern}",
+            "--tokenizer",
+            "bytes",
+            "--on-bad",
+            "skip",
+            code=74,
+        )
+        assert (
+            "failed 5 times (OSError: reset by peer), which may pass." in message
+            and "run the same command again" in message
+        )
 
 
 @pytest.mark.parametrize("url", ["file"], indirect=True)
@@ -277,8 +373,13 @@ def test_what_can_not_be_read_from_a_url_says_so(url, tmp_path, run):
     place(f"{url}/folder/a.txt").write_bytes(b"text")
     for option in ("--arrayrecord", "--tfds"):
         error = run(tmp_path / "out", option, f"{url}/a", code=64)
-        assert f"{option} {url}/a: is read by a library that knows no URLs. Copy its files to a disk" in error
-    assert "matches no file. Check bucket and path" in run(tmp_path / "out", "--text", f"{url}/*.md", code=65)
+        assert (
+            f"{option} {url}/a: is read by a library that knows no URLs. Copy its files to a disk"
+            in error
+        )
+    assert "matches no file. Check bucket and path" in run(
+        tmp_path / "out", "--text", f"{url}/*.md", code=65
+    )
     error = run(tmp_path / "out", "--text", f"{url}/folder", code=65)
     assert f"is a directory. Name its files: --text '{url}/folder/**/*" in error
 

@@ -10,12 +10,16 @@ from data_pipeline.remote import RemotePath, is_url, place, read_ranges
 from data_pipeline.shards import TokenShards
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/data", "gs://b", "file:///data", "abfs://c@a.dfs.core.windows.net/x"])
+@pytest.mark.parametrize(
+    "path", ["s3://bucket/data", "gs://b", "file:///data", "abfs://c@a.dfs.core.windows.net/x"]
+)
 def test_urls_are_urls(path):
     assert is_url(path) and place(path) == RemotePath(path)
 
 
-@pytest.mark.parametrize("path", ["data/train", "/data", "~/s3", "", "s3:/b", "C://data", "a/s3://b", "wiki40b/en:train"])
+@pytest.mark.parametrize(
+    "path", ["data/train", "/data", "~/s3", "", "s3:/b", "C://data", "a/s3://b", "wiki40b/en:train"]
+)
 def test_paths_are_no_urls(path):
     assert not is_url(path) and str(place(path)) == (path or ".").replace("//", "/")
 
@@ -23,8 +27,15 @@ def test_paths_are_no_urls(path):
 def test_a_path_is_put_together_and_taken_apart(url):
     path = place(url + "/") / "train" / "tokens-00000.bin"
     assert str(path) == f"{url}/train/tokens-00000.bin" and path / "" == path
-    assert (path.name, path.stem, path.parent) == ("tokens-00000.bin", "tokens-00000", place(url) / "train")
-    assert path.with_suffix(".idx").name == "tokens-00000.idx" and pickle.loads(pickle.dumps(path)) == path
+    assert (path.name, path.stem, path.parent) == (
+        "tokens-00000.bin",
+        "tokens-00000",
+        place(url) / "train",
+    )
+    assert (
+        path.with_suffix(".idx").name == "tokens-00000.idx"
+        and pickle.loads(pickle.dumps(path)) == path
+    )
 
 
 def test_files_are_written_found_read_and_removed(url, tmp_path):
@@ -32,12 +43,25 @@ def test_files_are_written_found_read_and_removed(url, tmp_path):
     (tmp_path / "local").write_bytes(b"0123456789")
     (base / "a" / "one.txt").write_bytes(b"one")
     (base / "a" / "b" / "two.txt").upload(tmp_path / "local")
-    assert (base / "a" / "one.txt").read_bytes() == b"one" and (base / "a").is_dir() and not (base / "c").exists()
-    assert [(str(f.path)[len(url) :], f.size) for f in base.files()] == [("/a/b/two.txt", 10), ("/a/one.txt", 3)]
-    assert [f.path.name for f in (base / "a").files(depth=1)] == ["one.txt"] and (base / "nothing").files() == []
+    assert (
+        (base / "a" / "one.txt").read_bytes() == b"one"
+        and (base / "a").is_dir()
+        and not (base / "c").exists()
+    )
+    assert [(str(f.path)[len(url) :], f.size) for f in base.files()] == [
+        ("/a/b/two.txt", 10),
+        ("/a/one.txt", 3),
+    ]
+    assert [f.path.name for f in (base / "a").files(depth=1)] == ["one.txt"] and (
+        base / "nothing"
+    ).files() == []
     assert base.glob("**/*.txt") == [base / "a" / "b" / "two.txt", base / "a" / "one.txt"]
     two = base / "a" / "b" / "two.txt"
-    assert read_ranges([(two, 2, 5), (base / "a" / "one.txt", 0, 2), (two, 9, 10)]) == [b"234", b"on", b"9"]
+    assert read_ranges([(two, 2, 5), (base / "a" / "one.txt", 0, 2), (two, 9, 10)]) == [
+        b"234",
+        b"on",
+        b"9",
+    ]
     with two.open() as file:
         assert (file.seek(3), file.read(4), file.read()) == (3, b"3456", b"789")
     before = two.found()
@@ -66,14 +90,36 @@ class NoCredentialsError(Exception):
 @pytest.mark.parametrize(
     ("error", "raised", "message", "calls"),
     [
-        (PermissionError("Forbidden"), StorageError, r"s3://b/k: reading is not allowed \(.*Forbidden\). Give this machine", 1),
-        (NoCredentialsError("Unable to locate"), StorageError, r"not allowed \(NoCred.*\). Give this machine credentials", 1),
-        (TimeoutError("slow"), StorageError, r"reading failed 5 times \(TimeoutError: slow\), which may pass. .*again", 5),
-        (ImportError("Install s3fs"), UsageError, r"needs a package for s3://.*Install it: pip install 'maxtrain\[s3\]'", 1),
+        (
+            PermissionError("Forbidden"),
+            StorageError,
+            r"s3://b/k: reading is not allowed \(.*Forbidden\). Give this machine",
+            1,
+        ),
+        (
+            NoCredentialsError("Unable to locate"),
+            StorageError,
+            r"not allowed \(NoCred.*\). Give this machine credentials",
+            1,
+        ),
+        (
+            TimeoutError("slow"),
+            StorageError,
+            r"reading failed 5 times \(TimeoutError: slow\), which may pass. .*again",
+            5,
+        ),
+        (
+            ImportError("Install s3fs"),
+            UsageError,
+            r"needs a package for s3://.*Install it: pip install 'maxtrain\[s3\]'",
+            1,
+        ),
         (TypeError("a bug of ours"), TypeError, "a bug of ours", 1),
     ],
 )
-def test_what_may_pass_is_tried_again_and_the_rest_explained(monkeypatch, error, raised, message, calls):
+def test_what_may_pass_is_tried_again_and_the_rest_explained(
+    monkeypatch, error, raised, message, calls
+):
     fs, fsspec, pauses = Broken(error), pytest.importorskip("fsspec"), []
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (fs, "b/k"))
     monkeypatch.setattr(remote.time, "sleep", pauses.append)
@@ -83,10 +129,15 @@ def test_what_may_pass_is_tried_again_and_the_rest_explained(monkeypatch, error,
 
 
 def test_an_unknown_protocol_is_named():
-    with pytest.raises(UsageError, match=r"nope:// is not known.*Name an s3://, gs:// or other URL"):
+    with pytest.raises(
+        UsageError, match=r"nope:// is not known.*Name an s3://, gs:// or other URL"
+    ):
         TokenShards.open("nope://x/y")
 
 
 def test_no_bucket_and_no_key_are_explained(s3_server, monkeypatch):
-    with pytest.raises(ValueError, match=r"s3://absent/x: is not a directory.*no such .*bucket. Make one with .*prepare"):
+    with pytest.raises(
+        ValueError,
+        match=r"s3://absent/x: is not a directory.*no such .*bucket. Make one with .*prepare",
+    ):
         TokenShards.open("s3://absent/x")

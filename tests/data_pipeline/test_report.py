@@ -1,4 +1,5 @@
-"""What a person sees: the summary of a build in 80 columns, and rows with their segments and loss mask."""
+"""What a person sees: the summary of a build in 80 columns, and rows with their segments and loss
+mask."""
 
 import json
 import re
@@ -28,8 +29,15 @@ def make_shards(folder, lengths, masked=False):
         mask = np.arange(length - 1) >= (length - 1) // 2 if masked else None
         writer.append(tokenizer.encode(text), mask=mask, end=256)
     tokenizer.save(folder)
-    identity = {"name": "bytes", "sha256": tokenizer.sha256, "vocab_size": 257, "special_ids": {"eod": 256}}
-    Manifest(identity, "uint16", "append", sum(lengths) - len(lengths), (writer.close(),)).save(folder)
+    identity = {
+        "name": "bytes",
+        "sha256": tokenizer.sha256,
+        "vocab_size": 257,
+        "special_ids": {"eod": 256},
+    }
+    Manifest(identity, "uint16", "append", sum(lengths) - len(lengths), (writer.close(),)).save(
+        folder
+    )
     return TokenShards.open(folder, "full")
 
 
@@ -40,7 +48,10 @@ def test_lengths_by_powers_of_two(tmp_path, monkeypatch):
     assert counts.tolist() == [0, 3, 2, 2, 0, 0, 0, 0, 0, 1, 2] and longest == 1025
     lines = list(report.bars(counts))
     assert len(lines) == 10 and lines[0].split() == ["2", "or", "more", "30.00%", "#" * 44]
-    assert lines[3].split() == ["16", "or", "more", "0.00%"] and lines[-1].split()[3:] == ["20.00%", "#" * 30]
+    assert lines[3].split() == ["16", "or", "more", "0.00%"] and lines[-1].split()[3:] == [
+        "20.00%",
+        "#" * 30,
+    ]
     assert max(map(len, report.bars(np.full(40, 10**12)))) <= 80
 
 
@@ -48,14 +59,30 @@ def test_summary_of_masked_data_counts_bytes_per_target(tmp_path):
     shards = make_shards(tmp_path / "out", [9, 17], masked=True)
     shown = "\n".join(report.summary(shards))
     assert shards.manifest.num_targets == 4 + 8
-    assert "12 of them targets, 24 bytes of text of targets\n  2.000 bytes per target (bytes, 257 entries)" in shown
+    assert (
+        "12 of them targets, 24 bytes of text of targets\n  2.000 bytes per target (bytes, 257 entries)"
+        in shown
+    )
     assert "13.0 on average, 17 at most" in shown
 
 
 def test_summary_of_a_build(tmp_path, capsys):
-    lines = [json.dumps({"text": "word " * (number % 50 + 1)}) for number in range(100)] + ["{", "", '{"text": "a\\u0000b"}']
+    lines = [json.dumps({"text": "word " * (number % 50 + 1)}) for number in range(100)] + [
+        "{",
+        "",
+        '{"text": "a\\u0000b"}',
+    ]
     (tmp_path / "a.jsonl").write_text("\n".join(lines) + "\n")
-    command = [str(tmp_path / "out"), "--jsonl", f"{tmp_path}/a.jsonl", "--on-bad", "replace", "--dedupe", "--workers", "1"]
+    command = [
+        str(tmp_path / "out"),
+        "--jsonl",
+        f"{tmp_path}/a.jsonl",
+        "--on-bad",
+        "replace",
+        "--dedupe",
+        "--workers",
+        "1",
+    ]
     assert prepare.main(command) == 0
     shown = capsys.readouterr().out
     assert "  left out or mended, of 103 documents:\n" in shown
@@ -74,11 +101,17 @@ def test_summary_of_a_build(tmp_path, capsys):
 def test_rows_are_those_of_training(tmp_path, packing):
     shards = make_shards(tmp_path / "out", [6, 5, 9, 3], masked=True)
     source = {"a": SourceConfig(str(tmp_path / "out"))}
-    config = DataConfig(sources=source, seq_length=7, batch_size=1, packing=packing, on_long="truncate")
+    config = DataConfig(
+        sources=source, seq_length=7, batch_size=1, packing=packing, on_long="truncate"
+    )
     trained = [batch.arrays for batch in open_training(config, seed=4, steps="auto").iterate(0)]
-    shown = [report.row_arrays(shards, number, 7, packing, seed=4) for number in range(len(trained))]
+    shown = [
+        report.row_arrays(shards, number, 7, packing, seed=4) for number in range(len(trained))
+    ]
     for name in ("inputs", "targets", "segment_ids", "loss_mask"):
-        assert sorted(row[name].tolist() for row in shown) == sorted(arrays[name][0].tolist() for arrays in trained)
+        assert sorted(row[name].tolist() for row in shown) == sorted(
+            arrays[name][0].tolist() for arrays in trained
+        )
 
 
 def test_a_row_has_segments_and_a_dim_part(tmp_path):
@@ -94,8 +127,8 @@ def test_a_row_has_segments_and_a_dim_part(tmp_path):
     styles = [(span.start, span.end, str(span.style)) for span in lines[1].spans]
     assert styles[:2] == [(0, 2, "dim cyan italic"), (2, 5, "cyan")]
     assert str(lines[3].spans[0].style) == "dim yellow italic"
-    console = Console(force_terminal=True, color_system="standard", record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with console.file:
+    with open("/dev/null", "w") as nowhere:
+        console = Console(force_terminal=True, color_system="standard", record=True, file=nowhere)
         console.print(lines[1])
         assert "\x1b[2;3;36maa" in console.export_text(styles=True)
 
@@ -104,11 +137,17 @@ def test_without_colour_targets_are_in_brackets_where_not_all_are(tmp_path, monk
     shards = make_shards(tmp_path / "out", [6, 5], masked=True)
     arrays = report.row_arrays(shards, 0, 14, "bins", 0)
     arrays["loss_mask"][6:11] = 1
-    lines = [line.plain.rstrip("-") for line in report.describe_row(arrays, load_tokenizer("bytes"), marks=True)]
+    lines = [
+        line.plain.rstrip("-")
+        for line in report.describe_row(arrays, load_tokenizer("bytes"), marks=True)
+    ]
     assert (
-        lines[0] == "--- segment 1: positions 0 to 5, 3 of 6 are targets, in \u27e6\u27e7 " and lines[1] == "aa\u27e6aaa\u27e7"
+        lines[0] == "--- segment 1: positions 0 to 5, 3 of 6 are targets, in \u27e6\u27e7 "
+        and lines[1] == "aa\u27e6aaa\u27e7"
     )
-    assert lines[2] == "--- segment 2: positions 6 to 10, 5 of 5 are targets " and lines[3] == "bbbb"
+    assert (
+        lines[2] == "--- segment 2: positions 6 to 10, 5 of 5 are targets " and lines[3] == "bbbb"
+    )
     monkeypatch.setenv("FORCE_COLOR", "1")
     assert prepare._has_colours(Console())
     monkeypatch.setenv("NO_COLOR", "1")
@@ -118,11 +157,27 @@ def test_without_colour_targets_are_in_brackets_where_not_all_are(tmp_path, monk
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--row", "0"], 64, "--seq-length None: a row has at least 1 token. Give the run's data.seq_length."),
-        (["--row", "0", "--seq-length", "0"], 64, "--seq-length 0: a row has at least 1 token. Give the run's"),
-        (["--row", "3", "--seq-length", "4"], 65, "--row 3: .* has 3 rows of 4. Choose one of 0 to 2."),
+        (
+            ["--row", "0"],
+            64,
+            "--seq-length None: a row has at least 1 token. Give the run's data.seq_length.",
+        ),
+        (
+            ["--row", "0", "--seq-length", "0"],
+            64,
+            "--seq-length 0: a row has at least 1 token. Give the run's",
+        ),
+        (
+            ["--row", "3", "--seq-length", "4"],
+            65,
+            "--row 3: .* has 3 rows of 4. Choose one of 0 to 2.",
+        ),
         (["--row", "-1", "--seq-length", "4"], 65, "Choose one of 0 to 2."),
-        (["--row", "2", "--seq-length", "9", "--packing", "pad"], 65, "has 2 rows of 9. Choose one of 0 to 1."),
+        (
+            ["--row", "2", "--seq-length", "9", "--packing", "pad"],
+            65,
+            "has 2 rows of 9. Choose one of 0 to 1.",
+        ),
         (["--row", "0", "--document", "1"], 64, "not allowed with argument"),
         (["--document", "2"], 65, "document 2 does not exist. Choose one of 0 to 1."),
     ],
@@ -136,6 +191,21 @@ def test_rows_that_can_not_be_shown(tmp_path, capsys, options, code, message):
 @pytest.mark.processes
 def test_show_in_a_pipe_is_plain(tmp_path):
     make_shards(tmp_path / "out", [6, 5])
-    command = [sys.executable, "-m", "data_pipeline.prepare", "show", str(tmp_path / "out"), "--row", "0", "--seq-length", "12"]
+    command = [
+        sys.executable,
+        "-m",
+        "data_pipeline.prepare",
+        "show",
+        str(tmp_path / "out"),
+        "--row",
+        "0",
+        "--seq-length",
+        "12",
+    ]
     done = subprocess.run([*command, "--packing", "bins"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0 and "\naaaaa\n" in done.stdout and "\x1b" not in done.stdout and not done.stderr
+    assert (
+        done.returncode == 0
+        and "\naaaaa\n" in done.stdout
+        and "\x1b" not in done.stdout
+        and not done.stderr
+    )

@@ -1,4 +1,5 @@
-"""Runners: a Ray cluster gives what this machine alone gives, goes on where it was, and fails as it would."""
+"""Runners: a Ray cluster gives what this machine alone gives, goes on where it was, and fails as it
+would."""
 
 import json
 import os
@@ -34,29 +35,48 @@ def on_ray():
     """Options that use a Ray cluster of two CPUs, in processes of its own."""
     command, pipe = [sys.executable, "-c", CLUSTER], subprocess.PIPE
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("USAGE_STATS_ENABLED", "0"), ("AUTH_MODE", "token"), ("AUTH_TOKEN", uuid.uuid4().hex)):
+        for name, value in (
+            ("USAGE_STATS_ENABLED", "0"),
+            ("AUTH_MODE", "token"),
+            ("AUTH_TOKEN", uuid.uuid4().hex),
+        ):
             patch.setenv(f"RAY_{name}", value)
         pytest.importorskip("ray")  # reads them when it is imported, and keeps them
         with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
             assert process.stdout is not None
-            yield ["--runner", "ray", "--runner-options", f"address={process.stdout.readline().strip()}"]
+            yield [
+                "--runner",
+                "ray",
+                "--runner-options",
+                f"address={process.stdout.readline().strip()}",
+            ]
             process.communicate("")
 
 
 def contents(directory):
     """Every file below a directory, by relative name."""
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
 
 
 @pytest.fixture
 def inputs(tmp_path, monkeypatch):
-    """Options, relative to the working directory, of text and conversations, repeated, and of a line that is not clean."""
+    """Options, relative to the working directory, of text and conversations, repeated, and of a
+    line that is not clean."""
     monkeypatch.chdir(tmp_path)
     texts = [f"document {number % 700} of some words " * (number % 7 + 1) for number in range(1500)]
     for number, text in enumerate(texts[:40]):
         Path(f"text{number}.txt").write_text(text)
-    Path("lines.jsonl").write_text("".join(json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(texts)) + "{\n")
-    said = [[{"role": "user", "content": text}, {"role": "assistant", "content": "words"}] for text in texts]
+    Path("lines.jsonl").write_text(
+        "".join(json.dumps({"text": text, "n": n}) + "\n" for n, text in enumerate(texts)) + "{\n"
+    )
+    said = [
+        [{"role": "user", "content": text}, {"role": "assistant", "content": "words"}]
+        for text in texts
+    ]
     Path("said.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in said))
     inner = tokenizers.Tokenizer.from_str(train_bpe(texts, 300).content.decode())
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -66,12 +86,16 @@ def inputs(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(inputs, tmp_path, on_ray, monkeypatch, capsys):
+def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(
+    inputs, tmp_path, on_ray, monkeypatch, capsys
+):
     assert prepare.main(["bad", *inputs, "--workers", "1"]) == 65
     error = capsys.readouterr().err
     assert "lines.jsonl:1501: broken JSON. Mend the file" in error
     assert prepare.main(["bad", *inputs, *on_ray]) == 65
-    assert capsys.readouterr().err.splitlines()[-1] == error.splitlines()[-1] and not contents(tmp_path / "bad")
+    assert capsys.readouterr().err.splitlines()[-1] == error.splitlines()[-1] and not contents(
+        tmp_path / "bad"
+    )
     inputs += ["--on-bad", "skip"]
     assert prepare.main(["one", *inputs, "--workers", "1"]) == 0
     wanted, advance = contents(tmp_path / "one"), prepare.Progress.advance
@@ -97,7 +121,8 @@ def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(inputs, tmp_pat
 
 @pytest.mark.processes
 def test_a_cluster_leaves_out_duplicates_behind_a_url(inputs, tmp_path, on_ray, s3_server):
-    """Which nothing but the bucket is shared for; variables of the service are given as `ray.init` takes them."""
+    """Which nothing but the bucket is shared for; variables of the service are given as `ray.init`
+    takes them."""
     bucket = place(f"s3://bucket/{tmp_path.name}")
     for file in (*Path().glob("*.txt"), Path("lines.jsonl")):
         (bucket / "in" / file.name).upload(file)
@@ -117,7 +142,8 @@ def test_a_cluster_leaves_out_duplicates_behind_a_url(inputs, tmp_path, on_ray, 
     assert prepare.main([f"{bucket}/one", *given, "--workers", "1"]) == 0
     assert prepare.main([f"{bucket}/two", *given, *on_ray, variables]) == 0
     one, two = (
-        {str(f.path)[len(str(bucket)) + 5 :]: f.path.read_bytes() for f in (bucket / name).files()} for name in ("one", "two")
+        {str(f.path)[len(str(bucket)) + 5 :]: f.path.read_bytes() for f in (bucket / name).files()}
+        for name in ("one", "two")
     )
     assert one == two and len(one) > 4
     assert Manifest.load(bucket / "two").num_documents == 700
@@ -130,20 +156,38 @@ def test_what_a_cluster_loses_or_does_not_see(on_ray, tmp_path, capsys):
 
     with open_runner("ray", 1, on_ray[-1:]) as run:
         assert list(run(print, [])) == []
-        with pytest.raises(TryAgainError, match=r"--runner ray: The worker died.*Run the same command again.*work is kept"):
+        with pytest.raises(
+            TryAgainError,
+            match=r"--runner ray: The worker died.*Run the same command again.*work is kept",
+        ):
             list(run(die, [("", [])]))
         absent = Piece("text", "a", str(tmp_path / "absent"), 0, 1)
-        with pytest.raises(StorageError, match=r"absent: is not there on .*Give every machine the same file systems"):
+        with pytest.raises(
+            StorageError,
+            match=r"absent: is not there on .*Give every machine the same file systems",
+        ):
             list(run(print, [("", [absent])]))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--runner", "ray", "--workers", "2"], "--workers 2: --runner ray has one for each CPU.*Leave it out"),
-        (["--runner-options", "address=auto"], "--runner-options address=auto: belong to --runner ray. Give that too."),
-        (["--runner", "ray", "--runner-options", "auto"], "--runner-options auto: must be KEY=VALUE, such as address=auto"),
-        (["--runner", "ray", "--runner-options", "adress=x"], "adress=x: Ray does not start .*Give arguments of ray.init"),
+        (
+            ["--runner", "ray", "--workers", "2"],
+            "--workers 2: --runner ray has one for each CPU.*Leave it out",
+        ),
+        (
+            ["--runner-options", "address=auto"],
+            "--runner-options address=auto: belong to --runner ray. Give that too.",
+        ),
+        (
+            ["--runner", "ray", "--runner-options", "auto"],
+            "--runner-options auto: must be KEY=VALUE, such as address=auto",
+        ),
+        (
+            ["--runner", "ray", "--runner-options", "adress=x"],
+            "adress=x: Ray does not start .*Give arguments of ray.init",
+        ),
     ],
 )
 def test_options_that_can_not_be_used(tmp_path, capsys, options, message):
@@ -185,7 +229,14 @@ def test_two_attempts_at_one_unit_do_not_disturb_each_other(tmp_path, monkeypatc
     monkeypatch.setitem(FORMATS, "text", FORMATS["text"]._replace(documents=documents))
     tokenizer.save(tmp_path)
     (tmp_path / "work").mkdir()
-    task = (tmp_path / "work/00000.json", [Piece("text", "a", "a", 0, 1)], tmp_path, (tokenizer.sha256, 256), "append", "raise")
+    task = (
+        tmp_path / "work/00000.json",
+        [Piece("text", "a", "a", 0, 1)],
+        tmp_path,
+        (tokenizer.sha256, 256),
+        "append",
+        "raise",
+    )
 
     def attempt():
         try:
@@ -197,7 +248,15 @@ def test_two_attempts_at_one_unit_do_not_disturb_each_other(tmp_path, monkeypatc
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     assert not failed
-    names = ["tokenizer.json", "tokens-00000.bin", "tokens-00000.crc", "tokens-00000.idx", "work/00000.json"]
+    names = [
+        "tokenizer.json",
+        "tokens-00000.bin",
+        "tokens-00000.crc",
+        "tokens-00000.idx",
+        "work/00000.json",
+    ]
     assert sorted(contents(tmp_path)) == names
     (entry,) = json.loads((tmp_path / "work/00000.json").read_bytes())["shards"]
-    assert entry["documents"] == 4 and entry["bytes"] == (tmp_path / "tokens-00000.bin").stat().st_size
+    assert (
+        entry["documents"] == 4 and entry["bytes"] == (tmp_path / "tokens-00000.bin").stat().st_size
+    )

@@ -20,7 +20,12 @@ from data_pipeline.strict_json import MAX_DEPTH, StrictJsonError, loads
     ],
 )
 def test_what_is_json_is_read_as_python_does(text):
-    assert loads(text) == json.loads(text) == loads(text.encode()) == loads(b"\xef\xbb\xbf" + text.encode())
+    assert (
+        loads(text)
+        == json.loads(text)
+        == loads(text.encode())
+        == loads(b"\xef\xbb\xbf" + text.encode())
+    )
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,9 @@ def test_what_python_would_take_or_die_of_is_refused_by_name(text, message):
         loads(text)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1,]", "'a'", "1 2", b"\xff", b'"\xed\xa0\x80"', '{"a": 1}'.encode("utf-16")])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1,]", "'a'", "1 2", b"\xff", b'"\xed\xa0\x80"', '{"a": 1}'.encode("utf-16")]
+)
 def test_what_is_not_json_is_a_value_error(text):
     with pytest.raises(ValueError):
         loads(text)

@@ -11,9 +11,22 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.shards import Manifest
-from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, JsonTokenizer, base, huggingface, load_tokenizer, train_bpe
+from data_pipeline.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    JsonTokenizer,
+    base,
+    huggingface,
+    load_tokenizer,
+    train_bpe,
+)
 
-TEXTS = ["def main(argv):\n    return 0\n", "the cat sat on the mat, the dog didn't\r\n\tsit", "naïve 東京 🙂\x00", ""] * 20
+TEXTS = [
+    "def main(argv):\n    return 0\n",
+    "the cat sat on the mat, the dog didn't\r\n\tsit",
+    "naïve 東京 🙂\x00",
+    "",
+] * 20
 
 
 BPE = train_bpe(TEXTS, 300)
@@ -46,7 +59,9 @@ LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^
 def test_other_tokenizers_are_cut_only_where_they_split(text):
     before = tokenizers.pre_tokenizers
     split = before.Split(tokenizers.Regex(LLAMA3), "isolated")
-    layouts = [(before.Sequence([split, before.ByteLevel(add_prefix_space=False, use_regex=False)]), True)]
+    layouts = [
+        (before.Sequence([split, before.ByteLevel(add_prefix_space=False, use_regex=False)]), True)
+    ]
     layouts += [(before.Metaspace(), False), (before.ByteLevel(add_prefix_space=True), False)]
     for layout, divisible in layouts:
         inner = tokenizers.Tokenizer.from_str(BPE.content.decode())
@@ -64,15 +79,23 @@ def test_other_tokenizers_are_cut_only_where_they_split(text):
     digits=st.sampled_from(["", "{1,3}", None]),
 )
 def test_words_that_came_before_have_the_ids_of_the_library(text, digits):
-    """Patterns of the library, of Llama 3 and of Qwen; words of text that is all ASCII, in parts of text that is not."""
+    """Patterns of the library, of Llama 3 and of Qwen; words of text that is all ASCII, in parts of
+    text that is not."""
     before = tokenizers.pre_tokenizers
     inner = tokenizers.Tokenizer.from_str(BPE.content.decode())
     if digits is not None:
         split = before.Split(tokenizers.Regex(LLAMA3.replace("{1,3}", digits)), "isolated")
-        inner.pre_tokenizer = before.Sequence([split, before.ByteLevel(add_prefix_space=False, use_regex=False)])
+        inner.pre_tokenizer = before.Sequence(
+            [split, before.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     tokenizer = JsonTokenizer(inner.to_str().encode(), "other")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("_CHUNK_CHARACTERS", 3), ("_WORDS", 5), ("_LONGEST_WORD", 4), ("_LARGE", 60)):
+        for name, value in (
+            ("_CHUNK_CHARACTERS", 3),
+            ("_WORDS", 5),
+            ("_LONGEST_WORD", 4),
+            ("_LARGE", 60),
+        ):
             patch.setattr(huggingface, name, value)
         ids = inner.encode(text).ids
         assert tokenizer.encode(text).tolist() == tokenizer.encode(text).tolist() == ids
@@ -88,14 +111,22 @@ def test_words_that_came_before_have_the_ids_of_the_library(text, digits):
 
 def test_ways_to_divide_that_are_not_known_are_left_to_the_library():
     before = tokenizers.pre_tokenizers
-    level, inner = before.ByteLevel(add_prefix_space=False), tokenizers.Tokenizer.from_str(BPE.content.decode())
+    level, inner = (
+        before.ByteLevel(add_prefix_space=False),
+        tokenizers.Tokenizer.from_str(BPE.content.decode()),
+    )
     split = before.Split(tokenizers.Regex(LLAMA3), "isolated")
     for layout in (
         before.ByteLevel(add_prefix_space=True),
         before.Sequence([split, level]),
         before.Sequence([before.Digits(), level]),
         before.Sequence([level, level]),
-        before.Sequence([before.Split("a", "isolated"), before.ByteLevel(add_prefix_space=False, use_regex=False)]),
+        before.Sequence(
+            [
+                before.Split("a", "isolated"),
+                before.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
         before.Split(tokenizers.Regex(LLAMA3), "isolated"),
     ):
         inner.pre_tokenizer = layout
@@ -104,7 +135,10 @@ def test_ways_to_divide_that_are_not_known_are_left_to_the_library():
     assert JsonTokenizer(inner.to_str().encode(), "other")._words is not None
     inner.add_tokens(["main"])  # found in text, not by the pattern
     tokenizer = JsonTokenizer(inner.to_str().encode(), "other")
-    assert tokenizer._words is None and tokenizer.encode("a main").tolist() == inner.encode("a main").ids
+    assert (
+        tokenizer._words is None
+        and tokenizer.encode("a main").tolist() == inner.encode("a main").ids
+    )
 
 
 def test_training_is_deterministic_and_the_file_is_the_identity(tmp_path):
@@ -113,7 +147,11 @@ def test_training_is_deterministic_and_the_file_is_the_identity(tmp_path):
     for tokenizer in (BPE, ByteTokenizer(), CharTokenizer("bca", eod=True), CharTokenizer("x\n")):
         tokenizer.save(tmp_path)
         loaded = load_tokenizer(tmp_path)
-        assert (loaded.sha256, loaded.vocab_size, loaded.eod_id) == (tokenizer.sha256, tokenizer.vocab_size, tokenizer.eod_id)
+        assert (loaded.sha256, loaded.vocab_size, loaded.eod_id) == (
+            tokenizer.sha256,
+            tokenizer.vocab_size,
+            tokenizer.eod_id,
+        )
 
 
 def test_text_cannot_forge_the_end_of_a_document():
@@ -138,7 +176,9 @@ def test_given_tokenizer_and_its_end_of_document(tmp_path):
     (tmp_path / "tokenizer.json").write_text(inner.to_str())
     assert load_tokenizer(tmp_path).eod_id == BPE.eod_id
     assert len(load_tokenizer(tmp_path).encode("the cat sat on the mat")) > 2
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<stop>"}}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<stop>"}})
+    )
     assert load_tokenizer(tmp_path).eod_id == 300 and load_tokenizer(tmp_path).vocab_size == 301
     assert load_tokenizer(tmp_path / "tokenizer.json").eod_id == 300
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</absent>"}))
@@ -153,15 +193,20 @@ def test_bad_tokenizers_say_what_to_do(tmp_path):
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(DataError, match=r"is not usable.*Name a tokenizer.json"):
             load_tokenizer(tmp_path)
-    content = json.loads(BPE.content) | {"model": json.loads(BPE.content)["model"] | {"dropout": 0.1}}
+    content = json.loads(BPE.content) | {
+        "model": json.loads(BPE.content)["model"] | {"dropout": 0.1}
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(
-        DataError, match=r"is not usable \(its dropout=0\.1 draws .* anew each time; set it to null in the file\)"
+        DataError,
+        match=r"is not usable \(its dropout=0\.1 draws .* anew each time; set it to null in the file\)",
     ):
         load_tokenizer(tmp_path)
     with pytest.raises(UsageError, match=r"bpe:100 must have at least 257"):
         train_bpe([], 100)
-    with pytest.raises(UsageError, match=r"bpe:100000000 must have .* at most 16,777,216. Give bpe:4096"):
+    with pytest.raises(
+        UsageError, match=r"bpe:100000000 must have .* at most 16,777,216. Give bpe:4096"
+    ):
         train_bpe([], 100_000_000)
 
 
@@ -174,8 +219,14 @@ DEEP = "[" * 100_000
         ('{"type": "chars", "characters": {"ab": 1}, "eod": true}', "characters is not a string"),
         ('{"type": "chars", "characters": "ab", "eod": 5}', "eod is 5, neither true nor false"),
         ('{"type": "chars", "characters": "\\ud800", "eod": true}', "surrogates not allowed"),
-        ('{"type": "chars", "characters": "ab", "characters": "abc", "eod": true}', "a key is there twice: 'characters'"),
-        ('{"type": "chars", "characters": "ab", "eod": NaN}', "NaN or Infinity, which JSON does not have"),
+        (
+            '{"type": "chars", "characters": "ab", "characters": "abc", "eod": true}',
+            "a key is there twice: 'characters'",
+        ),
+        (
+            '{"type": "chars", "characters": "ab", "eod": NaN}',
+            "NaN or Infinity, which JSON does not have",
+        ),
         (DEEP, "lists or objects are more than 200 deep"),
         ('{"type": ' + DEEP, "lists or objects are more than 200 deep"),
         ('{"type": "chars", "eod": ' + "1" * 5000 + "}", "a number has too many digits"),
@@ -192,7 +243,9 @@ def test_what_the_library_can_not_encode_is_a_matter_of_the_tokenizer(tmp_path):
     inner = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0, "[U]": 1}, unk_token="[U]"))
     content = json.loads(inner.to_str())
     del content["model"]["vocab"]["[U]"]
-    with pytest.raises(DataError, match=r"tokenizer x: can't encode a text: .*Mend its tokenizer.json"):
+    with pytest.raises(
+        DataError, match=r"tokenizer x: can't encode a text: .*Mend its tokenizer.json"
+    ):
         JsonTokenizer(json.dumps(content).encode(), "x").encode("b")
 
 
@@ -207,7 +260,9 @@ def test_ids_that_no_table_can_have_are_refused(tmp_path):
     content = json.loads(BPE.content)
     content["model"]["vocab"]["the"] = 1 << 31
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"'the' has the id 2147483648, not an integer in \[0, 16,777,216\)"):
+    with pytest.raises(
+        DataError, match=r"'the' has the id 2147483648, not an integer in \[0, 16,777,216\)"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -222,7 +277,12 @@ def test_tokenizer_beside_a_manifest_must_be_its_own(tmp_path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(spans=st.lists(st.tuples(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.booleans()), max_size=5))
+@given(
+    spans=st.lists(
+        st.tuples(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), st.booleans()),
+        max_size=5,
+    )
+)
 def test_spans_have_the_ids_of_their_text_and_a_mask_by_characters(spans):
     text = "".join(part for part, _ in spans)
     for tokenizer in (BPE, ByteTokenizer(), CharTokenizer(text)):
@@ -241,7 +301,9 @@ def test_templates_write_special_tokens_and_libraries_their_prefixes():
     inner.add_tokens(["<think>"])
     plain = JsonTokenizer(inner.to_str().encode(), "plain")
     assert plain.special == {"<|endoftext|>": BPE.eod_id, "<|im_end|>": 300, "<|end|>": 301}
-    ids, mask = plain.encode_spans([("the<think>", False), (" cat<|im_end|>", True), ("<|end|>\n", False), ("on", True)])
+    ids, mask = plain.encode_spans(
+        [("the<think>", False), (" cat<|im_end|>", True), ("<|end|>\n", False), ("on", True)]
+    )
     assert ids[mask].tolist() == [*plain.encode(" cat"), 300, *plain.encode("on")]
     assert ids[~mask].tolist() == [*plain.encode("the"), 302, 301]  # the newline is the token's
     assert plain.encode("<think>").tolist() == [302] and 300 not in plain.encode("<|im_end|>")
@@ -251,11 +313,15 @@ def test_templates_write_special_tokens_and_libraries_their_prefixes():
     assert prefixed.decode(prefixed.encode_spans([("[a]", False), (" cat", True)])[0]) == "x[a] cat"
 
 
-@pytest.mark.parametrize("settings", ["[]", "3", "null", '"text"', '{"eos_token": []}', '{"eos_token": {"content": 3}}', "{"])
+@pytest.mark.parametrize(
+    "settings",
+    ["[]", "3", "null", '"text"', '{"eos_token": []}', '{"eos_token": {"content": 3}}', "{"],
+)
 def test_a_tokenizer_config_of_another_shape_is_told(tmp_path, settings):
     BPE.save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(settings)
     with pytest.raises(
-        DataError, match=r"of tokenizer_config.json is|tokenizer_config.json beside it is not.*Name a tokenizer"
+        DataError,
+        match=r"of tokenizer_config.json is|tokenizer_config.json beside it is not.*Name a tokenizer",
     ):
         load_tokenizer(tmp_path)

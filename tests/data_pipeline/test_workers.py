@@ -31,9 +31,13 @@ sys.exit(run_command(read))
 def test_the_process_ends_and_does_not_hang(tmp_path):
     """One of two workers dies while it writes a batch that is larger than a pipe holds."""
     (tmp_path / "a.txt").write_text("some text " * 2000)
-    assert prepare.main([str(tmp_path / "data"), "--text", f"{tmp_path}/a.txt", "--workers", "1"]) == 0
+    assert (
+        prepare.main([str(tmp_path / "data"), "--text", f"{tmp_path}/a.txt", "--workers", "1"]) == 0
+    )
     command = [sys.executable, "-c", READER, str(tmp_path / "data")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 75, done.stderr
     assert "data.workers=2: a worker process was killed. Run the same command again" in done.stderr
     assert "Traceback" not in done.stderr

@@ -46,8 +46,13 @@ def weights(config=LLAMA):
     graphdef, state = nnx.split(build_model(config, EXACT, 0))
     leaves, structure = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(1), len(leaves))
-    noise = [x + (0.3 * jax.random.normal(k, x.shape) if x.ndim <= 2 else 0) for k, x in zip(keys, leaves)]
-    return graphdef, jax.tree.unflatten(structure, [n.astype(x.dtype) for n, x in zip(noise, leaves)])
+    noise = [
+        x + (0.3 * jax.random.normal(k, x.shape) if x.ndim <= 2 else 0)
+        for k, x in zip(keys, leaves)
+    ]
+    return graphdef, jax.tree.unflatten(
+        structure, [n.astype(x.dtype) for n, x in zip(noise, leaves)]
+    )
 
 
 @functools.cache
@@ -69,29 +74,43 @@ def loss(graphdef, state, batch, chunks=3):
     model = nnx.merge(graphdef, state)
     hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     dtype = model.precision.compute
-    return cross_entropy(hidden, model.output_matrix(), batch["targets"], batch["weights"], chunks=chunks, dtype=dtype).loss
+    return cross_entropy(
+        hidden,
+        model.output_matrix(),
+        batch["targets"],
+        batch["weights"],
+        chunks=chunks,
+        dtype=dtype,
+    ).loss
 
 
 loss_and_gradients = jax.jit(jax.value_and_grad(loss, argnums=1), static_argnums=0)
 
 
 def run(config, precision=EXACT, like=LLAMA):
-    """Loss and gradients of the weights of `like` in a model of another config with the same parameters."""
+    """Loss and gradients of the weights of `like` in a model of another config with the same
+    parameters."""
     return loss_and_gradients(graph(config, precision), weights(like)[1], batch())
 
 
 def assert_same(actual, expected, tolerance=1e-5):
     """Losses to a relative tolerance, gradients of each parameter relative to their largest."""
     np.testing.assert_allclose(actual[0], expected[0], rtol=tolerance)
-    for (path, ours), theirs in zip(nnx.to_flat_state(actual[1]), jax.tree.leaves(expected[1]), strict=True):
+    for (path, ours), theirs in zip(
+        nnx.to_flat_state(actual[1]), jax.tree.leaves(expected[1]), strict=True
+    ):
         ours, theirs = np.asarray(ours[...], np.float32), np.asarray(theirs, np.float32)
         assert np.abs(theirs).max() > 0, path
-        np.testing.assert_allclose(ours, theirs, atol=tolerance * np.abs(theirs).max(), rtol=0, err_msg=str(path))
+        np.testing.assert_allclose(
+            ours, theirs, atol=tolerance * np.abs(theirs).max(), rtol=0, err_msg=str(path)
+        )
 
 
 @pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=lambda c: c.family)
 def test_scanned_equals_unrolled(family):
-    assert_same(run(dataclasses.replace(family, scan_layers=False), like=family), run(family, like=family))
+    assert_same(
+        run(dataclasses.replace(family, scan_layers=False), like=family), run(family, like=family)
+    )
 
 
 @pytest.mark.parametrize("scan", [True, False])
@@ -106,7 +125,9 @@ def test_remat_keeps_what_its_name_says():
 
     def kept(remat):
         graphdef = graph(dataclasses.replace(LLAMA, remat=remat, attention="eager"))
-        backward = jax.eval_shape(lambda state: jax.vjp(lambda s: loss(graphdef, s, batch()), state)[1], state)
+        backward = jax.eval_shape(
+            lambda state: jax.vjp(lambda s: loss(graphdef, s, batch()), state)[1], state
+        )
         return sum(x.size for x in jax.tree.leaves(backward))
 
     sizes = [kept(remat) for remat in ("none", "dots", "dots_no_batch", "full")]
@@ -118,7 +139,8 @@ def test_kernels_are_equal_through_the_whole_model():
 
 
 def test_bfloat16_is_near_float32():
-    """Inputs of products are rounded to 2**-8; over a few dozen products a few percent are left of gradients' agreement."""
+    """Inputs of products are rounded to 2**-8; over a few dozen products a few percent are left of
+    gradients' agreement."""
     low, exact = run(LLAMA, PrecisionConfig(params="float32", compute="bfloat16")), run(LLAMA)
     np.testing.assert_allclose(low[0], exact[0], rtol=3e-3)
     for ours, theirs in zip(jax.tree.leaves(low[1]), jax.tree.leaves(exact[1]), strict=True):
@@ -130,22 +152,36 @@ def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
     graphdef, state = weights()
     flat = dict(nnx.to_flat_state(state))
     head = flat.pop(("head",))
-    ours = loss_and_gradients(graph(dataclasses.replace(LLAMA, tie_embeddings=True)), nnx.from_flat_state(flat), batch())
+    ours = loss_and_gradients(
+        graph(dataclasses.replace(LLAMA, tie_embeddings=True)), nnx.from_flat_state(flat), batch()
+    )
     flat["head",] = head.replace(flat["embedding",][...].T)
     theirs = loss_and_gradients(graphdef, nnx.from_flat_state(flat), batch())
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
     expected = theirs[1]["embedding"][...] + theirs[1]["head"][...].T
-    np.testing.assert_allclose(ours[1]["embedding"][...], expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        ours[1]["embedding"][...], expected, atol=1e-5 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize(
-    "config", [LLAMA, QWEN3, dataclasses.replace(LLAMA, head_dim=None)], ids=["llama", "qwen3", "H = D / N"]
+    "config",
+    [LLAMA, QWEN3, dataclasses.replace(LLAMA, head_dim=None)],
+    ids=["llama", "qwen3", "H = D / N"],
 )
 def test_the_number_of_parameters_is_the_formulas(config):
     c, H = config, head_dim(config)
-    layer = 2 * c.embed_dim * H * (c.num_heads + c.num_kv_heads) + 3 * c.embed_dim * c.mlp_dim + 2 * c.embed_dim
+    layer = (
+        2 * c.embed_dim * H * (c.num_heads + c.num_kv_heads)
+        + 3 * c.embed_dim * c.mlp_dim
+        + 2 * c.embed_dim
+    )
     layer += 2 * H if c.family == "qwen3" else 0
-    expected = c.vocab_size * c.embed_dim * (1 if c.tie_embeddings else 2) + c.num_layers * layer + c.embed_dim
+    expected = (
+        c.vocab_size * c.embed_dim * (1 if c.tie_embeddings else 2)
+        + c.num_layers * layer
+        + c.embed_dim
+    )
     assert (c.head_dim or 4) == H
     state = nnx.state(nnx.eval_shape(lambda: build_model(c, EXACT, 0)))
     assert sum(x.size for x in jax.tree.leaves(state)) == expected
@@ -161,7 +197,9 @@ def shardings(state, mesh):
 
 
 def mesh_of(data, fsdp, tensor):
-    return make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
+    return make_mesh(
+        MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
+    )
 
 
 def test_the_same_seed_gives_the_same_bits_on_every_mesh():
@@ -182,7 +220,14 @@ def test_the_same_seed_gives_the_same_bits_on_every_mesh():
 
 @pytest.mark.parametrize(
     ("shape", "config"),
-    [((2, 2, 2), LLAMA), ((2, 2, 2), QWEN3), ((8, 1, 1), LLAMA), ((1, 8, 1), LLAMA), ((1, 4, 2), LLAMA), ((1, 2, 4), LLAMA)],
+    [
+        ((2, 2, 2), LLAMA),
+        ((2, 2, 2), QWEN3),
+        ((8, 1, 1), LLAMA),
+        ((1, 8, 1), LLAMA),
+        ((1, 4, 2), LLAMA),
+        ((1, 2, 4), LLAMA),
+    ],
     ids=lambda value: getattr(value, "family", str(value)),
 )
 def test_sharded_equals_a_single_device(shape, config):
@@ -191,7 +236,9 @@ def test_sharded_equals_a_single_device(shape, config):
     rows = named_sharding(mesh, ("activation_batch", "activation_length"), (B, T))
     places = shardings(state, mesh)
     with jax.set_mesh(mesh):
-        step = jax.jit(jax.value_and_grad(functools.partial(loss, graphdef)), out_shardings=(None, places))
+        step = jax.jit(
+            jax.value_and_grad(functools.partial(loss, graphdef)), out_shardings=(None, places)
+        )
         sharded = step(jax.device_put(state, places), jax.device_put(batch(), rows))
     for gradient, place in zip(jax.tree.leaves(sharded[1]), jax.tree.leaves(places), strict=True):
         assert gradient.sharding.is_equivalent_to(place, gradient.ndim)
@@ -199,16 +246,25 @@ def test_sharded_equals_a_single_device(shape, config):
 
 
 def test_packed_documents_are_as_if_each_were_alone():
-    """Hidden states, loss and gradients; alone means in a row of its own, at positions from 0, without padding."""
+    """Hidden states, loss and gradients; alone means in a row of its own, at positions from 0,
+    without padding."""
     graphdef, state = weights()
     whole = batch()
-    hidden = jax.jit(lambda state, b: nnx.merge(graphdef, state).hidden(b["inputs"], b["segment_ids"], b["positions"]))
+    hidden = jax.jit(
+        lambda state, b: nnx.merge(graphdef, state).hidden(
+            b["inputs"], b["segment_ids"], b["positions"]
+        )
+    )
     packed, total, gradients = hidden(state, whole), 0.0, jax.tree.map(jnp.zeros_like, state)
     for start, length in zip(np.cumsum((0, *LENGTHS)), LENGTHS):
         alone = {name: x[:, start : start + length] for name, x in whole.items()}
         alone["segment_ids"] = jnp.ones_like(alone["segment_ids"])
-        np.testing.assert_allclose(packed[:, start : start + length], hidden(state, alone), atol=1e-5)
-        part, gradient = jax.jit(jax.value_and_grad(functools.partial(loss, graphdef, chunks=1)))(state, alone)
+        np.testing.assert_allclose(
+            packed[:, start : start + length], hidden(state, alone), atol=1e-5
+        )
+        part, gradient = jax.jit(jax.value_and_grad(functools.partial(loss, graphdef, chunks=1)))(
+            state, alone
+        )
         total, gradients = total + part, jax.tree.map(jnp.add, gradients, gradient)
     assert_same(loss_and_gradients(graphdef, state, whole), (total, gradients))
 
@@ -228,11 +284,14 @@ def test_without_segments_a_row_is_one_document():
     ids=["llama", "qwen3", "unrolled"],
 )
 def test_extending_a_cache_equals_reading_all_at_once(config):
-    """A prompt of two rows, the second shorter (its padding has segment 0), then three columns, then one at a time."""
+    """A prompt of two rows, the second shorter (its padding has segment 0), then three columns,
+    then one at a time."""
     graphdef, state = graph(config), weights(config if config is QWEN3 else LLAMA)[1]
     columns, prompt = 16, 6
     tokens = batch()["inputs"][:2, :11]
-    segments = jnp.ones((2, 11), jnp.int32).at[1, :2].set(0)  # the second row's prompt is shorter: padded on the left
+    segments = (
+        jnp.ones((2, 11), jnp.int32).at[1, :2].set(0)
+    )  # the second row's prompt is shorter: padded on the left
     positions = jnp.arange(11)[None] - jnp.array([[0], [2]])
     expected = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(tokens, segments, positions))(state)
 
@@ -245,14 +304,18 @@ def test_extending_a_cache_equals_reading_all_at_once(config):
     start = 0
     for stop in (prompt, 9, 10, 11):
         known = jnp.full((2, columns), -1, jnp.int32).at[:, :stop].set(segments[:, :stop])
-        out, cache = extend(state, tokens[:, start:stop], known, positions[:, start:stop], start, cache)
+        out, cache = extend(
+            state, tokens[:, start:stop], known, positions[:, start:stop], start, cache
+        )
         np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-5)
         start = stop
     assert (cache.k[:, :, 11:] == 0).all() and (jnp.abs(cache.k[:, :, :11]).max((3, 4)) > 0).all()
 
 
 def test_llama3_scaling_changes_what_far_positions_see():
-    scaled = dataclasses.replace(LLAMA, rope_scaling="llama3", rope_factor=8.0, rope_original_length=32)
+    scaled = dataclasses.replace(
+        LLAMA, rope_scaling="llama3", rope_factor=8.0, rope_original_length=32
+    )
     tokens = batch()["inputs"][:1]
 
     def hidden(config):

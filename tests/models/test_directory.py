@@ -13,12 +13,18 @@ PARITY = Path(__file__).parents[1] / "data/parity/llama3"
 
 def test_a_hugging_face_directory():
     found = model_of(PARITY)
-    assert found["family"] == "llama" and found["num_layers"] == read_config(PARITY).num_layers and not found.keys() & FREE
+    assert (
+        found["family"] == "llama"
+        and found["num_layers"] == read_config(PARITY).num_layers
+        and not found.keys() & FREE
+    )
 
 
 def test_a_run_its_checkpoints_and_one_of_them(tmp_path):
     (tmp_path / "checkpoints/00000004").mkdir(parents=True)
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"num_layers": 7, "remat": "full"}, "seed": 1}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"model": {"num_layers": 7, "remat": "full"}, "seed": 1})
+    )
     for place in (".", "checkpoints", "checkpoints/00000004"):
         assert model_of(tmp_path / place) == {"num_layers": 7}
 

@@ -1,4 +1,5 @@
-"""Initial weights against the papers' formulas, bits that never change, and what muP does to initial values and rates."""
+"""Initial weights against the papers' formulas, bits that never change, and what muP does to
+initial values and rates."""
 
 import dataclasses
 import hashlib
@@ -15,15 +16,27 @@ from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
 
-MODEL = ModelConfig(vocab_size=96, num_layers=3, embed_dim=32, mlp_dim=56, num_heads=8, num_kv_heads=4, head_dim=6)
+MODEL = ModelConfig(
+    vocab_size=96, num_layers=3, embed_dim=32, mlp_dim=56, num_heads=8, num_kv_heads=4, head_dim=6
+)
 QWEN3 = dataclasses.replace(MODEL, family="qwen3", head_dim=10, tie_embeddings=True)
 PLAIN = InitConfig()
-NAMES = ("lecun_normal", "xavier_normal", "xavier_uniform", "kaiming_normal", "kaiming_uniform", "truncated_normal", "normal")
+NAMES = (
+    "lecun_normal",
+    "xavier_normal",
+    "xavier_uniform",
+    "kaiming_normal",
+    "kaiming_uniform",
+    "truncated_normal",
+    "normal",
+)
 SHAPE, AXES = (300, 25, 40), ("embed", "heads", "head_dim")  # 300 inputs, 1000 outputs
 
 
 def config(name="lecun_normal", **changes):
-    return InitConfig(name=name, std=0.03 if name in ("truncated_normal", "normal") else None, **changes)
+    return InitConfig(
+        name=name, std=0.03 if name in ("truncated_normal", "normal") else None, **changes
+    )
 
 
 def weights(init=PLAIN, model=MODEL, seed=3):
@@ -39,9 +52,13 @@ def deviations(init=PLAIN, model=MODEL):
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_distributed_as_the_name_says(name, scale):
-    """300,000 numbers know their deviation to 0.13 %, and their kurtosis to 0.01: five of those are allowed."""
+    """300,000 numbers know their deviation to 0.13 %, and their kurtosis to 0.01: five of those are
+    allowed."""
     values = np.asarray(
-        Initializer(config(name, scale=scale), MODEL, "float32").matrix(jax.random.key(0), SHAPE, AXES)[...], np.float64
+        Initializer(config(name, scale=scale), MODEL, "float32").matrix(
+            jax.random.key(0), SHAPE, AXES
+        )[...],
+        np.float64,
     )
     formula = {
         "lecun": 1 / math.sqrt(300),  # LeCun et al. 1998
@@ -49,13 +66,22 @@ def test_values_are_distributed_as_the_name_says(name, scale):
         "kaiming": math.sqrt(2 / 300),  # He et al. 2015, eq. 10
     }
     std = scale * formula.get(name.partition("_")[0], 0.03)
-    # Largest value and fourth moment, in deviations: uniform; normal cut at 2, whose deviation is 0.8796 of the uncut one
-    # and whose kurtosis is (3 - 2 (2^3 + 3 2) phi(2) / 0.9545) / 0.7737^2; normal.
-    bound, kurtosis = (math.sqrt(3), 1.8) if "uniform" in name else (2 / 0.87962566, 2.3655) if "_" in name else (4.35, 3.0)
+    # Largest value and fourth moment, in deviations: uniform; normal cut at 2, whose deviation is
+    # 0.8796 of the uncut one and whose kurtosis is (3 - 2 (2^3 + 3 2) phi(2) / 0.9545) / 0.7737^2;
+    # normal.
+    bound, kurtosis = (
+        (math.sqrt(3), 1.8)
+        if "uniform" in name
+        else (2 / 0.87962566, 2.3655)
+        if "_" in name
+        else (4.35, 3.0)
+    )
     np.testing.assert_allclose(values.std(), std, rtol=0.0065)
     assert abs(values.mean()) < 5 * std / math.sqrt(values.size)
     assert (
-        0.99 * bound < np.abs(values).max() / std < 1.0001 * bound if "_" in name else 4.0 < np.abs(values).max() / std < bound
+        0.99 * bound < np.abs(values).max() / std < 1.0001 * bound
+        if "_" in name
+        else 4.0 < np.abs(values).max() / std < bound
     )
     np.testing.assert_allclose((values**4).mean() / values.var() ** 2, kurtosis, atol=0.05)
 
@@ -64,14 +90,30 @@ def test_fans_come_from_the_names_of_dims():
     assert fans(("embed", "heads", "head_dim"), (32, 8, 6)) == (32, 48)
     assert fans(("heads", "head_dim", "embed"), (8, 6, 32)) == (48, 32)
     assert fans(("mlp", "embed"), (56, 32)) == (56, 32)
-    assert fans(("layers", "exp", "embed", "mlp"), (3, 4, 32, 56)) == fans(("embed", "mlp"), (32, 56)) == (32, 56)
+    assert (
+        fans(("layers", "exp", "embed", "mlp"), (3, 4, 32, 56))
+        == fans(("embed", "mlp"), (32, 56))
+        == (32, 56)
+    )
 
 
 @pytest.mark.parametrize("residual", ["none", "depth"])
 def test_what_is_added_to_the_residual_stream_starts_smaller_with_depth(residual):
-    model = dataclasses.replace(MODEL, num_layers=8, embed_dim=240, num_heads=4, num_kv_heads=4, head_dim=60, mlp_dim=600)
+    model = dataclasses.replace(
+        MODEL, num_layers=8, embed_dim=240, num_heads=4, num_kv_heads=4, head_dim=60, mlp_dim=600
+    )
     found = deviations(config(residual=residual), model)
-    fan_in = {"q": 240, "k": 240, "v": 240, "o": 240, "gate": 240, "up": 240, "down": 600, "head": 240, "embedding": 240}
+    fan_in = {
+        "q": 240,
+        "k": 240,
+        "v": 240,
+        "o": 240,
+        "gate": 240,
+        "up": 240,
+        "down": 600,
+        "head": 240,
+        "embedding": 240,
+    }
     assert sorted(path.rpartition(".")[2] for path in found) == sorted(fan_in)
     for path, std in found.items():
         leaf = path.rpartition(".")[2]
@@ -81,7 +123,10 @@ def test_what_is_added_to_the_residual_stream_starts_smaller_with_depth(residual
 
 def test_the_embedding_has_its_own_deviation():
     for name in NAMES:
-        for given, std in ((config(name), 32**-0.5), (config(name, embedding_std=0.7, scale=2.0), 1.4)):
+        for given, std in (
+            (config(name), 32**-0.5),
+            (config(name, embedding_std=0.7, scale=2.0), 1.4),
+        ):
             draw = Initializer(given, MODEL, "float32")
             values = draw.matrix(jax.random.key(1), (500, 400), ("vocab", "embed"), "embedding")
             np.testing.assert_allclose(np.asarray(values[...]).std(), std, rtol=0.008)
@@ -104,10 +149,15 @@ def test_a_seed_means_the_same_model_for_ever(model, digest):
 
 @pytest.mark.parametrize("name", ["normal", "xavier_uniform"])
 def test_a_seed_means_the_same_model_on_every_mesh_scanned_or_unrolled(name):
-    init, mesh = config(name, mup_base_width=16), make_mesh(MeshConfig(data=1, fsdp=2, tensor=4), jax.devices()[:8])
+    init, mesh = (
+        config(name, mup_base_width=16),
+        make_mesh(MeshConfig(data=1, fsdp=2, tensor=4), jax.devices()[:8]),
+    )
 
     def create():
-        return nnx.state(build_model(dataclasses.replace(MODEL, scan_layers=False), PrecisionConfig(), 3, init))
+        return nnx.state(
+            build_model(dataclasses.replace(MODEL, scan_layers=False), PrecisionConfig(), 3, init)
+        )
 
     with jax.set_mesh(mesh):
         places = jax.tree.map(
@@ -117,32 +167,43 @@ def test_a_seed_means_the_same_model_on_every_mesh_scanned_or_unrolled(name):
         )
         split = nnx.to_flat_state(jax.jit(create, out_shardings=places)())
     one = weights(init)
-    assert {".".join(path): np.asarray(v[...]).tobytes() for path, v in split} == {p: x.tobytes() for p, x in one.items()}
+    assert {".".join(path): np.asarray(v[...]).tobytes() for path, v in split} == {
+        p: x.tobytes() for p, x in one.items()
+    }
 
 
-WIDE = dataclasses.replace(MODEL, num_layers=6, embed_dim=128, mlp_dim=224, num_heads=32, num_kv_heads=16)  # four times MODEL
+WIDE = dataclasses.replace(
+    MODEL, num_layers=6, embed_dim=128, mlp_dim=224, num_heads=32, num_kv_heads=16
+)  # four times MODEL
 
 
 MATRICES = (
     ((96, 32), ("vocab", "embed"), "embedding", 1.0),
     ((32, 96), ("embed", "vocab"), "head", 1 / 4),
     ((32, 56), ("embed", "mlp"), "hidden", 1 / 2),
-    ((32, 8, 6), ("embed", "heads", "head_dim"), "query", 1 / 4),  # half for the width, half for head_dim
+    (
+        (32, 8, 6),
+        ("embed", "heads", "head_dim"),
+        "query",
+        1 / 4,
+    ),  # half for the width, half for head_dim
     ((56, 32), ("mlp", "embed"), "residual", 1 / 4),  # half for the width, half for the depth
 )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mup_sets_deviations_as_table_8_says(name):
-    """At the base width they are those without muP; from there hidden matrices' go with the root of the width, the head's with
-    the width, the embedding's not at all."""
+    """At the base width they are those without muP; from there hidden matrices' go with the root of
+    the width, the head's with the width, the embedding's not at all."""
     init = config(name, mup_base_width=32, mup_base_head_dim=6, mup_base_depth=3)
     off, base = (Initializer(i, MODEL, "float32") for i in (config(name), init))
     wide = Initializer(init, dataclasses.replace(WIDE, head_dim=24), "float32")
     for shape, axes, role, ratio in MATRICES:
         std = off.deviation(shape, axes, role)
         assert std == base.deviation(shape, axes, role)
-        grown = tuple(size if axis in ("vocab", "heads") else 4 * size for size, axis in zip(shape, axes))
+        grown = tuple(
+            size if axis in ("vocab", "heads") else 4 * size for size, axis in zip(shape, axes)
+        )
         np.testing.assert_allclose(wide.deviation(grown, axes, role), std * ratio, rtol=1e-12)
     params = nnx.state(nnx.eval_shape(lambda: build_model(MODEL, PrecisionConfig())))
     assert learning_rate_factors(params, config(name), MODEL) is None
@@ -153,7 +214,9 @@ def test_mup_sets_deviations_as_table_8_says(name):
 def test_a_model_has_the_deviations_that_mup_says():
     base, wide = deviations(), deviations(InitConfig(mup_base_width=32, mup_base_depth=3), WIDE)
     for path, std in wide.items():
-        ratio = {"embedding": 1.0, "head": 1 / 4, "o": 1 / 4, "down": 1 / 4}.get(path.rpartition(".")[2], 1 / 2)
+        ratio = {"embedding": 1.0, "head": 1 / 4, "o": 1 / 4, "down": 1 / 4}.get(
+            path.rpartition(".")[2], 1 / 2
+        )
         np.testing.assert_allclose(std / base[path], ratio, rtol=0.08, err_msg=path)
 
 
@@ -164,8 +227,13 @@ def test_learning_rates_follow_table_8_with_the_multipliers_folded_in(family, ti
     init = InitConfig(mup_base_width=32, mup_base_head_dim=6, mup_base_depth=3)
     params = nnx.state(nnx.eval_shape(lambda: build_model(model, PrecisionConfig())))
     m, c, d = 1 / 4, 1 / 2, 1 / 2
-    hidden = dict.fromkeys(("layers.attention.k", "layers.attention.v", "layers.mlp.gate", "layers.mlp.up"), (m, 1.0, 1.0))
-    norms = dict.fromkeys(("layers.attention_norm.scale", "layers.mlp_norm.scale"), (1.0, 1 / m, 1.0))
+    hidden = dict.fromkeys(
+        ("layers.attention.k", "layers.attention.v", "layers.mlp.gate", "layers.mlp.up"),
+        (m, 1.0, 1.0),
+    )
+    norms = dict.fromkeys(
+        ("layers.attention_norm.scale", "layers.mlp_norm.scale"), (1.0, 1 / m, 1.0)
+    )
     expected = hidden | norms | {
         "embedding": (1.0, 1 / m, 1.0),
         "layers.attention.o": (m, 1.0, d),
@@ -175,11 +243,17 @@ def test_learning_rates_follow_table_8_with_the_multipliers_folded_in(family, ti
     }  # fmt: skip
     expected |= {} if tied else {"head": (1.0, 1 / m, m)}
     if family == "qwen3":
-        expected |= {"layers.attention.q_norm.scale": (1.0, 1 / m, c), "layers.attention.k_norm.scale": (1.0, 1 / m, 1.0)}
+        expected |= {
+            "layers.attention.q_norm.scale": (1.0, 1 / m, c),
+            "layers.attention.k_norm.scale": (1.0, 1 / m, 1.0),
+        }
     for rule in ("adam", "sgd"):
         factors = learning_rate_factors(params, init, model, rule)
         found = {".".join(path): factor for path, factor in nnx.to_flat_state(factors)}
-        want = {path: adam * f if rule == "adam" else sgd * f**2 for path, (adam, sgd, f) in expected.items()}
+        want = {
+            path: adam * f if rule == "adam" else sgd * f**2
+            for path, (adam, sgd, f) in expected.items()
+        }
         assert found == want
     values = weights(init, model)
     assert all((x == expected[path][2]).all() for path, x in values.items() if "norm" in path)

@@ -20,12 +20,16 @@ SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0]])
 
 
 def arrays(module):
-    """Parameters by path, float64, without the vectors being all ones: a scale that is forgotten must be seen."""
+    """Parameters by path, float64, without the vectors being all ones: a scale that is forgotten
+    must be seen."""
     rng = np.random.default_rng(0)
     for _, variable in nnx.iter_graph(module):
         if isinstance(variable, nnx.Param) and variable.ndim == 1:
             variable.set_value(jnp.asarray(rng.uniform(0.5, 1.5, variable.shape), jnp.float32))
-    return {".".join(path): np.asarray(v[...], np.float64) for path, v in nnx.to_flat_state(nnx.state(module))}
+    return {
+        ".".join(path): np.asarray(v[...], np.float64)
+        for path, v in nnx.to_flat_state(nnx.state(module))
+    }
 
 
 def normalised(x, scale):
@@ -42,12 +46,16 @@ def attend(x, p, prefix=""):
     q, k, v = (np.einsum("btd,dnh->btnh", x, p[prefix + name]) for name in "qkv")
     if prefix + "q_norm.scale" in p:
         q, k = normalised(q, p[prefix + "q_norm.scale"]), normalised(k, p[prefix + "k_norm.scale"])
-    turn = np.exp(1j * np.arange(T)[:, None, None] * rope_frequencies(H, CONFIG.rope_theta).astype(np.float64))
+    turn = np.exp(
+        1j * np.arange(T)[:, None, None] * rope_frequencies(H, CONFIG.rope_theta).astype(np.float64)
+    )
     q, k = ((a[..., : H // 2] + 1j * a[..., H // 2 :]) * turn for a in (q, k))
     out = np.zeros((*x.shape[:2], N, H))
     for b, t, n in np.ndindex(*x.shape[:2], N):
         seen = [s for s in range(t + 1) if SEGMENTS[0, s] == SEGMENTS[0, t]]
-        scores = np.array([(q[b, t, n] * k[b, s, n * K // N].conj()).real.sum() for s in seen]) / math.sqrt(H)
+        scores = np.array(
+            [(q[b, t, n] * k[b, s, n * K // N].conj()).real.sum() for s in seen]
+        ) / math.sqrt(H)
         weights = np.exp(scores - scores.max())
         out[b, t, n] = (weights / weights.sum()) @ v[b, seen, n * K // N]
     return np.einsum("btnh,nhd->btd", out, p[prefix + "o"])
@@ -56,7 +64,9 @@ def attend(x, p, prefix=""):
 def context(batch):
     positions = jnp.broadcast_to(jnp.arange(T), (batch, T))
     segments = jnp.broadcast_to(jnp.asarray(SEGMENTS), (batch, T))
-    return Context(*rope_tables(positions, rope_frequencies(H, CONFIG.rope_theta)), segments, segments, 0)
+    return Context(
+        *rope_tables(positions, rope_frequencies(H, CONFIG.rope_theta)), segments, segments, 0
+    )
 
 
 def inputs():
@@ -96,7 +106,9 @@ def test_norm_scales_by_its_parameter():
 
 
 def test_every_parameter_names_its_dims_and_has_the_type_asked_for():
-    layer = DecoderLayer(CONFIG, True, INIT._replace(dtype="bfloat16"), "float32", nnx.Rngs(params=0))
+    layer = DecoderLayer(
+        CONFIG, True, INIT._replace(dtype="bfloat16"), "float32", nnx.Rngs(params=0)
+    )
     sizes = {"embed": D, "heads": N, "kv_heads": K, "head_dim": H, "mlp": F}
     state = dict(nnx.to_flat_state(nnx.state(layer)))
     assert len(state) == 11

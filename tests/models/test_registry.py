@@ -24,7 +24,15 @@ def test_shipped_shapes_have_the_published_number_of_parameters(name):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [True, False])
 def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
-    config = ModelConfig(family=family, vocab_size=64, num_layers=2, embed_dim=32, num_heads=4, mlp_dim=64, tie_embeddings=tie)
+    config = ModelConfig(
+        family=family,
+        vocab_size=64,
+        num_layers=2,
+        embed_dim=32,
+        num_heads=4,
+        mlp_dim=64,
+        tie_embeddings=tie,
+    )
     model = nnx.eval_shape(lambda: build_model(config, PrecisionConfig(), 0))
     state = dict(nnx.to_flat_state(nnx.state(model)))
     assert (("head",) in state) == (not tie)
@@ -32,5 +40,9 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
         axes = logical_axes(variable)
         assert len(axes) == variable.ndim, path
         assert (axes[0] == "layers") == (path[0] == "layers"), path
-        spec = partition_spec(axes, {"data": 2, "fsdp": 2, "tensor": 2}, variable.shape, ".".join(path))
-        assert ("fsdp" in spec) == (axes[-1] != "norm"), path  # matrices are split over fsdp, vectors are whole
+        spec = partition_spec(
+            axes, {"data": 2, "fsdp": 2, "tensor": 2}, variable.shape, ".".join(path)
+        )
+        assert ("fsdp" in spec) == (axes[-1] != "norm"), (
+            path
+        )  # matrices are split over fsdp, vectors are whole

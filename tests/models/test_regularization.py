@@ -1,4 +1,5 @@
-"""Regularisation in the whole model: against what the equations say, the same masks however it runs, off outside training."""
+"""Regularisation in the whole model: against what the equations say, the same masks however it
+runs, off outside training."""
 
 import dataclasses
 import functools
@@ -34,9 +35,16 @@ MODEL = ModelConfig(
     max_length=64,
 )
 ALL = RegularizationConfig(
-    attention_dropout=0.1, residual_dropout=0.2, embedding_dropout=0.1, stochastic_depth=0.3, embedding_noise=5.0
+    attention_dropout=0.1,
+    residual_dropout=0.2,
+    embedding_dropout=0.1,
+    stochastic_depth=0.3,
+    embedding_noise=5.0,
 )
-EACH = [RegularizationConfig(**{field.name: getattr(ALL, field.name)}) for field in dataclasses.fields(ALL)]
+EACH = [
+    RegularizationConfig(**{field.name: getattr(ALL, field.name)})
+    for field in dataclasses.fields(ALL)
+]
 B, T = 8, 12
 
 
@@ -64,13 +72,17 @@ def keys(step=4):
 @functools.cache
 def compiled(regularization, accumulation, **model):
     """(loss, gradients) of parameters, the batch, and a step."""
-    graphdef = nnx.split(nnx.eval_shape(lambda: build_model(dataclasses.replace(MODEL, **model), EXACT)))[0]
+    graphdef = nnx.split(
+        nnx.eval_shape(lambda: build_model(dataclasses.replace(MODEL, **model), EXACT))
+    )[0]
     objective = next_token(regularization=regularization)
 
     @jax.jit
     def forward(params, arrays, step):
         arrays = arrays | keys(step)
-        result, grads = gradients(graphdef, params, arrays, objective, objective.scales(arrays), accumulation)
+        result, grads = gradients(
+            graphdef, params, arrays, objective, objective.scales(arrays), accumulation
+        )
         return result.loss, grads
 
     return forward
@@ -98,7 +110,9 @@ def assert_same(one, other):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
 
 
-@pytest.mark.parametrize("regularization", EACH, ids=lambda r: next(k for k, v in vars(r).items() if v))
+@pytest.mark.parametrize(
+    "regularization", EACH, ids=lambda r: next(k for k, v in vars(r).items() if v)
+)
 def test_each_key_does_something_that_follows_the_keys_of_rows(regularization):
     loss = plain(regularization)[0]
     assert abs(loss - plain(RegularizationConfig())[0]) > 1e-4
@@ -129,38 +143,49 @@ def test_nothing_random_is_compiled_where_all_rates_are_zero():
         objective = next_token(regularization=regularization)
         graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
         return str(
-            jax.make_jaxpr(lambda p, b: objective.forward(nnx.merge(graphdef, p), b, {"nll": 1.0}).loss)(
-                weights(), batch() | keys()
-            )
+            jax.make_jaxpr(
+                lambda p, b: objective.forward(nnx.merge(graphdef, p), b, {"nll": 1.0}).loss
+            )(weights(), batch() | keys())
         )
 
     assert "random_bits" in program(ALL) and "random_" not in program(RegularizationConfig())
 
 
 def test_stochastic_depth_leaves_out_later_blocks_more_often():
-    """Of 2,000 rows in layer i of 4, a share of 0.4 (i + 1) / 4 is left out of each block, and not the same rows in both."""
+    """Of 2,000 rows in layer i of 4, a share of 0.4 (i + 1) / 4 is left out of each block, and not
+    the same rows in both."""
     noise, x = (
-        Noise(RegularizationConfig(stochastic_depth=0.4), jax.random.split(jax.random.key(0), 2000)),
+        Noise(
+            RegularizationConfig(stochastic_depth=0.4), jax.random.split(jax.random.key(0), 2000)
+        ),
         jnp.ones((2000, 1, 2)),
     )
     for index in range(4):
         layer = noise.layer(jnp.int32(index), 4)
         out = [np.asarray(layer.added(x, block))[:, 0, 0] == 0 for block in (0, 1)]
-        assert all(abs(dropped.mean() - 0.1 * (index + 1)) < 0.055 for dropped in out) and (out[0] != out[1]).any()
+        assert (
+            all(abs(dropped.mean() - 0.1 * (index + 1)) < 0.055 for dropped in out)
+            and (out[0] != out[1]).any()
+        )
 
 
 def _gradients_of_dropped(q, k, v, rows, weights, kept):
-    """Of a sum of outputs times g by queries, keys and values, one after another: jax's, and by hand in float64."""
+    """Of a sum of outputs times g by queries, keys and values, one after another: jax's, and by
+    hand in float64."""
     g = np.random.default_rng(1).standard_normal((B, T, 4, T))
     ones, group = jnp.ones((B, T), jnp.int32), 2  # query heads of a key head
 
     def total(q, k, v):
-        out = eager_attention(q, k, v, ones, ones, offset=0, dtype="float32", dropout=Dropout(rows, 0.25))
+        out = eager_attention(
+            q, k, v, ones, ones, offset=0, dtype="float32", dropout=Dropout(rows, 0.25)
+        )
         return (out * jnp.float32(g)).sum()
 
     ours = jax.grad(total, (0, 1, 2))(q, k, v)
     q64, (k64, v64) = np.float64(q), (np.repeat(np.float64(x), group, axis=2) for x in (k, v))
-    p = weights.transpose(0, 2, 1, 3).astype(np.float64)  # [B, N, T, S], as the values were the identity
+    p = weights.transpose(0, 2, 1, 3).astype(
+        np.float64
+    )  # [B, N, T, S], as the values were the identity
     factor = kept.transpose(0, 2, 1, 3) / 0.75
     dv = np.einsum("bnts,btnh->bsnh", p * factor, g)
     dp = np.einsum("btnh,bsnh->bnts", g, v64) * factor
@@ -177,7 +202,9 @@ def test_dropped_attention_weights_are_zero_and_the_others_larger():
     v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, 2, T))
     segments, rows = jnp.ones((B, T), jnp.int32), jax.random.split(jax.random.key(0), B)
     weights, dropped = (
-        np.asarray(eager_attention(q, k, v, segments, segments, offset=0, dtype="float32", dropout=d))
+        np.asarray(
+            eager_attention(q, k, v, segments, segments, offset=0, dtype="float32", dropout=d)
+        )
         for d in (None, Dropout(rows, 0.25))
     )
     kept = dropped > 0
@@ -185,4 +212,6 @@ def test_dropped_attention_weights_are_zero_and_the_others_larger():
     assert abs(kept[weights > 0].mean() - 0.75) < 5 * (0.25 * 0.75 / (weights > 0).sum()) ** 0.5
     np.testing.assert_allclose(*_gradients_of_dropped(q, k, v, rows, weights, kept), atol=2e-5)
     with pytest.raises(ConfigError, match=r"Set model\.attention=eager"):
-        attention(q, k, v, segments, segments, kernel="xla", dtype="float32", dropout=Dropout(rows, 0.25))
+        attention(
+            q, k, v, segments, segments, kernel="xla", dtype="float32", dropout=Dropout(rows, 0.25)
+        )

@@ -1,4 +1,5 @@
-"""The model compiles for real TPUs, which needs no TPU: libtpu's compiler runs on any machine (`pip install libtpu`)."""
+"""The model compiles for real TPUs, which needs no TPU: libtpu's compiler runs on any machine (`pip
+install libtpu`)."""
 
 import importlib.util
 import math
@@ -18,7 +19,8 @@ from maxtrain.parallel.sharding import named_sharding
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu, TPU's compiler, is not installed: pip install libtpu"
+        importlib.util.find_spec("libtpu") is None,
+        reason="libtpu, TPU's compiler, is not installed: pip install libtpu",
     ),
 ]
 B, T = 8, 512
@@ -27,7 +29,8 @@ B, T = 8, 512
 @pytest.mark.parametrize("attention", ["xla", "flash"])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 4, 1), (1, 2, 2)], ids=str)
 def test_loss_and_gradients_compile_for_v5p(shape, attention):
-    """On four chips of a v5p; parameters are split as the names of their dims say, and so are their gradients."""
+    """On four chips of a v5p; parameters are split as the names of their dims say, and so are their
+    gradients."""
     config = ModelConfig(
         vocab_size=1024,
         num_layers=2,
@@ -46,16 +49,22 @@ def test_loss_and_gradients_compile_for_v5p(shape, attention):
 
     def placed(variable):
         sharding = named_sharding(mesh, logical_axes(variable), variable.shape)
-        return variable.replace(jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding))
+        return variable.replace(
+            jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=sharding)
+        )
 
     state = jax.tree.map(placed, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     rows = named_sharding(mesh, ("activation_batch", "activation_length"), (B, T))
-    tokens, weights = (jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in (jnp.int32, jnp.float32))
+    tokens, weights = (
+        jax.ShapeDtypeStruct((B, T), dtype, sharding=rows) for dtype in (jnp.int32, jnp.float32)
+    )
 
     def loss(state, inputs, targets, segments, positions, weights):
         model = nnx.merge(graphdef, state)
         hidden = model.hidden(inputs, segments, positions)
-        return cross_entropy(hidden, model.output_matrix(), targets, weights, chunks=4, dtype=model.precision.compute).loss
+        return cross_entropy(
+            hidden, model.output_matrix(), targets, weights, chunks=4, dtype=model.precision.compute
+        ).loss
 
     places = jax.tree.map(lambda x: x.sharding, state)
     with jax.set_mesh(mesh):
@@ -65,7 +74,8 @@ def test_loss_and_gradients_compile_for_v5p(shape, attention):
     assert "tpu" in devices[0].platform and "all-reduce" in text
     assert ("tpu_custom_call" in text) == (attention == "flash")
     assert ("all-gather" in text) == (fsdp > 1)
-    # One device's share of the parameters comes in, and as much goes out as gradients, in the same places.
+    # One device's share of the parameters comes in, and as much goes out as gradients, in the same
+    # places.
     share = sum(math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state)) * 4
     memory = compiled.memory_analysis()
     for size in (memory.argument_size_in_bytes, memory.output_size_in_bytes):

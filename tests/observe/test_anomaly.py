@@ -1,4 +1,5 @@
-"""What is said about anomalies: each kind with its numbers and key, once for as long as it lasts."""
+"""What is said about anomalies: each kind with its numbers and key, once for as long as it
+lasts."""
 
 import numpy as np
 
@@ -21,9 +22,13 @@ def value(*kinds, halted=False):
 
 
 def test_every_kind_has_its_numbers_its_key_and_a_mend():
-    told = Anomalies(AnomalyConfig(weight_drift="stop"), ["embedding", "head"], lambda step: f"rows of {step}")
+    told = Anomalies(
+        AnomalyConfig(weight_drift="stop"), ["embedding", "head"], lambda step: f"rows of {step}"
+    )
     words = {found.kind: found for found in told.observe(8, value(*ANOMALIES))}
-    assert list(words) == list(ANOMALIES) and all(found.mend and found.step == 8 for found in words.values())
+    assert list(words) == list(ANOMALIES) and all(
+        found.mend and found.step == 8 for found in words.values()
+    )
     expected = {
         "non_finite": "first in head; the step changed nothing (anomaly.non_finite=skip).\n  rows of 7",
         "loss_spike": "loss 9.5, gradient norm 4: more than 7 = 2 + 10 x 0.5 (median, deviations: anomaly.loss_limit)",
@@ -39,14 +44,22 @@ def test_every_kind_has_its_numbers_its_key_and_a_mend():
 def test_an_update_that_would_not_be_finite_is_named():
     told = Anomalies(AnomalyConfig(), ["embedding", "opt_state.mu.embedding"], lambda step: "")
     (found,) = told.observe(8, value("non_finite") | {"bad_leaf": -1, "bad_update": 1})
-    assert "but the update would make opt_state.mu.embedding so; the step changed nothing" in found.message
+    assert (
+        "but the update would make opt_state.mu.embedding so; the step changed nothing"
+        in found.message
+    )
 
 
 def test_what_lasts_is_told_once_and_what_halts_the_run_always():
     told = Anomalies(AnomalyConfig(dead="stop"), [], lambda step: "")
-    seen = [[f.kind for f in told.observe(s, value(*kinds))] for s, kinds in enumerate([["diverging"], ["diverging"], []])]
+    seen = [
+        [f.kind for f in told.observe(s, value(*kinds))]
+        for s, kinds in enumerate([["diverging"], ["diverging"], []])
+    ]
     assert seen == [["diverging"], [], []]
-    again = [[f.kind for f in told.observe(s, value("diverging", "dead", halted=s == 4))] for s in (3, 4)]
+    again = [
+        [f.kind for f in told.observe(s, value("diverging", "dead", halted=s == 4))] for s in (3, 4)
+    ]
     assert again == [["dead", "diverging"]] * 2
 
 

@@ -1,4 +1,5 @@
-"""The batch that is recommended: round, with room in the data, and no larger than speed asks for."""
+"""The batch that is recommended: round, with room in the data, and no larger than speed asks
+for."""
 
 import pytest
 
@@ -26,9 +27,14 @@ def test_round_numbers(most, unit, rows):
 
 def test_a_set_of_a_million_tokens_gets_no_step_of_423_thousand():
     advice = fitting_data(413, 1, 1024, Data(1e6, 1e6), None)
-    assert advice.rows == 4 and "a pass over 1.00M tokens would have less than 200 updates" in advice.why
+    assert (
+        advice.rows == 4
+        and "a pass over 1.00M tokens would have less than 200 updates" in advice.why
+    )
     assert fitting_data(413, 1, 1024, Data(None, 1e6), 2000).rows == 4, "without an end, too"
-    assert fitting_data(413, 1, 1024, Data(1e6, 1e6), None, usual=16).rows == 16, "what the config has itself stays"
+    assert fitting_data(413, 1, 1024, Data(1e6, 1e6), None, usual=16).rows == 16, (
+        "what the config has itself stays"
+    )
 
 
 def test_steps_that_are_set_stay_within_the_data():

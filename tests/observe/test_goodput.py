@@ -1,4 +1,5 @@
-"""Every second between the first launch and the last belongs to one cause, and steps that were made again do not count."""
+"""Every second between the first launch and the last belongs to one cause, and steps that were made
+again do not count."""
 
 import pytest
 
@@ -12,19 +13,31 @@ def launch(start, first, done, **seconds):
 
 def test_seconds_sum_to_the_wall_time_and_what_was_made_again_is_lost():
     launches = [
-        launch(100, 0, 10, compile=5.0, step=30.0, data_wait=10.0),  # killed after 10 steps, of which 4 were saved
+        launch(
+            100, 0, 10, compile=5.0, step=30.0, data_wait=10.0
+        ),  # killed after 10 steps, of which 4 were saved
         launch(160, 4, 10, restore=1.0, step=12.0),
         launch(175, 10, 10, step=0.5),  # nothing to do
     ]
     seconds = goodput(launches)
-    assert seconds == {"lost": 24.0, "step": 24.5, "down": 17.0, "data_wait": 4.0, "compile": 5.0, "restore": 1.0}
+    assert seconds == {
+        "lost": 24.0,
+        "step": 24.5,
+        "down": 17.0,
+        "data_wait": 4.0,
+        "compile": 5.0,
+        "restore": 1.0,
+    }
     assert list(seconds.values()) == sorted(seconds.values(), reverse=True)
     assert sum(seconds.values()) == 175.5 - 100
 
 
 def test_no_launch_and_one_that_made_no_step():
     assert goodput([]) == {}
-    assert goodput([launch(0, 0, 0, step=2.0), launch(3, 0, 5, step=1.0)]) == {"step": 3.0, "down": 1.0}
+    assert goodput([launch(0, 0, 0, step=2.0), launch(3, 0, 5, step=1.0)]) == {
+        "step": 3.0,
+        "down": 1.0,
+    }
 
 
 def test_each_launch_has_a_line_that_it_writes_anew(tmp_path, monkeypatch):
@@ -49,4 +62,7 @@ def test_reading_the_clock_changes_nothing_and_sums_to_all_time():
         assert clock.seconds() == clock.seconds() == {"save": 3.0, "step": 0.0}
         assert clock.doing() == ("save", 0.0)
     now[0] = 4.0
-    assert clock.seconds() == pytest.approx({"save": 3.0, "step": 1.0}) and clock.doing() == ("step", 3.0)
+    assert clock.seconds() == pytest.approx({"save": 3.0, "step": 1.0}) and clock.doing() == (
+        "step",
+        3.0,
+    )

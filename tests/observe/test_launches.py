@@ -24,7 +24,9 @@ from maxtrain.parallel.mesh import make_mesh
 
 @pytest.fixture
 def record(monkeypatch):
-    patience = "--xla_cpu_collective_call_terminate_timeout_seconds=86400"  # says nothing about numbers
+    patience = (
+        "--xla_cpu_collective_call_terminate_timeout_seconds=86400"  # says nothing about numbers
+    )
     monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false {patience}")
     monkeypatch.setenv("JAX_PROCESS_ID", "3")
     monkeypatch.setattr("sys.argv", ["train.py", "config=a b"])
@@ -33,34 +35,64 @@ def record(monkeypatch):
 
 
 def test_a_record_says_what_makes_numbers(record):
-    assert record["versions"]["jax"] == jax.__version__ and record["versions"]["python"].startswith("3.")
-    assert record["command"] == "train.py 'config=a b'" and (record["step"], record["data"]) == (20, "abc")
-    assert record["flags"].get("XLA_FLAGS") == "--xla_cpu_enable_fast_math=false" and "JAX_PROCESS_ID" not in record["flags"]
-    assert record["devices"]["count"] == 8 and record["mesh"]["fsdp"] == 4 and record["processes"] == 1
-    assert (record["determinism"], record["seed"], record["kernels"]) == ("full", 7, {"attention": "xla"})
+    assert record["versions"]["jax"] == jax.__version__ and record["versions"]["python"].startswith(
+        "3."
+    )
+    assert record["command"] == "train.py 'config=a b'" and (record["step"], record["data"]) == (
+        20,
+        "abc",
+    )
+    assert (
+        record["flags"].get("XLA_FLAGS") == "--xla_cpu_enable_fast_math=false"
+        and "JAX_PROCESS_ID" not in record["flags"]
+    )
+    assert (
+        record["devices"]["count"] == 8 and record["mesh"]["fsdp"] == 4 and record["processes"] == 1
+    )
+    assert (record["determinism"], record["seed"], record["kernels"]) == (
+        "full",
+        7,
+        {"attention": "xla"},
+    )
     assert yaml.safe_load(record["config"])["model"]["attention"] == "xla"
-    assert record["devices"]["kind"] in describe_launch(record) and "determinism full" in describe_launch(record)
+    assert record["devices"]["kind"] in describe_launch(
+        record
+    ) and "determinism full" in describe_launch(record)
 
 
 def test_launches_are_appended_and_found_by_the_steps_they_did(record, tmp_path):
     assert read_launches(tmp_path) == [] and launch_of([], 5) is None
-    for step in (0, 20, 8):  # killed after a checkpoint at 20, and later somebody removed all but that of step 8
+    for step in (
+        0,
+        20,
+        8,
+    ):  # killed after a checkpoint at 20, and later somebody removed all but that of step 8
         append_launch(tmp_path, record | {"step": step})
     with open(tmp_path / "launches.jsonl", "a") as file:
         file.write('{"torn')
     launches = read_launches(tmp_path)
     assert launches[1] == json.loads(json.dumps(record))
-    assert [launches.index(launch_of(launches, step)) for step in (1, 8, 9, 21, 99)] == [0, 0, 2, 2, 2]
+    assert [launches.index(launch_of(launches, step)) for step in (1, 8, 9, 21, 99)] == [
+        0,
+        0,
+        2,
+        2,
+        2,
+    ]
 
 
 def test_differences_are_those_that_may_change_numbers(record):
-    assert launch_differences(record, record | {"time": "later", "command": "other", "step": 3}) == {}
+    assert (
+        launch_differences(record, record | {"time": "later", "command": "other", "step": 3}) == {}
+    )
     other = record | {
         "versions": record["versions"] | {"jax": "0.0.1"},
         "flags": {**record["flags"], "XLA_FLAGS": ""},
         "git": "other",
     }
-    config = RunConfig(seed=7, determinism="full", run_name="b", log_interval=3, observe=ObserveConfig(plot=False))
+    config = RunConfig(
+        seed=7, determinism="full", run_name="b", log_interval=3, observe=ObserveConfig(plot=False)
+    )
     other["config"] = to_yaml(dataclasses.replace(config, optimizer=OptimizerConfig(beta1=0.5)))
     found = launch_differences(record, other)
     assert set(found) == {"versions.jax", "flags.XLA_FLAGS", "git", "config.optimizer.beta1"}
@@ -71,7 +103,12 @@ def test_differences_are_those_that_may_change_numbers(record):
 def test_the_revision_is_that_of_a_checkout_of_ours(tmp_path):
     def git(*arguments):
         identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
-        return subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True, text=True)
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
 
     assert git_revision(tmp_path) is None
     git("init", "-q")
@@ -82,7 +119,9 @@ def test_the_revision_is_that_of_a_checkout_of_ours(tmp_path):
     git("commit", "-qm", "one")
     revision = git("rev-parse", "HEAD").stdout.strip()
     assert git_revision(tmp_path) == revision
-    assert git_revision(tmp_path / "package") is None, "installed inside a repository of somebody else"
+    assert git_revision(tmp_path / "package") is None, (
+        "installed inside a repository of somebody else"
+    )
     (tmp_path / "package" / "a.py").write_text("a = 2")
     assert git_revision(tmp_path) == f"{revision}+changes"
 

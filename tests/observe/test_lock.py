@@ -25,10 +25,15 @@ with RunLock(Path(sys.argv[1])):
 
 @pytest.mark.processes
 def test_a_second_writer_is_told_who_has_it_until_that_is_killed(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as process:
         try:
             assert process.stdout and process.stdout.readline() == b"has it\n"
-            with pytest.raises(StorageError, match="set run_name to another name") as caught, RunLock(tmp_path):
+            with (
+                pytest.raises(StorageError, match="set run_name to another name") as caught,
+                RunLock(tmp_path),
+            ):
                 pass
             assert f"{tmp_path} is being written by process {process.pid} on " in str(caught.value)
             with pytest.raises(LockedError), RunLock(tmp_path, needed=False):
@@ -69,7 +74,10 @@ def test_a_damaged_lock_file_is_no_obstacle(tmp_path):
 
 def test_a_place_that_can_not_have_a_lock_is_taken_without_unless_it_is_needed(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="Set output_dir to a folder"), RunLock(tmp_path / "file" / "run"):
+    with (
+        pytest.raises(StorageError, match="Set output_dir to a folder"),
+        RunLock(tmp_path / "file" / "run"),
+    ):
         pass
     with RunLock(tmp_path / "file" / "run", needed=False):
         assert (tmp_path / "file").read_bytes() == b""

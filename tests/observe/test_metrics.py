@@ -18,12 +18,26 @@ def refuse(name):
 
 def test_every_line_is_strict_json_and_reads_back(tmp_path):
     log = MetricsLog(tmp_path / "run")
-    values = {"loss": math.nan, "norm": np.float32(-math.inf), "rate": math.inf, "lr": np.float32(0.5), "skipped": np.int32(3)}
+    values = {
+        "loss": math.nan,
+        "norm": np.float32(-math.inf),
+        "rate": math.inf,
+        "lr": np.float32(0.5),
+        "skipped": np.int32(3),
+    }
     log.append(1, values)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == 1, "visible before the file is closed"
     raw = json.loads(lines[0], parse_constant=refuse)
-    assert raw == {"kind": "train", "step": 1, "loss": "nan", "norm": "-inf", "rate": "inf", "lr": 0.5, "skipped": 3}
+    assert raw == {
+        "kind": "train",
+        "step": 1,
+        "loss": "nan",
+        "norm": "-inf",
+        "rate": "inf",
+        "lr": 0.5,
+        "skipped": 3,
+    }
     log.append(2, {"set": "val", "nll": 1.5, "note": None}, kind="eval")
     log.close()
     first, second = read_metrics(tmp_path / "run")
@@ -47,7 +61,9 @@ def test_resuming_drops_later_records_and_a_torn_line(tmp_path_factory, torn, st
     log.close()
     steps = [record["step"] for record in read_metrics(run)]
     assert steps == [i for i in range(1, min(step, 5) + 1) for _ in range(2)] + [step + 1]
-    assert all(record["nll"] == math.inf for record in read_metrics(run) if record["kind"] == "eval")
+    assert all(
+        record["nll"] == math.inf for record in read_metrics(run) if record["kind"] == "eval"
+    )
     assert [path.name for path in run.iterdir()] == ["metrics.jsonl"]
 
 
@@ -55,7 +71,14 @@ def test_a_run_without_metrics_has_none(tmp_path):
     assert read_metrics(tmp_path) == []
 
 
-BROKEN = ["{broken", "3", '{"loss": 1}', '{"step": 2, "loss": 1}', '{"kind": "train", "step": "2"}', "[" * 100_000]
+BROKEN = [
+    "{broken",
+    "3",
+    '{"loss": 1}',
+    '{"step": 2, "loss": 1}',
+    '{"kind": "train", "step": "2"}',
+    "[" * 100_000,
+]
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=range(len(BROKEN)))
@@ -86,7 +109,10 @@ def test_a_log_knows_whether_its_records_are_those_that_were_saved(tmp_path):
     assert again.kept() == kept
     lost = MetricsLog(tmp_path, 1, kept=kept)
     lost.close()
-    assert len(lost.problems) == 1 and "of 2 records up to step 1, 1 are there, the last of step 1" in lost.problems[0]
+    assert (
+        len(lost.problems) == 1
+        and "of 2 records up to step 1, 1 are there, the last of step 1" in lost.problems[0]
+    )
 
 
 class Clock:
@@ -120,7 +146,14 @@ def test_laps_leave_out_what_is_not_a_step():
     assert watch.seconds() == {"compile": 20, "step": 8, "eval": 7, "data_wait": 4, "save": 2}
 
 
-@given(st.lists(st.tuples(st.sampled_from(["eval", "save", "data_wait", "step", "lap"]), st.integers(0, 100)), max_size=20))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["eval", "save", "data_wait", "step", "lap"]), st.integers(0, 100)
+        ),
+        max_size=20,
+    )
+)
 def test_every_second_belongs_to_one_cause(events):
     clock, laps = Clock(), 0
     watch = Stopwatch(clock)

@@ -24,7 +24,11 @@ def run(mode, width=100, **terminal):
         progress.phase("compiling the step ...")
         progress.update(1)
         progress.update(340, RECORD)
-        progress.evaluated(340, "val", {"nll": 2.5, "perplexity": 12.18, "bits_per_byte": 1.25, "tokens": 1_234_567})
+        progress.evaluated(
+            340,
+            "val",
+            {"nll": 2.5, "perplexity": 12.18, "bits_per_byte": 1.25, "tokens": 1_234_567},
+        )
         progress.message("saved [the] checkpoint", style="dim")
         progress.update(2000, RECORD | {"loss": math.nan})
     return file.getvalue()
@@ -54,16 +58,24 @@ def test_live_messages_stand_above_the_line():
     output = run("rich", force_terminal=True, color_system=None)
     assert output.count("eval val: nll 2.5000") == 1 and output.count("saved [the] checkpoint") == 1
     assert "compiling the step ..." in output
-    assert "━" in output and output.rstrip().endswith("MFU 41.2%\n\x1b[?25h"), "the last state stays, the cursor comes back"
+    assert "━" in output and output.rstrip().endswith("MFU 41.2%\n\x1b[?25h"), (
+        "the last state stays, the cursor comes back"
+    )
 
 
 def test_some_records_stay_above_the_live_line():
     file = io.StringIO()
-    with Progress("rich", 2000, Console(file=file, width=100, force_terminal=True, color_system=None)) as progress:
+    with Progress(
+        "rich", 2000, Console(file=file, width=100, force_terminal=True, color_system=None)
+    ) as progress:
         for step in range(10, 2001, 10):
             progress.update(step, RECORD | {"loss": float(step)})
     output = file.getvalue()
-    standing = [line for line in output.splitlines() if "loss" in line and "━" not in line and "─" not in line]
+    standing = [
+        line
+        for line in output.splitlines()
+        if "loss" in line and "━" not in line and "─" not in line
+    ]
     losses = [float(line.split("loss")[1].split()[0]) for line in standing]
     assert {10.0, 30.0, 1990.0} <= set(losses) and not {20.0, 40.0} & set(losses)
 
@@ -109,6 +121,10 @@ def test_plain_lines_are_flushed_one_by_one():
 
     file = File()
     with Progress("plain", 2000, Console(file=file)) as progress:
-        for say in (lambda: progress.phase("compiling"), lambda: progress.update(1, RECORD), lambda: progress.message("saved")):
+        for say in (
+            lambda: progress.phase("compiling"),
+            lambda: progress.update(1, RECORD),
+            lambda: progress.message("saved"),
+        ):
             say()
             assert file.flushed == file.getvalue() and file.flushed.endswith("\n")

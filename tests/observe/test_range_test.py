@@ -8,7 +8,8 @@ from maxtrain.observe.range_test import diverged, judge
 
 
 def descend(curvature, steps=200, low=1e-6, high=1e3, noise=0.0):
-    """Gradient descent on curvature x^2 / 2, stable below 2 / curvature, with a growing rate, until it has diverged."""
+    """Gradient descent on curvature x^2 / 2, stable below 2 / curvature, with a growing rate, until
+    it has diverged."""
     rates, losses, x, rng = [], [], 1.0, np.random.default_rng(0)
     for rate in np.geomspace(low, high, steps):
         losses.append(curvature * x * x / 2 * (1 + noise * rng.standard_normal()) + 1.0)
@@ -42,5 +43,8 @@ def test_a_loss_that_never_falls_has_no_suggestion():
     rates = np.geomspace(1e-5, 1, 50)
     noise = 5.5 + 0.1 * np.random.default_rng(1).standard_normal(50)
     for losses in (np.full(50, 5.0), np.linspace(5, 9, 50), noise):
-        with pytest.raises(DataError, match=r"did not fall between rates 1e-05 and 1\. Let it begin lower with --low"):
+        with pytest.raises(
+            DataError,
+            match=r"did not fall between rates 1e-05 and 1\. Let it begin lower with --low",
+        ):
             judge(rates, losses)

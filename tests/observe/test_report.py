@@ -15,21 +15,31 @@ from maxtrain.observe.report import plot_curves, summary, terminal_curve
 
 
 def train(step, **values):
-    return {"kind": "train", "step": step, "loss": 2 + 6 * math.exp(-step / 50), "learning_rate": 1e-3, **values}
+    return {
+        "kind": "train",
+        "step": step,
+        "loss": 2 + 6 * math.exp(-step / 50),
+        "learning_rate": 1e-3,
+        **values,
+    }
 
 
 def evaluation(step, name="val", nll=3.0):
     return {"kind": "eval", "step": step, "set": name, "nll": nll, "bits_per_byte": 1.0}
 
 
-RUN = [train(s, tokens_seen=s * 512, tokens_per_second=1e4, grad_norm=1.0) for s in range(10, 400, 10)] + [
+RUN = [
+    train(s, tokens_seen=s * 512, tokens_per_second=1e4, grad_norm=1.0) for s in range(10, 400, 10)
+] + [
     evaluation(200),
     evaluation(390, nll=2.2),
 ]
 
 
 def has_color(image, red, green, blue):
-    return (np.abs(image[..., :3] - np.array([red, green, blue]) / 255).max(axis=-1) < 0.02).sum() > 20
+    return (
+        np.abs(image[..., :3] - np.array([red, green, blue]) / 255).max(axis=-1) < 0.02
+    ).sum() > 20
 
 
 def test_the_picture_shows_losses_evaluations_speed_and_rate(tmp_path):
@@ -89,10 +99,16 @@ def test_a_falling_line_falls_in_the_terminal():
     chart = terminal_curve(range(0, 1001, 10), np.linspace(8, 2, 101), width=60, height=12)
     lines = chart.splitlines()
     assert len(lines) == 14 and max(map(len, lines)) == 60
-    assert lines[0].startswith("  8 ┤") and lines[3].startswith("6.5 ┤") and lines[-1].endswith("step 1,000")
+    assert (
+        lines[0].startswith("  8 ┤")
+        and lines[3].startswith("6.5 ┤")
+        and lines[-1].endswith("step 1,000")
+    )
     found = heights(chart, 12)
     assert found[0] == 96 and found[-1] == 1, "from the upper left to the lower right"
-    assert all(0 <= a - b <= 3 for a, b in itertools.pairwise(found)), "one connected line that only falls"
+    assert all(0 <= a - b <= 3 for a, b in itertools.pairwise(found)), (
+        "one connected line that only falls"
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -125,7 +141,8 @@ def test_the_summary_says_everything_and_fits():
             records=[
                 *(train(s, tokens_seen=3_072_000, loss=2.34567) for s in (1499, 1500)),
                 evaluation(1000, nll=9.0),
-                evaluation(1500, nll=2.19) | {"perplexity": 8.935, "bits_per_byte": 0.95364, "tokens": 1_234_567},
+                evaluation(1500, nll=2.19)
+                | {"perplexity": 8.935, "bits_per_byte": 0.95364, "tokens": 1_234_567},
                 {"kind": "eval", "step": 1500, "set": "bare", "nll": 3.0},
                 {"kind": "eval", "step": 500, "set": "early", "nll": 300.0, "perplexity": 1.94e130},
             ],
@@ -162,7 +179,9 @@ def test_the_summary_of_nothing():
 
 def test_anomalies_are_marked_and_what_was_left_out_is_shaded(tmp_path):
     """Neither is drawn where all is well; a record of nothing has no loss."""
-    records = [r | ({"anomalies/dead": 2} if r["step"] >= 200 else {}) for r in RUN if r["kind"] == "train"]
+    records = [
+        r | ({"anomalies/dead": 2} if r["step"] >= 200 else {}) for r in RUN if r["kind"] == "train"
+    ]
     records[3] |= {"loss": None}
     red, shade = (214, 39, 40), (249, 222, 223)
     for left_out, marked in (((), records[:15]), ([[50, 90]], records)):

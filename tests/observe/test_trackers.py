@@ -1,4 +1,5 @@
-"""TensorBoard files hold every number, and a resumed run hides what came after the step it resumed from."""
+"""TensorBoard files hold every number, and a resumed run hides what came after the step it resumed
+from."""
 
 import struct
 import sys
@@ -40,11 +41,16 @@ def test_resuming_purges_later_steps(tmp_path):
         board = TensorBoard(tmp_path, resume_step=resume_step)
         board.append(resume_step + 1, {"loss": 1.0})
         board.close()
-    starts = [e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START]
+    starts = [
+        e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START
+    ]
     assert starts == [6]
 
 
 def test_a_package_that_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(UsageError, match=r"needs tensorboardX, which is not installed.*pip install tensorboardX, or"):
+    with pytest.raises(
+        UsageError,
+        match=r"needs tensorboardX, which is not installed.*pip install tensorboardX, or",
+    ):
         TensorBoard(tmp_path)

@@ -1,4 +1,5 @@
-"""A run that stands still ends, says where it stood, and names who did not answer; one that is only slow goes on."""
+"""A run that stands still ends, says where it stood, and names who did not answer; one that is only
+slow goes on."""
 
 import math
 import os
@@ -71,8 +72,20 @@ with Watchdog(WatchdogConfig(save_seconds=float(sys.argv[5])), folder, clock, "r
 
 
 def start(folder, index=0, count=1, address="", seconds=1.0, where="python"):
-    words = [sys.executable, "-c", PROGRAM, str(folder), str(index), str(count), address, str(seconds), where]
-    return subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [
+        sys.executable,
+        "-c",
+        PROGRAM,
+        str(folder),
+        str(index),
+        str(count),
+        address,
+        str(seconds),
+        where,
+    ]
+    return subprocess.Popen(
+        words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_each_cause_has_its_limit_and_steps_the_one_of_their_usual_time(tmp_path):
@@ -81,13 +94,17 @@ def test_each_cause_has_its_limit_and_steps_the_one_of_their_usual_time(tmp_path
     limits = {"compile": 600, "eval": 50, "save": 40, "restore": 40}
     assert {cause: dog.limit(cause) for cause in limits} == limits
     clock.lap()
-    assert dog.limit("step") == dog.limit("data_wait") == 600, "the first steps compile what is small"
+    assert dog.limit("step") == dog.limit("data_wait") == 600, (
+        "the first steps compile what is small"
+    )
     clock.lap()
     clock.lap()
     assert dog.limit("step") == 15, "ten times one second is less than the least"
     clock.lap()
     clock.lap()
-    assert dog.limit("step") == 10 * 2, "one slow step among 8, 1, 1, 2 and 100 seconds changes nothing"
+    assert dog.limit("step") == 10 * 2, (
+        "one slow step among 8, 1, 1, 2 and 100 seconds changes nothing"
+    )
 
 
 def test_zero_is_no_limit(tmp_path):
@@ -95,11 +112,14 @@ def test_zero_is_no_limit(tmp_path):
     dog = Watchdog(WatchdogConfig(0, 15, 0, 0, 0), tmp_path, clock, str)
     for _ in range(3):
         clock.lap()
-    assert {dog.limit(cause) for cause in ("compile", "eval", "save", "restore", "step")} == {math.inf}
+    assert {dog.limit(cause) for cause in ("compile", "eval", "save", "restore", "step")} == {
+        math.inf
+    }
 
 
 def test_progress_and_sleep_are_no_stall(tmp_path, monkeypatch):
-    """Between two looks there is a batch each time; then the whole process is stopped for an hour; then it really hangs."""
+    """Between two looks there is a batch each time; then the whole process is stopped for an hour;
+    then it really hangs."""
     times, ended = [0.0], []
     dog = Watchdog(WatchdogConfig(save_seconds=20), tmp_path, Stopwatch(), str)
     ticks = [*range(1, 101), *range(3701, 3716)]
@@ -118,7 +138,8 @@ def test_progress_and_sleep_are_no_stall(tmp_path, monkeypatch):
 
 
 def test_the_beat_goes_on_when_nobody_can_hear_it(tmp_path, monkeypatch):
-    """Process 0 is gone: who waits for it says so, and a traceback of this thread would only hide that."""
+    """Process 0 is gone: who waits for it says so, and a traceback of this thread would only hide
+    that."""
 
     class Gone(Board):
         said = 0
@@ -139,7 +160,10 @@ def test_the_beat_goes_on_when_nobody_can_hear_it(tmp_path, monkeypatch):
     ("where", "stacks"),
     [
         ("python", ['File "<string>", line 38 in <module>']),
-        ("collective", ['File "<string>", line 23 in late', 'File "<string>", line 47 in <module>']),
+        (
+            "collective",
+            ['File "<string>", line 23 in late', 'File "<string>", line 47 in <module>'],
+        ),
     ],
 )
 def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_path, where, stacks):
@@ -152,7 +176,10 @@ def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_p
     assert (process.returncode, out) == (75, "ready\n"), err
     left = (tmp_path / "run" / "stalled-0.txt").read_text()
     for said in (left, err):
-        assert "process 0 has stood still for 1 s after 7 steps, in: save (limit: 1 s, section watchdog)" in said
+        assert (
+            "process 0 has stood still for 1 s after 7 steps, in: save (limit: 1 s, section watchdog)"
+            in said
+        )
         assert "Run the same command again" in said
         assert all(stack in said for stack in stacks)
         assert "Step 7: rows 6\nStep 8: rows 7\n" in said
@@ -166,7 +193,10 @@ def test_a_process_that_keeps_pythons_lock_is_ended_from_outside_with_its_stacks
         finally:
             process.kill()
     assert (process.returncode, out) == (-signal.SIGABRT, "ready\n"), err
-    assert f"process {process.pid} has not run Python for 6 s: something keeps the interpreter's lock." in err
+    assert (
+        f"process {process.pid} has not run Python for 6 s: something keeps the interpreter's lock."
+        in err
+    )
     assert 'File "<string>", line 50 in <module>' in err
 
 
@@ -182,7 +212,8 @@ def test_a_process_that_keeps_pythons_lock_is_ended_from_outside_with_its_stacks
     ],
 )
 def test_the_judge_waits_as_long_as_it_was_told_last(monkeypatch, events, killed, parent):
-    """A second without a line is a tick; at the end of the events the pipe is closed. The parent is 1 when 7 has gone."""
+    """A second without a line is a tick; at the end of the events the pipe is closed. The parent is
+    1 when 7 has gone."""
     events, kills = list(events), []
 
     def ready(*_):
@@ -215,5 +246,8 @@ def test_a_stopped_process_is_named_by_the_others(tmp_path):
     for index in range(2):
         left = (tmp_path / f"stalled-{index}.txt").read_text()
         assert "process 2 IS SILENT: stopped, gone or cut off; it was after" in left
-        assert "process 0 is alive; it was after 7 steps, in: save" in left and "process 1 is alive" in left
+        assert (
+            "process 0 is alive; it was after 7 steps, in: save" in left
+            and "process 1 is alive" in left
+        )
     assert not (tmp_path / "stalled-2.txt").exists()

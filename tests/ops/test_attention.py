@@ -1,4 +1,5 @@
-"""Attention: every kernel against the equations in float64, and what must hold of any of them, forward and backward."""
+"""Attention: every kernel against the equations in float64, and what must hold of any of them,
+forward and backward."""
 
 import functools
 
@@ -18,7 +19,9 @@ from maxtrain.ops.attention.flash import flash_attention
 from maxtrain.parallel.mesh import make_mesh
 
 H = 8
-EVERYWHERE = sorted(name for name, kernel in ATTENTION.items() if kernel.segments and kernel.platform is None)
+EVERYWHERE = sorted(
+    name for name, kernel in ATTENTION.items() if kernel.segments and kernel.platform is None
+)
 KERNEL = pytest.mark.parametrize("kernel", EVERYWHERE)
 
 
@@ -48,7 +51,8 @@ def ragged(B, T, seed=0, padding=True):
 
 
 def equations(q, k, v, q_segments, kv_segments, offset, g):
-    """Float64: output and gradients, and for each what its error is bounded by when its factors are rounded (relative 1)."""
+    """Float64: output and gradients, and for each what its error is bounded by when its factors are
+    rounded (relative 1)."""
     q, k, v, g = (np.asarray(x, np.float64) for x in (q, k, v, g))
     (_, T, N, _), S, groups = q.shape, k.shape[1], q.shape[2] // k.shape[2]
     k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
@@ -63,12 +67,17 @@ def equations(q, k, v, q_segments, kv_segments, offset, g):
         ds = p * (dp + sign * (p * dp).sum(-1, keepdims=True)) * H**-0.5
         out, dq = np.einsum("bnts,bsnh->btnh", p, v), np.einsum("bnts,bsnh->btnh", ds, k)
         dk, dv = np.einsum("bnts,btnh->bsnh", ds, q), np.einsum("bnts,btnh->bsnh", p, g)
-        return [out, dq, *(x.reshape(*x.shape[:2], N // groups, groups, H).sum(3) for x in (dk, dv))]
+        return [
+            out,
+            dq,
+            *(x.reshape(*x.shape[:2], N // groups, groups, H).sum(3) for x in (dk, dv)),
+        ]
 
     return products(q, k, v, g, -1), products(*map(np.abs, (q, k, v, g)), +1)
 
 
-# Batch, T, N, K, S, offset. Blocks are 128 queries or more: one, several, a last one of a few, and a cache with S > T.
+# Batch, T, N, K, S, offset. Blocks are 128 queries or more: one, several, a last one of a few, and
+# a cache with S > T.
 CASES = {
     "one block": (2, 24, 4, 2, 24, 0),
     "a full block": (1, 128, 2, 2, 128, 0),
@@ -81,8 +90,10 @@ CASES = {
 }
 
 
-# bfloat16: inputs are rounded for the oracle too. Beyond that, scores' gradients, weights and g are rounded to 2**-8 of
-# themselves before a product, at most two of its factors; `bounds` is the sum of the products' absolute values.
+# bfloat16: inputs are rounded for the oracle too. Beyond that, scores' gradients, weights and g are
+#     rounded to 2**-8 of
+# themselves before a product, at most two of its factors; `bounds` is the sum of the products'
+# absolute values.
 @KERNEL
 @pytest.mark.parametrize(("dtype", "unit"), [("float32", 1e-6), ("bfloat16", 2.0**-7)])
 @pytest.mark.parametrize("case", CASES)
@@ -94,7 +105,9 @@ def test_equals_the_equations_forward_and_backward(case, dtype, unit, kernel):
     actual = run(*qkv, q_segments, kv_segments, offset, g, kernel=kernel, dtype=dtype)
     rounded = [np.asarray(x).astype(jnp.dtype(dtype)) for x in qkv]
     expected, bounds = equations(*rounded, q_segments, kv_segments, offset, g)
-    for name, ours, theirs, bound in zip(["out", "dq", "dk", "dv"], actual, expected, bounds, strict=True):
+    for name, ours, theirs, bound in zip(
+        ["out", "dq", "dk", "dv"], actual, expected, bounds, strict=True
+    ):
         assert ours.dtype == jnp.float32
         error = np.abs(np.asarray(ours, np.float64) - theirs)
         assert (error <= unit * (bound + 1e-3)).all(), (name, (error / (bound + 1e-3)).max() / unit)
@@ -104,7 +117,8 @@ def test_equals_the_equations_forward_and_backward(case, dtype, unit, kernel):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_xla_equals_eager_where_a_query_sees_nothing(dtype):
-    """Not in training, but a cache may hold nothing for a row's segment: finite, and no gradient to what is hidden."""
+    """Not in training, but a cache may hold nothing for a row's segment: finite, and no gradient to
+    what is hidden."""
     *qkv, g = example(1, 4, 2, 2, S=16)
     q_segments, kv_segments = jnp.full((1, 4), 7, jnp.int32), jnp.ones((1, 16), jnp.int32)
     for kernel in EVERYWHERE:
@@ -119,30 +133,43 @@ LENGTHS = (5, 130, 1, 60, 33)  # 229 tokens, then padding to 270: three blocks o
 def test_packed_documents_are_as_if_each_were_alone_forward_and_backward(kernel):
     T = 270
     *qkv, g = example(1, T, 4, 2)
-    segments = jnp.asarray(np.repeat([*range(1, len(LENGTHS) + 1), 0], [*LENGTHS, T - sum(LENGTHS)]), jnp.int32)[None]
+    segments = jnp.asarray(
+        np.repeat([*range(1, len(LENGTHS) + 1), 0], [*LENGTHS, T - sum(LENGTHS)]), jnp.int32
+    )[None]
     packed = run(*qkv, segments, segments, 0, g, kernel=kernel, dtype="float32")
     for start, length in zip(np.cumsum((0, *LENGTHS)), LENGTHS):
         part = slice(start, start + length)
         alone = jnp.ones((1, length), jnp.int32)
-        separate = run(*(x[:, part] for x in qkv), alone, alone, 0, g[:, part], kernel=kernel, dtype="float32")
+        separate = run(
+            *(x[:, part] for x in qkv), alone, alone, 0, g[:, part], kernel=kernel, dtype="float32"
+        )
         for ours, theirs in zip(packed, separate, strict=True):
             np.testing.assert_allclose(ours[:, part], theirs, atol=1e-5, rtol=1e-5)
 
 
 @KERNEL
 @settings(deadline=None, max_examples=15)
-@given(changed=st.integers(0, 199), seed=st.integers(0, 99), dtype=st.sampled_from(["float32", "bfloat16"]))
-def test_nothing_before_a_changed_token_changes_and_nothing_outside_its_document(kernel, changed, seed, dtype):
+@given(
+    changed=st.integers(0, 199),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_nothing_before_a_changed_token_changes_and_nothing_outside_its_document(
+    kernel, changed, seed, dtype
+):
     T = 200
     q, k, v, g = example(1, T, 2, 1, seed=seed)
     segments = ragged(1, T, seed)
-    call = functools.partial(run, q_segments=segments, kv_segments=segments, offset=0, kernel=kernel, dtype=dtype)
+    call = functools.partial(
+        run, q_segments=segments, kv_segments=segments, offset=0, kernel=kernel, dtype=dtype
+    )
     before = call(q, k, v, g=g)[0]
     after = call(q, k.at[:, changed].multiply(-3), v.at[:, changed].add(100), g=g)[0]
     sees = (np.arange(T) >= changed) & np.asarray(segments[0] == segments[0, changed])
     differs = np.abs(np.asarray(after - before)).max((0, 2, 3)) > 0
     assert (differs == sees).all()  # bitwise: a hidden key has no weight at all
-    # Backward the other way round: the output at `changed` gives gradients to what it sees and exactly none to the rest.
+    # Backward the other way round: the output at `changed` gives gradients to what it sees and
+    # exactly none to the rest.
     only = jnp.zeros_like(g).at[:, changed].set(g[:, changed])
     _, dq, dk, dv = call(q, k, v, g=only)
     seen = (np.arange(T) <= changed) & np.asarray(segments[0] == segments[0, changed])
@@ -154,7 +181,9 @@ def test_nothing_before_a_changed_token_changes_and_nothing_outside_its_document
 def test_the_mask_is_causal_from_the_offset_and_inside_segments():
     q_segments, kv_segments = jnp.array([[1, 2, 2]]), jnp.array([[1, 1, 2, 2, -1]])
     expected = [[1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0]]
-    np.testing.assert_array_equal(attention_mask(q_segments, kv_segments, 1)[0], np.array(expected, bool))
+    np.testing.assert_array_equal(
+        attention_mask(q_segments, kv_segments, 1)[0], np.array(expected, bool)
+    )
 
 
 @KERNEL
@@ -176,12 +205,18 @@ def test_gradients_have_the_types_of_their_arguments(kernel):
 
 
 def test_the_square_of_scores_is_never_in_memory():
-    """Compiled, forward and backward, xla needs a fraction of one float32 array of all scores; eager needs more than one."""
+    """Compiled, forward and backward, xla needs a fraction of one float32 array of all scores;
+    eager needs more than one."""
     B, T, N = 1, 2048, 4
-    x, segments = jax.ShapeDtypeStruct((B, T, N, H), jnp.float32), jax.ShapeDtypeStruct((B, T), jnp.int32)
+    x, segments = (
+        jax.ShapeDtypeStruct((B, T, N, H), jnp.float32),
+        jax.ShapeDtypeStruct((B, T), jnp.int32),
+    )
 
     def temporary_bytes(kernel):
-        compiled = run.lower(x, x, x, segments, segments, 0, x, kernel=kernel, dtype="bfloat16").compile()
+        compiled = run.lower(
+            x, x, x, segments, segments, 0, x, kernel=kernel, dtype="bfloat16"
+        ).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     scores = B * N * T * T * 4
@@ -191,24 +226,39 @@ def test_the_square_of_scores_is_never_in_memory():
 
 def test_every_kernel_is_in_the_table():
     assert KERNELS.keys() == ATTENTION.keys() and EVERYWHERE == ["eager", "xla"]
-    assert [with_cache(name) for name in ("eager", "xla", "cudnn", "flash")] == ["eager", "xla", "xla", "xla"]
+    assert [with_cache(name) for name in ("eager", "xla", "cudnn", "flash")] == [
+        "eager",
+        "xla",
+        "xla",
+        "xla",
+    ]
 
 
 def test_cudnn_is_lowered_for_gpus_forward_and_backward_and_refused_elsewhere(monkeypatch):
     """Not run: that takes a GPU. Its custom calls are there, causal, with grouped keys."""
-    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000)
-    *qkv, g = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(2, 128, 4, 64), *[(2, 128, 2, 64)] * 2, (2, 128, 4, 64)])
+    monkeypatch.setattr(
+        "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91_000
+    )
+    *qkv, g = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in [(2, 128, 4, 64), *[(2, 128, 2, 64)] * 2, (2, 128, 4, 64)]
+    )
     segments = jax.ShapeDtypeStruct((2, 128), jnp.int32)
 
     def both(q, k, v, segments, g):
-        out, vjp = jax.vjp(lambda *x: attention(*x, segments, segments, kernel="cudnn", dtype="bfloat16"), q, k, v)
+        out, vjp = jax.vjp(
+            lambda *x: attention(*x, segments, segments, kernel="cudnn", dtype="bfloat16"), q, k, v
+        )
         return out, *vjp(g)
 
     text = jax.jit(both).trace(*qkv, segments, g).lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text and "CAUSAL" in text
+    assert (
+        "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text and "CAUSAL" in text
+    )
     require_platform("cudnn", "gpu")
     with pytest.raises(
-        ConfigError, match=r"cudnn is for GPUs only, and the devices here are of platform cpu\. Set model\.attention=xla"
+        ConfigError,
+        match=r"cudnn is for GPUs only, and the devices here are of platform cpu\. Set model\.attention=xla",
     ):
         require_platform("cudnn", "cpu")
 
@@ -217,15 +267,23 @@ def test_cudnn_is_lowered_for_gpus_forward_and_backward_and_refused_elsewhere(mo
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 def test_cudnn_equals_eager_on_a_row_of_one_document():
     rng = np.random.default_rng(0)
-    *qkv, g = (jnp.asarray(rng.standard_normal((2, 256, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4))
+    *qkv, g = (
+        jnp.asarray(rng.standard_normal((2, 256, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4)
+    )
     segments = jnp.ones((2, 256), jnp.int32)
-    for ours, theirs in zip(*(run(*qkv, segments, segments, 0, g, kernel=k, dtype="bfloat16") for k in ("cudnn", "eager"))):
+    for ours, theirs in zip(
+        *(
+            run(*qkv, segments, segments, 0, g, kernel=k, dtype="bfloat16")
+            for k in ("cudnn", "eager")
+        )
+    ):
         np.testing.assert_allclose(ours, theirs, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_flash_interpreted_equals_eager_forward_and_backward_on_a_mesh_too(dtype, tolerance):
-    """TPUs' kernel without a TPU: ragged documents, padding, grouped queries, rows and heads split over devices."""
+    """TPUs' kernel without a TPU: ragged documents, padding, grouped queries, rows and heads split
+    over devices."""
     *qkv, g = (x * 1.0 for x in example(2, 256, 4, 2))
     segments = ragged(2, 256)
 
@@ -239,6 +297,8 @@ def test_flash_interpreted_equals_eager_forward_and_backward_on_a_mesh_too(dtype
     expected = both(*qkv, g, kernel=KERNELS["eager"])
     with jax.set_mesh(make_mesh(MeshConfig(data=1, fsdp=2, tensor=2), jax.devices()[:4])):
         split = both(*qkv, g, kernel=interpreted)
-    for alone, there, theirs in zip(both(*qkv, g, kernel=interpreted), split, expected, strict=True):
+    for alone, there, theirs in zip(
+        both(*qkv, g, kernel=interpreted), split, expected, strict=True
+    ):
         np.testing.assert_allclose(alone, theirs, atol=tolerance, rtol=tolerance)
         np.testing.assert_allclose(there, theirs, atol=tolerance, rtol=tolerance)

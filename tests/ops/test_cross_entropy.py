@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxtrain.ops.cross_entropy import Form, cross_entropy, num_chunks, plain_cross_entropy, token_nll
+from maxtrain.ops.cross_entropy import (
+    Form,
+    cross_entropy,
+    num_chunks,
+    plain_cross_entropy,
+    token_nll,
+)
 
 B, T, D, V = 3, 12, 16, 50
 
@@ -22,9 +28,14 @@ def example(seed=0):
 
 
 def oracle(hidden, head, targets, weights, dtype, mask=None, z_scale=0.0, smoothing=0.0):
-    """Loss and gradients of hidden and head in float64, of inputs rounded to `dtype`; sums of nll and z by row."""
+    """Loss and gradients of hidden and head in float64, of inputs rounded to `dtype`; sums of nll
+    and z by row."""
     x, w = (np.asarray(a).astype(jnp.dtype(dtype)).astype(np.float64) for a in (hidden, head))
-    logits, weights, hit = x @ w, np.asarray(weights, np.float64)[..., None], np.arange(V) == np.asarray(targets)[..., None]
+    logits, weights, hit = (
+        x @ w,
+        np.asarray(weights, np.float64)[..., None],
+        np.arange(V) == np.asarray(targets)[..., None],
+    )
     mask = weights if mask is None else np.asarray(mask, np.float64)[..., None]
     top = logits.max(-1, keepdims=True)
     lse = top + np.log(np.exp(logits - top).sum(-1, keepdims=True))
@@ -37,13 +48,17 @@ def oracle(hidden, head, targets, weights, dtype, mask=None, z_scale=0.0, smooth
 
 
 def form_of(chunks, **options):
-    """The loss as a function of (hidden, head, targets, weights, dtype): in chunks, or the plain one."""
+    """The loss as a function of (hidden, head, targets, weights, dtype): in chunks, or the plain
+    one."""
     if chunks != "plain":
         return lambda *args: cross_entropy(*args[:4], chunks=chunks, dtype=args[4], **options)
     mask, z_scale, smoothing = (options.get(name) for name in ("mask", "z_scale", "smoothing"))
     logits = options.get("logits", "float32")
     return lambda *args: plain_cross_entropy(
-        *args[:4], args[3] if mask is None else mask, z_scale, Form(1, args[4], logits, smoothing or 0.0)
+        *args[:4],
+        args[3] if mask is None else mask,
+        z_scale,
+        Form(1, args[4], logits, smoothing or 0.0),
     )
 
 
@@ -52,19 +67,28 @@ def chunked(chunks):
 
 
 # bfloat16: beyond the oracle's inputs only dlogits is rounded, each to 2**-8 of itself.
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)])
-@pytest.mark.parametrize("terms", [{}, {"z_scale": 0.3}, {"smoothing": 0.1}, {"z_scale": 0.3, "smoothing": 0.2, "mask": 1.5}])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2.0**-8), ("float16", 2.0**-11)]
+)
+@pytest.mark.parametrize(
+    "terms",
+    [{}, {"z_scale": 0.3}, {"smoothing": 0.1}, {"z_scale": 0.3, "smoothing": 0.2, "mask": 1.5}],
+)
 @pytest.mark.parametrize("form", ["plain", 1, 3, T])
 def test_every_form_equals_the_oracle_forward_and_backward(form, terms, dtype, tolerance):
     args = example()
     terms = terms | ({"mask": 1.5 * (args[3] > 0).astype(jnp.float32)} if "mask" in terms else {})
     options = terms | ({"z_scale": jnp.float32(terms["z_scale"])} if "z_scale" in terms else {})
 
-    def loss(*args):  # a factor outside, so that a backward pass that forgets its incoming gradient is found
+    def loss(
+        *args,
+    ):  # a factor outside, so that a backward pass that forgets its incoming gradient is found
         result = form_of(form, **options)(*args)
         return 3 * result.loss, result
 
-    (loss_, result), (dx, dw) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=4)(*args, dtype)
+    (loss_, result), (dx, dw) = jax.jit(
+        jax.value_and_grad(loss, (0, 1), has_aux=True), static_argnums=4
+    )(*args, dtype)
     assert (loss_.dtype, dx.dtype, dw.dtype) == (jnp.float32,) * 3
     expected, expected_dx, expected_dw, (nll, z) = oracle(*args, dtype, **terms)
     np.testing.assert_allclose(loss_, 3 * expected, rtol=1e-5)
@@ -84,13 +108,16 @@ def test_what_is_recorded_has_no_gradient(form):
 
 
 def test_logits_are_rounded_to_the_output_type_in_every_form():
-    """Equal to the float32 loss of logits that were rounded by hand; and not to that of unrounded ones."""
+    """Equal to the float32 loss of logits that were rounded by hand; and not to that of unrounded
+    ones."""
     hidden, head, targets, weights = example()
     rounded = (hidden @ head).astype(jnp.bfloat16).astype(jnp.float32)
     expected = (token_nll(rounded, targets) * weights).sum()
     exact = (token_nll(hidden @ head, targets) * weights).sum()
     for form in ("plain", 1, 3):
-        loss = jax.jit(form_of(form, logits="bfloat16"), static_argnums=4)(hidden, head, targets, weights, "float32").loss
+        loss = jax.jit(form_of(form, logits="bfloat16"), static_argnums=4)(
+            hidden, head, targets, weights, "float32"
+        ).loss
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
         assert abs(loss - exact) > 1e-4 * exact
 
@@ -115,7 +142,9 @@ def test_tokens_of_weight_zero_leave_no_trace():
 
 def test_no_weight_at_all_is_a_loss_of_zero_with_zero_gradients():
     hidden, head, targets, weights = example()
-    loss, grads = jax.value_and_grad(chunked(3), (0, 1))(hidden, head, targets, weights * 0, "float32")
+    loss, grads = jax.value_and_grad(chunked(3), (0, 1))(
+        hidden, head, targets, weights * 0, "float32"
+    )
     assert loss == 0 and all((g == 0).all() for g in grads)
 
 
@@ -134,13 +163,17 @@ def test_tiny_and_huge_logits_stay_finite(size):
 
 def test_gradients_have_the_types_of_their_arguments():
     hidden, head, targets, weights = example()
-    dx, dw = jax.grad(chunked(3), (0, 1))(hidden, head.astype(jnp.bfloat16), targets, weights, "bfloat16")
+    dx, dw = jax.grad(chunked(3), (0, 1))(
+        hidden, head.astype(jnp.bfloat16), targets, weights, "bfloat16"
+    )
     assert (dx.dtype, dw.dtype) == (jnp.float32, jnp.bfloat16)
 
 
 def test_token_nll_is_of_each_token_and_a_target_outside_the_vocabulary_is_not_looked_up():
     logits = jnp.log(jnp.array([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
-    np.testing.assert_allclose(token_nll(logits, jnp.array([1, 2])), -np.log([0.25, 0.8]), rtol=1e-6)
+    np.testing.assert_allclose(
+        token_nll(logits, jnp.array([1, 2])), -np.log([0.25, 0.8]), rtol=1e-6
+    )
     assert np.isfinite(token_nll(logits, jnp.array([-1, 3]))).all()
 
 
@@ -158,13 +191,21 @@ def test_num_chunks_is_the_smallest_that_fits(length, rows, chunk):
 
 
 def test_the_whole_logits_are_never_in_memory():
-    """Compiled, forward and backward, the chunked form needs a fraction of the logits; the plain one more than them."""
+    """Compiled, forward and backward, the chunked form needs a fraction of the logits; the plain
+    one more than them."""
     b, t, d, v = 4, 512, 32, 4096
-    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in [((b, t, d), jnp.float32), ((d, v), jnp.float32), ((b, t), jnp.int32)]]
+    shapes = [
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in [((b, t, d), jnp.float32), ((d, v), jnp.float32), ((b, t), jnp.int32)]
+    ]
     shapes.append(jax.ShapeDtypeStruct((b, t), jnp.float32))
 
     def temporary_bytes(form):
-        compiled = jax.jit(jax.value_and_grad(lambda *a: form(*a, "bfloat16"), (0, 1))).lower(*shapes).compile()
+        compiled = (
+            jax.jit(jax.value_and_grad(lambda *a: form(*a, "bfloat16"), (0, 1)))
+            .lower(*shapes)
+            .compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     logits = b * t * v * 4

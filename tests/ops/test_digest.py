@@ -1,4 +1,5 @@
-"""Digests: against a slow oracle in whole numbers of Python, on meshes of all sizes, and what they must notice."""
+"""Digests: against a slow oracle in whole numbers of Python, on meshes of all sizes, and what they
+must notice."""
 
 import hashlib
 
@@ -11,9 +12,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxtrain.ops.digest import Digester, _compiled, digest, digests, hash_text, leaf_names, tree_digests
+from maxtrain.ops.digest import (
+    Digester,
+    _compiled,
+    digest,
+    digests,
+    hash_text,
+    leaf_names,
+    tree_digests,
+)
 
-DTYPES = [np.float32, ml_dtypes.bfloat16, np.float16, np.int32, np.int16, np.uint8, np.uint32, np.int8, np.bool_]
+DTYPES = [
+    np.float32,
+    ml_dtypes.bfloat16,
+    np.float16,
+    np.int32,
+    np.int16,
+    np.uint8,
+    np.uint32,
+    np.int8,
+    np.bool_,
+]
 DTYPES += [ml_dtypes.float8_e4m3fn]
 digest_jit = jax.jit(digest)
 
@@ -29,7 +48,9 @@ def oracle(x):
     murmur, lowbias = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x7FEB352D, 15, 0x846CA68B, 16)
     header = hashlib.blake2b(f"{x.dtype} {x.shape}".encode(), digest_size=8).digest()
     words = [int.from_bytes(header[i : i + 4], "little") for i in (0, 4)]
-    for i, bits in enumerate(x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.itemsize]).ravel().tolist()):
+    for i, bits in enumerate(
+        x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.itemsize]).ravel().tolist()
+    ):
         place = mixed(i, *lowbias)
         words[0] += mixed(bits ^ place, *murmur)
         words[1] += mixed((bits + place) % 2**32, *lowbias)
@@ -51,7 +72,9 @@ def test_equals_the_oracle(dtype, shape):
     assert list(of(x)) == oracle(x)
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d is not np.bool_], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "dtype", [d for d in DTYPES if d is not np.bool_], ids=lambda d: np.dtype(d).name
+)
 def test_every_flipped_bit_changes_both_words(dtype):
     x = example(dtype, (2, 3))
     raw = x.view(f"u{x.itemsize}").ravel()
@@ -85,8 +108,23 @@ def test_two_changes_swaps_and_signs_do_not_cancel(data):
 def test_shape_type_order_zeros_and_nans_count():
     x = np.arange(16, dtype=np.float32).reshape(4, 4)
     nan = np.array([0x7FC00000, 0x7FC00001], np.uint32).view(np.float32)
-    arrays = [x, x.T.copy(), -x, x.reshape(2, 8), x[::-1].copy(), x.view(np.int32), x.astype(np.float16), np.roll(x, 1)]
-    arrays += [np.zeros(3, np.float32), np.full(3, -0.0, np.float32), np.zeros(4, np.float32), nan[:1], nan[1:]]
+    arrays = [
+        x,
+        x.T.copy(),
+        -x,
+        x.reshape(2, 8),
+        x[::-1].copy(),
+        x.view(np.int32),
+        x.astype(np.float16),
+        np.roll(x, 1),
+    ]
+    arrays += [
+        np.zeros(3, np.float32),
+        np.full(3, -0.0, np.float32),
+        np.zeros(4, np.float32),
+        nan[:1],
+        nan[1:],
+    ]
     assert len({of(array) for array in arrays}) == len(arrays)
 
 
@@ -112,14 +150,21 @@ def test_any_mesh_and_sharding_gives_the_same(dtype, spec, seed):
     x = example(dtype, (8, 16), seed)
     expected = oracle(x)
     for a, b in MESHES:
-        mesh = jax.make_mesh((a, b), ("a", "b"), devices=jax.devices()[: a * b], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        mesh = jax.make_mesh(
+            (a, b),
+            ("a", "b"),
+            devices=jax.devices()[: a * b],
+            axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        )
         placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
         assert list(of(placed)) == expected, (a, b)
 
 
 def test_a_split_array_is_not_gathered_and_nothing_of_its_size_is_made():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a")))
+    x = jax.ShapeDtypeStruct(
+        (512, 1024), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("a"))
+    )
     compiled = _compiled(jax.default_backend()).lower([x]).compile()
     assert "all-gather" not in compiled.as_text() and "all-reduce" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 512 * 1024 * 4 / 8 / 8
@@ -129,7 +174,11 @@ def test_a_tree_has_a_digest_for_each_leaf_and_one_for_all():
     tree = {"b": {"up": jnp.ones(3)}, "a": jnp.zeros((), jnp.int32)}
     assert leaf_names(tree) == ["a", "b.up"]
     found, words = tree_digests(tree), digests(tree)
-    assert [int(found["b.up"][i : i + 8], 16) for i in (0, 8)] == oracle(np.ones(3, np.float32)) == words[1].tolist()
+    assert (
+        [int(found["b.up"][i : i + 8], 16) for i in (0, 8)]
+        == oracle(np.ones(3, np.float32))
+        == words[1].tolist()
+    )
     assert len(hash_text(words)) == 16 and hash_text(words) != hash_text(words[::-1])
     changed = digests(tree | {"a": jnp.ones((), jnp.int32)})
     assert hash_text(changed) != hash_text(words) == hash_text(np.asarray(words))

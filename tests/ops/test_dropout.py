@@ -56,7 +56,10 @@ def test_rows_draw_apart_and_places_too(way):
         return np.asarray(WAYS[way](jnp.ones((256, 4, 8)), keys, 0.5)).reshape(256, -1)
 
     first, place = drawn(keys(256)), drawn(fold(keys(256), 3))
-    for a, b in ((first[:128], first[128:]), (first, place)):  # of two rows, or of a row's two places
+    for a, b in (
+        (first[:128], first[128:]),
+        (first, place),
+    ):  # of two rows, or of a row's two places
         together = np.corrcoef(a.ravel(), b.ravel())[0, 1]
         assert abs(together) < 5 / len(a) ** 0.5
 

@@ -1,4 +1,5 @@
-"""Matrix products: what is rounded, where sums are float32, and that gradients follow the same rule."""
+"""Matrix products: what is rounded, where sums are float32, and that gradients follow the same
+rule."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ def rounded(x, dtype):
 
 
 def assert_product(actual, a, b):
-    """`actual` is a @ b up to float32 accumulation: the standard bound n * 2**-24 * |a| @ |b|, whatever the order."""
+    """`actual` is a @ b up to float32 accumulation: the standard bound n * 2**-24 * |a| @ |b|,
+    whatever the order."""
     assert actual.dtype == np.float32
     error = np.abs(np.asarray(actual, np.float64) - a @ b)
     assert (error <= a.shape[-1] * 2.0**-24 * (np.abs(a) @ np.abs(b)) + 1e-30).all(), error.max()
@@ -57,7 +59,9 @@ def test_bfloat16_results_are_not_rounded_to_bfloat16():
 def test_result_is_float32_and_gradients_have_the_types_of_their_arguments(x_type, w_type, compute):
     x, w = jnp.ones((2, 3, 8), x_type), jnp.ones((8, 4), w_type)
     out, (dx, dw) = jax.eval_shape(
-        lambda x, w: jax.value_and_grad(lambda x, w: matmul(x, w, compute).sum(), (0, 1))(x, w), x, w
+        lambda x, w: jax.value_and_grad(lambda x, w: matmul(x, w, compute).sum(), (0, 1))(x, w),
+        x,
+        w,
     )
     assert (out.dtype, dx.dtype, dw.dtype) == (jnp.float32, x_type, w_type)
     assert (dx.shape, dw.shape) == (x.shape, w.shape)

@@ -1,4 +1,5 @@
-"""Rotary embeddings against complex numbers; the stretched frequencies against the published loop."""
+"""Rotary embeddings against complex numbers; the stretched frequencies against the published
+loop."""
 
 import math
 
@@ -21,7 +22,8 @@ def rotate(x, positions):
 
 
 def rotate_complex(x, positions):
-    """The two halves of a head are the real and imaginary parts of H / 2 numbers, each turned by position * frequency."""
+    """The two halves of a head are the real and imaginary parts of H / 2 numbers, each turned by
+    position * frequency."""
     x = np.asarray(x, np.float64)
     turned = x[..., : H // 2] + 1j * x[..., H // 2 :]
     turned = turned * np.exp(1j * positions[..., None, None] * FREQUENCIES)
@@ -42,7 +44,9 @@ def test_is_a_rotation_of_complex_numbers_and_its_gradient_the_rotation_back(dty
     (dx,) = vjp(jnp.asarray(g))
     assert dx.dtype == dtype
     tolerance = 1e-6 if dtype == jnp.float32 else 2.0**-6
-    np.testing.assert_allclose(np.asarray(dx[0], np.float64), rotate_complex(g, -positions)[0], atol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(dx[0], np.float64), rotate_complex(g, -positions)[0], atol=tolerance
+    )
 
 
 def test_frequencies_equal_the_definition():
@@ -52,20 +56,26 @@ def test_frequencies_equal_the_definition():
 
 
 @settings(deadline=None, max_examples=50)
-@given(i=st.integers(0, 500), j=st.integers(0, 500), shift=st.integers(0, 500), seed=st.integers(0, 99))
+@given(
+    i=st.integers(0, 500), j=st.integers(0, 500), shift=st.integers(0, 500), seed=st.integers(0, 99)
+)
 def test_scores_depend_on_the_distance_only(i, j, shift, seed):
     q, k = np.random.default_rng(seed).standard_normal((2, 1, 1, 1, H)).astype(np.float32)
     q, k = q / np.linalg.norm(q), k / np.linalg.norm(k)
     i, j = np.array([[[i]], [[j]]])
     here = (rotate(q, i) * rotate(k, j)).sum()
     there = (rotate(q, i + shift) * rotate(k, j + shift)).sum()
-    # Four angles of at most 1000 radians, each rounded to 2**-24 of itself: 2.4e-4 in the worst of cases.
+    # Four angles of at most 1000 radians, each rounded to 2**-24 of itself: 2.4e-4 in the worst of
+    # cases.
     np.testing.assert_allclose(here, there, atol=2.4e-4)
 
 
 def published(frequencies, factor, low_freq_factor, high_freq_factor, original_length):
     """`apply_scaling` of Llama 3.1's reference code, term by term, in Python's floats."""
-    low_wavelength, high_wavelength = original_length / low_freq_factor, original_length / high_freq_factor
+    low_wavelength, high_wavelength = (
+        original_length / low_freq_factor,
+        original_length / high_freq_factor,
+    )
     scaled = []
     for frequency in map(float, frequencies):
         wavelength = 2 * math.pi / frequency
@@ -74,7 +84,9 @@ def published(frequencies, factor, low_freq_factor, high_freq_factor, original_l
         elif wavelength > low_wavelength:
             scaled.append(frequency / factor)
         else:
-            smooth = (original_length / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
+            smooth = (original_length / wavelength - low_freq_factor) / (
+                high_freq_factor - low_freq_factor
+            )
             scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
     return scaled
 
@@ -93,7 +105,9 @@ def test_llama3_frequencies_equal_the_published_loop(head_dim, theta, factor, lo
     scaled = llama3_frequencies(frequencies, factor, low, low + width, length)
     assert scaled.dtype == np.float32
     # Near the bounds the blend is steep in the wavelength's float32 rounding: 1e-5 of a frequency.
-    np.testing.assert_allclose(scaled, published(frequencies, factor, low, low + width, length), rtol=1e-5)
+    np.testing.assert_allclose(
+        scaled, published(frequencies, factor, low, low + width, length), rtol=1e-5
+    )
 
 
 def test_llama3_frequencies_keep_the_short_and_stretch_the_long():

@@ -1,4 +1,5 @@
-"""What the processes of a job say of themselves is compared; those that differ, or do not come, are named."""
+"""What the processes of a job say of themselves is compared; those that differ, or do not come, are
+named."""
 
 import socket
 import subprocess
@@ -11,7 +12,14 @@ import pytest
 from data_pipeline.errors import LostProcessError, StorageError
 from maxtrain.checkpoint.listing import as_storage_error
 from maxtrain.parallel import agreement
-from maxtrain.parallel.agreement import differences, gather, is_loss, losing_others, raise_together, require_agreement
+from maxtrain.parallel.agreement import (
+    differences,
+    gather,
+    is_loss,
+    losing_others,
+    raise_together,
+    require_agreement,
+)
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -55,8 +63,14 @@ def test_a_single_process_agrees_with_itself():
 @pytest.mark.parametrize(
     ("error", "lost"),
     [
-        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"), True),
-        (ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"), True),  # of a program that is called
+        (
+            jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection reset by peer"),
+            True,
+        ),
+        (
+            ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer"),
+            True,
+        ),  # of a program that is called
         (LostProcessError("process 0 did not come"), True),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
         (ValueError("the gloo of this config is no number"), False),
@@ -81,7 +95,10 @@ def test_a_loss_while_processes_tell_each_other_is_no_error_of_what_they_tell(mo
     monkeypatch.setattr(agreement, "_between_processes", lambda: (mesh, apart, lose))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: None)
-    with pytest.raises(LostProcessError, match="run the same command again"), as_storage_error("reading", "Remove it."):
+    with (
+        pytest.raises(LostProcessError, match="run the same command again"),
+        as_storage_error("reading", "Remove it."),
+    ):
         raise_together(None)
 
 
@@ -92,7 +109,10 @@ def test_six_hundred_characters_of_any_kind_fit_where_errors_are_told(text):
 
 def test_the_processes_and_fields_that_differ_from_most_are_named():
     usual = {"data": "aa", "jax": "0.12.0"}
-    said = {i: (f"host{i}", usual) for i in range(5)} | {5: ("host5", usual | {"jax": "0.11.0"}), 6: ("host6", {"data": "bb"})}
+    said = {i: (f"host{i}", usual) for i in range(5)} | {
+        5: ("host5", usual | {"jax": "0.11.0"}),
+        6: ("host6", {"data": "bb"}),
+    }
     assert differences(said) == [
         "process 6 on host6: data is bb, but aa elsewhere",
         "process 5 on host5: jax is 0.11.0, but 0.12.0 elsewhere",
@@ -107,7 +127,10 @@ def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [subprocess.Popen([sys.executable, "-c", PROGRAM, address, str(i)], **pipes) for i in range(2)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PROGRAM, address, str(i)], **pipes)
+        for i in range(2)
+    ]
     try:
         outputs = [process.communicate(timeout=700) for process in processes]
     finally:
@@ -117,8 +140,14 @@ def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
         lines = [line for line in out.splitlines() if "Gloo" not in line]
         said = [{"step": 7, "rows": "abc", "process": i} for i in range(2)]
         assert lines[:2] == [str(said), "agreed"], err
-        assert lines[2].startswith("65 second: the processes of this job are not about to do the same:")
+        assert lines[2].startswith(
+            "65 second: the processes of this job are not about to do the same:"
+        )
         assert f"process 1 on {socket.gethostname()}: data.seed is 1, but 0 elsewhere" in lines[3]
         assert index or "75 third: process 1 did not come within 1 s; 2 are expected." in lines[5]
         assert "process 0 has come True" in lines
-        assert not index or "75 fifth: process 0 did not come within 0.5 s. See its log, then run the same" in lines[-1]
+        assert (
+            not index
+            or "75 fifth: process 0 did not come within 0.5 s. See its log, then run the same"
+            in lines[-1]
+        )

@@ -46,7 +46,9 @@ class PartOfAMesh:
         self.sharding, self.devices = sharding, devices
 
     def addressable_devices_indices_map(self, shape):
-        return {d: i for d, i in self.sharding.devices_indices_map(shape).items() if d in self.devices}
+        return {
+            d: i for d, i in self.sharding.devices_indices_map(shape).items() if d in self.devices
+        }
 
 
 @pytest.mark.parametrize(
@@ -62,12 +64,16 @@ class PartOfAMesh:
     ],
     ids=str,
 )
-def test_each_process_reads_the_rows_of_its_devices_and_puts_them_there(monkeypatch, shape, devices, rows):
+def test_each_process_reads_the_rows_of_its_devices_and_puts_them_there(
+    monkeypatch, shape, devices, rows
+):
     mine = [jax.devices()[i] for i in devices]
     real, whole = batches.named_sharding, np.random.default_rng(0).integers(0, 96, (ROWS, LENGTH))
     monkeypatch.setattr(batches, "named_sharding", lambda *args: PartOfAMesh(real(*args), mine))
     made = []
-    monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: made.append(args) or jax.numpy.zeros(()))
+    monkeypatch.setattr(
+        jax, "make_array_from_callback", lambda *args: made.append(args) or jax.numpy.zeros(())
+    )
     layout = BatchLayout(mesh_of(*shape), ROWS, LENGTH)
     np.testing.assert_array_equal(layout.part.rows, list(rows))
     layout.to_global({"inputs": whole[layout.part.rows], "source": layout.part.rows})
@@ -78,11 +84,20 @@ def test_each_process_reads_the_rows_of_its_devices_and_puts_them_there(monkeypa
 
 @pytest.mark.parametrize(
     "devices, rows, columns",
-    [([0], [0, 1, 2, 3], (0, 3)), ([3], [0, 1, 2, 3], (9, 12)), ([1, 2], [0, 1, 2, 3], (3, 9)), ([5, 2], range(8), (3, 9))],
+    [
+        ([0], [0, 1, 2, 3], (0, 3)),
+        ([3], [0, 1, 2, 3], (9, 12)),
+        ([1, 2], [0, 1, 2, 3], (3, 9)),
+        ([5, 2], range(8), (3, 9)),
+    ],
     ids=str,
 )
-def test_a_process_reads_only_the_columns_of_its_devices_where_the_length_is_split(monkeypatch, devices, rows, columns):
-    mesh = jax.make_mesh((2, 1, 1, 4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 6, devices=jax.devices())
+def test_a_process_reads_only_the_columns_of_its_devices_where_the_length_is_split(
+    monkeypatch, devices, rows, columns
+):
+    mesh = jax.make_mesh(
+        (2, 1, 1, 4, 1, 1), AXES, axis_types=(AxisType.Auto,) * 6, devices=jax.devices()
+    )
     whole = np.random.default_rng(0).integers(0, 96, (8, 12))
     layout = BatchLayout(mesh, 8, 12)
     assert layout.part.rows.tolist() == list(range(8)) and layout.part.columns == slice(0, 12)
@@ -92,18 +107,28 @@ def test_a_process_reads_only_the_columns_of_its_devices_where_the_length_is_spl
         np.testing.assert_array_equal(arrays[name], expected)
     real, mine, made = batches.named_sharding, [jax.devices()[i] for i in devices], []
     monkeypatch.setattr(batches, "named_sharding", lambda *args: PartOfAMesh(real(*args), mine))
-    monkeypatch.setattr(jax, "make_array_from_callback", lambda *args: made.append(args) or jax.numpy.zeros(()))
+    monkeypatch.setattr(
+        jax, "make_array_from_callback", lambda *args: made.append(args) or jax.numpy.zeros(())
+    )
     layout = BatchLayout(mesh, 8, 12)
     np.testing.assert_array_equal(layout.part.rows, list(rows))
     assert layout.part.columns == slice(*columns)
-    layout.to_global({"inputs": whole[layout.part.rows][:, layout.part.columns], "source": whole[layout.part.rows, 0]})
+    layout.to_global(
+        {
+            "inputs": whole[layout.part.rows][:, layout.part.columns],
+            "source": whole[layout.part.rows, 0],
+        }
+    )
     for (shape, sharding, part), expected in zip(made, (whole, whole[:, 0]), strict=True):
         for index in sharding.addressable_devices_indices_map(shape).values():
             np.testing.assert_array_equal(part(index), expected[index])
 
 
 def test_rows_that_the_mesh_does_not_divide_are_refused():
-    with pytest.raises(ConfigError, match=r"batch: .* size 12 must be divisible by mesh.data=2 \* mesh.fsdp=4 = 8. Use a"):
+    with pytest.raises(
+        ConfigError,
+        match=r"batch: .* size 12 must be divisible by mesh.data=2 \* mesh.fsdp=4 = 8. Use a",
+    ):
         BatchLayout(mesh_of(2, 4, 1), 12, LENGTH)
 
 

@@ -29,7 +29,13 @@ from maxtrain.parallel.distributed import (
 
 ROOT = Path(__file__).parents[2]
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-CLUSTERS = ("SLURM_JOB_NUM_NODES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "JOB_COMPLETION_INDEX")
+CLUSTERS = (
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_NTASKS",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "JOB_COMPLETION_INDEX",
+)
 
 
 @pytest.fixture
@@ -37,7 +43,9 @@ def bare(monkeypatch):
     """No job in the environment, none that is started by mistake, and malloc as it was."""
     for name in (*JOB, *CLUSTERS):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **_: pytest.fail(f"initialize{args}"))
+    monkeypatch.setattr(
+        jax.distributed, "initialize", lambda *args, **_: pytest.fail(f"initialize{args}")
+    )
     monkeypatch.setattr("maxtrain.parallel.distributed.keep_host_memory", lambda: True)
     return monkeypatch
 
@@ -66,9 +74,21 @@ def test_a_job_of_one_process_connects_to_nothing(bare):
             {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4"},
             r"mesh\.coordinator=host:1, mesh\.num_processes=4 .*\. Set mesh\.process_id, or",
         ),
-        (MeshConfig(), {"JAX_PROCESS_ID": "0"}, r"Set mesh\.coordinator and mesh\.num_processes, or none of the three"),
-        (MeshConfig(), {"JAX_NUM_PROCESSES": "two"}, r"JAX_NUM_PROCESSES=two must be a whole number.*Set it to 2, for example"),
-        (MeshConfig(), {"JAX_PROCESS_ID": "x"}, r"JAX_PROCESS_ID=x must be a whole number.*Set it to 0, for example"),
+        (
+            MeshConfig(),
+            {"JAX_PROCESS_ID": "0"},
+            r"Set mesh\.coordinator and mesh\.num_processes, or none of the three",
+        ),
+        (
+            MeshConfig(),
+            {"JAX_NUM_PROCESSES": "two"},
+            r"JAX_NUM_PROCESSES=two must be a whole number.*Set it to 2, for example",
+        ),
+        (
+            MeshConfig(),
+            {"JAX_PROCESS_ID": "x"},
+            r"JAX_PROCESS_ID=x must be a whole number.*Set it to 0, for example",
+        ),
     ],
 )
 def test_part_of_a_job_is_refused_with_what_is_missing(bare, config, environment, message):
@@ -86,17 +106,27 @@ def test_part_of_a_job_is_refused_with_what_is_missing(bare, config, environment
         (MeshConfig(process_id=0), {"JAX_COORDINATOR_ADDRESS": "env:5"}, "env:5", 4, 0),
     ],
 )
-def test_a_cluster_says_what_keys_and_environment_do_not(bare, config, environment, address, count, index):
+def test_a_cluster_says_what_keys_and_environment_do_not(
+    bare, config, environment, address, count, index
+):
     place, calls = Place("slurm", "head:1", 4, 2, local_count=2, local_index=1), []
     bare.setattr("maxtrain.parallel.distributed.find_place", lambda *_: place)
-    bare.setattr("maxtrain.parallel.distributed.local_gpus", lambda found, _: [5] if found is place else None)
-    bare.setattr("maxtrain.parallel.distributed.meet", lambda address, count, index, *_: (count, index))
-    bare.setattr(jax.distributed, "initialize", lambda *args, **options: calls.append((args, options)))
+    bare.setattr(
+        "maxtrain.parallel.distributed.local_gpus", lambda found, _: [5] if found is place else None
+    )
+    bare.setattr(
+        "maxtrain.parallel.distributed.meet", lambda address, count, index, *_: (count, index)
+    )
+    bare.setattr(
+        jax.distributed, "initialize", lambda *args, **options: calls.append((args, options))
+    )
     for name, value in environment.items():
         bare.setenv(name, value)
     start(config, None)
     ((args, options),) = calls
-    assert args == (address, count, index, [5]) and options["cluster_detection_method"] == "deactivate"
+    assert (
+        args == (address, count, index, [5]) and options["cluster_detection_method"] == "deactivate"
+    )
 
 
 def test_who_says_that_it_is_alone_is(bare):
@@ -107,8 +137,12 @@ def test_who_says_that_it_is_alone_is(bare):
 
 
 def test_a_slice_of_tpus_is_never_smaller(bare):
-    bare.setattr("maxtrain.parallel.distributed.find_place", lambda *_: Place("gcetpu", "head:1", 4, 2))
-    with pytest.raises(ConfigError, match=r"mesh\.min_processes=2: a slice of TPUs starts with all of its hosts"):
+    bare.setattr(
+        "maxtrain.parallel.distributed.find_place", lambda *_: Place("gcetpu", "head:1", 4, 2)
+    )
+    with pytest.raises(
+        ConfigError, match=r"mesh\.min_processes=2: a slice of TPUs starts with all of its hosts"
+    ):
         start(MeshConfig(min_processes=2), None)
 
 
@@ -169,47 +203,79 @@ def launch(*args, **environment):
     kept = {name: value for name, value in os.environ.items() if name not in (*JOB, *CLUSTERS)}
     command = [sys.executable, "-c", PROGRAM, *map(str, args)]
     return subprocess.Popen(
-        command, cwd=ROOT, env=kept | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command,
+        cwd=ROOT,
+        env=kept | environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
 
 
 @pytest.mark.processes
 def test_two_processes_make_one_mesh(tmp_path):
-    """The first process is described by its config, the second by Slurm; both compute one sum over four devices."""
+    """The first process is described by its config, the second by Slurm; both compute one sum over
+    four devices."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address, port = f"localhost:{free.getsockname()[1]}", str(free.getsockname()[1])
-    step = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
-    task = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "JAX_COORDINATOR_PORT": port}
+    step = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
+    task = {
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_LOCALID": "1",
+        "JAX_COORDINATOR_PORT": port,
+    }
     processes = [launch(tmp_path / "cache", address, 0), launch(tmp_path / "cache", **step, **task)]
     try:
         results = [process.communicate(timeout=700) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    for index, (process, (out, err)) in enumerate(zip(processes, results)):  # gloo prints too, before our line
+    for index, (process, (out, err)) in enumerate(
+        zip(processes, results)
+    ):  # gloo prints too, before our line
         assert process.returncode == 0, err
         assert out.splitlines()[-1].split() == [str(index), "2", "4", "2", "66.0"]
 
 
 @pytest.mark.processes
-@pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="needs a machine without the device")
+@pytest.mark.skipif(
+    os.environ["JAX_PLATFORMS"] != "cpu", reason="needs a machine without the device"
+)
 def test_a_platform_that_is_not_there_is_named_with_its_mend():
     program = (
         "from maxtrain.parallel.distributed import start\nfrom maxtrain.config.schema import MeshConfig\n"
         "try:\n    start(MeshConfig(platform='gpu'), None)\nexcept Exception as error:\n    print(type(error).__name__, error)"
     )
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=700)
-    assert result.stdout.startswith("ConfigError 1 problem in the config:\n  * mesh.platform=gpu: JAX found no such device. ")
-    assert "Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or set mesh.platform=auto." in result.stdout
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=700
+    )
+    assert result.stdout.startswith(
+        "ConfigError 1 problem in the config:\n  * mesh.platform=gpu: JAX found no such device. "
+    )
+    assert (
+        "Install maxtrain[gpu] or maxtrain[tpu] on a machine that has one, or set mesh.platform=auto."
+        in result.stdout
+    )
 
 
 @pytest.mark.parametrize(
-    ("platform", "present", "asked"), [("gpu", True, True), ("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+    ("platform", "present", "asked"),
+    [("gpu", True, True), ("auto", True, True), ("auto", False, False), ("cpu", True, False)],
 )
 def test_only_gpus_are_asked_for_programs_that_repeat(bare, platform, present, asked):
-    """The others have none that do not; XLA would end the process at a flag that it does not know."""
-    bare.setattr("maxtrain.parallel.distributed.accelerator_present", lambda kind="": present and kind == "nvidia")
+    """The others have none that do not; XLA would end the process at a flag that it does not
+    know."""
+    bare.setattr(
+        "maxtrain.parallel.distributed.accelerator_present",
+        lambda kind="": present and kind == "nvidia",
+    )
     bare.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false {GPU_FLAGS[0]}")
     before = jax.config.jax_default_matmul_precision
     try:
@@ -219,7 +285,9 @@ def test_only_gpus_are_asked_for_programs_that_repeat(bare, platform, present, a
         jax.config.update("jax_default_matmul_precision", before)
     flags = os.environ["XLA_FLAGS"].split()
     assert flags == (
-        ["--xla_cpu_enable_fast_math=false", *GPU_FLAGS] if asked else ["--xla_cpu_enable_fast_math=false", GPU_FLAGS[0]]
+        ["--xla_cpu_enable_fast_math=false", *GPU_FLAGS]
+        if asked
+        else ["--xla_cpu_enable_fast_math=false", GPU_FLAGS[0]]
     )
 
 
@@ -227,7 +295,9 @@ def test_only_gpus_are_asked_for_programs_that_repeat(bare, platform, present, a
 def test_xla_knows_the_flags_of_gpus():
     code = "import jax; jax.devices()"
     environment = os.environ | {"XLA_FLAGS": " ".join(GPU_FLAGS), "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -259,11 +329,14 @@ print(total(jnp.ones(2)))
 @pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="of CPUs")
 @pytest.mark.parametrize(("seconds", "code"), [(1, -signal.SIGABRT), (None, 0)])
 def test_devices_wait_for_a_slow_one_unless_the_user_says_how_long(seconds, code):
-    """The other device joins the collective four seconds late; XLA begins to count when it has waited for one second."""
+    """The other device joins the collective four seconds late; XLA begins to count when it has
+    waited for one second."""
     flags = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
     flags += f" --{PATIENCE_FLAG}={seconds}" if seconds else ""
     environment = os.environ | {"XLA_FLAGS": flags}
-    result = subprocess.run([sys.executable, "-c", STALLS], cwd=ROOT, env=environment, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", STALLS], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert result.returncode == code, result.stderr
     assert ("Termination timeout for `all reduce" in result.stderr) == bool(code)
     assert result.stdout == ("" if code else "[2.]\n")
@@ -273,7 +346,10 @@ def test_devices_wait_for_a_slow_one_unless_the_user_says_how_long(seconds, code
     ("flags", "expected"),
     [
         ("", f"--{PATIENCE_FLAG}=86400"),
-        ("--xla_cpu_enable_fast_math=false", f"--xla_cpu_enable_fast_math=false --{PATIENCE_FLAG}=86400"),
+        (
+            "--xla_cpu_enable_fast_math=false",
+            f"--xla_cpu_enable_fast_math=false --{PATIENCE_FLAG}=86400",
+        ),
         (f"--{PATIENCE_FLAG}=7", f"--{PATIENCE_FLAG}=7"),
         ("/etc/xla.flags", "/etc/xla.flags"),
     ],
@@ -294,8 +370,12 @@ def test_the_limit_of_waiting_is_added_to_the_users_flags(bare, flags, expected)
         (("libtpu", "jax_plugins"), [], False, False),
     ],
 )
-def test_libtpu_is_left_alone_where_it_is_all_and_has_no_device(monkeypatch, installed, plugins, device, possible):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+def test_libtpu_is_left_alone_where_it_is_all_and_has_no_device(
+    monkeypatch, installed, plugins, device, possible
+):
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: name if name in installed else None
+    )
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: plugins)
     monkeypatch.setattr(module, "accelerator_present", lambda: device)
     assert module.only_cpu_possible() == possible
@@ -310,7 +390,9 @@ def test_libtpu_is_left_alone_where_it_is_all_and_has_no_device(monkeypatch, ins
         (MeshConfig(platform="tpu"), None, True, "tpu"),
     ],
 )
-def test_the_cpu_is_chosen_where_nothing_else_is_possible_and_nobody_asked_for_it(bare, config, asked, possible, platforms):
+def test_the_cpu_is_chosen_where_nothing_else_is_possible_and_nobody_asked_for_it(
+    bare, config, asked, possible, platforms
+):
     bare.setattr(module, "only_cpu_possible", lambda: possible)
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", asked)
@@ -350,13 +432,17 @@ def test_an_error_of_one_process_alone_does_not_wait_for_the_others(monkeypatch)
     [
         (
             "auto",
-            RuntimeError("Unable to initialize backend 'cuda': INTERNAL: Getting local topologies failed"),
+            RuntimeError(
+                "Unable to initialize backend 'cuda': INTERNAL: Getting local topologies failed"
+            ),
             "topologies failed",
         ),
         ("cpu", AssertionError(), "jax waits for two minutes"),
     ],
 )
-def test_a_process_that_stands_still_before_it_has_devices_is_no_error_of_the_config(bare, platform, error, said):
+def test_a_process_that_stands_still_before_it_has_devices_is_no_error_of_the_config(
+    bare, platform, error, said
+):
     """As jax says it after two minutes; of a CPU it only logs that."""
 
     def devices():
@@ -364,6 +450,8 @@ def test_a_process_that_stands_still_before_it_has_devices_is_no_error_of_the_co
 
     bare.setattr(jax.distributed, "is_initialized", lambda: True)
     bare.setattr(jax, "devices", devices)
-    with pytest.raises(LostProcessError, match=rf"did not come \(.*{said}\).*run the same command again") as caught:
+    with pytest.raises(
+        LostProcessError, match=rf"did not come \(.*{said}\).*run the same command again"
+    ) as caught:
         start(MeshConfig(platform=platform), None)
     assert caught.value.exit_code == 75

@@ -43,13 +43,18 @@ def test_known_devices_have_their_makers_peak(kind, tflops):
 
 @pytest.mark.parametrize("kind", ["NVIDIA GeForce RTX 4090", "TPU v2", "AMD Instinct MI300X"])
 def test_an_unknown_accelerator_is_named_with_the_key_to_set(kind):
-    with pytest.raises(ConfigError, match=rf"observe\.peak_tflops=null: no peak is known for '{kind}'\. Set it from the data"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"observe\.peak_tflops=null: no peak is known for '{kind}'\. Set it from the data",
+    ):
         peak_flops(device(kind, "gpu"), "bfloat16")
 
 
 def test_a_cpu_is_measured_and_shared_by_its_simulated_devices(monkeypatch):
     asked = []
-    monkeypatch.setattr("maxtrain.parallel.hardware.measure_matmul", lambda dtype: asked.append(dtype) or 8e12)
+    monkeypatch.setattr(
+        "maxtrain.parallel.hardware.measure_matmul", lambda dtype: asked.append(dtype) or 8e12
+    )
     assert peak_flops(device("cpu", "cpu"), "bfloat16") == 8e12 / jax.local_device_count()
     assert asked == ["bfloat16"]
 

@@ -1,4 +1,5 @@
-"""Limits of devices, bytes of compiled programs, and the search for the largest one that fits, against looking at all."""
+"""Limits of devices, bytes of compiled programs, and the search for the largest one that fits,
+against looking at all."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,9 @@ from maxtrain.parallel.memory import available_memory, compile_for_bytes, larges
     st.integers(1, 300), st.integers(0, 500), st.sampled_from([0.0, 0.5, 1.0, 37.0]), st.sampled_from([0.0, 0.01, 3.0]),
     st.integers(0, 20_000), st.integers(1, 400), st.sampled_from([0.0, 0.01, 0.2]),
 )  # fmt: skip
-def test_the_largest_that_fits_is_that_of_a_linear_scan(most, fixed, linear, square, limit, refused, within):
+def test_the_largest_that_fits_is_that_of_a_linear_scan(
+    most, fixed, linear, square, limit, refused, within
+):
     def needed(n):
         return None if n >= refused else int(fixed + linear * n + square * n * n)
 
@@ -28,7 +31,11 @@ def test_the_largest_that_fits_is_that_of_a_linear_scan(most, fixed, linear, squ
     fitting = [n for n in range(1, most + 1) if needed(n) is not None and needed(n) <= limit]
     right = max(fitting, default=0)
     found = largest(measure, limit, most, within)
-    assert found in (0, *tried) and right <= found + max(0, within * found) and (found == right or found * within >= 1)
+    assert (
+        found in (0, *tried)
+        and right <= found + max(0, within * found)
+        and (found == right or found * within >= 1)
+    )
 
 
 def test_a_linear_need_takes_few_tries():
@@ -43,10 +50,15 @@ def test_one_percent_less_spares_tries():
     for within in (0.0, 0.01):
         tried = []
         found = largest(
-            lambda n, tried=tried: tried.append(n) or 10_000 + 400 * n + 300_000 * (n // 700), 32_000_000, 1 << 20, within
+            lambda n, tried=tried: tried.append(n) or 10_000 + 400 * n + 300_000 * (n // 700),
+            32_000_000,
+            1 << 20,
+            within,
         )
         counts.append(len(tried))
-        right = max(n for n in range(1, 50_000) if 10_000 + 400 * n + 300_000 * (n // 700) <= 32_000_000)
+        right = max(
+            n for n in range(1, 50_000) if 10_000 + 400 * n + 300_000 * (n // 700) <= 32_000_000
+        )
         assert (1 - within) * right <= found <= right
     assert counts[1] <= counts[0] - 2, counts
 
@@ -86,9 +98,19 @@ class Device:
 
 def test_the_limit_is_what_the_device_says_or_the_table_or_a_share_of_the_host():
     assert memory_limit(Device("NVIDIA H100", {"bytes_limit": 123})) == 123
-    for kind, gib in (("TPU v5 lite", 16), ("TPU v5", 96), ("TPU v6 lite", 32), ("TPU v4", 16), ("TPU7x", 96)):
-        assert 0.95 < memory_limit(Device(kind), described=True) / (gib << 30) < 1, "a little is not for programs"
-    with pytest.raises(ConfigError, match=r"no memory is known for 'TPU v99'\. Give it with --memory BYTES"):
+    for kind, gib in (
+        ("TPU v5 lite", 16),
+        ("TPU v5", 96),
+        ("TPU v6 lite", 32),
+        ("TPU v4", 16),
+        ("TPU7x", 96),
+    ):
+        assert 0.95 < memory_limit(Device(kind), described=True) / (gib << 30) < 1, (
+            "a little is not for programs"
+        )
+    with pytest.raises(
+        ConfigError, match=r"no memory is known for 'TPU v99'\. Give it with --memory BYTES"
+    ):
         memory_limit(Device("TPU v99"), described=True)
     if jax.default_backend() == "cpu":
         share = memory_limit(jax.devices()[0])
@@ -102,12 +124,21 @@ def test_available_memory_minds_control_groups(tmp_path):
     group = tmp_path / "sys/fs/cgroup"
     group.mkdir(parents=True)
     (group / "memory.current").write_text("1000000\n")
-    for limit, expected in (("max", 4_096_000), ("3000000", 2_000_000), ("900000", 0), ("99000000", 4_096_000)):
+    for limit, expected in (
+        ("max", 4_096_000),
+        ("3000000", 2_000_000),
+        ("900000", 0),
+        ("99000000", 4_096_000),
+    ):
         (group / "memory.max").write_text(f"{limit}\n")
         assert available_memory(tmp_path) == expected
     (group / "memory.max").write_text("3000000\n")
-    (group / "memory.stat").write_text("anon 5\nfile 700000\ninactive_file 500000\nactive_file 200000\nslab 9\n")
+    (group / "memory.stat").write_text(
+        "anon 5\nfile 700000\ninactive_file 500000\nactive_file 200000\nslab 9\n"
+    )
     assert available_memory(tmp_path) == 2_700_000, "the cache of files makes room"
-    (group / "memory.stat").write_text("inactive_file 1\nactive_file 2\ntotal_inactive_file 300000\ntotal_active_file 100000\n")
+    (group / "memory.stat").write_text(
+        "inactive_file 1\nactive_file 2\ntotal_inactive_file 300000\ntotal_active_file 100000\n"
+    )
     assert available_memory(tmp_path) == 2_400_000
     assert available_memory(tmp_path / "elsewhere") > 0

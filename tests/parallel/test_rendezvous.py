@@ -22,7 +22,8 @@ def address():
 
 @pytest.fixture
 def together(address):
-    """Starts one of (count, index) each, a little after each other; what each raised, or which of how many it is then."""
+    """Starts one of (count, index) each, a little after each other; what each raised, or which of
+    how many it is then."""
 
     def start(*members, seconds=20.0, suffices=lambda count: False):
         with concurrent.futures.ThreadPoolExecutor(len(members)) as threads:
@@ -43,7 +44,10 @@ def test_all_go_on_when_all_are_there_and_the_port_is_free_again(address, togeth
 
 
 def test_a_number_that_there_is_not_is_refused(address):
-    with pytest.raises(ConfigError, match=r"mesh\.process_id=2 must be less than mesh\.num_processes=2\. It counts from 0\."):
+    with pytest.raises(
+        ConfigError,
+        match=r"mesh\.process_id=2 must be less than mesh\.num_processes=2\. It counts from 0\.",
+    ):
         meet(address, 2, 2, 5)
 
 
@@ -54,7 +58,11 @@ def test_a_job_of_one_waits_for_nobody(together):
 @pytest.mark.parametrize(
     ("members", "rule", "mend"),
     [
-        ([(2, 0), (3, 1)], "process 1 (", "Give all processes at mesh.coordinator={} the same number."),
+        (
+            [(2, 0), (3, 1)],
+            "process 1 (",
+            "Give all processes at mesh.coordinator={} the same number.",
+        ),
         (
             [(3, 0), (3, 1), (3, 1)],
             "process 1 is there twice: ",
@@ -64,14 +72,23 @@ def test_a_job_of_one_waits_for_nobody(together):
 )
 def test_who_does_not_fit_is_named_by_all(address, together, members, rule, mend):
     errors = together(*members)
-    assert isinstance(errors[0], ConfigError) and rule in str(errors[0]) and mend.format(address) in str(errors[0])
-    assert [(error.exit_code, str(error)) for error in errors] == [(78, str(errors[0]))] * len(members)
+    assert (
+        isinstance(errors[0], ConfigError)
+        and rule in str(errors[0])
+        and mend.format(address) in str(errors[0])
+    )
+    assert [(error.exit_code, str(error)) for error in errors] == [(78, str(errors[0]))] * len(
+        members
+    )
 
 
 def test_who_does_not_come_is_named_by_all(monkeypatch, capsys, together):
     monkeypatch.setattr(rendezvous, "_NEWS", 0.2)
     errors = together((4, 0), (4, 2), seconds=0.8)
-    assert all("process 1, 3 did not come in time; 4 are expected. See their logs" in str(error) for error in errors)
+    assert all(
+        "process 1, 3 did not come in time; 4 are expected. See their logs" in str(error)
+        for error in errors
+    )
     assert [error.exit_code for error in errors] == [75, 75]
     assert "waiting for process 1, 3 of 4, 0 s more\n" in capsys.readouterr().err
 
@@ -79,23 +96,38 @@ def test_who_does_not_come_is_named_by_all(monkeypatch, capsys, together):
 def test_those_who_come_go_on_if_they_suffice(capsys, together):
     """In their order; of more than the job can do with, the last go."""
     members = [(6, 5), (6, 0), (6, 3), (6, 2)]
-    assert together(*members, seconds=0.5, suffices=lambda count: count >= 3) == [(4, 3), (4, 0), (4, 2), (4, 1)]
+    assert together(*members, seconds=0.5, suffices=lambda count: count >= 3) == [
+        (4, 3),
+        (4, 0),
+        (4, 2),
+        (4, 1),
+    ]
     assert "process 1, 4 did not come in time; goes on with 4 of 6\n" in capsys.readouterr().err
     (*errors,) = together(*members, seconds=0.5, suffices=lambda count: count in (2, 3, 5))
     assert errors[1:] == [(3, 0), (3, 2), (3, 1)] and errors[0].exit_code == 75
     assert "the job goes on with 3 processes, without process 5." in str(errors[0])
-    assert {error.exit_code for error in together(*members, seconds=0.5, suffices=lambda count: count > 4)} == {75}
+    assert {
+        error.exit_code
+        for error in together(*members, seconds=0.5, suffices=lambda count: count > 4)
+    } == {75}
 
 
 def test_process_0_that_does_not_come_or_is_something_else_is_said(monkeypatch, capsys, address):
     monkeypatch.setattr(rendezvous, "_NEWS", 0.2)
     with pytest.raises(
-        TryAgainError, match=r"process 0 did not come in time for process 1 on .* \(Connection refused\)\. See its"
+        TryAgainError,
+        match=r"process 0 did not come in time for process 1 on .* \(Connection refused\)\. See its",
     ):
         meet(address, 2, 1, 0.5)
-    assert f"waiting for process 0 at {address} (Connection refused), 0 s more\n" in capsys.readouterr().err
+    assert (
+        f"waiting for process 0 at {address} (Connection refused), 0 s more\n"
+        in capsys.readouterr().err
+    )
     port = int(address.rpartition(":")[2])
-    with socket.create_server(("localhost", port)) as other, concurrent.futures.ThreadPoolExecutor() as threads:
+    with (
+        socket.create_server(("localhost", port)) as other,
+        concurrent.futures.ThreadPoolExecutor() as threads,
+    ):
         job = threads.submit(meet, address, 2, 1, 0.5)
         other.settimeout(0.02)
         while not job.done():
@@ -108,17 +140,24 @@ def test_process_0_that_does_not_come_or_is_something_else_is_said(monkeypatch, 
 def test_a_port_that_is_taken_is_said(address):
     with (
         socket.create_server(("", int(address.rpartition(":")[2]))),
-        pytest.raises(TryAgainError, match=r"can't listen there \(Address already in use\)\. End what uses that port"),
+        pytest.raises(
+            TryAgainError,
+            match=r"can't listen there \(Address already in use\)\. End what uses that port",
+        ),
     ):
         meet(address, 2, 0, 5)
 
 
 def test_one_that_is_started_again_takes_its_own_place(address, together):
-    """It was killed while it waited; nobody waits for what is left of it, and none takes it for a second one."""
+    """It was killed while it waited; nobody waits for what is left of it, and none takes it for a
+    second one."""
     with concurrent.futures.ThreadPoolExecutor() as threads:
         first = threads.submit(meet, address, 3, 0, 20)
         place = ("localhost", int(address.rpartition(":")[2]))
-        for said in (b"GET / HTTP/1.1\r\n", json.dumps({"index": 1, "count": 3, "who": "killed"}).encode() + b"\n"):
+        for said in (
+            b"GET / HTTP/1.1\r\n",
+            json.dumps({"index": 1, "count": 3, "who": "killed"}).encode() + b"\n",
+        ):
             deadline = time.monotonic() + 10
             while time.monotonic() < deadline:
                 try:

@@ -8,13 +8,21 @@ from jax.sharding import PartitionSpec
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig
 from maxtrain.parallel.mesh import AXES, make_mesh
-from maxtrain.parallel.sharding import RULES, batch_shards, constrain, named_sharding, partition_spec
+from maxtrain.parallel.sharding import (
+    RULES,
+    batch_shards,
+    constrain,
+    named_sharding,
+    partition_spec,
+)
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def mesh_of(data, fsdp, tensor):
-    return make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
+    return make_mesh(
+        MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor]
+    )
 
 
 @pytest.mark.parametrize(
@@ -23,7 +31,11 @@ def mesh_of(data, fsdp, tensor):
         (("embed", "heads", "head_dim"), SIZES, PartitionSpec("fsdp", "tensor", None)),
         (("layers", "mlp", "embed"), SIZES, PartitionSpec(None, "tensor", "fsdp")),
         (("activation_batch", "activation_length"), SIZES, PartitionSpec(("data", "fsdp"), None)),
-        (("activation_batch", None), {"data": 1, "fsdp": 4}, PartitionSpec("fsdp", None)),  # axes of size 1 are left out
+        (
+            ("activation_batch", None),
+            {"data": 1, "fsdp": 4},
+            PartitionSpec("fsdp", None),
+        ),  # axes of size 1 are left out
         (("embed", "mlp"), {}, PartitionSpec(None, None)),
         ((), SIZES, PartitionSpec()),
     ],
@@ -52,13 +64,20 @@ def test_a_dim_that_cannot_be_divided_is_refused_with_its_numbers():
         "up: dim 'embed' of size 30 must be divisible by mesh.fsdp=4 = 4. Use a divisor of 30, or change the size.",
         "up: dim 'mlp' of size 60 must be divisible by mesh.tensor=8 = 8. Use a divisor of 60, or change the size.",
     ]
-    with pytest.raises(ConfigError, match=r"size 6 must be divisible by mesh\.data=2 \* mesh\.fsdp=2 = 4\. Use a divisor of 6"):
+    with pytest.raises(
+        ConfigError,
+        match=r"size 6 must be divisible by mesh\.data=2 \* mesh\.fsdp=2 = 4\. Use a divisor of 6",
+    ):
         partition_spec(("activation_batch",), SIZES, (6,))
-    assert partition_spec(("embed", "mlp"), {"fsdp": 4, "tensor": 8}, (32, 64)) == PartitionSpec("fsdp", "tensor")
+    assert partition_spec(("embed", "mlp"), {"fsdp": 4, "tensor": 8}, (32, 64)) == PartitionSpec(
+        "fsdp", "tensor"
+    )
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"gate: unknown logical axis 'mpl'\. Use one of .*embed, .*mlp, .*vocab"):
+    with pytest.raises(
+        ConfigError, match=r"gate: unknown logical axis 'mpl'\. Use one of .*embed, .*mlp, .*vocab"
+    ):
         partition_spec(("embed", "mpl"), SIZES, name="gate")
 
 
@@ -86,5 +105,7 @@ def test_a_named_sharding_is_checked_like_its_spec():
     mesh = mesh_of(1, 4, 2)
     sharding = named_sharding(mesh, ("embed", "mlp"), (8, 6))
     assert sharding.shard_shape((8, 6)) == (2, 3)
-    with pytest.raises(ConfigError, match=r"table: dim 'embed' of size 6 must be divisible by mesh\.fsdp=4"):
+    with pytest.raises(
+        ConfigError, match=r"table: dim 'embed' of size 6 must be divisible by mesh\.fsdp=4"
+    ):
         named_sharding(mesh, ("embed", "mlp"), (6, 6), "table")

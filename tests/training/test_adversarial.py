@@ -1,4 +1,5 @@
-"""The loss at the worst embeddings nearby: found as the papers say, the same for every split, and never in evaluation."""
+"""The loss at the worst embeddings nearby: found as the papers say, the same for every split, and
+never in evaluation."""
 
 import functools
 
@@ -21,7 +22,8 @@ PGD = LossConfig(adversarial=0.7, adversarial_radius=RADIUS, adversarial_steps=4
 
 @pytest.fixture(scope="module")
 def attacked(tiny):
-    """For both kinds of attack: parameters, batch, its scales, and what `worst_offset` finds; row 4 has no target."""
+    """For both kinds of attack: parameters, batch, its scales, and what `worst_offset` finds; row 4
+    has no target."""
     parts, batch = tiny.parts(), {name: jnp.asarray(x) for name, x in tiny.batch().items()}
     batch["loss_mask"] = batch["loss_mask"].at[4].set(0)
     scales = PLAIN.scales(batch)
@@ -40,7 +42,9 @@ def loss(attacked, offset):
     parts, params, batch, scales, _ = attacked
     with jax.set_mesh(parts.mesh):
         model = nnx.merge(parts.graphdef, params)
-        value = jax.value_and_grad(lambda o: PLAIN.forward(model, batch | {"embedding_offset": o}, scales).loss)
+        value = jax.value_and_grad(
+            lambda o: PLAIN.forward(model, batch | {"embedding_offset": o}, scales).loss
+        )
         return jax.jit(value)(offset)
 
 
@@ -50,7 +54,10 @@ def test_fgm_goes_along_the_gradient_of_each_row(attacked):
     size = np.sqrt((slope**2).sum((1, 2), keepdims=True))
     expected = RADIUS * slope / np.where(size > 0, size, 1)
     np.testing.assert_allclose(attacked[4][0], expected, atol=1e-5)
-    assert not attacked[4][0][4].any() and (np.sqrt((expected**2).sum((1, 2))) > 0.99 * RADIUS).sum() == 7
+    assert (
+        not attacked[4][0][4].any()
+        and (np.sqrt((expected**2).sum((1, 2))) > 0.99 * RADIUS).sum() == 7
+    )
 
 
 def test_both_attacks_stay_in_the_ball_and_pgd_finds_worse(attacked):
@@ -59,7 +66,9 @@ def test_both_attacks_stay_in_the_ball_and_pgd_finds_worse(attacked):
         assert (np.sqrt((np.float64(offset) ** 2).sum((1, 2))) <= RADIUS * (1 + 1e-5)).all()
     noise = np.random.default_rng(0).standard_normal(fgm.shape)
     noise *= RADIUS / np.sqrt((noise**2).sum((1, 2), keepdims=True))
-    nothing, random, first, last = (float(loss(attacked, jnp.float32(o))[0]) for o in (np.zeros_like(fgm), noise, fgm, pgd))
+    nothing, random, first, last = (
+        float(loss(attacked, jnp.float32(o))[0]) for o in (np.zeros_like(fgm), noise, fgm, pgd)
+    )
     assert first > nothing + 5 * abs(random - nothing) and last > first
 
 
@@ -78,7 +87,9 @@ def test_the_gradient_is_that_of_both_losses_with_the_offset_held_still(attacked
     with jax.set_mesh(parts.mesh):
         value, expected = jax.jit(jax.value_and_grad(by_hand))(params)
         objective, split = adversarial(PLAIN, config), 4 if config is PGD else 1
-        result, grads = jax.jit(lambda p: gradients(parts.graphdef, p, batch, objective, scales, split))(params)
+        result, grads = jax.jit(
+            lambda p: gradients(parts.graphdef, p, batch, objective, scales, split)
+        )(params)
     np.testing.assert_allclose(result.loss, value, rtol=1e-6)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
@@ -91,7 +102,11 @@ def test_evaluation_does_without(attacked):
     with jax.set_mesh(parts.mesh):
         costs = []
         for objective in (PLAIN, adversarial(PLAIN, FGM)):
-            compiled = jax.jit(lambda p, o=objective: o.nll(nnx.merge(parts.graphdef, p), batch)).lower(params).compile()
+            compiled = (
+                jax.jit(lambda p, o=objective: o.nll(nnx.merge(parts.graphdef, p), batch))
+                .lower(params)
+                .compile()
+            )
             costs.append(compiled.cost_analysis()["flops"])
     assert costs[0] == costs[1]
 
@@ -102,6 +117,10 @@ def test_a_step_trains_with_it(tiny):
         state, losses = parts.new_state(), []
         for _ in range(6):
             state, metrics = parts.step(state, parts.put(tiny.batch()))
-            losses.append((float(metrics["adversarial"]), float(metrics["loss"]), float(metrics["objective"])))
+            losses.append(
+                (float(metrics["adversarial"]), float(metrics["loss"]), float(metrics["objective"]))
+            )
     assert losses[-1][0] < losses[0][0] and all(worse > plain for worse, plain, _ in losses)
-    np.testing.assert_allclose([o for *_, o in losses], [p + 0.7 * w for w, p, _ in losses], rtol=1e-5)
+    np.testing.assert_allclose(
+        [o for *_, o in losses], [p + 0.7 * w for w, p, _ in losses], rtol=1e-5
+    )

@@ -48,34 +48,43 @@ def test_the_size_of_chunks_changes_nothing(tiny, chunk):
     for parts in (tiny.parts(), tiny.parts(loss_chunk=chunk)):
         with jax.set_mesh(parts.mesh):
             params = parts.new_state().params
-            results.append(jax.jit(lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b))(params, batch))
+            results.append(
+                jax.jit(lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b))(
+                    params, batch
+                )
+            )
     np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
 
 
 def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
-    """8 rows of 24: on one device 64 tokens are 8 columns of all rows, on 8 devices (one row each) they are the whole row."""
+    """8 rows of 24: on one device 64 tokens are 8 columns of all rows, on 8 devices (one row each)
+    they are the whole row."""
     batch, model = tiny.batch(), dataclasses.replace(tiny.model)
     for shape, length in (((1, 1, 1), 8), ((2, 4, 1), 24), ((1, 2, 4), 12)):
         parts = tiny.parts(shape)
         with jax.set_mesh(parts.mesh):
-            jaxpr = jax.make_jaxpr(lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b))(
-                parts.abstract.params, batch
-            )
+            jaxpr = jax.make_jaxpr(
+                lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b)
+            )(parts.abstract.params, batch)
         assert f"f32[{tiny.rows},{length},{model.vocab_size}]" in str(jaxpr), shape
-        assert length == tiny.length or f"f32[{tiny.rows},{tiny.length},{model.vocab_size}]" not in str(jaxpr)
+        assert (
+            length == tiny.length
+            or f"f32[{tiny.rows},{tiny.length},{model.vocab_size}]" not in str(jaxpr)
+        )
 
 
 def test_every_way_to_normalize_is_its_formula(tiny):
-    """Tokens: the mean over targets; sequences: the mean over documents of each one's mean; constant: over positions.
+    """Tokens: the mean over targets; sequences: the mean over documents of each one's mean;
+    constant: over positions.
 
     The gradient is that of each token's loss times a weight that numpy has counted.
     """
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh):
         params = parts.new_state().params
-        logits = jax.jit(lambda p, b: nnx.merge(parts.graphdef, p)(b["inputs"], b["segment_ids"], b["positions"]))(
-            params, batch
-        )
+        logits = jax.jit(
+            lambda p, b: nnx.merge(parts.graphdef, p)(b["inputs"], b["segment_ids"], b["positions"])
+        )(params, batch)
         nll, mask = np.float64(token_nll(logits, jnp.asarray(batch["targets"]))), batch["loss_mask"]
         documents, of_documents = [], np.zeros_like(mask)
         for row in range(tiny.rows):
@@ -83,11 +92,17 @@ def test_every_way_to_normalize_is_its_formula(tiny):
                 inside = (batch["segment_ids"][row] == segment) & (mask[row] > 0)
                 documents += [nll[row][inside].mean()] if inside.any() else []
                 of_documents[row, inside] = 1 / max(1, inside.sum())
-        weights = {"tokens": mask / mask.sum(), "sequences": of_documents / len(documents), "constant": mask / mask.size}
+        weights = {
+            "tokens": mask / mask.sum(),
+            "sequences": of_documents / len(documents),
+            "constant": mask / mask.size,
+        }
 
         @jax.jit
         def by_hand(params, batch, weights):
-            logits = nnx.merge(parts.graphdef, params)(batch["inputs"], batch["segment_ids"], batch["positions"])
+            logits = nnx.merge(parts.graphdef, params)(
+                batch["inputs"], batch["segment_ids"], batch["positions"]
+            )
             return (token_nll(logits, batch["targets"]) * weights).sum()
 
         expected = {
@@ -97,14 +112,25 @@ def test_every_way_to_normalize_is_its_formula(tiny):
         }
         assert len(documents) > tiny.rows and len({round(x, 3) for x in expected.values()}) == 3
         for normalize, value in expected.items():
-            objective, wanted = next_token(normalize=normalize), jax.grad(by_hand)(params, batch, weights[normalize])
+            objective, wanted = (
+                next_token(normalize=normalize),
+                jax.grad(by_hand)(params, batch, weights[normalize]),
+            )
             for accumulation in (1, 4):
-                whole = jax.jit(lambda p, b, o=objective, a=accumulation: gradients(parts.graphdef, p, b, o, o.scales(b), a))
+                whole = jax.jit(
+                    lambda p, b, o=objective, a=accumulation: gradients(
+                        parts.graphdef, p, b, o, o.scales(b), a
+                    )
+                )
                 result, grads = whole(params, batch)
-                for ours, theirs in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True):
+                for ours, theirs in zip(
+                    jax.tree.leaves(grads), jax.tree.leaves(wanted), strict=True
+                ):
                     np.testing.assert_allclose(ours, theirs, atol=2e-6 * np.abs(theirs).max())
                 np.testing.assert_allclose(result.loss, value, rtol=1e-6)
-                np.testing.assert_allclose(result.sums["nll"].mean(), expected["tokens"], rtol=1e-6)  # what is reported
+                np.testing.assert_allclose(
+                    result.sums["nll"].mean(), expected["tokens"], rtol=1e-6
+                )  # what is reported
 
 
 def test_the_loss_of_each_source_sums_up_to_the_loss(tiny):
@@ -112,18 +138,26 @@ def test_the_loss_of_each_source_sums_up_to_the_loss(tiny):
     batch = tiny.batch() | {"source": source}
     with jax.set_mesh(parts.mesh):
         params, objective = parts.new_state().params, next_token(num_sources=4)
-        forward = jax.jit(lambda p, b: objective.forward(nnx.merge(parts.graphdef, p), b, {"nll": 1.0}).sums)
+        forward = jax.jit(
+            lambda p, b: objective.forward(nnx.merge(parts.graphdef, p), b, {"nll": 1.0}).sums
+        )
         sums = forward(params, batch)
         assert sums["sources"].total.shape == (4,) and not sums["sources"].weight[1::2].any()
         np.testing.assert_allclose(sums["sources"].total.sum(), sums["nll"].total, rtol=1e-6)
         for i in (0, 2):
             mask = batch["loss_mask"] * (source == i)[:, None]
             alone = forward(params, batch | {"loss_mask": mask})["nll"]
-            np.testing.assert_allclose(np.array([x[i] for x in sums["sources"]]), np.array(alone), rtol=1e-5)
+            np.testing.assert_allclose(
+                np.array([x[i] for x in sums["sources"]]), np.array(alone), rtol=1e-5
+            )
 
 
 def test_a_batch_with_nothing_has_scales_that_are_finite(tiny):
-    batch = {k: jnp.asarray(v) for k, v in tiny.batch().items()} | {"loss_mask": jnp.zeros((tiny.rows, tiny.length))}
+    batch = {k: jnp.asarray(v) for k, v in tiny.batch().items()} | {
+        "loss_mask": jnp.zeros((tiny.rows, tiny.length))
+    }
     for normalize in ("tokens", "sequences", "constant"):
         scales = next_token(LossConfig(z_loss=0.5), normalize).scales(batch)
-        assert scales["z"] == 0.5 and scales["nll"] == (1 / batch["loss_mask"].size if normalize == "constant" else 1)
+        assert scales["z"] == 0.5 and scales["nll"] == (
+            1 / batch["loss_mask"].size if normalize == "constant" else 1
+        )

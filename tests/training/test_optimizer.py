@@ -15,11 +15,19 @@ from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import GroupConfig, OptimizerConfig, ScheduleConfig
-from maxtrain.training.optimizer import COUPLED, apply_updates, eval_params, make_optimizer, paths, stochastic_round
+from maxtrain.training.optimizer import (
+    COUPLED,
+    apply_updates,
+    eval_params,
+    make_optimizer,
+    paths,
+    stochastic_round,
+)
 from maxtrain.training.schedule import make_schedule
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
-# Dims as in a model, and the number of stacked dims, of those of a layer's inputs, and of its outputs.
+# Dims as in a model, and the number of stacked dims, of those of a layer's inputs, and of its
+# outputs.
 LAYOUT = {
     "head": ((5, 4), ("embed", "vocab"), 0, 1),
     "up": ((2, 5, 4), ("embed", "mlp"), 1, 1),
@@ -35,12 +43,21 @@ STEPS, SCHEDULE = 6, ScheduleConfig(warmup_steps=2)
 
 def variables(seed, scale=1.0, dtype=jnp.float32):
     rng = np.random.default_rng(seed)
-    made = {n: jnp.asarray(rng.normal(size=shape) * scale, dtype) for n, (shape, *_) in LAYOUT.items()}
+    made = {
+        n: jnp.asarray(rng.normal(size=shape) * scale, dtype) for n, (shape, *_) in LAYOUT.items()
+    }
     return nnx.State({n: nnx.Param(x, axes=LAYOUT[n][1]) for n, x in made.items()})
 
 
 def config(**changes):
-    usual = {"learning_rate": 3e-2, "clip_norm": None, "weight_decay": 0.3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-5}
+    usual = {
+        "learning_rate": 3e-2,
+        "clip_norm": None,
+        "weight_decay": 0.3,
+        "beta1": 0.8,
+        "beta2": 0.9,
+        "eps": 1e-5,
+    }
     return OptimizerConfig(**(usual | changes))
 
 
@@ -60,11 +77,18 @@ def layers(name, x):
     """The vectors or matrices of an array, one for each layer."""
     shape, _, stacked, inputs = LAYOUT[name]
     first = math.prod(shape[:stacked])
-    return list(x.reshape(first, math.prod(shape[stacked : stacked + inputs]), *((-1,) if name in MATRICES else ())))
+    return list(
+        x.reshape(
+            first,
+            math.prod(shape[stacked : stacked + inputs]),
+            *((-1,) if name in MATRICES else ()),
+        )
+    )
 
 
 def direction(c, name, g, s, t):
-    """The paper's update of one vector or matrix, from its gradient, its memory and the number of the update from 1."""
+    """The paper's update of one vector or matrix, from its gradient, its memory and the number of
+    the update from 1."""
     rule = c.name
     if rule == "muon" and name in ("head", "norm", "norms"):
         rule = "adamw"
@@ -95,11 +119,16 @@ def direction(c, name, g, s, t):
         case "muon":
             b = c.momentum
             s["m"] = b * s["m"] + (1 - b) * g
-            return orthogonal(b * s["m"] / (1 - b ** (t + 1)) + (1 - b) * g / (1 - b**t)) * 0.2 * math.sqrt(max(g.shape))
+            return (
+                orthogonal(b * s["m"] / (1 - b ** (t + 1)) + (1 - b) * g / (1 - b**t))
+                * 0.2
+                * math.sqrt(max(g.shape))
+            )
 
 
 def orthogonal(x):
-    """Five Newton-Schulz iterations. Source: Jordan 2024, https://kellerjordan.github.io/posts/muon."""
+    """Five Newton-Schulz iterations. Source: Jordan 2024,
+    https://kellerjordan.github.io/posts/muon."""
     x = x / np.linalg.norm(x)
     if wide := x.shape[0] > x.shape[1]:
         x = x.T
@@ -109,23 +138,36 @@ def orthogonal(x):
     return x.T if wide else x
 
 
-def reference(c, num_steps=STEPS, rates=None, decays=None, scales=lambda step: 10.0**-step, clip=lambda g, p: g):
+def reference(
+    c,
+    num_steps=STEPS,
+    rates=None,
+    decays=None,
+    scales=lambda step: 10.0**-step,
+    clip=lambda g, p: g,
+):
     """As `run`, in float64; `rates` and `decays` by name."""
     schedule = make_schedule(SCHEDULE, c.learning_rate, num_steps)
     p = {name: np.float64(x[...]) for name, x in variables(0).items()}
     memory = {(name, i): collections.defaultdict(float) for name in p for i in range(2)}
     seen = []
     for step in range(num_steps):
-        grads = clip({name: np.float64(x[...]) for name, x in variables(step + 1, scales(step)).items()}, p)
+        grads = clip(
+            {name: np.float64(x[...]) for name, x in variables(step + 1, scales(step)).items()}, p
+        )
         for name in p:
             decay = (decays or {}).get(name, c.weight_decay if name in MATRICES else 0.0)
             rate = float(schedule(step)) * (rates or {}).get(name, 1.0)
             made = []
             for i, (x, g) in enumerate(zip(layers(name, p[name]), layers(name, grads[name]))):
                 if c.name in COUPLED:
-                    made.append(x - rate * direction(c, name, g + decay * x, memory[name, i], step + 1))
+                    made.append(
+                        x - rate * direction(c, name, g + decay * x, memory[name, i], step + 1)
+                    )
                 else:
-                    made.append(x - rate * (direction(c, name, g, memory[name, i], step + 1) + decay * x))
+                    made.append(
+                        x - rate * (direction(c, name, g, memory[name, i], step + 1) + decay * x)
+                    )
             p[name] = np.stack(made).reshape(p[name].shape)
         seen.append(dict(p))
     return seen
@@ -134,7 +176,9 @@ def reference(c, num_steps=STEPS, rates=None, decays=None, scales=lambda step: 1
 def assert_same(ours, theirs, tolerance=2e-6):
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         for name in b:
-            np.testing.assert_allclose(a[name], b[name], rtol=0, atol=tolerance, err_msg=f"{name}, step {step}")
+            np.testing.assert_allclose(
+                a[name], b[name], rtol=0, atol=tolerance, err_msg=f"{name}, step {step}"
+            )
 
 
 def norm_clip(limit):
@@ -160,7 +204,12 @@ def test_the_global_norm_is_clipped(limit):
 
 def test_values_are_clipped_before_the_norm():
     c = config(name="sgd", clip_value=0.1, clip_norm=0.5)
-    assert_same(run(c)[0], reference(c, clip=lambda g, p: norm_clip(0.5)({n: x.clip(-0.1, 0.1) for n, x in g.items()}, p)))
+    assert_same(
+        run(c)[0],
+        reference(
+            c, clip=lambda g, p: norm_clip(0.5)({n: x.clip(-0.1, 0.1) for n, x in g.items()}, p)
+        ),
+    )
 
 
 def test_adaptive_clipping_looks_at_each_output_of_each_layer():
@@ -187,12 +236,21 @@ def test_muon_makes_each_layers_matrix_orthogonal_whatever_the_others_are(stack)
     """Singular values near 1 on the scale that makes the root mean square about 0.2."""
     params, grads = variables(0), variables(1)
     if stack:  # the second layer's gradient is 1e4 times the first's
-        grads = jax.tree.map(lambda g: g * jnp.asarray([1.0, 1e4]).reshape(2, *[1] * (g.ndim - 1)) if g.ndim > 2 else g, grads)
-    optimizer = make_optimizer(config(name="muon", weight_decay=0.0), ScheduleConfig("constant", 0), 1, params)
+        grads = jax.tree.map(
+            lambda g: (
+                g * jnp.asarray([1.0, 1e4]).reshape(2, *[1] * (g.ndim - 1)) if g.ndim > 2 else g
+            ),
+            grads,
+        )
+    optimizer = make_optimizer(
+        config(name="muon", weight_decay=0.0), ScheduleConfig("constant", 0), 1, params
+    )
     updates, _ = optimizer.update(grads, optimizer.init(params), params)
     for name in ("up", "q", "o"):
         for matrix in layers(name, np.float64(updates[name][...])):
-            values = np.linalg.svd(matrix, compute_uv=False) / (3e-2 * 0.2 * math.sqrt(max(matrix.shape)))
+            values = np.linalg.svd(matrix, compute_uv=False) / (
+                3e-2 * 0.2 * math.sqrt(max(matrix.shape))
+            )
             assert values.min() > 0.3 and values.max() < 1.3, (name, values)
 
 
@@ -220,7 +278,10 @@ def test_factors_multiply_the_rate_of_each_parameter_and_not_its_decoupled_decay
             {"no_decay": ("embedding",)},
             "optimizer.no_decay=embedding matches no parameter. Set it to a part of one of .*head, n",
         ),
-        ({"groups": {"a": GroupConfig("x$")}}, r"optimizer.groups.a.pattern=x\$ matches no parameter. Set it"),
+        (
+            {"groups": {"a": GroupConfig("x$")}},
+            r"optimizer.groups.a.pattern=x\$ matches no parameter. Set it",
+        ),
         (
             {"groups": {"a": GroupConfig("up"), "b": GroupConfig("u|q")}},
             "up is in optimizer.groups.a and optimizer.groups.b, by their patterns. Set one of these so that",
@@ -264,7 +325,9 @@ def test_state_has_the_parameters_structure_and_paths():
     assert list(paths(variables(0))) == sorted(LAYOUT)
     state = make_optimizer(config(name="muon"), SCHEDULE, STEPS, variables(0)).init(variables(0))
     assert sum(x.size for x in jax.tree.leaves(state) if x.ndim > 1) == sum(
-        math.prod(shape) * (1 if name in ("up", "q", "o") else 2) for name, (shape, *_) in LAYOUT.items() if name != "norm"
+        math.prod(shape) * (1 if name in ("up", "q", "o") else 2)
+        for name, (shape, *_) in LAYOUT.items()
+        if name != "norm"
     )
 
 
@@ -296,17 +359,26 @@ def test_small_updates_add_up_only_if_rounded_at_random():
     updates = jax.tree.map(lambda p: jnp.full(p.shape, 1e-3, jnp.float32), params)
     add = jax.jit(apply_updates)
     for step in range(512):
-        params, stuck = add(params, updates, jax.random.fold_in(jax.random.key(3), step)), add(stuck, updates)
+        params, stuck = (
+            add(params, updates, jax.random.fold_in(jax.random.key(3), step)),
+            add(stuck, updates),
+        )
     assert (stuck["w"][...] == 1).all()
-    assert params["w"].dtype == jnp.bfloat16 and float(params["w"][...].astype(jnp.float32).mean()) == pytest.approx(
-        1.512, abs=0.01
-    )
+    assert params["w"].dtype == jnp.bfloat16 and float(
+        params["w"][...].astype(jnp.float32).mean()
+    ) == pytest.approx(1.512, abs=0.01)
 
 
 def test_adafactors_moments_are_those_of_float32_also_for_bfloat16_weights():
-    """Its decay is 1 - t^-0.8: rounded to bfloat16, averages would stay as they are after a thousand updates."""
-    states = [run(config(name="adafactor"), dtype)[1].opt_state for dtype in (jnp.float32, jnp.bfloat16)]
-    leaves = [[x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)] for state in states]
+    """Its decay is 1 - t^-0.8: rounded to bfloat16, averages would stay as they are after a
+    thousand updates."""
+    states = [
+        run(config(name="adafactor"), dtype)[1].opt_state for dtype in (jnp.float32, jnp.bfloat16)
+    ]
+    leaves = [
+        [x for x in jax.tree.leaves(state) if jnp.issubdtype(x.dtype, jnp.floating)]
+        for state in states
+    ]
     assert len(leaves[0]) > len(LAYOUT)
     for exact, x in zip(*leaves, strict=True):
         assert x.dtype == jnp.float32

@@ -1,8 +1,10 @@
-"""Every matrix product of a step has a kernel on this CPU, and on one with the vector instructions of AVX2 alone.
+"""Every matrix product of a step has a kernel on this CPU, and on one with the vector instructions
+of AVX2 alone.
 
-XLA can compile a product of bfloat16 inputs for which its CPU runtime has no kernel; only running it shows that. So whole
-train steps, evaluations and generations run here, of many forms and shapes. Run as a program, this file runs them too, in
-a process whose XLA_FLAGS were set before jax was imported, and names those that fail.
+XLA can compile a product of bfloat16 inputs for which its CPU runtime has no kernel; only running
+it shows that. So whole train steps, evaluations and generations run here, of many forms and shapes.
+Run as a program, this file runs them too, in a process whose XLA_FLAGS were set before jax was
+imported, and names those that fail.
 """
 
 import dataclasses
@@ -22,7 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.config.schema import LossScaleConfig, MeshConfig, ModelConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from maxtrain.config.schema import (
+    LossScaleConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    ScheduleConfig,
+)
 from maxtrain.generate import generate
 from maxtrain.models.registry import build_model
 from maxtrain.ops.einsum import contract, matmul
@@ -49,16 +58,42 @@ MODEL = ModelConfig(
     scan_layers=False,
     loss_chunk=0,
 )
-# Each case changes `MODEL`, or what `DEFAULTS` lists. Tied embeddings and one chunk are what all of them have otherwise.
-DEFAULTS = {"rows": 2, "length": 8, "compute": "bfloat16", "params": "float32", "accumulation": 1, "optimizer": "adamw"}
+# Each case changes `MODEL`, or what `DEFAULTS` lists. Tied embeddings and one chunk are what all of
+# them have otherwise.
+DEFAULTS = {
+    "rows": 2,
+    "length": 8,
+    "compute": "bfloat16",
+    "params": "float32",
+    "accumulation": 1,
+    "optimizer": "adamw",
+}
 ONE_ROW = {"rows": 1, "num_heads": 1, "num_kv_heads": 1}
-ODD = {"vocab_size": 11, "embed_dim": 7, "mlp_dim": 9, "num_heads": 1, "num_kv_heads": 1, "head_dim": 6}
+ODD = {
+    "vocab_size": 11,
+    "embed_dim": 7,
+    "mlp_dim": 9,
+    "num_heads": 1,
+    "num_kv_heads": 1,
+    "head_dim": 6,
+}
 CASES: dict[str, dict[str, Any]] = {
     "tied, one chunk": {},
-    "tied, accumulation, remat, scan": {"accumulation": 2, "remat": "full", "scan_layers": True, "num_layers": 2},
-    "untied, chunks, groups of 2": {"tie_embeddings": False, "loss_chunk": 4, "num_kv_heads": 1, "remat": "dots"},
+    "tied, accumulation, remat, scan": {
+        "accumulation": 2,
+        "remat": "full",
+        "scan_layers": True,
+        "num_layers": 2,
+    },
+    "untied, chunks, groups of 2": {
+        "tie_embeddings": False,
+        "loss_chunk": 4,
+        "num_kv_heads": 1,
+        "remat": "dots",
+    },
     "one token, one head": ONE_ROW | {"length": 1},
-    "odd, bfloat16 parameters": ODD | {"rows": 3, "length": 7, "optimizer": "muon", "params": "bfloat16"},
+    "odd, bfloat16 parameters": ODD
+    | {"rows": 3, "length": 7, "optimizer": "muon", "params": "bfloat16"},
 }
 MORE_CASES: dict[str, dict[str, Any]] = CASES | {
     "untied, one chunk": {"tie_embeddings": False, "num_kv_heads": 1},
@@ -97,15 +132,25 @@ def model_and_rest(changes: dict[str, Any]) -> tuple[ModelConfig, dict[str, Any]
 
 
 def train_and_evaluate(changes: dict[str, Any]) -> None:
-    """Two train steps and an evaluation; raises what they raise, and AssertionError if the loss is not finite."""
+    """Two train steps and an evaluation; raises what they raise, and AssertionError if the loss is
+    not finite."""
     config, rest = model_and_rest(changes)
     precision = PrecisionConfig(params=rest["params"], compute=rest["compute"])
     loss_scale = resolve(LossScaleConfig(initial=2.0**10), rest["compute"])
     mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
     rows, length = rest["rows"], rest["length"]
-    ids = np.random.default_rng(0).integers(0, config.vocab_size or 0, (2, rows, length)).astype(np.int32)
+    ids = (
+        np.random.default_rng(0)
+        .integers(0, config.vocab_size or 0, (2, rows, length))
+        .astype(np.int32)
+    )
     ones = np.ones((rows, length), np.int32)
-    arrays = {"inputs": ids[0], "targets": ids[1], "segment_ids": ones, "loss_mask": ones.astype(np.float32)}
+    arrays = {
+        "inputs": ids[0],
+        "targets": ids[1],
+        "segment_ids": ones,
+        "loss_mask": ones.astype(np.float32),
+    }
     arrays["positions"] = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config, precision, mesh)
@@ -116,7 +161,13 @@ def train_and_evaluate(changes: dict[str, Any]) -> None:
         state = create_state(abstract, config, precision, optimizer, 0, loss_scale)
         batch = BatchLayout(mesh, rows, length).to_global(arrays)
         step = make_train_step(
-            abstract, graphdef, next_token(), optimizer, schedule, rest["accumulation"], loss_scale=loss_scale
+            abstract,
+            graphdef,
+            next_token(),
+            optimizer,
+            schedule,
+            rest["accumulation"],
+            loss_scale=loss_scale,
         )
         for _ in range(2):
             state, metrics = step(state, batch)
@@ -137,7 +188,9 @@ def products_alone() -> None:
     """Products with what XLA would fold into them, before them and after them, and under vmap."""
     before = (
         lambda x: x,
-        lambda x: jnp.where(x > 2, x.swapaxes(0, 1), x.swapaxes(0, 1)),  # a transpose, once XLA has simplified it
+        lambda x: jnp.where(
+            x > 2, x.swapaxes(0, 1), x.swapaxes(0, 1)
+        ),  # a transpose, once XLA has simplified it
     )
     after = (
         lambda out: out.T,
@@ -164,9 +217,20 @@ def products_alone() -> None:
 
     def mapped(x: jax.Array, w: jax.Array) -> list[jax.Array]:
         results = []
-        for axes in ((0, None), (1, None), (2, None), (None, 0), (None, 1), (None, 2), (0, 1), (1, 0), (2, 2)):
+        for axes in (
+            (0, None),
+            (1, None),
+            (2, None),
+            (None, 0),
+            (None, 1),
+            (None, 2),
+            (0, 1),
+            (1, 0),
+            (2, 2),
+        ):
             a, b = (
-                array if axis is None else jnp.stack([array, array], axis) for array, axis in zip((x, w), axes, strict=True)
+                array if axis is None else jnp.stack([array, array], axis)
+                for array, axis in zip((x, w), axes, strict=True)
             )
             out = jax.vmap(lambda a, b: contract("ti,io->to", a, b), axes)(a, b)
             results += [out, (out + 1).swapaxes(-1, -2)]
@@ -202,14 +266,21 @@ def failures(train: dict[str, dict[str, Any]], generations: dict[str, dict[str, 
 
 
 def failures_elsewhere(isa: str | None, which: str) -> list[str]:
-    """`failures` of "some" or "all" cases, in a process with vector instructions up to `isa`; None: as here."""
+    """`failures` of "some" or "all" cases, in a process with vector instructions up to `isa`; None:
+    as here."""
     flags = os.environ.get("XLA_FLAGS", "")
     if isa is not None:
         flags += f" --xla_cpu_max_isa={isa}"
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
     environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, __file__, which], env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [sys.executable, __file__, which],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -57,12 +57,18 @@ def test_optimizer_state_lies_like_its_parameter(states, shape):
         flat = dict(nnx.to_flat_state(moment))
         assert flat.keys() == params.keys()
         for path, x in flat.items():
-            assert x.get_value().sharding == params[path].get_value().sharding and not np.any(x.get_value())
+            assert x.get_value().sharding == params[path].get_value().sharding and not np.any(
+                x.get_value()
+            )
             assert logical_axes(x) == logical_axes(params[path])
     if shape == (1, 2, 4):
         spec = params["layers", "mlp", "up"].get_value().sharding.spec
         assert tuple(spec) == (None, "fsdp", "tensor")
-        assert moments[0]["layers"]["mlp"]["up"].get_value().addressable_shards[0].data.shape == (2, 16, 14)
+        assert moments[0]["layers"]["mlp"]["up"].get_value().addressable_shards[0].data.shape == (
+            2,
+            16,
+            14,
+        )
 
 
 def is_state(x):
@@ -77,7 +83,11 @@ def test_counters_start_at_nothing(states):
 
 def test_parameters_are_counted_by_the_formula(tiny, states):
     c, H = tiny.model, tiny.model.head_dim
-    layer = c.embed_dim * H * (2 * c.num_heads + 2 * c.num_kv_heads) + 3 * c.embed_dim * c.mlp_dim + 2 * c.embed_dim
+    layer = (
+        c.embed_dim * H * (2 * c.num_heads + 2 * c.num_kv_heads)
+        + 3 * c.embed_dim * c.mlp_dim
+        + 2 * c.embed_dim
+    )
     expected = 2 * c.vocab_size * c.embed_dim + c.num_layers * layer + c.embed_dim
     for parts, state in states.values():
         for params in (parts.abstract.params, state.params):
@@ -86,7 +96,8 @@ def test_parameters_are_counted_by_the_formula(tiny, states):
 
 def test_a_mesh_that_does_not_divide_a_dim_is_refused_with_the_numbers(tiny):
     with pytest.raises(
-        ConfigError, match=r"layers.mlp.down: dim 'mlp' of size 58 must be divisible by mesh.tensor=4 = 4. Use a"
+        ConfigError,
+        match=r"layers.mlp.down: dim 'mlp' of size 58 must be divisible by mesh.tensor=4 = 4. Use a",
     ):
         tiny.parts((1, 2, 4), mlp_dim=58)
 
@@ -94,19 +105,25 @@ def test_a_mesh_that_does_not_divide_a_dim_is_refused_with_the_numbers(tiny):
 def test_given_parameters_are_kept_and_the_optimizer_is_new(tiny, states):
     parts, state = states[1, 2, 4]
     optimizer = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps, parts.abstract.params)
-    twice = jax.jit(lambda p: jax.tree.map(lambda x: 2 * x, p), out_shardings=shardings(parts.abstract.params))(state.params)
+    twice = jax.jit(
+        lambda p: jax.tree.map(lambda x: 2 * x, p), out_shardings=shardings(parts.abstract.params)
+    )(state.params)
     expected = bits(twice)
     with jax.set_mesh(parts.mesh):
         made = state_from_params(parts.abstract, twice, optimizer)
     assert bits(made.params) == expected and bits(made.opt_state) == bits(state.opt_state)
     assert jax.tree.map(lambda x: x.sharding, made) == shardings(parts.abstract)
-    assert all(x.is_deleted() for x in jax.tree.leaves(twice))  # donated: imported weights exist once
+    assert all(
+        x.is_deleted() for x in jax.tree.leaves(twice)
+    )  # donated: imported weights exist once
 
 
 def test_bfloat16_masters_have_bfloat16_moments(tiny):
     low = PrecisionConfig(params="bfloat16", compute="bfloat16")
     abstract = tiny.parts(precision=low).abstract
-    assert {x.dtype for x in jax.tree.leaves((abstract.params, abstract.opt_state)) if x.ndim} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves((abstract.params, abstract.opt_state)) if x.ndim} == {
+        jnp.dtype("bfloat16")
+    }
 
 
 def test_other_seeds_give_other_parameters(tiny, states):

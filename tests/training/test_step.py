@@ -1,6 +1,8 @@
-"""The whole step: however the batch is split, over micro-batches or devices, it is the same step; a bad step is none.
+"""The whole step: however the batch is split, over micro-batches or devices, it is the same step; a
+bad step is none.
 
-The first moment of a first step is (1 - beta1) times the clipped gradient, so comparing states compares every gradient.
+The first moment of a first step is (1 - beta1) times the clipped gradient, so comparing states
+compares every gradient.
 """
 
 import dataclasses
@@ -31,7 +33,10 @@ def run(parts, *batches):
 
 
 def named(tree):
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 def bits(tree):
@@ -44,7 +49,9 @@ def assert_same(ours, theirs, tolerance=1e-5):
     assert ours.keys() == theirs.keys() and len(ours) > 30
     for name, expected in theirs.items():
         assert ours[name].dtype == expected.dtype, name
-        np.testing.assert_allclose(ours[name], expected, rtol=0, atol=tolerance * np.abs(expected).max(), err_msg=name)
+        np.testing.assert_allclose(
+            ours[name], expected, rtol=0, atol=tolerance * np.abs(expected).max(), err_msg=name
+        )
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +67,24 @@ def test_accumulation_changes_nothing(tiny, expected, accumulation):
 
 
 def test_the_masks_are_so_ragged_that_means_of_means_would_be_far_off(tiny):
-    """Loss and gradients, by more than 30 %, for each of the splits: otherwise the test above would show nothing."""
+    """Loss and gradients, by more than 30 %, for each of the splits: otherwise the test above would
+    show nothing."""
     parts, batch, objective = tiny.parts(), tiny.batch(), next_token()
     with jax.set_mesh(parts.mesh):
         params = parts.new_state().params
-        whole = jax.jit(lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 1))
-        per_row = [jax.device_get(whole(params, {k: x[row : row + 1] for k, x in batch.items()})) for row in range(tiny.rows)]
-    totals, weights = (np.array([getattr(r.sums["nll"], name) for r, _ in per_row]) for name in ("total", "weight"))
-    grads = np.array([g["layers"]["mlp"]["up"][...] for _, g in per_row]) * weights[:, None, None, None]
+        whole = jax.jit(
+            lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 1)
+        )
+        per_row = [
+            jax.device_get(whole(params, {k: x[row : row + 1] for k, x in batch.items()}))
+            for row in range(tiny.rows)
+        ]
+    totals, weights = (
+        np.array([getattr(r.sums["nll"], name) for r, _ in per_row]) for name in ("total", "weight")
+    )
+    grads = (
+        np.array([g["layers"]["mlp"]["up"][...] for _, g in per_row]) * weights[:, None, None, None]
+    )
 
     def mean(x, rows=slice(None)):
         return x[rows].sum(0) / weights[rows].sum()
@@ -84,7 +101,9 @@ def test_the_loss_is_the_mean_over_targets_and_the_norm_that_of_its_gradient(tin
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh), jax.numpy_dtype_promotion("strict"):
         objective = next_token()
-        whole = jax.jit(lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 4))
+        whole = jax.jit(
+            lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 4)
+        )
         result, grads = whole(parts.new_state().params, batch)
     state, (metrics, _) = expected
     np.testing.assert_allclose(metrics["loss"], result.sums["nll"].mean(), rtol=1e-6)
@@ -118,10 +137,13 @@ def test_unrolled_layers_make_the_same_step(tiny, expected):
 
 
 def poisoned(model, batch, scales):
-    """next_token, but a batch that begins with NAN has a loss that is none, and one with INF only such a gradient."""
+    """next_token, but a batch that begins with NAN has a loss that is none, and one with INF only
+    such a gradient."""
     result, first = next_token().forward(model, batch, scales), batch["inputs"][0, 0]
     scale = model.final_norm.scale[...].sum()
-    inner = jnp.where(first == INF, scale - jax.lax.stop_gradient(scale), 1.0)  # the root of 0 has no slope
+    inner = jnp.where(
+        first == INF, scale - jax.lax.stop_gradient(scale), 1.0
+    )  # the root of 0 has no slope
     extra = jnp.where(first == INF, jnp.sqrt(inner), 0.0)
     spoilt = jnp.where(first == NAN, jnp.nan, 1.0)
     total, weight = result.sums["nll"]
@@ -145,16 +167,25 @@ def bad(batch, kind):
 def test_an_update_whose_result_is_not_finite_is_rejected(tiny, shape):
     """Loss and gradient are fine; a rate beyond float32 makes weights that are not."""
     huge = {"all": GroupConfig(pattern=".", lr_factor=1e38)}
-    parts = tiny.parts(shape, optimizer=dataclasses.replace(tiny.optimizer, learning_rate=1e10, groups=huge))
+    parts = tiny.parts(
+        shape, optimizer=dataclasses.replace(tiny.optimizer, learning_rate=1e10, groups=huge)
+    )
     with jax.set_mesh(parts.mesh):
         before = jax.device_get(parts.new_state())
     state, metrics = run(parts, tiny.batch(), tiny.batch(1))
-    assert bits(state.params) == bits(before.params) and bits(state.opt_state) == bits(before.opt_state)
+    assert bits(state.params) == bits(before.params) and bits(state.opt_state) == bits(
+        before.opt_state
+    )
     assert [m["skipped_in_row"] for m in metrics] == [1, 2] and all(m["found"][0] for m in metrics)
-    assert all(np.isfinite(m["grad_norm"]) and m["bad_leaf"] == -1 and m["bad_update"] >= 0 for m in metrics)
+    assert all(
+        np.isfinite(m["grad_norm"]) and m["bad_leaf"] == -1 and m["bad_update"] >= 0
+        for m in metrics
+    )
 
 
-@pytest.mark.parametrize("shape, accumulation", [((1, 1, 1), 2), ((2, 2, 2), 1)], ids=["one device", "mesh"])
+@pytest.mark.parametrize(
+    "shape, accumulation", [((1, 1, 1), 2), ((2, 2, 2), 1)], ids=["one device", "mesh"]
+)
 def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     """Bit for bit: parameters, optimizer state and schedule, and so every step after it."""
     parts = tiny.parts(shape, accumulation, next_token()._replace(forward=poisoned))
@@ -163,21 +194,29 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     before, _ = run(parts, first)
     kinds = ["nan", "inf", "all masked", "nan weight"]
     state, metrics = run(parts, first, *(bad(second, kind) for kind in kinds))
-    assert bits(state.params) == bits(before.params) and bits(state.opt_state) == bits(before.opt_state)
+    assert bits(state.params) == bits(before.params) and bits(state.opt_state) == bits(
+        before.opt_state
+    )
     assert (state.step, state.skipped) == (5, 4)
     # A step without targets is not one more in a row, but it does not end the row either.
     assert [m["skipped"] for m in metrics] == [0, 1, 2, 3, 4]
     assert [m["skipped_in_row"] for m in metrics] == [0, 1, 2, 2, 3]
     assert np.isnan(metrics[1]["loss"]) and not np.isfinite(metrics[1]["grad_norm"])
     assert np.isfinite(metrics[2]["loss"]) and not np.isfinite(metrics[2]["grad_norm"])
-    assert np.isnan(metrics[4]["loss"]) and np.isnan(metrics[4]["targets"]), "no step without targets"
+    assert np.isnan(metrics[4]["loss"]) and np.isnan(metrics[4]["targets"]), (
+        "no step without targets"
+    )
     assert metrics[3]["loss"] == metrics[3]["targets"] == metrics[3]["grad_norm"] == 0
     assert all(m["learning_rate"] == plain_metrics[1]["learning_rate"] for m in metrics[1:])
 
     state, metrics = run(parts, first, *(bad(second, kind) for kind in kinds), second)
-    assert bits(state.params) == bits(plain.params) and bits(state.opt_state) == bits(plain.opt_state)
+    assert bits(state.params) == bits(plain.params) and bits(state.opt_state) == bits(
+        plain.opt_state
+    )
     counters = ("skipped", "anomalies")
-    after, without = ({k: v for k, v in m[-1].items() if k not in counters} for m in (metrics, plain_metrics))
+    after, without = (
+        {k: v for k, v in m[-1].items() if k not in counters} for m in (metrics, plain_metrics)
+    )
     assert bits(after) == bits(without) and metrics[-1]["anomalies"].tolist() == [3, 0, 0, 0, 0, 0]
     assert (state.step, state.skipped, state.skipped_in_row) == (6, 4, 0)
 
@@ -186,7 +225,10 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
     """With zero gradients but for weight decay, a matrix shrinks by (1 - rate * decay)."""
     optimizer = tiny.optimizer
     _, metrics = expected
-    np.testing.assert_allclose([m["learning_rate"] for m in metrics], [optimizer.learning_rate / 2, optimizer.learning_rate])
+    np.testing.assert_allclose(
+        [m["learning_rate"] for m in metrics],
+        [optimizer.learning_rate / 2, optimizer.learning_rate],
+    )
 
     def nothing(model, batch, scales):
         zero = 0.0 * model.head[...].sum()
@@ -196,7 +238,9 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
     before, (state, metrics) = jax.device_get(parts.new_state()), run(parts, tiny.batch())
     shrunk = before.params["head"][...] * (1 - metrics[0]["learning_rate"] * optimizer.weight_decay)
     np.testing.assert_allclose(state.params["head"][...], shrunk, rtol=1e-6)
-    np.testing.assert_array_equal(state.params["final_norm"]["scale"][...], before.params["final_norm"]["scale"][...])
+    np.testing.assert_array_equal(
+        state.params["final_norm"]["scale"][...], before.params["final_norm"]["scale"][...]
+    )
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
@@ -226,7 +270,9 @@ def test_bfloat16_masters_step_and_stay_bfloat16(tiny):
     low = PrecisionConfig(params="bfloat16", compute="bfloat16")
     parts = tiny.parts(precision=low, accumulation=2)
     state, metrics = run(parts, tiny.batch(), tiny.batch(1))
-    assert [x.dtype for x in jax.tree.leaves(state)] == [x.dtype for x in jax.tree.leaves(parts.abstract)]
+    assert [x.dtype for x in jax.tree.leaves(state)] == [
+        x.dtype for x in jax.tree.leaves(parts.abstract)
+    ]
     assert metrics[0]["loss"].dtype == np.float32 and state.skipped == 0
 
 
@@ -234,7 +280,9 @@ def test_bfloat16_compute_is_near(tiny, expected):
     """Inputs of products are rounded to 2 ** -8; the masters and their moments stay float32."""
     low = PrecisionConfig(params="float32", compute="bfloat16")
     state, metrics = run(tiny.parts(precision=low), tiny.batch(), tiny.batch(1))
-    np.testing.assert_allclose([m["loss"] for m in metrics], [m["loss"] for m in expected[1]], rtol=1e-2)
+    np.testing.assert_allclose(
+        [m["loss"] for m in metrics], [m["loss"] for m in expected[1]], rtol=1e-2
+    )
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype("float32")}
 
 
@@ -251,7 +299,15 @@ def test_gradients_are_float32_and_named_like_parameters(tiny):
         parts = tiny.parts(precision=low)
         with jax.set_mesh(parts.mesh):
             objective = next_token()
-            own = functools.partial(gradients, parts.graphdef, objective=objective, accumulation=accumulation)
-            _, grads = jax.eval_shape(lambda p, b, own=own: own(p, b, scales={"nll": 1.0}), parts.abstract.params, tiny.batch())
+            own = functools.partial(
+                gradients, parts.graphdef, objective=objective, accumulation=accumulation
+            )
+            _, grads = jax.eval_shape(
+                lambda p, b, own=own: own(p, b, scales={"nll": 1.0}),
+                parts.abstract.params,
+                tiny.batch(),
+            )
         assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
-        assert [path for path, _ in nnx.to_flat_state(grads)] == [path for path, _ in nnx.to_flat_state(parts.abstract.params)]
+        assert [path for path, _ in nnx.to_flat_state(grads)] == [
+            path for path, _ in nnx.to_flat_state(parts.abstract.params)
+        ]

@@ -1,4 +1,5 @@
-"""Every rule's state in a run: it lies like the parameters, and a checkpoint of it goes on bit for bit."""
+"""Every rule's state in a run: it lies like the parameters, and a checkpoint of it goes on bit for
+bit."""
 
 import dataclasses
 
@@ -22,7 +23,8 @@ def bits(tree):
 
 @pytest.mark.parametrize(("rule", "bfloat16"), [(rule, rule != "adamw") for rule in RULES])
 def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
-    """With gradients that come from the parameters. bfloat16: weights, with stochastic rounding and an average in float32."""
+    """With gradients that come from the parameters. bfloat16: weights, with stochastic rounding and
+    an average in float32."""
     config = dataclasses.replace(tiny.optimizer, name=rule, ema_decay=0.9 if bfloat16 else None)
     precision = dataclasses.replace(tiny.precision, params="bfloat16" if bfloat16 else "float32")
     mesh = tiny.mesh(2, 2, 2)
@@ -35,11 +37,15 @@ def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
         updates, new = optimizer.update(grads, state.opt_state, state.params)
         key = jax.random.fold_in(jax.random.key(0), state.step) if bfloat16 else None
         new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, state.opt_state)
-        return state._replace(params=apply_updates(state.params, updates, key), opt_state=new, step=state.step + 1)
+        return state._replace(
+            params=apply_updates(state.params, updates, key), opt_state=new, step=state.step + 1
+        )
 
     with jax.set_mesh(mesh):
         step = jax.jit(step, out_shardings=shardings(abstract))
-        begin = state = create_state(abstract, tiny.model, precision, optimizer, tiny.model.num_layers)
+        begin = state = create_state(
+            abstract, tiny.model, precision, optimizer, tiny.model.num_layers
+        )
         state = step(state)
         checkpoints = Checkpoints(tmp_path, CheckpointConfig())
         checkpoints.save(1, state, {})
@@ -47,7 +53,9 @@ def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
         checkpoints.close()
         assert bits(step(restored)) == bits(step(state)) != bits(state)
     assert bits(state.params) != bits(begin.params)
-    places = {v.shape: v.get_value().sharding for v in jax.tree.leaves(state.params, is_leaf=is_variable)}
+    places = {
+        v.shape: v.get_value().sharding for v in jax.tree.leaves(state.params, is_leaf=is_variable)
+    }
     like = [v for v in jax.tree.leaves(state.opt_state, is_leaf=is_variable) if is_variable(v)]
     assert bool(like) == (bfloat16 or rule not in ("sgd", "adafactor"))
     assert all(v.get_value().sharding == places[v.shape] for v in like)
@@ -66,5 +74,7 @@ def test_muon_is_the_same_with_scanned_and_unrolled_layers_and_on_a_mesh(tiny):
             results.append((jax.device_get(state.params["layers"]), float(metrics["loss"])))
     for params, loss in results[1:]:
         assert loss == pytest.approx(results[0][1], rel=1e-5)
-        for x, expected in zip(jax.tree.leaves(params), jax.tree.leaves(results[0][0]), strict=True):
+        for x, expected in zip(
+            jax.tree.leaves(params), jax.tree.leaves(results[0][0]), strict=True
+        ):
             np.testing.assert_allclose(x, expected, rtol=0, atol=2e-5)

@@ -1,4 +1,5 @@
-"""Anomalies on the device: medians and deviations as numpy has them, every kind found, and a rejected step changes no bit."""
+"""Anomalies on the device: medians and deviations as numpy has them, every kind found, and a
+rejected step changes no bit."""
 
 import dataclasses
 import functools
@@ -21,21 +22,29 @@ SMALL = {"window": 6, "min_steps": 4, "patience": 3}
 
 @functools.partial(jax.jit, static_argnums=0)
 def judged(config, rows):
-    """The last watch, and the metrics of each step; rows: loss, gradient norm, norm of weights, good, non-finite."""
+    """The last watch, and the metrics of each step; rows: loss, gradient norm, norm of weights,
+    good, non-finite."""
 
     def step(watch, row):
         measured = dict(zip(("loss", "grad_norm", "weight_norm"), row[:3]))
         verdict = judge(watch, config, measured, row[3] > 0, row[4] > 0)
-        return verdict.watch._replace(halted=verdict.halt), verdict.metrics | {"reject": verdict.reject}
+        return verdict.watch._replace(halted=verdict.halt), verdict.metrics | {
+            "reject": verdict.reject
+        }
 
     return jax.lax.scan(step, new_watch(), jnp.asarray(rows, jnp.float32))
 
 
 def run(config, losses, norms=None, weights=None, good=None):
     """`judged`, of lists, on the host."""
-    norms, weights = np.ones(len(losses)) if norms is None else norms, np.ones(len(losses)) if weights is None else weights
+    norms, weights = (
+        np.ones(len(losses)) if norms is None else norms,
+        np.ones(len(losses)) if weights is None else weights,
+    )
     good = np.ones(len(losses)) if good is None else np.array(good, float)
-    return jax.device_get(judged(config, np.stack([losses, norms, weights, good, 1 - good], axis=1)))
+    return jax.device_get(
+        judged(config, np.stack([losses, norms, weights, good, 1 - good], axis=1))
+    )
 
 
 def shown(metrics, kind):
@@ -70,30 +79,43 @@ level = st.integers(8, 400).map(lambda n: n / 8)  # exact in float32, and so are
 @given(
     losses=st.lists(level, min_size=LENGTH, max_size=LENGTH),
     norms=st.lists(level, min_size=LENGTH, max_size=LENGTH),
-    good=st.lists(st.sampled_from([True, True, True, True, False]), min_size=LENGTH, max_size=LENGTH),
+    good=st.lists(
+        st.sampled_from([True, True, True, True, False]), min_size=LENGTH, max_size=LENGTH
+    ),
 )
 def test_spikes_are_those_of_median_and_mad_by_hand(losses, norms, good):
-    config = dataclasses.replace(OFF, loss_spike="skip", grad_spike="warn", loss_limit=1.7, grad_limit=2.3, **SMALL)
+    config = dataclasses.replace(
+        OFF, loss_spike="skip", grad_spike="warn", loss_limit=1.7, grad_limit=2.3, **SMALL
+    )
     watch, metrics = run(config, losses, norms, good=good)
     spikes, before = by_hand(config, losses, norms, good)
     np.testing.assert_array_equal(metrics["found"][:, 1:3], spikes)
     np.testing.assert_allclose(metrics["median"][:, :2], [m for m, _ in before], rtol=1e-6)
     np.testing.assert_allclose(metrics["deviation"][:, :2], [d for _, d in before], rtol=1e-6)
     np.testing.assert_array_equal(metrics["reject"], spikes[:, 0] | ~np.array(good))
-    assert watch.found[1:3].tolist() == spikes.sum(axis=0).tolist() and watch.found[0] == LENGTH - sum(good)
+    assert watch.found[1:3].tolist() == spikes.sum(axis=0).tolist() and watch.found[
+        0
+    ] == LENGTH - sum(good)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 7, CAPACITY - 1, CAPACITY, CAPACITY + 1, 3 * CAPACITY + 5])
+@pytest.mark.parametrize(
+    "count", [0, 1, 2, 7, CAPACITY - 1, CAPACITY, CAPACITY + 1, 3 * CAPACITY + 5]
+)
 @pytest.mark.parametrize("window", [1, 4, 128, CAPACITY])
 def test_the_spread_is_of_the_last_values_of_the_ring(count, window):
-    stream, ring = np.random.default_rng(count).normal(size=(3, count)).astype(np.float32), np.zeros((3, CAPACITY), np.float32)
+    stream, ring = (
+        np.random.default_rng(count).normal(size=(3, count)).astype(np.float32),
+        np.zeros((3, CAPACITY), np.float32),
+    )
     for i in range(count):
         ring[:, i % CAPACITY] = stream[:, i]
     median, deviation = spread(jnp.asarray(ring), jnp.full(3, count, jnp.int32), window)
     last = stream[:, -window:] if count else np.zeros((3, 1))
     np.testing.assert_allclose(median, np.median(last, axis=1), rtol=1e-6)
     mad = np.median(np.abs(last - np.median(last, axis=1, keepdims=True)), axis=1)
-    np.testing.assert_allclose(deviation, np.maximum(1.4826 * mad, 1e-3 * np.abs(median)), rtol=1e-5)
+    np.testing.assert_allclose(
+        deviation, np.maximum(1.4826 * mad, 1e-3 * np.abs(median)), rtol=1e-5
+    )
 
 
 def test_a_new_level_is_accepted_after_patience_and_a_single_spike_leaves_no_trace():
@@ -101,7 +123,9 @@ def test_a_new_level_is_accepted_after_patience_and_a_single_spike_leaves_no_tra
     noise = np.tile([0.0, 0.01, 0.02], 20)
     up = np.where(np.arange(60) < 20, 2.0, 5.0) + noise
     _, metrics = run(config, up)
-    assert shown(metrics, "loss_spike") == [20, 21, 22], "then the level is 5, and nothing more is left out"
+    assert shown(metrics, "loss_spike") == [20, 21, 22], (
+        "then the level is 5, and nothing more is left out"
+    )
     once = 2 + noise
     once[30] = 9
     with_it, metrics = run(config, once)
@@ -116,11 +140,15 @@ def test_the_other_kinds_are_found_when_they_come_and_not_before():
     noise = np.tile([0.0, 0.01, 0.02], 20)
     dead = dataclasses.replace(OFF, dead="warn", dead_steps=5, **SMALL)
     assert shown(run(dead, np.where(steps < 30, 2 + noise, 3))[1], "dead") == list(range(35, 60))
-    assert shown(run(dead, 2 + noise, np.where(steps < 30, 1 + noise, 1e-8))[1], "dead") == list(range(34, 60))
+    assert shown(run(dead, 2 + noise, np.where(steps < 30, 1 + noise, 1e-8))[1], "dead") == list(
+        range(34, 60)
+    )
     assert shown(run(dead, 2 + noise, np.where(steps < 30, 1, 0))[1], "dead") == list(range(34, 60))
     drift = dataclasses.replace(OFF, weight_drift="warn", drift_limit=0.2, **SMALL)
     assert shown(run(drift, 2 + noise, weights=1.02**steps)[1], "weight_drift") == []
-    assert shown(run(drift, 2 + noise, weights=np.where(steps == 30, 1.25, 1))[1], "weight_drift") == [30]
+    assert shown(
+        run(drift, 2 + noise, weights=np.where(steps == 30, 1.25, 1))[1], "weight_drift"
+    ) == [30]
     diverging = dataclasses.replace(OFF, diverging="warn", diverging_limit=1.5, **SMALL)
     losses = 2 + noise + np.maximum(steps - 30, 0) * 0.1
     found = shown(run(diverging, losses)[1], "diverging")
@@ -131,7 +159,11 @@ def test_the_other_kinds_are_found_when_they_come_and_not_before():
 def test_what_is_off_is_not_looked_at_and_not_remembered():
     losses = np.where(np.arange(40) % 8 == 7, 99.0, 2.0 + np.arange(40) % 3)
     watch, metrics = run(dataclasses.replace(OFF, **SMALL), losses, weights=np.full(40, 7.0))
-    assert not metrics["found"].any() and not metrics["reject"].any() and watch.count.tolist() == [40, 40, 0]
+    assert (
+        not metrics["found"].any()
+        and not metrics["reject"].any()
+        and watch.count.tolist() == [40, 40, 0]
+    )
 
 
 def test_after_a_halt_nothing_is_found_twice_nor_counted():
@@ -147,7 +179,8 @@ GOOD = 5  # steps before a spoilt one
 
 
 def spoilt(model, batch, scales):
-    """next_token, but a batch that begins with 2 has a hundredfold loss, and one with 0 none at all."""
+    """next_token, but a batch that begins with 2 has a hundredfold loss, and one with 0 none at
+    all."""
     result, first = next_token().forward(model, batch, scales), batch["inputs"][0, 0]
     factor = jnp.where(first == 2, 100.0, jnp.where(first == 0, jnp.nan, 1.0))
     total, weight = result.sums["nll"]
@@ -155,8 +188,11 @@ def spoilt(model, batch, scales):
 
 
 def steps(tiny, config, shape, *firsts):
-    """State and metrics, on the host, after steps on batches that begin with these ids (None: as they are)."""
-    parts = tiny.parts(shape, objective=next_token()._replace(forward=spoilt), step={"anomaly": config})
+    """State and metrics, on the host, after steps on batches that begin with these ids (None: as
+    they are)."""
+    parts = tiny.parts(
+        shape, objective=next_token()._replace(forward=spoilt), step={"anomaly": config}
+    )
     with jax.set_mesh(parts.mesh):
         state, metrics = parts.new_state(), []
         for i, first in enumerate([None] * GOOD + list(firsts)):
@@ -190,14 +226,20 @@ def test_rollback_and_stop_halt_before_the_step_and_nothing_changes_any_more(tin
     for bad in (2, 0):
         after, metrics = steps(tiny, config, (1, 1, 1), bad, None, None)
         assert [bool(m["halted"]) for m in metrics] == [False] * GOOD + [True] * 3
-        assert after.watch.halted and bits(after._replace(watch=after.watch._replace(halted=np.array(False)))) == bits(before)
+        assert after.watch.halted and bits(
+            after._replace(watch=after.watch._replace(halted=np.array(False)))
+        ) == bits(before)
 
 
 def test_warnings_change_no_bit_of_any_step(tiny):
     """The defaults warn; what they look at decides nothing."""
     off, _ = steps(tiny, OFF, (1, 1, 1), None, 2, None)
-    warned, metrics = steps(tiny, AnomalyConfig(min_steps=4, weight_drift="warn"), (1, 1, 1), None, 2, None)
+    warned, metrics = steps(
+        tiny, AnomalyConfig(min_steps=4, weight_drift="warn"), (1, 1, 1), None, 2, None
+    )
     assert bits((off.params, off.opt_state)) == bits((warned.params, warned.opt_state))
     assert metrics[GOOD + 1]["found"].tolist() == [False, True, True, False, False, False]
-    norm = np.sqrt(sum((np.asarray(w, np.float64) ** 2).sum() for w in jax.tree.leaves(warned.params)))
+    norm = np.sqrt(
+        sum((np.asarray(w, np.float64) ** 2).sum() for w in jax.tree.leaves(warned.params))
+    )
     np.testing.assert_allclose(metrics[-1]["weight_norm"], norm, rtol=0.1)

@@ -1,4 +1,5 @@
-"""ZeRO over `data`: each stage makes the same steps, holds the share it should, and reads the others' checkpoints."""
+"""ZeRO over `data`: each stage makes the same steps, holds the share it should, and reads the
+others' checkpoints."""
 
 import dataclasses
 import functools
@@ -17,7 +18,8 @@ SHAPE = (8, 1, 1)
 
 @functools.cache
 def ran(tiny, zero, shape=SHAPE, accumulation=1):
-    """Parts, bytes of the compiled step's arguments and temporaries on a device, and state and losses after three steps."""
+    """Parts, bytes of the compiled step's arguments and temporaries on a device, and state and
+    losses after three steps."""
     optimizer = dataclasses.replace(tiny.optimizer, zero=zero)
     parts, losses = tiny.parts(shape, accumulation, optimizer=optimizer), []
     with jax.set_mesh(parts.mesh):
@@ -40,7 +42,9 @@ def test_every_stage_makes_the_same_steps(tiny, zero, shape, accumulation):
     parts, _, state, ours = ran(tiny, zero, shape, accumulation)
     np.testing.assert_allclose(ours, losses, rtol=2e-6)
     for x, other in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(x), np.asarray(other), rtol=0, atol=2e-6 * max(1, np.abs(other).max()))
+        np.testing.assert_allclose(
+            np.asarray(x), np.asarray(other), rtol=0, atol=2e-6 * max(1, np.abs(other).max())
+        )
     assert jax.tree.map(lambda x: x.sharding, state) == shardings(parts.abstract)
 
 
@@ -52,7 +56,11 @@ def test_each_stage_holds_its_share(tiny):
         held[zero] = memory.argument_size_in_bytes
     params, batch = size(parts.abstract.params), held[0] - 3 * size(parts.abstract.params)
     assert 0 < batch < 4096
-    for zero, expected in ((1, params + 2 * params / 8), (2, params + 2 * params / 8), (3, 3 * params / 8)):
+    for zero, expected in (
+        (1, params + 2 * params / 8),
+        (2, params + 2 * params / 8),
+        (3, 3 * params / 8),
+    ):
         assert held[zero] - batch == pytest.approx(expected, rel=1e-3), zero
 
 
@@ -61,10 +69,16 @@ def test_the_summary_says_what_cannot_be_divided(tiny):
     megabytes = size(parts.abstract.params) / 1e6
     optimizer, params = f"{megabytes / 4:,.3f} MB a device", f"{megabytes / 8:,.3f} MB a device"
     rest = "0.000 of it not divided"
-    assert zero_summary(parts.abstract, 3) == f"zero 3: optimizer state {optimizer}, {rest}, parameters {params}, {rest}"
+    assert (
+        zero_summary(parts.abstract, 3)
+        == f"zero 3: optimizer state {optimizer}, {rest}, parameters {params}, {rest}"
+    )
     assert zero_summary(parts.abstract, 1) == f"zero 1: optimizer state {optimizer}, {rest}"
     whole = ran(tiny, 0)[0].abstract
-    assert f"{2 * megabytes:,.3f} MB a device, {2 * megabytes:,.3f} of it not divided" in zero_summary(whole, 1)
+    assert (
+        f"{2 * megabytes:,.3f} MB a device, {2 * megabytes:,.3f} of it not divided"
+        in zero_summary(whole, 1)
+    )
 
 
 @pytest.mark.parametrize(("saved", "wanted"), [(3, 0), (0, 3), (1, 2)])

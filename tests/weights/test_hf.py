@@ -1,4 +1,5 @@
-"""Weights of Hugging Face directories against what transformers computes with them, and what is refused."""
+"""Weights of Hugging Face directories against what transformers computes with them, and what is
+refused."""
 
 import json
 import shutil
@@ -28,7 +29,10 @@ FORMS = [(True, "xla"), (False, "xla"), (True, "eager"), (False, "eager")]
 
 def leaves_by_name(params):
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    return {jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf for path, leaf in flat}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
+        for path, leaf in flat
+    }
 
 
 def as_theirs(leaf, tensor):
@@ -60,9 +64,14 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
     np.testing.assert_allclose(norm, reference["grad_norm"], rtol=1e-5)
     table, named = FAMILIES[config.family].tensors(config), leaves_by_name(grads)
     ours = {
-        tensor.name.format(1): (tensor, named[name][1] if tensor.stacked else named[name]) for name, tensor in table.items()
+        tensor.name.format(1): (tensor, named[name][1] if tensor.stacked else named[name])
+        for name, tensor in table.items()
     }
-    theirs = {name.removeprefix("grad/"): reference[name] for name in reference.files if name.startswith("grad/")}
+    theirs = {
+        name.removeprefix("grad/"): reference[name]
+        for name in reference.files
+        if name.startswith("grad/")
+    }
     assert len(theirs) == 2
     for name, grad in theirs.items():
         tensor, leaf = ours[name]
@@ -74,11 +83,18 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
 def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     model, _ = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
     reference = np.load(PARITY / case / "reference.npz")
-    prompts, expected = reference["tokens"].tolist(), reference["greedy"][:, reference["tokens"].shape[1] :]
-    np.testing.assert_array_equal(generate(model, prompts, max_tokens=expected.shape[1], temperature=0.0), expected)
+    prompts, expected = (
+        reference["tokens"].tolist(),
+        reference["greedy"][:, reference["tokens"].shape[1] :],
+    )
+    np.testing.assert_array_equal(
+        generate(model, prompts, max_tokens=expected.shape[1], temperature=0.0), expected
+    )
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "fsdp": 1, "tensor": 2}, {"fsdp": 8}])
+@pytest.mark.parametrize(
+    "axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "fsdp": 1, "tensor": 2}, {"fsdp": 8}]
+)
 def test_weights_split_over_a_mesh_are_the_same_bits(axes):
     mesh = make_mesh(MeshConfig(**axes))
     for case in CASES[::2]:
@@ -87,8 +103,13 @@ def test_weights_split_over_a_mesh_are_the_same_bits(axes):
         expected = leaves_by_name(nnx.state(whole))
         for name, leaf in leaves_by_name(nnx.state(sharded)).items():
             assert leaf.sharding.mesh == mesh
-            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(expected[name]), err_msg=name)
-        assert any(not leaf.sharding.is_fully_replicated for leaf in leaves_by_name(nnx.state(sharded)).values())
+            np.testing.assert_array_equal(
+                np.asarray(leaf), np.asarray(expected[name]), err_msg=name
+            )
+        assert any(
+            not leaf.sharding.is_fully_replicated
+            for leaf in leaves_by_name(nnx.state(sharded)).values()
+        )
 
 
 def test_only_the_part_that_a_device_holds_is_read(monkeypatch):
@@ -137,7 +158,9 @@ def test_shards_with_an_index_are_read_as_one(copy):
     index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
     expected = jax.tree.leaves(nnx.state(load_pretrained(PARITY / "llama3")[0]))
-    for leaf, other in zip(jax.tree.leaves(nnx.state(load_pretrained(copy)[0])), expected, strict=True):
+    for leaf, other in zip(
+        jax.tree.leaves(nnx.state(load_pretrained(copy)[0])), expected, strict=True
+    ):
         np.testing.assert_array_equal(leaf, other)
     (copy / "b.safetensors").unlink()
     with pytest.raises(DataError, match=r"b\.safetensors: is missing. Get the file again"):
@@ -146,13 +169,19 @@ def test_shards_with_an_index_are_read_as_one(copy):
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])
 def test_values_are_rounded_to_the_dtype_asked_for(copy, stored):
-    tensors = {name: value.astype(stored) for name, value in load_file(copy / "model.safetensors").items()}
+    tensors = {
+        name: value.astype(stored) for name, value in load_file(copy / "model.safetensors").items()
+    }
     save_file(tensors, copy / "model.safetensors")
     model, _ = load_pretrained(copy)
-    np.testing.assert_array_equal(model.embedding[...], tensors["model.embed_tokens.weight"].astype(np.float32))
+    np.testing.assert_array_equal(
+        model.embedding[...], tensors["model.embed_tokens.weight"].astype(np.float32)
+    )
     model, _ = load_pretrained(copy, dtype="bfloat16")
     assert model.embedding[...].dtype == jnp.bfloat16 and model.precision.compute == "bfloat16"
-    np.testing.assert_array_equal(model.embedding[...], tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16))
+    np.testing.assert_array_equal(
+        model.embedding[...], tensors["model.embed_tokens.weight"].astype(ml_dtypes.bfloat16)
+    )
 
 
 def test_configurations_of_transformers_4_read_the_same(copy):
@@ -160,8 +189,18 @@ def test_configurations_of_transformers_4_read_the_same(copy):
     rope = json.loads((copy / "config.json").read_text())["rope_parameters"]
     theta = rope.pop("rope_theta")
     change_config(copy, rope_parameters="absent", rope_scaling=rope, rope_theta=theta)
-    assert read_config(copy) == expected and expected.rope_scaling == "llama3" and expected.rope_original_length == 32
-    change_config(copy, rope_scaling=None, head_dim="absent", num_key_value_heads="absent", tie_word_embeddings="absent")
+    assert (
+        read_config(copy) == expected
+        and expected.rope_scaling == "llama3"
+        and expected.rope_original_length == 32
+    )
+    change_config(
+        copy,
+        rope_scaling=None,
+        head_dim="absent",
+        num_key_value_heads="absent",
+        tie_word_embeddings="absent",
+    )
     older = read_config(copy)
     assert (older.rope_scaling, older.rope_theta) == ("none", theta)
     assert (older.head_dim, older.num_kv_heads, older.tie_embeddings) == (8, 6, False)
@@ -171,7 +210,10 @@ def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     for name in ("config.json", "model.safetensors"):
         shutil.copy(PARITY / "llama_tied_mha" / name, tmp_path / name)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32), "lm_head.weight": embedding}
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        "lm_head.weight": embedding,
+    }
     change_tensors(tmp_path, **extra)
     _, config = load_pretrained(tmp_path)
     assert config.tie_embeddings
@@ -181,7 +223,10 @@ def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     lines = [" ".join(line.split()) for line in told[0].splitlines()]
     assert lines[0].endswith(": 11 of 11 parameters loaded, from 29 tensors")
     assert "embedding model.embed_tokens.weight F32[160, 48] float32[160, 48] loaded" in lines
-    assert "layers.attention.q 3 x model.layers.N.self_attn.q_proj.weight F32[48, 48] float32[3, 48, 6, 8] loaded" in lines
+    assert (
+        "layers.attention.q 3 x model.layers.N.self_attn.q_proj.weight F32[48, 48] float32[3, 48, 6, 8] loaded"
+        in lines
+    )
     assert "lm_head.weight [160, 48] - not used" in lines
 
 
@@ -192,16 +237,28 @@ REFUSED_CONFIGS = [
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
         "'yarn'.*only one set for all layers, of type 'default' or 'llama3'",
     ),
-    ({"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'.*Choose a model"),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "'linear'.*Choose a model",
+    ),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "only one set for all layers"),
-    ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor=None must be a number above 0"),
+    (
+        {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}},
+        "factor=None must be a number above 0",
+    ),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported, only 1.0"),
     ({"sliding_window": 16}, "sliding_window=16 is not supported, only null"),
-    ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "Choose a model with layer_types="),
+    (
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        "Choose a model with layer_types=",
+    ),
     ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ({"mlp_bias": True}, "Choose a model with mlp_bias=False"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "Choose a model with quantization_config=null"),
+    (
+        {"quantization_config": {"quant_method": "fp8"}},
+        "Choose a model with quantization_config=null",
+    ),
     ({"vocab_size": "absent"}, "vocab_size=None must be an integer above 0. Get the file again"),
     ({"hidden_size": 48.5}, "hidden_size=48.5 must be an integer above 0"),
     ({"num_key_value_heads": 4}, "num_key_value_heads=4 must divide num_attention_heads=6"),
@@ -228,8 +285,14 @@ def test_a_window_that_qwen3_does_not_use_is_no_obstacle(tmp_path):
 NORM, DOWN = "model.norm.weight", "model.layers.2.mlp.down_proj.weight"
 REFUSED_TENSORS = [
     ({NORM: None}, r"model.norm.weight  missing: \[48\] expected"),
-    ({"model.layers.3.mlp.up_proj.bias": np.ones(3, np.float32)}, r"layers.3.mlp.up_proj.bias  extra: \[3\]"),
-    ({DOWN: np.ones((80, 48), np.float32)}, r"down_proj.weight  wrong shape: \[80, 48\], \[48, 80\] expected"),
+    (
+        {"model.layers.3.mlp.up_proj.bias": np.ones(3, np.float32)},
+        r"layers.3.mlp.up_proj.bias  extra: \[3\]",
+    ),
+    (
+        {DOWN: np.ones((80, 48), np.float32)},
+        r"down_proj.weight  wrong shape: \[80, 48\], \[48, 80\] expected",
+    ),
     ({NORM: np.ones(48, np.int8)}, r"model.norm.weight  wrong dtype: I8, a float"),
 ]
 
@@ -245,10 +308,18 @@ def test_other_tensors_than_expected_are_listed(copy, changes, message):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", None, r"config.json: can't be read \(No such file or directory\). Name a directory with config.json"),
+        (
+            "config.json",
+            None,
+            r"config.json: can't be read \(No such file or directory\). Name a directory with config.json",
+        ),
         ("config.json", b"{", "config.json: is not a JSON object .*Get the file again"),
         ("config.json", b"[]", "config.json: is not a JSON object"),
-        ("model.safetensors", None, "model.safetensors: is missing. Get the file again .*save_pretrained"),
+        (
+            "model.safetensors",
+            None,
+            "model.safetensors: is missing. Get the file again .*save_pretrained",
+        ),
         ("model.safetensors", b"\x10" * 200, "model.safetensors: can't be read"),
     ],
 )
@@ -267,12 +338,19 @@ def test_an_unknown_dtype_is_refused(copy):
 
 def test_weights_of_another_model_than_the_run_asks_for_are_refused_key_by_key(copy):
     config = load_pretrained(copy)[1]
-    asked = type(config)(**{**vars(config), "num_layers": 2, "rope_factor": 4.0, "head_dim": None, "max_length": 9})
-    _, params = abstract_model(asked, PrecisionConfig(), make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
+    asked = type(config)(
+        **{**vars(config), "num_layers": 2, "rope_factor": 4.0, "head_dim": None, "max_length": 9}
+    )
+    _, params = abstract_model(
+        asked, PrecisionConfig(), make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+    )
     with pytest.raises(ConfigError) as caught:
         load_weights(params, copy, asked)
     keys = [problem.partition(" ")[0] for problem in caught.value.problems]
-    assert keys == ["model.num_layers=2", "model.rope_factor=4.0"] and "Set model.num_layers=3." in str(caught.value)
+    assert keys == [
+        "model.num_layers=2",
+        "model.rope_factor=4.0",
+    ] and "Set model.num_layers=3." in str(caught.value)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -281,5 +359,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value):
     tensors = load_file(directory / "model.safetensors")
     tensors["model.embed_tokens.weight"][3, 2] = value  # of a token that need not occur
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
-    with pytest.raises(DataError, match=r"model\.embed_tokens\.weight holds NaN or infinity.*or use other weights"):
+    with pytest.raises(
+        DataError, match=r"model\.embed_tokens\.weight holds NaN or infinity.*or use other weights"
+    ):
         load_pretrained(directory)

@@ -1,6 +1,7 @@
 """Weights of another run to start from: bit for bit, whole or in named parts, and told of."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,15 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.start import starting_params
 
-MODEL = ModelConfig(num_layers=2, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=2, vocab_size=40, max_length=32)
+MODEL = ModelConfig(
+    num_layers=2,
+    embed_dim=16,
+    mlp_dim=32,
+    num_heads=2,
+    num_kv_heads=2,
+    vocab_size=40,
+    max_length=32,
+)
 YAML = "model: {num_layers: 2, embed_dim: 16, mlp_dim: 32, num_heads: 2, num_kv_heads: 2, vocab_size: 40, rope_theta: 500000.0}"
 
 
@@ -24,7 +33,10 @@ def params_of(model, seed):
 
 
 def bits(tree):
-    return {jax.tree_util.keystr(path): np.asarray(x).tobytes() for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    return {
+        jax.tree_util.keystr(path): np.asarray(x).tobytes()
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,11 @@ def run(tmp_path_factory):
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(asynchronous=False))
     for step in (1, 2):
         params = params_of(MODEL, step)
-        checkpoints.save(step, {"params": params, "opt_state": jax.tree.map(lambda x: x * 2, params)}, {"config": YAML})
+        checkpoints.save(
+            step,
+            {"params": params, "opt_state": jax.tree.map(lambda x: x * 2, params)},
+            {"config": YAML},
+        )
     checkpoints.close()
     return folder
 
@@ -44,7 +60,12 @@ def start(source, model=MODEL, partial=(), fsdp=1):
     told, mesh = [], make_mesh(MeshConfig(data=1, fsdp=fsdp), jax.devices()[:fsdp])
     with jax.set_mesh(mesh):
         abstract = abstract_model(model, PrecisionConfig(), mesh)[1]
-        fresh = lambda: jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params_of(model, 99), abstract)  # noqa: E731
+
+        def fresh() -> Any:
+            return jax.tree.map(
+                lambda x, like: jax.device_put(x, like.sharding), params_of(model, 99), abstract
+            )
+
         config = CheckpointConfig(init_from=str(source), init_partial=tuple(partial))
         return starting_params(abstract, config, model, fresh, told.append), "\n".join(told)
 
@@ -54,17 +75,25 @@ def test_the_weights_of_a_run_its_folder_or_a_step_on_any_mesh(run, fsdp):
     for source, step in ((run, 2), (run / "checkpoints", 2), (run / "checkpoints" / "00000001", 1)):
         params, told = start(source, fsdp=fsdp)
         assert bits(params) == bits(params_of(MODEL, step))
-        assert f"0000000{step}: {len(bits(params))} of {len(bits(params))} parameters loaded" in told and "missing" not in told
+        assert (
+            f"0000000{step}: {len(bits(params))} of {len(bits(params))} parameters loaded" in told
+            and "missing" not in told
+        )
 
 
 def test_what_differs_is_refused_with_a_table(run):
     other = dataclasses.replace(MODEL, vocab_size=48)
     with pytest.raises(ConfigError, match=r"Set model\.vocab_size=40\."):
         start(run, other)
-    with pytest.raises(ConfigError, match=r"name what may differ in checkpoint\.init_partial") as caught:
+    with pytest.raises(
+        ConfigError, match=r"name what may differ in checkpoint\.init_partial"
+    ) as caught:
         start(run, other, ["head"])
     lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
-    assert "embedding float32[40, 16] float32[48, 16] DIFFERS" in lines and "head float32[16, 40] float32[16, 48] new" in lines
+    assert (
+        "embedding float32[40, 16] float32[48, 16] DIFFERS" in lines
+        and "head float32[16, 40] float32[16, 48] new" in lines
+    )
     with pytest.raises(ConfigError, match=r"model\.rope_theta=10000\.0 must be 500000\.0"):
         start(run, dataclasses.replace(MODEL, rope_theta=1e4), ["."])
 
@@ -74,7 +103,9 @@ def test_named_parts_may_differ_and_are_new(run):
     params, told = start(run, other, ["^embed", "head"])
     found, ours, new = bits(params), bits(params_of(MODEL, 2)), bits(params_of(other, 99))
     differ = {name for name in found if found[name] != ours[name]}
-    assert differ == {name for name in found if "embed" in name or "head" in name} and len(differ) == 2
+    assert (
+        differ == {name for name in found if "embed" in name or "head" in name} and len(differ) == 2
+    )
     assert all(found[name] == new[name] for name in differ)
     assert told.count(" new") == 2 and f"{len(found) - 2} of {len(found)} parameters loaded" in told
     tied = dataclasses.replace(MODEL, tie_embeddings=True)
@@ -99,5 +130,8 @@ def test_a_damaged_or_empty_source_is_an_error_and_is_left_as_it_is(run, tmp_pat
 
 def test_all_processes_start_from_the_same_step(run, monkeypatch):
     monkeypatch.setattr("maxtrain.weights.start.gather", lambda mine: [mine, {"step": "00000001"}])
-    with pytest.raises(ConfigError, match=r"processes of this job find 00000001, 00000002 there\. Name one step of it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"processes of this job find 00000001, 00000002 there\. Name one step of it",
+    ):
         start(run)

@@ -1,4 +1,5 @@
-"""One file per model family: its block choices, its Hugging Face names and how its configuration reads. No jax here."""
+"""One file per model family: its block choices, its Hugging Face names and how its configuration
+reads. No jax here."""
 
 from maxtrain.models.families.family import Family
 from maxtrain.models.families.llama import LLAMA

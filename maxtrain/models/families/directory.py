@@ -18,7 +18,8 @@ FREE = {"max_length", "attention", "scan_layers", "remat", "loss_chunk"}
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face directory; raises DataError for what is missing or not supported."""
+    """The ModelConfig of a Hugging Face directory; raises DataError for what is missing or not
+    supported."""
     path = Path(directory).expanduser() / "config.json"
     values = read_json(path)
     for name, family in FAMILIES.items():
@@ -45,15 +46,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def model_of(directory: str | Path) -> dict[str, Any]:
-    """The keys of `model` that the weights in a directory decide: of a Hugging Face directory, a run, or a checkpoint in one.
+    """The keys of `model` that the weights in a directory decide: of a Hugging Face directory, a
+    run, or a checkpoint in one.
 
-    Empty if the directory is neither; whoever reads the weights says so. DataError: a Hugging Face model of another kind.
+    Empty if the directory is neither; whoever reads the weights says so. DataError: a Hugging Face
+    model of another kind.
     """
     directory = Path(directory).expanduser()
     if (directory / "config.json").exists():
         model = dataclasses.asdict(read_config(directory))
     else:
-        above = (directory / "config.yaml", *(parent / "config.yaml" for parent in list(directory.absolute().parents)[:2]))
+        above = (
+            directory / "config.yaml",
+            *(parent / "config.yaml" for parent in list(directory.absolute().parents)[:2]),
+        )
         found = next((path for path in above if path.exists()), None)
         try:
             whole = yaml.safe_load(found.read_text(encoding="utf-8")) if found else {}

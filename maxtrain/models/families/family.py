@@ -1,4 +1,5 @@
-"""What a family is: choices inside the shared decoder, and how Hugging Face writes its configuration and its weights."""
+"""What a family is: choices inside the shared decoder, and how Hugging Face writes its
+configuration and its weights."""
 
 import dataclasses
 import math
@@ -9,7 +10,8 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
 
-# Tensors that may be there and are not read: frequencies that old files carry along, and the copy of a tied head.
+# Tensors that may be there and are not read: frequencies that old files carry along, and the copy
+# of a tied head.
 IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 
 
@@ -17,7 +19,9 @@ class Tensor(NamedTuple):
     """Where a parameter stands in a Hugging Face checkpoint."""
 
     name: str  # with one `{}` for each leading dim of ours that is stacked from several tensors
-    inputs: int | None = None  # how many of the further dims are a matrix's inputs, there [outputs, inputs]; None: as here
+    inputs: int | None = (
+        None  # how many of the further dims are a matrix's inputs, there [outputs, inputs]; None: as here
+    )
 
     @property
     def stacked(self) -> int:
@@ -27,12 +31,17 @@ class Tensor(NamedTuple):
     def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of each tensor there, from the parameter's shape here."""
         dims = ours[self.stacked :]
-        return dims if self.inputs is None else (math.prod(dims[self.inputs :]), math.prod(dims[: self.inputs]))
+        return (
+            dims
+            if self.inputs is None
+            else (math.prod(dims[self.inputs :]), math.prod(dims[: self.inputs]))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A config.json (`values`) read key by key; all methods raise DataError for what the decoder can't do."""
+    """A config.json (`values`) read key by key; all methods raise DataError for what the decoder
+    can't do."""
 
     values: Mapping[str, Any]
     path: Path
@@ -40,9 +49,15 @@ class Settings:
     def number(self, name: str, default: Any = None, kind: type = int) -> Any:
         """A number above 0; the default stands in for a missing key and for null."""
         value = default if self.values.get(name) is None else self.values[name]
-        if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not value > 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int if kind is int else int | float)
+            or not value > 0
+        ):
             what = "an integer" if kind is int else "a number"
-            raise DataError(f"{self.path}: {name}={value} must be {what} above 0. Get the file again from where the model is.")
+            raise DataError(
+                f"{self.path}: {name}={value} must be {what} above 0. Get the file again from where the model is."
+            )
         return kind(value)
 
     def require(self, name: str, *allowed: Any) -> None:
@@ -50,13 +65,22 @@ class Settings:
         value = self.values.get(name)
         if value is not None and value not in allowed:
             need = " or ".join(map(repr, allowed)) or "null"
-            raise DataError(f"{self.path}: {name}={value!r} is not supported, only {need}. Choose a model with {name}={need}.")
+            raise DataError(
+                f"{self.path}: {name}={value!r} is not supported, only {need}. Choose a model with {name}={need}."
+            )
 
     def rope(self, max_length: int) -> dict[str, Any]:
-        """The rope keys of a ModelConfig: of `rope_parameters`, or of `rope_scaling` with `rope_theta` beside it."""
+        """The rope keys of a ModelConfig: of `rope_parameters`, or of `rope_scaling` with
+        `rope_theta` beside it."""
         given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        kind = given.get("rope_type", given.get("type", "default")) if isinstance(given, dict) else given
-        if kind not in ("default", "llama3") or any(isinstance(value, dict) for value in given.values()):
+        kind = (
+            given.get("rope_type", given.get("type", "default"))
+            if isinstance(given, dict)
+            else given
+        )
+        if kind not in ("default", "llama3") or any(
+            isinstance(value, dict) for value in given.values()
+        ):
             raise DataError(
                 f"{self.path}: rope_parameters (or rope_scaling) {given} are not supported, only one set for all layers, of "
                 "type 'default' or 'llama3'. Choose a model with one of these."
@@ -65,8 +89,13 @@ class Settings:
         inner.require("partial_rotary_factor", 1.0)
         rope = {"rope_theta": inner.number("rope_theta", 10_000.0, float)}
         if kind == "llama3":
-            rope |= {f"rope_{k}": inner.number(k, kind=float) for k in ("factor", "low_freq_factor", "high_freq_factor")}
-            rope["rope_original_length"] = inner.number("original_max_position_embeddings", max_length)
+            rope |= {
+                f"rope_{k}": inner.number(k, kind=float)
+                for k in ("factor", "low_freq_factor", "high_freq_factor")
+            }
+            rope["rope_original_length"] = inner.number(
+                "original_max_position_embeddings", max_length
+            )
         return rope | {"rope_scaling": "none" if kind == "default" else kind}
 
 
@@ -76,4 +105,6 @@ class Family(NamedTuple):
     architecture: str  # the class name in Hugging Face configurations
     qk_norm: bool  # whether each query and key head is normalised before rope
     read: Callable[[Settings], ModelConfig]  # the config of a config.json
-    tensors: Callable[[ModelConfig], dict[str, Tensor]]  # where each parameter (by its dotted path) stands in a checkpoint
+    tensors: Callable[
+        [ModelConfig], dict[str, Tensor]
+    ]  # where each parameter (by its dotted path) stands in a checkpoint

@@ -1,4 +1,5 @@
-"""Llama 2, 3, 3.1, 3.2 and whatever shares their blocks. Source: https://arxiv.org/abs/2407.21783."""
+"""Llama 2, 3, 3.1, 3.2 and whatever shares their blocks. Source:
+https://arxiv.org/abs/2407.21783."""
 
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
@@ -6,9 +7,14 @@ from maxtrain.models.families.family import Family, Settings, Tensor
 
 
 def read_config(settings: Settings) -> ModelConfig:
-    """The ModelConfig of Llama's config.json, with Hugging Face's defaults for keys that are missing."""
+    """The ModelConfig of Llama's config.json, with Hugging Face's defaults for keys that are
+    missing."""
     number = settings.number
-    layers, heads, embed = number("num_hidden_layers"), number("num_attention_heads"), number("hidden_size")
+    layers, heads, embed = (
+        number("num_hidden_layers"),
+        number("num_attention_heads"),
+        number("hidden_size"),
+    )
     kv_heads, size = number("num_key_value_heads", heads), number("head_dim", embed // heads)
     length = number("max_position_embeddings", 2048)
     settings.require("hidden_act", "silu", "swish")
@@ -46,8 +52,13 @@ def tensors(config: ModelConfig) -> dict[str, Tensor]:
         "layers.mlp_norm.scale": Tensor(layer + "post_attention_layernorm.weight"),
         "final_norm.scale": Tensor("model.norm.weight"),
     }
-    table |= {f"layers.attention.{x}": Tensor(f"{layer}self_attn.{x}_proj.weight", 2 if x == "o" else 1) for x in "qkvo"}
-    table |= {f"layers.mlp.{x}": Tensor(f"{layer}mlp.{x}_proj.weight", 1) for x in ("gate", "up", "down")}
+    table |= {
+        f"layers.attention.{x}": Tensor(f"{layer}self_attn.{x}_proj.weight", 2 if x == "o" else 1)
+        for x in "qkvo"
+    }
+    table |= {
+        f"layers.mlp.{x}": Tensor(f"{layer}mlp.{x}_proj.weight", 1) for x in ("gate", "up", "down")
+    }
     return table if config.tie_embeddings else table | {"head": Tensor("lm_head.weight", 1)}
 
 

@@ -1,4 +1,5 @@
-"""Qwen 3, dense: Llama with RMSNorm on query and key heads. Source: https://arxiv.org/abs/2505.09388."""
+"""Qwen 3, dense: Llama with RMSNorm on query and key heads. Source:
+https://arxiv.org/abs/2505.09388."""
 
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
@@ -6,8 +7,11 @@ from maxtrain.models.families.family import Family, Settings, Tensor
 
 
 def read_config(settings: Settings) -> ModelConfig:
-    """A ModelConfig of Qwen 3's config.json; the window is in force only with `use_sliding_window`."""
-    values = {"head_dim": 128, "max_position_embeddings": 32_768} | {k: v for k, v in settings.values.items() if v is not None}
+    """A ModelConfig of Qwen 3's config.json; the window is in force only with
+    `use_sliding_window`."""
+    values = {"head_dim": 128, "max_position_embeddings": 32_768} | {
+        k: v for k, v in settings.values.items() if v is not None
+    }
     if not values.get("use_sliding_window"):
         values["sliding_window"] = None
     return llama.read_config(Settings(values, settings.path))
@@ -15,7 +19,10 @@ def read_config(settings: Settings) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Llama's names and those of the norms of heads."""
-    norms = {f"layers.attention.{x}_norm.scale": Tensor(f"model.layers.{{}}.self_attn.{x}_norm.weight") for x in "qk"}
+    norms = {
+        f"layers.attention.{x}_norm.scale": Tensor(f"model.layers.{{}}.self_attn.{x}_norm.weight")
+        for x in "qk"
+    }
     return llama.tensors(config) | norms
 
 

@@ -1,4 +1,5 @@
-"""Attention behind one door: `attention(..., kernel=...)`. A kernel that can't do what is asked raises; none falls back."""
+"""Attention behind one door: `attention(..., kernel=...)`. A kernel that can't do what is asked
+raises; none falls back."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -59,9 +60,11 @@ def attention(
         v: values [B, S, K, H].
         q_segments: [B, T]; a query sees the keys of its own segment only, padding (0) sees padding.
         kv_segments: [B, S]; negative where a cache holds nothing yet.
-        offset: column of the first query: 0 in training, the number of cached columns in generation.
-        kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without stored scores), or "cudnn"
-            (GPUs; does not look at segments, which config/checks.py asks about), or "flash" (TPUs).
+        offset: column of the first query: 0 in training, the number of cached columns in
+            generation.
+        kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
+            stored scores), or "cudnn" (GPUs; does not look at segments, which config/checks.py asks
+            about), or "flash" (TPUs).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
         dropout: of the weights after the softmax; only the eager kernel can.
 
@@ -71,6 +74,10 @@ def attention(
     if dropout is not None:
         if kernel != "eager":
             rule = f"needs an attention kernel that can drop weights, and model.attention={kernel} can't"
-            raise ConfigError(f"regularization.attention_dropout={dropout.rate} {rule}. Set model.attention=eager.")
-        return eager_attention(q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype, dropout=dropout)
+            raise ConfigError(
+                f"regularization.attention_dropout={dropout.rate} {rule}. Set model.attention=eager."
+            )
+        return eager_attention(
+            q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype, dropout=dropout
+        )
     return KERNELS[kernel](q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype)

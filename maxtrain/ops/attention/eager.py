@@ -1,4 +1,5 @@
-"""The oracle: attention as the equation says it, every score at once, differentiated by autodiff."""
+"""The oracle: attention as the equation says it, every score at once, differentiated by
+autodiff."""
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and no Na
 
 
 def attention_mask(
-    q_segments: Int[Array, "B T"], kv_segments: Int[Array, "B S"], offset: Int[Array, ""] | np.integer | int
+    q_segments: Int[Array, "B T"],
+    kv_segments: Int[Array, "B S"],
+    offset: Int[Array, ""] | np.integer | int,
 ) -> Bool[Array, "B T S"]:
     """True where query t may see key s: not later than itself, and of the same segment.
 
-    A constant offset may come as a numpy number: jax makes one of what it saves for a backward pass.
+    A constant offset may come as a numpy number: jax makes one of what it saves for a backward
+    pass.
     """
     columns = jnp.arange(q_segments.shape[1]) + offset
     causal = jnp.arange(kv_segments.shape[1])[None, :] <= columns[:, None]
@@ -33,7 +37,8 @@ def eager_attention(
     dtype: str,
     dropout: tuple[Array, float] | None = None,
 ) -> Array:
-    """See `attention`; `dropout` is (keys, rate). Products are float32: rounded inputs stay rounded, sums are exact."""
+    """See `attention`; `dropout` is (keys, rate). Products are float32: rounded inputs stay
+    rounded, sums are exact."""
     B, T, N, H = q.shape
     q, k, v = (x.astype(dtype).astype(jnp.float32) for x in (q, k, v))
     q = q.reshape(B, T, k.shape[2], -1, H)

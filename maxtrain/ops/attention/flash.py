@@ -1,6 +1,8 @@
-"""Flash attention for TPUs: jax's splash kernel, which keeps documents apart and skips what is masked, on each device's share.
+"""Flash attention for TPUs: jax's splash kernel, which keeps documents apart and skips what is
+masked, on each device's share.
 
-Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al. 2022, https://arxiv.org/abs/2205.14135.
+Source: jax.experimental.pallas.ops.tpu.splash_attention; Dao et al. 2022,
+    https://arxiv.org/abs/2205.14135.
 """
 
 import dataclasses
@@ -12,7 +14,10 @@ from jaxtyping import Array
 
 from maxtrain.parallel.sharding import partition_spec
 
-LANES, MAX_BLOCK = 128, 512  # rows are multiples of the lanes of the vector unit; larger blocks need more of its memory
+LANES, MAX_BLOCK = (
+    128,
+    512,
+)  # rows are multiples of the lanes of the vector unit; larger blocks need more of its memory
 
 
 def flash_attention(
@@ -26,8 +31,11 @@ def flash_attention(
     dtype: str,
     interpret: bool = False,
 ) -> Array:
-    """See `attention`; for training and evaluation. Scores and sums are float32; `interpret`: without a TPU, slowly."""
-    assert isinstance(offset, int) and offset == 0 and q.shape[1] == k.shape[1], "caches are for other kernels"
+    """See `attention`; for training and evaluation. Scores and sums are float32; `interpret`:
+    without a TPU, slowly."""
+    assert isinstance(offset, int) and offset == 0 and q.shape[1] == k.shape[1], (
+        "caches are for other kernels"
+    )
     one = functools.partial(_on_one_device, dtype=dtype, interpret=interpret)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -36,10 +44,14 @@ def flash_attention(
     rows = ("activation_batch", "activation_length")
     names = [(*rows, "heads", "head_dim"), *[(*rows, "kv_heads", "head_dim")] * 2, rows]
     specs = [partition_spec(axes, mesh.shape) for axes in names]
-    return jax.shard_map(one, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(q, k, v, q_segments)
+    return jax.shard_map(one, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(
+        q, k, v, q_segments
+    )
 
 
-def _on_one_device(q: Array, k: Array, v: Array, segments: Array, *, dtype: str, interpret: bool) -> Array:
+def _on_one_device(
+    q: Array, k: Array, v: Array, segments: Array, *, dtype: str, interpret: bool
+) -> Array:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415 - takes its time, and few need it
 
     T, N, H = q.shape[1:]

@@ -1,4 +1,5 @@
-"""Shards behind a URL: the same windows as local ones, whatever the cache has been through, and no changed byte unnoticed."""
+"""Shards behind a URL: the same windows as local ones, whatever the cache has been through, and no
+changed byte unnoticed."""
 
 import gc
 import hashlib
@@ -20,7 +21,9 @@ from data_pipeline.remote import place
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards, cached, files
 
 BLOCK = 2048
-FILES = pytest.mark.parametrize("url", ["file"], indirect=True)  # where it is no matter what is behind the URL
+FILES = pytest.mark.parametrize(
+    "url", ["file"], indirect=True
+)  # where it is no matter what is behind the URL
 
 
 @pytest.fixture
@@ -35,10 +38,18 @@ def build(directory, seed=0):
     for number, count in enumerate((150, 60, 30)):
         writer = ShardWriter(directory, f"tokens-{number:05d}", 1000)
         for length in rng.integers(1, 200, count).tolist():
-            writer.append(rng.integers(0, 1000, length), mask=rng.random(length) < 0.5 if number == 1 else None)
+            writer.append(
+                rng.integers(0, 1000, length),
+                mask=rng.random(length) < 0.5 if number == 1 else None,
+            )
         entries.append(writer.close())
     (directory / "tokenizer.json").write_text("{}")
-    identity = {"name": "test", "sha256": hashlib.sha256(b"{}").hexdigest(), "vocab_size": 1000, "special_ids": {"eod": 0}}
+    identity = {
+        "name": "test",
+        "sha256": hashlib.sha256(b"{}").hexdigest(),
+        "vocab_size": 1000,
+        "special_ids": {"eod": 0},
+    }
     Manifest(identity, "uint16", "append", 10, tuple(entries)).save(directory)
     return directory
 
@@ -58,11 +69,15 @@ def check_same(local, shards, rng, count=20):
         starts, length = rng.integers(-3000, 2 * local.num_tokens, 8), int(rng.integers(1, 3000))
         for ours, theirs in zip(local.windows(starts, length), shards.windows(starts, length)):
             np.testing.assert_array_equal(np.sort(ours), np.sort(theirs))
-        np.testing.assert_array_equal(local.windows(starts, length)[0], shards.windows(starts, length)[0])
+        np.testing.assert_array_equal(
+            local.windows(starts, length)[0], shards.windows(starts, length)[0]
+        )
         np.testing.assert_array_equal(local.mask(starts, length), shards.mask(starts, length))
         numbers = rng.integers(0, local.num_documents, 9)
         np.testing.assert_array_equal(local.documents(numbers), shards.documents(numbers))
-        for ours, theirs in zip(local.spans(*local.documents(numbers)), shards.spans(*shards.documents(numbers))):
+        for ours, theirs in zip(
+            local.spans(*local.documents(numbers)), shards.spans(*shards.documents(numbers))
+        ):
             np.testing.assert_array_equal(ours, theirs)
 
 
@@ -80,22 +95,33 @@ def flip(path, at):
 def test_a_url_reads_as_a_directory_does(both, tmp_path, verify):
     local, url = both
     shards = TokenShards.open(url, verify, Cache(tmp_path / "cache", 1 << 30))
-    assert (shards.uid, shards.manifest.shards, list(shards.problems())) == (local.uid, local.manifest.shards, [])
+    assert (shards.uid, shards.manifest.shards, list(shards.problems())) == (
+        local.uid,
+        local.manifest.shards,
+        [],
+    )
     check_same(local, shards, np.random.default_rng(1))
     check_same(local, pickle.loads(pickle.dumps(shards)), np.random.default_rng(2), 3)
 
 
-def test_what_is_cached_is_not_fetched_again_and_neighbours_are_fetched_together(both, tmp_path, monkeypatch):
+def test_what_is_cached_is_not_fetched_again_and_neighbours_are_fetched_together(
+    both, tmp_path, monkeypatch
+):
     (local, url), asked = both, []
     real = cached.read_ranges
-    monkeypatch.setattr(cached, "read_ranges", lambda ranges: (asked.extend(ranges), real(ranges))[1])
+    monkeypatch.setattr(
+        cached, "read_ranges", lambda ranges: (asked.extend(ranges), real(ranges))[1]
+    )
     shards = TokenShards.open(url, cache=Cache(tmp_path / "cache", 1 << 30))
     assert shards.read(0, 4 * BLOCK // 2).tolist() == local.read(0, 4 * BLOCK // 2).tolist()
     tokens = [(start, stop) for path, start, stop in asked if path.name.endswith(".bin")]
     assert tokens == [(0, 4 * BLOCK)]
     asked.clear()
     again = TokenShards.open(url, cache=Cache(tmp_path / "cache", 1 << 30))
-    assert again.read(0, 4 * BLOCK // 2).tolist() == local.read(0, 4 * BLOCK // 2).tolist() and not asked
+    assert (
+        again.read(0, 4 * BLOCK // 2).tolist() == local.read(0, 4 * BLOCK // 2).tolist()
+        and not asked
+    )
 
 
 @FILES
@@ -118,14 +144,21 @@ def test_a_bit_flipped_behind_the_url_is_refused(both, tmp_path, verify):
         content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
         (place(url) / file.name).write_bytes(bytes(content))
         with pytest.raises(DataError, match=rf"(?s){file.stem}.*prepare"):
-            config = DataConfig({"a": SourceConfig(url)}, cache=str(tmp_path / str(number)), verify=verify, seq_length=64)
+            config = DataConfig(
+                {"a": SourceConfig(url)},
+                cache=str(tmp_path / str(number)),
+                verify=verify,
+                seq_length=64,
+            )
             data = open_training(config, 0, "auto")
             for step in range(data.plan.num_steps):
                 data.batch(step)
         (place(url) / file.name).upload(file)
     file = local.path / "tokens-00001.idx"
     (place(url) / file.name).write_bytes(file.read_bytes()[:-8])
-    with pytest.raises(DataError, match=r"tokens-00001.idx: expected \d+ bytes, found \d+.*--overwrite"):
+    with pytest.raises(
+        DataError, match=r"tokens-00001.idx: expected \d+ bytes, found \d+.*--overwrite"
+    ):
         TokenShards.open(url)
     (place(url) / file.name).remove()
     with pytest.raises(DataError, match=r"tokens-00001.idx: can't be read.*--overwrite"):
@@ -213,15 +246,29 @@ def test_training_data_is_the_same_from_a_url(both, tmp_path):
     cache = {"cache": str(tmp_path / "cache")}
     sides = [
         open_training(
-            DataConfig({"a": SourceConfig(str(path))}, seq_length=64, packing=packing, on_long="truncate", **cache), 3, "auto"
+            DataConfig(
+                {"a": SourceConfig(str(path))},
+                seq_length=64,
+                packing=packing,
+                on_long="truncate",
+                **cache,
+            ),
+            3,
+            "auto",
         )
         for packing in ("stream", "bins")
         for path in (local.path, url)
     ]
     for here, there in (sides[:2], sides[2:]):
         assert here.fingerprint_at(9) == there.fingerprint_at(9)
-        for ours, theirs in zip(here.iterate(0, stop_step=9), there.iterate(0, stop_step=9), strict=True):
-            assert (ours.digest, ours.content, ours.place) == (theirs.digest, theirs.content, theirs.place)
+        for ours, theirs in zip(
+            here.iterate(0, stop_step=9), there.iterate(0, stop_step=9), strict=True
+        ):
+            assert (ours.digest, ours.content, ours.place) == (
+                theirs.digest,
+                theirs.content,
+                theirs.place,
+            )
             for name, array in ours.arrays.items():
                 np.testing.assert_array_equal(array, theirs.arrays[name])
 
@@ -257,7 +304,9 @@ def test_connections_that_fail_for_a_while_are_tried_again(both, tmp_path, monke
     (local, url), calls = both, []
     monkeypatch.setattr(remote, "_PAUSE", 0)
     shards = TokenShards.open(url, cache=Cache(tmp_path / "cache", 1 << 30))
-    fs = remote.load_package("fsspec", "remote", "").core.url_to_fs(url, use_listings_cache=False)[0]
+    fs = remote.load_package("fsspec", "remote", "").core.url_to_fs(url, use_listings_cache=False)[
+        0
+    ]
     original = fs.cat_ranges
 
     def flaky(*args, **settings):
@@ -268,6 +317,11 @@ def test_connections_that_fail_for_a_while_are_tried_again(both, tmp_path, monke
     monkeypatch.setattr(fs, "cat_ranges", flaky)
     check_same(local, shards, np.random.default_rng(0), 3)
     assert len(calls) > 3
-    monkeypatch.setattr(fs, "cat_ranges", lambda paths, *_, **__: [OSError("reset by peer") for _ in paths])
-    with pytest.raises(StorageError, match=r"tokens.*failed 5 times.*reset by peer.*may pass.*run the same command again"):
+    monkeypatch.setattr(
+        fs, "cat_ranges", lambda paths, *_, **__: [OSError("reset by peer") for _ in paths]
+    )
+    with pytest.raises(
+        StorageError,
+        match=r"tokens.*failed 5 times.*reset by peer.*may pass.*run the same command again",
+    ):
         TokenShards.open(url, cache=Cache(tmp_path / "empty", 1 << 30)).read(0, 9)

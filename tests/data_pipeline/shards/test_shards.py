@@ -1,4 +1,5 @@
-"""Token shards: what is written is what is read, everywhere in the cyclic stream, and no changed byte goes unnoticed."""
+"""Token shards: what is written is what is read, everywhere in the cyclic stream, and no changed
+byte goes unnoticed."""
 
 import dataclasses
 import errno
@@ -21,12 +22,21 @@ from hypothesis import strategies as st
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import DataError
 from data_pipeline.loader import open_training
-from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter, TokenShards, checked, files, token_dtype
+from data_pipeline.shards import (
+    BLOCK_BYTES,
+    Manifest,
+    ShardWriter,
+    TokenShards,
+    checked,
+    files,
+    token_dtype,
+)
 from data_pipeline.shards.manifest import digest_of
 
 
 def build(directory, shards_of_documents, vocab_size=1000, masks=None, eod="append"):
-    """Write shards of the given documents (lists of ids) with masks of the same layout (lists of bools, or None)."""
+    """Write shards of the given documents (lists of ids) with masks of the same layout (lists of
+    bools, or None)."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = []
     for number, documents in enumerate(shards_of_documents):
@@ -37,7 +47,12 @@ def build(directory, shards_of_documents, vocab_size=1000, masks=None, eod="appe
         entries.append(writer.close())
     (directory / "tokenizer.json").write_text("{}")
     sha256 = hashlib.sha256(b"{}").hexdigest()
-    tokenizer = {"name": "test", "sha256": sha256, "vocab_size": vocab_size, "special_ids": {"eod": 0}}
+    tokenizer = {
+        "name": "test",
+        "sha256": sha256,
+        "vocab_size": vocab_size,
+        "special_ids": {"eod": 0},
+    }
     Manifest(tokenizer, token_dtype(vocab_size).name, eod, 10, tuple(entries)).save(directory)
     return directory
 
@@ -53,7 +68,11 @@ def large(tmp_path_factory):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=7), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=7), min_size=1, max_size=4),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(-50, 200),
     st.integers(1, 120),
 )
@@ -77,23 +96,41 @@ def test_window_is_the_cyclic_stream(tmp_path_factory, layout, start, length):
 @st.composite
 def masked_layouts(draw):
     """Shards of documents, as lengths, and a mask (or None) for each."""
-    layout = draw(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=4))
-    masks = [[draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n)) for n in shard] for shard in layout]
+    layout = draw(
+        st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=4)
+    )
+    masks = [
+        [draw(st.none() | st.lists(st.booleans(), min_size=n, max_size=n)) for n in shard]
+        for shard in layout
+    ]
     return layout, masks
 
 
 @settings(max_examples=60, deadline=None)
-@given(masked_layouts(), st.integers(-50, 200), st.integers(1, 120), st.sampled_from(["append", "none"]))
+@given(
+    masked_layouts(),
+    st.integers(-50, 200),
+    st.integers(1, 120),
+    st.sampled_from(["append", "none"]),
+)
 def test_mask_of_windows_is_the_cyclic_mask(tmp_path_factory, layout_and_masks, start, length, eod):
     layout, masks = layout_and_masks
     directory = tmp_path_factory.mktemp("shards")
-    shards = TokenShards.open(build(directory, [[np.arange(n) for n in shard] for shard in layout], masks=masks, eod=eod))
-    written = [[True] * n if mask is None else mask for ns, of in zip(layout, masks) for n, mask in zip(ns, of)]
+    shards = TokenShards.open(
+        build(directory, [[np.arange(n) for n in shard] for shard in layout], masks=masks, eod=eod)
+    )
+    written = [
+        [True] * n if mask is None else mask
+        for ns, of in zip(layout, masks)
+        for n, mask in zip(ns, of)
+    ]
     stream = np.concatenate(written)
     grid = np.add.outer([start, start + 3, -start], np.arange(length))
     np.testing.assert_array_equal(shards.mask(grid[:, 0], length), stream[grid % len(stream)])
     with_file = {path.stem for path in directory.glob("*.mask")}
-    assert with_file == {f"tokens-{i:05d}" for i, of in enumerate(masks) if any(mask is not None for mask in of)}
+    assert with_file == {
+        f"tokens-{i:05d}" for i, of in enumerate(masks) if any(mask is not None for mask in of)
+    }
     assert shards.masked == bool(with_file) and not list(shards.problems())
     assert shards.manifest.num_targets == sum(sum(mask[eod == "none" :]) for mask in written)
 
@@ -103,16 +140,34 @@ def test_mask_of_windows_is_the_cyclic_mask(tmp_path_factory, layout_and_masks, 
 def test_parts_of_documents_are_those_of_the_stream(tmp_path_factory, layout_and_masks, data):
     layout, masks = layout_and_masks
     shards = TokenShards.open(
-        build(tmp_path_factory.mktemp("shards"), [[np.arange(n) for n in ns] for ns in layout], masks=masks)
+        build(
+            tmp_path_factory.mktemp("shards"),
+            [[np.arange(n) for n in ns] for ns in layout],
+            masks=masks,
+        )
     )
-    numbers = np.array(data.draw(st.lists(st.integers(0, shards.num_documents - 1), max_size=8)), np.int64)
+    numbers = np.array(
+        data.draw(st.lists(st.integers(0, shards.num_documents - 1), max_size=8)), np.int64
+    )
     first, lengths = shards.documents(numbers)
-    assert list(zip(first.tolist(), lengths.tolist())) == [shards.document(number) for number in numbers.tolist()]
+    assert list(zip(first.tolist(), lengths.tolist())) == [
+        shards.document(number) for number in numbers.tolist()
+    ]
     skipped = data.draw(st.integers(0, 3))
-    first, lengths = first + np.minimum(skipped, lengths - 1), lengths - np.minimum(skipped, lengths - 1)
+    first, lengths = (
+        first + np.minimum(skipped, lengths - 1),
+        lengths - np.minimum(skipped, lengths - 1),
+    )
     tokens, mask = shards.spans(first, lengths)
-    stream, counts = shards.read(0, shards.num_tokens), shards.mask(np.array([0]), shards.num_tokens)[0]
-    at = [i for start, length in zip(first.tolist(), lengths.tolist()) for i in range(start, start + length)]
+    stream, counts = (
+        shards.read(0, shards.num_tokens),
+        shards.mask(np.array([0]), shards.num_tokens)[0],
+    )
+    at = [
+        i
+        for start, length in zip(first.tolist(), lengths.tolist())
+        for i in range(start, start + length)
+    ]
     assert (tokens.dtype, mask.dtype) == (np.int32, bool)
     assert (tokens.tolist(), mask.tolist()) == (stream[at].tolist(), counts[at].tolist())
 
@@ -128,21 +183,29 @@ def test_damage_in_a_part_of_a_document_is_noticed(large, suffix):
         assert shards.spans(first[:1], lengths[:1])[0].size == 25_000
         if suffix == "bin":
             assert shards.spans(first[:2], lengths[:2])[0].size == 50_000
-        with pytest.raises(DataError, match=rf"tokens-00001.{suffix}: bytes .*expected crc32.*--overwrite"):
+        with pytest.raises(
+            DataError, match=rf"tokens-00001.{suffix}: bytes .*expected crc32.*--overwrite"
+        ):
             shards.spans(first[2:], lengths[2:])
     finally:
         path.write_bytes(before)
 
 
 def test_mask_belongs_to_the_identity_of_the_content(tmp_path):
-    documents, masks = [[[1, 2, 3]]], (None, [[[True, True, True]]], [[[False, True, True]]], [[[True, True, False]]])
+    documents, masks = (
+        [[[1, 2, 3]]],
+        (None, [[[True, True, True]]], [[[False, True, True]]], [[[True, True, False]]]),
+    )
     made = [build(tmp_path / str(i), documents, masks=mask) for i, mask in enumerate(masks)]
     assert len({TokenShards.open(path).uid for path in made}) == len(masks)
 
 
 def test_manifest_without_the_fields_of_masks_still_reads(tmp_path):
     directory = build(tmp_path, [[[1, 2, 3], [4]]])
-    expected, content = TokenShards.open(directory), json.loads((directory / "manifest.json").read_text())
+    expected, content = (
+        TokenShards.open(directory),
+        json.loads((directory / "manifest.json").read_text()),
+    )
     for name in ("digest", "num_targets"):
         del content[name]
     for name in ("targets", "first_targets"):
@@ -151,9 +214,24 @@ def test_manifest_without_the_fields_of_masks_still_reads(tmp_path):
     (directory / "manifest.json").write_text(json.dumps(content | {"digest": digest}))
     shards = TokenShards.open(directory, "full")
     assert (shards.uid, shards.masked, shards.manifest.num_targets) == (expected.uid, False, 4)
-    parts = [1, "uint16", "append", 10, {n: shards.manifest.tokenizer[n] for n in ("sha256", "vocab_size", "special_ids")}]
-    parts += [[[content["shards"][0][n] for n in ("tokens", "documents", "max_id", "sha256", "checks_sha256")]]]
-    assert shards.uid == hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]  # as before masks
+    parts = [
+        1,
+        "uint16",
+        "append",
+        10,
+        {n: shards.manifest.tokenizer[n] for n in ("sha256", "vocab_size", "special_ids")},
+    ]
+    parts += [
+        [
+            [
+                content["shards"][0][n]
+                for n in ("tokens", "documents", "max_id", "sha256", "checks_sha256")
+            ]
+        ]
+    ]
+    assert (
+        shards.uid == hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    )  # as before masks
 
 
 def test_a_mask_cut_short_or_changed_is_noticed(tmp_path):
@@ -161,16 +239,22 @@ def test_a_mask_cut_short_or_changed_is_noticed(tmp_path):
     path = directory / "tokens-00000.mask"
     before = path.read_bytes()
     path.write_bytes(before[:-1])
-    with pytest.raises(DataError, match=r"tokens-00000.mask: expected 5 bytes, found 4.*prepare.*--overwrite"):
+    with pytest.raises(
+        DataError, match=r"tokens-00000.mask: expected 5 bytes, found 4.*prepare.*--overwrite"
+    ):
         TokenShards.open(directory)
     path.write_bytes(b"\xff" + before[1:])
     shards = TokenShards.open(directory)
     assert shards.read(0, 40).tolist() == list(range(40))
-    with pytest.raises(DataError, match=r"tokens-00000.mask: bytes 0 to 4 \(block 0\): expected crc32.*--overwrite"):
+    with pytest.raises(
+        DataError, match=r"tokens-00000.mask: bytes 0 to 4 \(block 0\): expected crc32.*--overwrite"
+    ):
         shards.mask(np.array([0]), 1)
 
 
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(257, "uint16"), (1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(257, "uint16"), (1 << 16, "uint16"), ((1 << 16) + 1, "uint32")]
+)
 def test_smallest_dtype_that_holds_the_vocabulary(tmp_path, vocab_size, dtype):
     shards = TokenShards.open(build(tmp_path, [[[vocab_size - 1, 0]]], vocab_size))
     assert shards.manifest.dtype == dtype and shards.read(0, 2).tolist() == [vocab_size - 1, 0]
@@ -179,7 +263,9 @@ def test_smallest_dtype_that_holds_the_vocabulary(tmp_path, vocab_size, dtype):
 @pytest.mark.parametrize("bad", [-1, 300, 70_000])
 def test_id_outside_the_vocabulary_is_refused(tmp_path, bad):
     writer = ShardWriter(tmp_path, "tokens-00000", 300)
-    with pytest.raises(DataError, match=rf"token id {bad} .*\[0, 300\).*tokenizer that these ids belong to"):
+    with pytest.raises(
+        DataError, match=rf"token id {bad} .*\[0, 300\).*tokenizer that these ids belong to"
+    ):
         writer.append(np.array([1, bad]))
     writer.abort()
     assert not list(tmp_path.iterdir())
@@ -189,7 +275,9 @@ def test_same_content_same_uid_other_content_other_uid(tmp_path):
     documents = [[[1, 2, 3], [4]]]
     first, same = build(tmp_path / "a", documents), build(tmp_path / "b", documents)
     others = [build(tmp_path / "c", [[[1, 2, 3, 4]]]), build(tmp_path / "d", [[[1, 2, 3]], [[4]]])]
-    assert first.joinpath("manifest.json").read_bytes() == same.joinpath("manifest.json").read_bytes()
+    assert (
+        first.joinpath("manifest.json").read_bytes() == same.joinpath("manifest.json").read_bytes()
+    )
     uids = [TokenShards.open(path).uid for path in (first, same, *others)]
     assert uids[0] == uids[1] and len(set(uids)) == 3
 
@@ -204,7 +292,9 @@ def damage(directory, change, rng):
         data[at] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
     elif change == "truncate":
-        path.write_bytes(before[: rng.randrange(len(before) - 1)])  # a manifest without its last line break means the same
+        path.write_bytes(
+            before[: rng.randrange(len(before) - 1)]
+        )  # a manifest without its last line break means the same
     else:
         path.unlink()
     return path, lambda: path.write_bytes(before)
@@ -216,7 +306,9 @@ def read_everything(directory, verify):
         TokenShards.open(directory, verify)
         return
     sources = {"data": SourceConfig(str(directory))}
-    data = open_training(DataConfig(sources=sources, seq_length=64, batch_size=256, verify=verify), 0, "auto")
+    data = open_training(
+        DataConfig(sources=sources, seq_length=64, batch_size=256, verify=verify), 0, "auto"
+    )
     for step in range(data.plan.num_steps):
         data.batch(step)
 
@@ -228,18 +320,24 @@ def small_blocks(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     lengths = [rng.integers(1, 200, count) for count in (150, 60, 30)]
     documents = [[rng.integers(0, 1000, n) for n in of] for of in lengths]
-    masks = [[rng.random(n) < 0.5 if number == 1 else None for n in of] for number, of in enumerate(lengths)]
+    masks = [
+        [rng.random(n) < 0.5 if number == 1 else None for n in of]
+        for number, of in enumerate(lengths)
+    ]
     return build(tmp_path / "small_blocks", documents, masks=masks)
 
 
 @pytest.mark.parametrize("verify", ["full", "lazy"])
 def test_none_of_a_thousand_damages_goes_unnoticed_and_none_is_imagined(small_blocks, verify):
-    """Each check finds all of 650 random changes (130 are deletions) in any file, before what depends on them is handed out."""
+    """Each check finds all of 650 random changes (130 are deletions) in any file, before what
+    depends on them is handed out."""
     rng, damaged = random.Random(verify), set()
     for trial in range(650):
         if trial % 10 == 0:
             read_everything(small_blocks, verify)
-        path, undo = damage(small_blocks, rng.choice(["flip", "flip", "flip", "truncate", "delete"]), rng)
+        path, undo = damage(
+            small_blocks, rng.choice(["flip", "flip", "flip", "truncate", "delete"]), rng
+        )
         damaged.add(path.name)
         with pytest.raises(DataError, match=r"prepare") as caught:
             read_everything(small_blocks, verify)
@@ -249,14 +347,20 @@ def test_none_of_a_thousand_damages_goes_unnoticed_and_none_is_imagined(small_bl
 
 
 def test_no_block_of_a_large_shard_goes_unchecked(large):
-    """A flipped bit in each block of each file in turn, the last byte of each among them, is found; undone, it is well."""
-    for path in sorted(path for path in large.iterdir() if path.suffix in {".bin", ".idx", ".mask"}):
+    """A flipped bit in each block of each file in turn, the last byte of each among them, is found;
+    undone, it is well."""
+    for path in sorted(
+        path for path in large.iterdir() if path.suffix in {".bin", ".idx", ".mask"}
+    ):
         size = path.stat().st_size
         for at in [*range(0, size, BLOCK_BYTES), size - 1]:
             with open(path, "r+b") as file:
                 file.seek(at)
                 byte = file.read(1)[0]
-                for value, expected in ((byte ^ 4, pytest.raises(DataError, match=path.name)), (byte, nullcontext())):
+                for value, expected in (
+                    (byte ^ 4, pytest.raises(DataError, match=path.name)),
+                    (byte, nullcontext()),
+                ):
                     file.seek(at)
                     file.write(bytes([value]))
                     file.flush()
@@ -271,12 +375,12 @@ def test_message_names_shard_bytes_block_expected_found_and_mend(large):
     try:
         shards = TokenShards.open(large)
         shards.read(0, BLOCK_BYTES // 2)  # the first block is whole, so a lazy reader may use it
-        expected = (
-            r"tokens-00000.bin: bytes 1048576 to 2097151 \(block 1\): expected crc32 \w{8}, found \w{8}.*prepare.*--overwrite"
-        )
+        expected = r"tokens-00000.bin: bytes 1048576 to 2097151 \(block 1\): expected crc32 \w{8}, found \w{8}.*prepare.*--overwrite"
         with pytest.raises(DataError, match=expected):
             shards.read(BLOCK_BYTES // 2 - 1, 2)
-        with pytest.raises(DataError, match=expected):  # and again: a failed block is never taken for checked
+        with pytest.raises(
+            DataError, match=expected
+        ):  # and again: a failed block is never taken for checked
             shards.read(BLOCK_BYTES // 2, 1)
         TokenShards.open(large, "size").read(BLOCK_BYTES // 2, 1)
     finally:
@@ -334,11 +438,16 @@ def _replaced(value, place, wrong):
 
 
 def test_a_manifest_with_a_wrong_value_anywhere_is_told(tmp_path):
-    """Even where its digest is that of what it says: then it was not damaged, but written by another program."""
-    directory = build(tmp_path, [[[1, 2, 3], [4]], [[5, 6]]], masks=[[[True, False, True], [True]], [None]])
+    """Even where its digest is that of what it says: then it was not damaged, but written by
+    another program."""
+    directory = build(
+        tmp_path, [[[1, 2, 3], [4]], [[5, 6]]], masks=[[[True, False, True], [True]], [None]]
+    )
     path = directory / "manifest.json"
     problems = {"NUL character": {"count": 1, "left_out": 1, "examples": ["a.txt:1"]}}
-    manifest = dataclasses.replace(Manifest.load(directory), problems=problems, sources=[{"kind": "text"}], settings={"n": 1})
+    manifest = dataclasses.replace(
+        Manifest.load(directory), problems=problems, sources=[{"kind": "text"}], settings={"n": 1}
+    )
     manifest.save(directory)
     good = json.loads(path.read_text())
     accepted = []
@@ -346,13 +455,17 @@ def test_a_manifest_with_a_wrong_value_anywhere_is_told(tmp_path):
         for wrong in (None, -1, 1e400, 10**30, 0.5, True, "x", "../x.bin", [], {}):
             content = _replaced(good, place, wrong)
             if place != ("digest",):
-                content["digest"] = digest_of({key: value for key, value in content.items() if key != "digest"})
+                content["digest"] = digest_of(
+                    {key: value for key, value in content.items() if key != "digest"}
+                )
             path.write_text(json.dumps(content))
             try:
                 TokenShards.open(directory, "off")
                 accepted.append((place, wrong))
             except DataError as error:
-                assert re.search(r"Restore it from a copy|Name a directory|Update the program", str(error)), error
+                assert re.search(
+                    r"Restore it from a copy|Name a directory|Update the program", str(error)
+                ), error
                 assert len(str(error)) < 500
     # What says nothing of the tokens, and is of the type that it should be of, may be anything.
     for place, wrong in accepted:
@@ -361,7 +474,11 @@ def test_a_manifest_with_a_wrong_value_anywhere_is_told(tmp_path):
         elif wrong is None:
             assert place in [("shards", 1, "targets"), ("shards", 1, "first_targets")], place
         elif isinstance(wrong, str):
-            texts = [("tokenizer", "name"), ("command",), ("problems", "NUL character", "examples", 0)]
+            texts = [
+                ("tokenizer", "name"),
+                ("command",),
+                ("problems", "NUL character", "examples", 0),
+            ]
             assert place in texts, place
         else:
             assert (place, wrong) in [
@@ -399,9 +516,14 @@ def test_many_shards_open_fast_and_keep_few_descriptors(tmp_path, monkeypatch):
     entry = TokenShards.open(directory).manifest.shards[0]
     for suffix in ("bin", "idx", "crc"):
         for number in range(1, 300):
-            (directory / f"tokens-{number:05d}.{suffix}").hardlink_to(directory / f"tokens-00000.{suffix}")
+            (directory / f"tokens-{number:05d}.{suffix}").hardlink_to(
+                directory / f"tokens-00000.{suffix}"
+            )
     manifest = Manifest.load(directory)
-    entries = [dataclasses.replace(entry, path=f"tokens-{number % 300:05d}.bin") for number in range(10_000)]
+    entries = [
+        dataclasses.replace(entry, path=f"tokens-{number % 300:05d}.bin")
+        for number in range(10_000)
+    ]
     dataclasses.replace(manifest, shards=tuple(entries)).save(directory)
     started = time.perf_counter()
     shards = TokenShards.open(directory)

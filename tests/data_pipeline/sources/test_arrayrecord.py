@@ -1,4 +1,5 @@
-"""ArrayRecord files of documents: every record once; what the library takes for an empty file is an error."""
+"""ArrayRecord files of documents: every record once; what the library takes for an empty file is an
+error."""
 
 import itertools
 import sys
@@ -37,7 +38,9 @@ def test_every_record_once_however_divided(file, prepared):
 def test_records_that_are_not_clean(tmp_path, prepared):
     write(tmp_path / "a.ar", [b"fine", b"caf\xe9", b"", b"last"])
     command = ["--arrayrecord", tmp_path / "a.ar", "--on-bad"]
-    assert "a.ar, row 1: not UTF-8. Mend the file, or give --on-bad skip" in prepared.error(65, *command, "raise")
+    assert "a.ar, row 1: not UTF-8. Mend the file, or give --on-bad skip" in prepared.error(
+        65, *command, "raise"
+    )
     assert prepared.texts(*command, "replace") == ["fine", "caf\ufffd", "last"]
 
 
@@ -46,12 +49,19 @@ def test_files_that_are_torn_or_of_another_kind(file, prepared):
     for data in (b"", b"text", whole[: len(whole) // 2], b"x" * len(whole)):
         file.write_bytes(data)
         error = prepared.error(65, "--arrayrecord", file)
-        assert "a.array_record: is not an ArrayRecord file (" in error and "Restore it from a copy, or leave it out." in error
+        assert (
+            "a.array_record: is not an ArrayRecord file (" in error
+            and "Restore it from a copy, or leave it out." in error
+        )
     file.write_bytes(whole[:5000] + bytes([whole[5000] ^ 255]) + whole[5001:])
     error = prepared.error(65, "--arrayrecord", file)
-    assert "a.array_record, row " in error and "can't be read (Corrupted Riegeli/records file" in error
+    assert (
+        "a.array_record, row " in error and "can't be read (Corrupted Riegeli/records file" in error
+    )
 
 
 def test_without_the_package(file, prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
-    assert "Install it: pip install 'maxtrain[arrayrecord]'" in prepared.error(64, "--arrayrecord", file)
+    assert "Install it: pip install 'maxtrain[arrayrecord]'" in prepared.error(
+        64, "--arrayrecord", file
+    )

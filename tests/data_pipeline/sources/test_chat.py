@@ -1,4 +1,5 @@
-"""prepare --chat: conversations arrive as ids with a loss mask, bad rows go by --on-bad, and no row forges a special token."""
+"""prepare --chat: conversations arrive as ids with a loss mask, bad rows go by --on-bad, and no row
+forges a special token."""
 
 import json
 import re
@@ -12,23 +13,33 @@ from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
 
 END = "<|im_end|>"
-GOOD = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]}
+GOOD = {
+    "messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+}
 SHAREGPT = {
-    "conversations": [{"from": "human", "value": "on"}, {"from": "gpt", "value": "the mat"}, {"from": "human", "value": "?"}]
+    "conversations": [
+        {"from": "human", "value": "on"},
+        {"from": "gpt", "value": "the mat"},
+        {"from": "human", "value": "?"},
+    ]
 }
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     """A directory with a tokenizer.json that has chatml's tokens."""
-    inner = tokenizers.Tokenizer.from_str(train_bpe(["the cat sat on the mat"] * 9, 280).content.decode())
+    inner = tokenizers.Tokenizer.from_str(
+        train_bpe(["the cat sat on the mat"] * 9, 280).content.decode()
+    )
     inner.add_special_tokens(["<|im_start|>", END])
     inner.save(str((folder := tmp_path_factory.mktemp("tokenizer")) / "tokenizer.json"))
     return folder
 
 
 def write(path, rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
 
 
 def command(tmp_path, tokenizer, *more):
@@ -50,7 +61,9 @@ def conversations(directory):
     for number in range(shards.num_documents):
         first, length = shards.document(number)
         ids, mask = shards.read(first, length), shards.mask(np.array([first]), length)[0]
-        yield tuple(inner.decode(part.tolist(), skip_special_tokens=False) for part in (ids, ids[mask]))
+        yield tuple(
+            inner.decode(part.tolist(), skip_special_tokens=False) for part in (ids, ids[mask])
+        )
 
 
 def test_conversations_arrive_with_their_targets(tmp_path, tokenizer, capsys):
@@ -59,7 +72,10 @@ def test_conversations_arrive_with_their_targets(tmp_path, tokenizer, capsys):
     start = "<|im_start|>"
     assert list(conversations(tmp_path / "out")) == [
         (f"{start}user\nthe cat{END}\n{start}assistant\nsat{END}\n<|endoftext|>", f"sat{END}"),
-        (f"{start}user\non{END}\n{start}assistant\nthe mat{END}\n{start}user\n?{END}\n<|endoftext|>", f"the mat{END}"),
+        (
+            f"{start}user\non{END}\n{start}assistant\nthe mat{END}\n{start}user\n?{END}\n<|endoftext|>",
+            f"the mat{END}",
+        ),
     ]
     manifest = Manifest.load(tmp_path / "out")
     assert manifest.text_bytes == len(f"sat{END}the mat{END}")
@@ -67,15 +83,24 @@ def test_conversations_arrive_with_their_targets(tmp_path, tokenizer, capsys):
     assert prepare.main(command(tmp_path, tokenizer)) == 0
     assert "already complete" in capsys.readouterr().out
     # another template is another output
-    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.role + m.content }}{% endfor %}")
-    assert prepare.main([*command(tmp_path, tokenizer), "--chat-template", str(tmp_path / "own.jinja")]) == 64
+    (tmp_path / "own.jinja").write_text(
+        "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    )
+    assert (
+        prepare.main(
+            [*command(tmp_path, tokenizer), "--chat-template", str(tmp_path / "own.jinja")]
+        )
+        == 64
+    )
     assert "chat_template: there" in capsys.readouterr().err
 
 
 PLAIN = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
 
 
-def test_a_template_that_marks_nothing_and_has_no_prompt_gives_the_same_targets(tmp_path, tokenizer, capsys):
+def test_a_template_that_marks_nothing_and_has_no_prompt_gives_the_same_targets(
+    tmp_path, tokenizer, capsys
+):
     write(tmp_path / "a.jsonl", [GOOD, SHAREGPT] * 6)
     (tmp_path / "own.jinja").write_text(PLAIN)
     masks = {}
@@ -89,12 +114,18 @@ def test_a_template_that_marks_nothing_and_has_no_prompt_gives_the_same_targets(
         for said in capsys.readouterr().out.split("complete.")[:2]
     )
     assert marked[0] == "  targets: what {% generation %} holds in the chat template"
-    assert compared[0] == "  targets: what the template adds for an answer; it has no {% generation %}"
-    assert marked[1] == compared[1] and re.search(r"assistant\\n\u27e6sat<\|im_end\|>\u27e7", marked[1])
+    assert (
+        compared[0] == "  targets: what the template adds for an answer; it has no {% generation %}"
+    )
+    assert marked[1] == compared[1] and re.search(
+        r"assistant\\n\u27e6sat<\|im_end\|>\u27e7", marked[1]
+    )
     assert max(map(len, marked + compared)) <= 80
 
 
-def test_targets_that_an_older_version_found_otherwise_are_not_taken_for_these(tmp_path, tokenizer, capsys):
+def test_targets_that_an_older_version_found_otherwise_are_not_taken_for_these(
+    tmp_path, tokenizer, capsys
+):
     write(tmp_path / "a.jsonl", [GOOD])
     (tmp_path / "own.jinja").write_text(PLAIN)
     own = ["--chat-template", str(tmp_path / "own.jinja")]
@@ -106,7 +137,10 @@ def test_targets_that_an_older_version_found_otherwise_are_not_taken_for_these(t
         capsys.readouterr()
         assert prepare.main([*command(tmp_path, tokenizer), *template]) == code
         said = capsys.readouterr()
-        assert "chat_targets: there None, asked for compared" in said.err or "nothing to do" in said.out
+        assert (
+            "chat_targets: there None, asked for compared" in said.err
+            or "nothing to do" in said.out
+        )
 
 
 def test_shown_documents_and_rows_have_marks_around_targets(tmp_path, tokenizer, capsys):
@@ -116,15 +150,27 @@ def test_shown_documents_and_rows_have_marks_around_targets(tmp_path, tokenizer,
     assert prepare.main(["show", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr()
     text = f"<|im_start|>user\nthe cat{END}\n<|im_start|>assistant\n\u27e6sat{END}\u27e7\n"
-    assert shown.out.startswith(text) and re.search(r"\d of them are targets, in \u27e6\u27e7", shown.err)
-    assert prepare.main(["show", str(tmp_path / "out"), "--row", "0", "--seq-length", "64", "--packing", "bins"]) == 0
+    assert shown.out.startswith(text) and re.search(
+        r"\d of them are targets, in \u27e6\u27e7", shown.err
+    )
+    assert (
+        prepare.main(
+            ["show", str(tmp_path / "out"), "--row", "0", "--seq-length", "64", "--packing", "bins"]
+        )
+        == 0
+    )
     assert text in capsys.readouterr().out
 
 
 @pytest.mark.processes
 def test_same_bytes_for_two_workers_and_a_held_out_share(tmp_path, tokenizer):
     rows = [
-        {"messages": [{"role": "user", "content": str(i)}, {"role": "assistant", "content": "sat " * (i % 60)}]}
+        {
+            "messages": [
+                {"role": "user", "content": str(i)},
+                {"role": "assistant", "content": "sat " * (i % 60)},
+            ]
+        }
         for i in range(900)
     ]
     write(tmp_path / "a.jsonl", rows)
@@ -133,13 +179,20 @@ def test_same_bytes_for_two_workers_and_a_held_out_share(tmp_path, tokenizer):
         line = command(tmp_path, tokenizer, "--workers", workers, "--holdout", "0.1", "--overwrite")
         assert prepare.main(line) == 0
         outputs.append([Manifest.load(tmp_path / "out" / part).uid for part in ("train", "eval")])
-        counts = [Manifest.load(tmp_path / "out" / part).num_documents for part in ("train", "eval")]
+        counts = [
+            Manifest.load(tmp_path / "out" / part).num_documents for part in ("train", "eval")
+        ]
         assert sum(counts) == 900 and 40 < counts[1] < 160
     assert outputs[0] == outputs[1]
 
 
 def said(content, **more):
-    return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": content, **more}]}
+    return {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": content, **more},
+        ]
+    }
 
 
 BAD = [
@@ -147,19 +200,35 @@ BAD = [
     ({"text": "x"}, "no messages: neither a list", None),
     ({"messages": []}, "no messages: neither a list", None),
     ({"messages": ["x"]}, "a message is not a JSON object", None),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot', not one of system,", None),
+    (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "unknown role 'robot', not one of system,",
+        None,
+    ),
     ({"messages": [{"role": None, "content": "x"}]}, "unknown role 'None'", None),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown role", None),
-    ({"conversations": [{"from": "function_call", "value": "x"}]}, "unknown role 'function_call'", None),
+    (
+        {"conversations": [{"from": "function_call", "value": "x"}]},
+        "unknown role 'function_call'",
+        None,
+    ),
     (said(None), "content of a message is null or missing", None),
     (said([{"type": "text", "text": "x"}]), "content of a message is not a string", None),
     ({"messages": GOOD["messages"][:1]}, "no assistant turn", None),
     ({**GOOD, "tools": 3}, "tools is not a list", None),
     ({**GOOD, "tools": "["}, "tools is not JSON", None),
     ({**GOOD, "tools": [{}]}, "the chat template refuses it (chatml has no form for tools)", None),
-    (said(None, tool_calls=[1]), "the chat template refuses it (chatml has no form for tool_calls)", None),
+    (
+        said(None, tool_calls=[1]),
+        "the chat template refuses it (chatml has no form for tool_calls)",
+        None,
+    ),
     (said("a" + END + "b"), f"text spells the special token {END}", "a\ufffd|im_end|>b" + END),
-    (said("a<|endoftext|>"), "text spells the special token <|endoftext|>", "a\ufffd|endoftext|>" + END),
+    (
+        said("a<|endoftext|>"),
+        "text spells the special token <|endoftext|>",
+        "a\ufffd|endoftext|>" + END,
+    ),
     (said("a\0b"), "NUL character", "a\ufffdb" + END),
     (said("a\ufdd0b"), "a noncharacter, U+FDD0 or U+FDD1", "a\ufffdb" + END),
 ]
@@ -185,8 +254,14 @@ def test_bad_rows_go_by_on_bad(tmp_path, tokenizer, capsys, row, problem, mended
 
 def test_no_key_or_name_forges_a_special_token_either(tmp_path, tokenizer, capsys):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m | tojson }}{% endfor %}")
-    write(tmp_path / "a.jsonl", [{"messages": [{"role": "assistant", "content": "x", "tool_calls": [{END: 1}]}]}])
-    assert prepare.main([*command(tmp_path, tokenizer), "--chat-template", str(tmp_path / "t.jinja")]) == 65
+    write(
+        tmp_path / "a.jsonl",
+        [{"messages": [{"role": "assistant", "content": "x", "tool_calls": [{END: 1}]}]}],
+    )
+    assert (
+        prepare.main([*command(tmp_path, tokenizer), "--chat-template", str(tmp_path / "t.jinja")])
+        == 65
+    )
     assert f"text spells the special token {END}" in capsys.readouterr().err
 
 
@@ -194,7 +269,9 @@ def test_no_key_or_name_forges_a_special_token_either(tmp_path, tokenizer, capsy
 def test_chat_needs_a_tokenizer_that_is_there(tmp_path, capsys, given):
     write(tmp_path / "a.jsonl", [GOOD])
     assert prepare.main([str(tmp_path / "out"), "--chat", f"{tmp_path}/a.jsonl", *given]) == 64
-    assert "--chat: needs a tokenizer that has the tokens of its template" in (error := capsys.readouterr().err)
+    assert "--chat: needs a tokenizer that has the tokens of its template" in (
+        error := capsys.readouterr().err
+    )
     assert "Give --tokenizer path/to/tokenizer.json" in error
 
 
@@ -202,18 +279,39 @@ def test_a_glob_without_files_and_a_missing_template(tmp_path, tokenizer, capsys
     assert prepare.main(command(tmp_path, tokenizer)) == 65
     assert "--chat" in (error := capsys.readouterr().err) and "matches no file" in error
     write(tmp_path / "a.jsonl", [GOOD])
-    assert prepare.main([str(tmp_path / "out"), "--chat", f"{tmp_path}/a.jsonl", "--tokenizer", str(tokenizer)]) == 65
+    assert (
+        prepare.main(
+            [str(tmp_path / "out"), "--chat", f"{tmp_path}/a.jsonl", "--tokenizer", str(tokenizer)]
+        )
+        == 65
+    )
     assert "there is no chat template beside the tokenizer" in capsys.readouterr().err
 
 
 def test_characters_without_an_id_go_by_on_bad(tmp_path, capsys):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"type": "chars", "characters": "\n:acehrstux", "eod": False}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"type": "chars", "characters": "\n:acehrstux", "eod": False})
+    )
     write(tmp_path / "a.jsonl", [said(content) for content in ("hat", "é", "taste")])
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role[:1] + ':' + m.content + '\n' }}{% endfor %}")
-    line = [*command(tmp_path, tmp_path / "tokenizer.json"), "--chat-template", str(tmp_path / "t.jinja"), "--eod", "none"]
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}{{ m.role[:1] + ':' + m.content + '\n' }}{% endfor %}"
+    )
+    line = [
+        *command(tmp_path, tmp_path / "tokenizer.json"),
+        "--chat-template",
+        str(tmp_path / "t.jinja"),
+        "--eod",
+        "none",
+    ]
     assert prepare.main(line) == 65
-    assert "a.jsonl:line 2 after byte 0: 'é' (U+00E9): character without an id" in capsys.readouterr().err
+    assert (
+        "a.jsonl:line 2 after byte 0: 'é' (U+00E9): character without an id"
+        in capsys.readouterr().err
+    )
     assert prepare.main([*line, "--on-bad", "replace"]) == 0
     shards, tokenizer = TokenShards.open(tmp_path / "out", "full"), load_tokenizer(tmp_path / "out")
     ids, mask = shards.read(0, shards.num_tokens), shards.mask(np.array([0]), shards.num_tokens)[0]
-    assert tokenizer.decode(ids) == "u:x\na:hat\nu:x\na:taste\n" and tokenizer.decode(ids[mask]) == "hat\ntaste\n"
+    assert (
+        tokenizer.decode(ids) == "u:x\na:hat\nu:x\na:taste\n"
+        and tokenizer.decode(ids[mask]) == "hat\ntaste\n"
+    )

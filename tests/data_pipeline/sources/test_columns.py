@@ -1,4 +1,5 @@
-"""Parquet files and Hugging Face datasets on disk: every row once, whatever the layout; what is damaged or no text is named."""
+"""Parquet files and Hugging Face datasets on disk: every row once, whatever the layout; what is
+damaged or no text is named."""
 
 import contextlib
 import io
@@ -24,10 +25,13 @@ TEXTS = [f"document {n} é 東 " * (n % 7 + 1) for n in range(2500)]
 
 
 def write(path, texts, kind="string", key="text"):
-    """A file in the layout that the path's ending asks for, in groups of 200 rows, among other columns."""
+    """A file in the layout that the path's ending asks for, in groups of 200 rows, among other
+    columns."""
     column = pyarrow.array(texts, pyarrow.string())
     column = column.dictionary_encode() if kind == "dictionary" else column.cast(kind)
-    other = pyarrow.array([{"x": n} for n in range(len(texts))], pyarrow.struct({"x": pyarrow.int64()}))
+    other = pyarrow.array(
+        [{"x": n} for n in range(len(texts))], pyarrow.struct({"x": pyarrow.int64()})
+    )
     table = pyarrow.table({"meta": other, key: column, "n": range(len(texts))})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
@@ -44,7 +48,11 @@ def save_to_disk(folder, texts, **state):
     names = [f"data-0000{n}-of-00002.arrow" for n in range(2)]
     for name, part in zip(names, (texts[:1000], texts[1000:])):
         write(folder / name, part)
-    content = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "1", "_split": "train"} | state
+    content = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": "1",
+        "_split": "train",
+    } | state
     (folder / "state.json").write_text(json.dumps(content))
     (folder / "dataset_info.json").write_text("{}")
 
@@ -68,19 +76,32 @@ def test_division_loses_and_repeats_nothing(tmp_path, name):
     assert len(units) > 1 and units == make_units([whole])
     rng = np.random.default_rng(4)
     cuts = [0, *sorted(rng.integers(0, 2500, 12).tolist()), 200, 400, 2500]
-    for pieces in (itertools.chain(*units), [whole._replace(start=a, stop=b) for a, b in itertools.pairwise(sorted(cuts))]):
+    for pieces in (
+        itertools.chain(*units),
+        [whole._replace(start=a, stop=b) for a, b in itertools.pairwise(sorted(cuts))],
+    ):
         found = [document for piece in pieces for document in FORMATS[name].documents(piece)]
         assert [document.text for document in found] == TEXTS
-        assert [document.where for document in found] == [f"{whole.path}, row {n}" for n in range(2500)]
+        assert [document.where for document in found] == [
+            f"{whole.path}, row {n}" for n in range(2500)
+        ]
 
 
 def test_holdout_by_document_and_by_tail(tmp_path, prepared):
     write(tmp_path / "a.parquet", TEXTS)
     out = prepared.out("--parquet", tmp_path / "a.parquet", "--holdout", "0.1")
     held = [held_out(text.encode(), 0.1) for text in TEXTS]
-    assert prepared.read(out / "eval") == list(itertools.compress(TEXTS, held)) and 150 < sum(held) < 350
-    out = prepared.out("--parquet", tmp_path / "a.parquet", "--holdout", "0.1", "--holdout-by", "tail")
-    assert (prepared.read(out / "train"), prepared.read(out / "eval")) == (TEXTS[:2250], TEXTS[2250:])
+    assert (
+        prepared.read(out / "eval") == list(itertools.compress(TEXTS, held))
+        and 150 < sum(held) < 350
+    )
+    out = prepared.out(
+        "--parquet", tmp_path / "a.parquet", "--holdout", "0.1", "--holdout-by", "tail"
+    )
+    assert (prepared.read(out / "train"), prepared.read(out / "eval")) == (
+        TEXTS[:2250],
+        TEXTS[2250:],
+    )
 
 
 def test_saved_dataset(tmp_path, prepared):
@@ -90,23 +111,36 @@ def test_saved_dataset(tmp_path, prepared):
     save_to_disk(tmp_path / "both" / "train", TEXTS)
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     error = prepared.error(65, "--arrow", tmp_path / "both")
-    assert f"Name one of them: --arrow {tmp_path}/both/train or --arrow {tmp_path}/both/test." in error
+    assert (
+        f"Name one of them: --arrow {tmp_path}/both/train or --arrow {tmp_path}/both/test." in error
+    )
 
 
 def test_saved_datasets_that_can_not_be_used(tmp_path, prepared):
     save_to_disk(tmp_path / "rows", TEXTS, _indices_files=[{"filename": "indices.arrow"}])
-    assert "Save it with flatten_indices().save_to_disk(DIR)" in prepared.error(65, "--arrow", tmp_path / "rows")
+    assert "Save it with flatten_indices().save_to_disk(DIR)" in prepared.error(
+        65, "--arrow", tmp_path / "rows"
+    )
     save_to_disk(tmp_path / "gone", TEXTS)
     (tmp_path / "gone" / "data-00001-of-00002.arrow").unlink()
     error = prepared.error(65, "--arrow", tmp_path / "gone")
     assert "data-00001-of-00002.arrow: is missing" in error and "save the dataset again" in error
     save_to_disk(tmp_path / "odd", TEXTS)
-    for content in ("{", "[]", "{}", '{"_data_files": 3}', '{"_data_files": [3]}', '{"_data_files": [{"filename": 3}]}'):
+    for content in (
+        "{",
+        "[]",
+        "{}",
+        '{"_data_files": 3}',
+        '{"_data_files": [3]}',
+        '{"_data_files": [{"filename": 3}]}',
+    ):
         (tmp_path / "odd" / "state.json").write_text(content)
         error = prepared.error(65, "--arrow", tmp_path / "odd")
         assert "is not what save_to_disk writes" in error and "Restore it from a copy" in error
     (tmp_path / "folder").mkdir()
-    assert "folder: is a directory. Name its files" in prepared.error(65, "--arrow", tmp_path / "folder")
+    assert "folder: is a directory. Name its files" in prepared.error(
+        65, "--arrow", tmp_path / "folder"
+    )
 
 
 @pytest.mark.parametrize("name", ["parquet", "arrow"])
@@ -115,13 +149,19 @@ def test_files_that_can_not_be_used(tmp_path, prepared, name):
     write(path, TEXTS, key="body")
     whole = path.read_bytes()
     error = prepared.error(65, f"--{name}", path)
-    assert f"a.{name}: has no column 'text', but meta, body, n. Name one of them with --key." in error
+    assert (
+        f"a.{name}: has no column 'text', but meta, body, n. Name one of them with --key." in error
+    )
     error = prepared.error(65, f"--{name}", path, "--key", "meta")
-    assert "column 'meta' holds struct<x: int64>, not text. Name a column of text with --key." in error
+    assert (
+        "column 'meta' holds struct<x: int64>, not text. Name a column of text with --key." in error
+    )
     for data in (b"", b"text", whole[:-8], whole[: len(whole) // 2], whole[::-1]):
         path.write_bytes(data)
         error = prepared.error(65, f"--{name}", path, "--key", "body")
-        assert f"a.{name}: is not a" in error and "Restore it from a copy, or leave it out." in error
+        assert (
+            f"a.{name}: is not a" in error and "Restore it from a copy, or leave it out." in error
+        )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -143,18 +183,31 @@ def test_no_damage_to_an_arrow_file_reads_outside_of_it(tmp_path_factory, data):
 
 @pytest.mark.parametrize("name", ["parquet", "arrow"])
 def test_rows_that_are_not_clean(tmp_path, prepared, name):
-    table = pyarrow.table({"text": pyarrow.array([b"fine", None, b"caf\xe9", b"a\0b", b" ", b"last"], pyarrow.binary())})
+    table = pyarrow.table(
+        {
+            "text": pyarrow.array(
+                [b"fine", None, b"caf\xe9", b"a\0b", b" ", b"last"], pyarrow.binary()
+            )
+        }
+    )
     if name == "parquet":
         pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     else:
         with pyarrow.ipc.new_stream(tmp_path / "a.arrow", table.schema) as writer:
             writer.write_table(table, max_chunksize=2)
     command = [f"--{name}", tmp_path / f"a.{name}", "--on-bad"]
-    assert f"a.{name}, row 1: 'text' is null. Mend the file, or give --on-bad skip" in prepared.error(65, *command, "raise")
+    assert (
+        f"a.{name}, row 1: 'text' is null. Mend the file, or give --on-bad skip"
+        in prepared.error(65, *command, "raise")
+    )
     assert prepared.texts(*command, "skip") == ["fine", "last"]
     (piece,) = FORMATS[name].find(str(tmp_path / f"a.{name}"), Options())
-    parts = (FORMATS[name].documents(piece._replace(part=part, share=0.5)) for part in ("train", "eval"))
-    assert sorted(document.where[-1] for document in itertools.chain(*parts)) == [*"012345"]  # each in one part, bad or not
+    parts = (
+        FORMATS[name].documents(piece._replace(part=part, share=0.5)) for part in ("train", "eval")
+    )
+    assert sorted(document.where[-1] for document in itertools.chain(*parts)) == [
+        *"012345"
+    ]  # each in one part, bad or not
     assert prepared.texts(*command, "replace") == ["fine", "caf\ufffd", "a\ufffdb", "last"]
 
 
@@ -164,7 +217,11 @@ def test_damage_inside_a_parquet_file(tmp_path, prepared):
     data[len(data) // 3 : len(data) // 3 + 3000] = b"\xff" * 3000
     (tmp_path / "a.parquet").write_bytes(data)
     error = prepared.error(65, "--parquet", tmp_path / "a.parquet")
-    assert "a.parquet, row " in error and "can't be read (" in error and "Mend the file, or give --on-bad skip" in error
+    assert (
+        "a.parquet, row " in error
+        and "can't be read (" in error
+        and "Mend the file, or give --on-bad skip" in error
+    )
     got = prepared.texts("--parquet", tmp_path / "a.parquet", "--on-bad", "skip")
     assert 0 < len(got) < 2500 and set(got) <= set(TEXTS)
 
@@ -174,7 +231,9 @@ def test_without_the_package(tmp_path, prepared, monkeypatch, name):
     write(tmp_path / f"a.{name}", TEXTS[:1])
     for module in ("pyarrow.parquet", "pyarrow.ipc"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert "Install it: pip install 'maxtrain[parquet]'" in prepared.error(64, f"--{name}", tmp_path / f"a.{name}")
+    assert "Install it: pip install 'maxtrain[parquet]'" in prepared.error(
+        64, f"--{name}", tmp_path / f"a.{name}"
+    )
 
 
 def test_file_without_rows(tmp_path):

@@ -1,4 +1,5 @@
-"""nanoGPT's .bin and OLMo's .npy: documents between end marks, in any width, however divided; wrong tokenizers are found."""
+"""nanoGPT's .bin and OLMo's .npy: documents between end marks, in any width, however divided; wrong
+tokenizers are found."""
 
 import io
 import itertools
@@ -31,7 +32,9 @@ def decoded(pieces):
     return [bytes(document.tokens.tolist()).decode() for document in documents(pieces)]
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("<u2", "nanogpt"), ("<u2", "olmo"), ("<u4", "olmo"), ("<i8", "nanogpt")])
+@pytest.mark.parametrize(
+    ("dtype", "name"), [("<u2", "nanogpt"), ("<u2", "olmo"), ("<u4", "olmo"), ("<i8", "nanogpt")]
+)
 def test_raw_ids_of_either_width(tmp_path, prepared, dtype, name):
     ids_of(TEXTS).astype(dtype).tofile(tmp_path / "a.bin")
     out = prepared.out(f"--{name}", tmp_path / "a.bin", "--tokenizer", "bytes")
@@ -61,7 +64,11 @@ def test_division_loses_and_repeats_nothing(tmp_path):
     assert len(units) > 3 and decoded(itertools.chain(*units)) == TEXTS
 
 
-@given(st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=8), st.lists(st.integers(1, 40), max_size=4), st.booleans())
+@given(
+    st.lists(st.lists(st.integers(0, 4), max_size=6), max_size=8),
+    st.lists(st.integers(1, 40), max_size=4),
+    st.booleans(),
+)
 def test_any_cuts_of_any_documents(tmp_path_factory, lists, cuts, ended):
     """5 ends documents; empty ones are counted, and the last need not be ended."""
     path = tmp_path_factory.getbasetemp() / "any.bin"
@@ -72,7 +79,10 @@ def test_any_cuts_of_any_documents(tmp_path_factory, lists, cuts, ended):
     found = documents(whole._replace(start=a, stop=b) for a, b in itertools.pairwise(places))
     wanted = lists if ended or not lists or lists[-1] else lists[:-1]
     assert [[] if d.tokens is None else d.tokens.tolist() for d in found] == wanted
-    assert all(document.problem == ("empty, or only whitespace" if document.tokens is None else "") for document in found)
+    assert all(
+        document.problem == ("empty, or only whitespace" if document.tokens is None else "")
+        for document in found
+    )
 
 
 def test_holdout(tmp_path, prepared):
@@ -80,7 +90,10 @@ def test_holdout(tmp_path, prepared):
     command = ["--nanogpt", tmp_path / "a.bin", "--tokenizer", "bytes", "--holdout", "0.1"]
     out = prepared.out(*command)
     held = [held_out(np.array([*text.encode()], "<i4").tobytes(), 0.1) for text in TEXTS]
-    assert prepared.read(out / "eval") == list(itertools.compress(TEXTS, held)) and 150 < sum(held) < 350
+    assert (
+        prepared.read(out / "eval") == list(itertools.compress(TEXTS, held))
+        and 150 < sum(held) < 350
+    )
     out = prepared.out(*command, "--holdout-by", "tail")
     train, held = prepared.read(out / "train"), prepared.read(out / "eval")
     assert train + held == TEXTS and 0.08 < sum(map(len, held)) / sum(map(len, TEXTS)) < 0.12
@@ -91,19 +104,27 @@ def test_a_tokenizer_must_be_given_and_must_be_the_right_one(tmp_path, prepared,
     command = ["--nanogpt", tmp_path / "a.bin"]
     for more in ([], ["--tokenizer", "chars"], ["--tokenizer", "bpe:300"]):
         error = prepared.error(64, *command, *more)
-        assert "a.bin: holds the ids of a tokenizer" in error and "Give --tokenizer the tokenizer.json" in error
+        assert (
+            "a.bin: holds the ids of a tokenizer" in error
+            and "Give --tokenizer the tokenizer.json" in error
+        )
     (tmp_path / "tokenizer.json").write_text('{"type": "chars", "characters": "abc", "eod": false}')
     error = prepared.error(64, *command, "--tokenizer", tmp_path, "--eod", "none")
     assert "the tokenizer has none. Name it as eos_token in a tokenizer_config.json" in error
     np.array([1, 2, 256, 3, 300, 256], "<u2").tofile(tmp_path / "a.bin")
     for on_bad in ("raise", "skip"):
         error = prepared.error(65, *command, "--tokenizer", "bytes", "--on-bad", on_bad)
-        assert "a.bin: id 300 at byte 8 is outside [0, 257)" in error and "the one that these ids belong to" in error
+        assert (
+            "a.bin: id 300 at byte 8 is outside [0, 257)" in error
+            and "the one that these ids belong to" in error
+        )
     np.save(tmp_path / "a.bin.npy", np.array([1, -2]))
     error = prepared.error(65, "--olmo", tmp_path / "a.bin.npy", "--tokenizer", "bytes")
     assert "id -2 at byte 136 is outside" in error
     monkeypatch.setattr(flat, "_LONGEST", 1)
-    assert "2 tokens from token 0 on hold no 256" in prepared.error(65, *command, "--tokenizer", "bytes")
+    assert "2 tokens from token 0 on hold no 256" in prepared.error(
+        65, *command, "--tokenizer", "bytes"
+    )
 
 
 @pytest.mark.parametrize("damage", ['"', "\x17", "(", "[" * 40, "\x00", "9" * 40])
@@ -114,7 +135,9 @@ def test_a_damaged_header_of_numpy_is_told(tmp_path, prepared, damage):
     good = content.getvalue()
     (tmp_path / "a.npy").write_bytes(good[:20] + damage.encode() + good[20 + len(damage) :])
     error = prepared.error(65, "--olmo", f"{tmp_path}/a.npy", "--tokenizer", tmp_path)
-    assert "has numpy's header, but" in error and "Restore it from a copy, or make it again" in error
+    assert (
+        "has numpy's header, but" in error and "Restore it from a copy, or make it again" in error
+    )
 
 
 def test_files_that_can_not_be_used(tmp_path, prepared):
@@ -123,7 +146,9 @@ def test_files_that_can_not_be_used(tmp_path, prepared):
     path.write_bytes(b"abc")
     assert "has 3 bytes, which are no whole number of uint16 ids" in prepared.error(65, *command)
     path.write_bytes(np.array([20240520, 1, *[0] * 254], "<i4").tobytes() + b"ab")
-    assert "begins with llm.c's header of 1024 bytes. Take it off: tail -c +1025" in prepared.error(65, *command)
+    assert "begins with llm.c's header of 1024 bytes. Take it off: tail -c +1025" in prepared.error(
+        65, *command
+    )
     np.save(path, np.zeros((2, 2), int))
     assert "holds int64 (2, 2). Save ids as one row of integers" in prepared.error(65, *command)
     np.save(path, np.array([{}]), allow_pickle=True)

@@ -1,4 +1,5 @@
-"""All formats together: the same documents give the same shards, whatever they come in; what the command line says of each."""
+"""All formats together: the same documents give the same shards, whatever they come in; what the
+command line says of each."""
 
 import functools
 import gzip
@@ -24,7 +25,9 @@ zstd = pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) els
 
 # Marks and blank documents are dealt with by each format's own tests.
 CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff")
-DOCUMENTS = st.lists(st.text(CHARACTERS, min_size=1, max_size=40).filter(str.strip), min_size=1, max_size=6)
+DOCUMENTS = st.lists(
+    st.text(CHARACTERS, min_size=1, max_size=40).filter(str.strip), min_size=1, max_size=6
+)
 
 
 def write_all(folder, documents):
@@ -50,14 +53,20 @@ def write_all(folder, documents):
     flat.tofile(folder / "a.bin")
     flat.tofile(folder / "a.npy")
     np.save(folder / "b.npy", flat)
-    files = {"jsonl": ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"], "parquet": ["a.parquet"], "arrow": ["saved"]}
+    files = {
+        "jsonl": ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"],
+        "parquet": ["a.parquet"],
+        "arrow": ["saved"],
+    }
     files |= {"arrayrecord": ["a.array_record"], "nanogpt": ["a.bin"], "olmo": ["a.npy", "b.npy"]}
     named = [[f"--{name}", f"{folder}/{file}"] for name in files for file in files[name]]
     return [["--text", f"{folder}/*.txt"], *named]
 
 
 @given(DOCUMENTS)
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_same_documents_same_shards(tmp_path_factory, documents):
     folder = tmp_path_factory.mktemp("formats")
     uids = {}
@@ -74,8 +83,22 @@ def test_any_number_of_workers_and_any_interruption(tmp_path, monkeypatch):
     """Formats counted in bytes, records and tokens, divided into many units and built at once."""
     documents = [f"document {n} of some length " * (n % 9 + 1) for n in range(3000)]
     write_all(tmp_path, documents)
-    command = ["--parquet", f"{tmp_path}/a.parquet", "--arrayrecord", f"{tmp_path}/a.array_record", "--arrow"]
-    command += [f"{tmp_path}/saved", "--nanogpt", f"{tmp_path}/a.bin", "--tokenizer", "bytes", "--holdout", "0.1"]
+    command = [
+        "--parquet",
+        f"{tmp_path}/a.parquet",
+        "--arrayrecord",
+        f"{tmp_path}/a.array_record",
+        "--arrow",
+    ]
+    command += [
+        f"{tmp_path}/saved",
+        "--nanogpt",
+        f"{tmp_path}/a.bin",
+        "--tokenizer",
+        "bytes",
+        "--holdout",
+        "0.1",
+    ]
     assert prepare.main([str(tmp_path / "one"), *command, "--workers", "1"]) == 0
     assert prepare.main([str(tmp_path / "two"), *command, "--workers", "2"]) == 0
     real, calls = build.encode_unit, []
@@ -90,7 +113,10 @@ def test_any_number_of_workers_and_any_interruption(tmp_path, monkeypatch):
     assert prepare.main([str(tmp_path / "three"), *command, "--workers", "1"]) == 75
     assert prepare.main([str(tmp_path / "three"), *command, "--workers", "1"]) == 0
     outs = [tmp_path / name for name in ("one", "two", "three")]
-    built = [{path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()} for out in outs]
+    built = [
+        {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for out in outs
+    ]
     assert built[0] == built[1] == built[2] and len(built[0]) > 40
     counts = [Manifest.load(tmp_path / "one" / part).num_documents for part in ("train", "eval")]
     assert sum(counts) == 4 * 3000 and 900 < counts[1] < 1500
@@ -103,7 +129,10 @@ def test_input_beside_a_piece_is_watched_too(tmp_path, capsys):
     state = tmp_path / "saved" / "state.json"
     state.write_bytes(state.read_bytes())
     assert prepare.main(command) == 64
-    assert "input files were written to since it was begun. Choose another OUT" in capsys.readouterr().err
+    assert (
+        "input files were written to since it was begun. Choose another OUT"
+        in capsys.readouterr().err
+    )
 
 
 def test_help_lists_every_format_with_an_example(capsys):
@@ -117,10 +146,25 @@ def test_help_lists_every_format_with_an_example(capsys):
 def test_spans_become_ids_with_a_loss_mask(tmp_path, monkeypatch):
     tokenizer = load_tokenizer("bytes")
     spans = [("user: hé\n", False), ("yes", True), ("\n", False)]
-    documents = [Document(None, "a:1", spans=spans), Document("plain", "a:2"), Document(None, "a:3", "empty", spans=[])]
-    monkeypatch.setitem(FORMATS, "text", FORMATS["text"]._replace(documents=lambda piece: iter(documents)))
+    documents = [
+        Document(None, "a:1", spans=spans),
+        Document("plain", "a:2"),
+        Document(None, "a:3", "empty", spans=[]),
+    ]
+    monkeypatch.setitem(
+        FORMATS, "text", FORMATS["text"]._replace(documents=lambda piece: iter(documents))
+    )
     unit, here = [Piece("text", "a", "a", 0, 1, Options())], functools.partial(run_local, 1)
-    build.build_part(tmp_path / "out", tmp_path / "work", [unit], tokenizer, "append", "skip", here, lambda size: None)
+    build.build_part(
+        tmp_path / "out",
+        tmp_path / "work",
+        [unit],
+        tokenizer,
+        "append",
+        "skip",
+        here,
+        lambda size: None,
+    )
     shards = TokenShards.open(tmp_path / "out", "full")
     text = "user: hé\nyes\n"
     assert shards.read(0, shards.num_tokens).tolist() == [*text.encode(), 256, *b"plain", 256]

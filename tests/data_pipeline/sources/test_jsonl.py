@@ -11,14 +11,20 @@ from data_pipeline.shards import Manifest
 from data_pipeline.sources import jsonl
 from data_pipeline.sources.document import Options
 
-LINES = "".join(json.dumps({"text": f"document {n} é 東\n" * (n % 5 + 1)}) + "\n" for n in range(3000)).encode()
+LINES = "".join(
+    json.dumps({"text": f"document {n} é 東\n" * (n % 5 + 1)}) + "\n" for n in range(3000)
+).encode()
 
 
 def pack(name, data):
     if name == "gz":
         return gzip.compress(data)
-    zstd = pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
-    return zstd.compress(data, options={zstd.CompressionParameter.checksum_flag: 1})  # as the program zstd does
+    zstd = pytest.importorskip(
+        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    )
+    return zstd.compress(
+        data, options={zstd.CompressionParameter.checksum_flag: 1}
+    )  # as the program zstd does
 
 
 @pytest.mark.parametrize("packing", ["gz", "zst"])
@@ -26,23 +32,37 @@ def test_packed_is_as_plain(tmp_path, prepared, packing):
     (tmp_path / "a.jsonl").write_bytes(LINES)
     parts = (LINES[:5000], LINES[5000:])  # frames may follow each other, and lines may cross them
     (tmp_path / f"a.jsonl.{packing}").write_bytes(b"".join(pack(packing, part) for part in parts))
-    plain, packed = (prepared.out("--jsonl", f"{tmp_path}/{name}") for name in ("a.jsonl", f"a.jsonl.{packing}"))
+    plain, packed = (
+        prepared.out("--jsonl", f"{tmp_path}/{name}") for name in ("a.jsonl", f"a.jsonl.{packing}")
+    )
     assert prepared.read(plain) == prepared.read(packed)
     manifests = [Manifest.load(out) for out in (plain, packed)]
-    assert manifests[0].text_bytes == manifests[1].text_bytes and len(manifests[0].shards) > len(manifests[1].shards) == 1
+    assert (
+        manifests[0].text_bytes == manifests[1].text_bytes
+        and len(manifests[0].shards) > len(manifests[1].shards) == 1
+    )
 
 
 @pytest.mark.parametrize("packing", ["gz", "zst"])
 def test_damage_is_found(tmp_path, prepared, packing):
     whole = pack(packing, LINES)
     (tmp_path / "good.jsonl").write_bytes(LINES[: LINES.index(b"\n")])
-    torn, flipped = whole[: len(whole) // 2], whole[:100] + bytes(byte ^ 255 for byte in whole[100:200]) + whole[200:]
+    torn, flipped = (
+        whole[: len(whole) // 2],
+        whole[:100] + bytes(byte ^ 255 for byte in whole[100:200]) + whole[200:],
+    )
     for data, reason in ((torn, "ended before the end"), (flipped, ""), (b"{}" * 50, "")):
         (tmp_path / f"bad.jsonl.{packing}").write_bytes(data)
         error = prepared.error(65, "--jsonl", f"{tmp_path}/*.jsonl*")
-        assert f"bad.jsonl.{packing}:" in error and f"can't be read ({'Compressed file ' if reason else ''}{reason}" in error
+        assert (
+            f"bad.jsonl.{packing}:" in error
+            and f"can't be read ({'Compressed file ' if reason else ''}{reason}" in error
+        )
         assert "Mend the file, or give --on-bad skip" in error
-        assert prepared.texts("--jsonl", f"{tmp_path}/*.jsonl*", "--on-bad", "skip")[-1] == "document 0 é 東\n"
+        assert (
+            prepared.texts("--jsonl", f"{tmp_path}/*.jsonl*", "--on-bad", "skip")[-1]
+            == "document 0 é 東\n"
+        )
 
 
 @pytest.mark.parametrize("packing", ["", "gz", "zst"])
@@ -55,7 +75,10 @@ def test_a_line_that_is_too_long_is_a_bad_document(tmp_path, prepared, monkeypat
     path = tmp_path / f"a.jsonl{packing and f'.{packing}'}"
     path.write_bytes(pack(packing, data) if packing else data)
     error = prepared.error(65, "--jsonl", path)
-    assert f"{path}:3: a line of 1,000 bytes or more. Mend the file, or give --on-bad skip or replace" in error
+    assert (
+        f"{path}:3: a line of 1,000 bytes or more. Mend the file, or give --on-bad skip or replace"
+        in error
+    )
     assert prepared.texts("--jsonl", path, "--on-bad", "replace") == ["one", "y" * 987, "two"]
 
 
@@ -69,7 +92,9 @@ def test_zst_without_its_package(tmp_path, prepared, monkeypatch):
 
 def test_packed_has_no_tail(tmp_path, prepared):
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
-    error = prepared.error(64, "--jsonl", f"{tmp_path}/a.jsonl.gz", "--holdout", "0.1", "--holdout-by", "tail")
+    error = prepared.error(
+        64, "--jsonl", f"{tmp_path}/a.jsonl.gz", "--holdout", "0.1", "--holdout-by", "tail"
+    )
     assert "a.jsonl.gz is compressed. Unpack it, or hold out by document." in error
 
 

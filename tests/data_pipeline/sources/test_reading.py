@@ -1,4 +1,5 @@
-"""A disk or a network file system that fails for a while: never a bad document, never the end of finished work."""
+"""A disk or a network file system that fails for a while: never a bad document, never the end of
+finished work."""
 
 import errno
 import gzip
@@ -20,14 +21,20 @@ TEXTS = [f"document {number} of some length " * 40 for number in range(200)]
 
 def write_inputs(folder):
     """The documents in each format that is read by ourselves; the options that read them."""
-    zstd = pytest.importorskip("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
+    zstd = pytest.importorskip(
+        "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
+    )
     for number, text in enumerate(TEXTS):
         (folder / f"{number:03d}.txt").write_text(text)
-    lines = "".join(json.dumps({"text": f"{text}{number}"}) + "\n" for number, text in enumerate(TEXTS)).encode()
+    lines = "".join(
+        json.dumps({"text": f"{text}{number}"}) + "\n" for number, text in enumerate(TEXTS)
+    ).encode()
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines))
     (folder / "c.jsonl.zst").write_bytes(zstd.compress(lines))
-    np.concatenate([np.array([*text.encode(), 256], "<u2") for text in TEXTS]).tofile(folder / "d.bin")
+    np.concatenate([np.array([*text.encode(), 256], "<u2") for text in TEXTS]).tofile(
+        folder / "d.bin"
+    )
     return [
         "--text",
         f"{folder}/*.txt",
@@ -48,7 +55,9 @@ def failing(name, code, after):
             def fail(*_):
                 raise OSError(code, os.strerror(code))
 
-            here = self._path.endswith(name) and call.__name__ == "readinto" and self.tell() >= after
+            here = (
+                self._path.endswith(name) and call.__name__ == "readinto" and self.tell() >= after
+            )
             return super()._blaming(fail if here else call, *args)
 
     return File
@@ -60,14 +69,23 @@ def test_it_ends_with_74_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys,
     inputs = [*write_inputs(tmp_path / "in"), "--workers", "1", "--on-bad", on_bad]
     assert prepare.main([str(tmp_path / "whole"), *inputs]) == 0
     out, encoded, encode = tmp_path / "out", [], build.encode_unit
-    monkeypatch.setattr(build, "encode_unit", lambda record, *rest: (encode(record, *rest), encoded.append(record)))
-    for name, code, after in (("150.txt", errno.EIO, 0), ("b.jsonl.gz", errno.ESTALE, 1), ("c.jsonl.zst", errno.ETIMEDOUT, 1)):
+    monkeypatch.setattr(
+        build, "encode_unit", lambda record, *rest: (encode(record, *rest), encoded.append(record))
+    )
+    for name, code, after in (
+        ("150.txt", errno.EIO, 0),
+        ("b.jsonl.gz", errno.ESTALE, 1),
+        ("c.jsonl.zst", errno.ETIMEDOUT, 1),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(reading, "_LocalFile", failing(name, code, after))
             capsys.readouterr()
             assert prepare.main([str(out), *inputs]) == 74
         error = capsys.readouterr().err
-        assert f"{name}: can't be read now ({os.strerror(code)}). Look at the disk or network file system" in error
+        assert (
+            f"{name}: can't be read now ({os.strerror(code)}). Look at the disk or network file system"
+            in error
+        )
         assert "run the same command again: it goes on where it was." in error
         assert len(encoded) == len([*out.glob(".prepare/all/*.json")]) > 0
     for name in ("a.jsonl", "d.bin"):  # which are looked at before work begins
@@ -76,16 +94,24 @@ def test_it_ends_with_74_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys,
             assert prepare.main([str(out), *inputs]) == 74
     assert prepare.main([str(out), *inputs]) == 0
     assert len(encoded) == len(set(encoded)) > 10, "a finished unit is not done again"
-    sides = [{p.relative_to(folder): p.read_bytes() for p in folder.rglob("tokens-*")} for folder in (tmp_path / "whole", out)]
+    sides = [
+        {p.relative_to(folder): p.read_bytes() for p in folder.rglob("tokens-*")}
+        for folder in (tmp_path / "whole", out)
+    ]
     assert sides[0] == sides[1]
 
 
 def test_a_file_that_was_found_and_is_gone(tmp_path):
-    with pytest.raises(StorageError, match=r"gone.txt: can't be read now \(No such file.*run the same command again"):
+    with pytest.raises(
+        StorageError,
+        match=r"gone.txt: can't be read now \(No such file.*run the same command again",
+    ):
         reading.open_file(str(tmp_path / "gone.txt"))
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="a file of Linux whose first page is an I/O error")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/mem"), reason="a file of Linux whose first page is an I/O error"
+)
 @pytest.mark.parametrize("count", [1, -1])
 def test_what_the_kernel_says(count):
     with (
@@ -112,10 +138,14 @@ def test_libraries_that_read_files_themselves(error, passing):
         yield "one"
         raise error
 
-    read = record_documents(Piece("parquet", "a", "a", 0, 3, Options()), records(), OSError, RuntimeError)
+    read = record_documents(
+        Piece("parquet", "a", "a", 0, 3, Options()), records(), OSError, RuntimeError
+    )
     assert next(read).text == "one"
     if passing:
-        with pytest.raises(StorageError, match=r"a: can't be read now .*run the same command again"):
+        with pytest.raises(
+            StorageError, match=r"a: can't be read now .*run the same command again"
+        ):
             next(read)
     else:
         assert next(read).problem.startswith("can't be read (")
@@ -128,5 +158,7 @@ def test_a_tokenizer_that_can_not_be_read_now(tmp_path, monkeypatch):
 
     load_tokenizer("bytes").save(tmp_path)
     monkeypatch.setattr(type(tmp_path), "read_bytes", fail)
-    with pytest.raises(StorageError, match=r"tokenizer.json: can't be read now \(Input/output error\)"):
+    with pytest.raises(
+        StorageError, match=r"tokenizer.json: can't be read now \(Input/output error\)"
+    ):
         load_tokenizer(tmp_path)

@@ -26,11 +26,16 @@ def folder(tmp_path_factory):
         url_infos = {}  # noqa: RUF012 - else looked for beside the code
 
         def _info(self):
-            features = tfds.features.FeaturesDict({"text": tfds.features.Text(), "size": tfds.features.Scalar(np.int32)})
+            features = tfds.features.FeaturesDict(
+                {"text": tfds.features.Text(), "size": tfds.features.Scalar(np.int32)}
+            )
             return tfds.core.DatasetInfo(builder=self, features=features)
 
         def _split_generators(self, _):
-            return {"train": self._generate_examples(TEXTS), "test": self._generate_examples(["held out"] * 2)}
+            return {
+                "train": self._generate_examples(TEXTS),
+                "test": self._generate_examples(["held out"] * 2),
+            }
 
         def _generate_examples(self, texts):
             yield from ((n, {"text": text, "size": len(text)}) for n, text in enumerate(texts))
@@ -47,19 +52,31 @@ def test_every_example_once(folder, prepared):
     pieces = source.find(str(folder), Options())
     assert len(pieces) == 2 and sum(piece.stop for piece in pieces) == 40
     whole = [document.text for piece in pieces for document in source.documents(piece)]
-    assert whole == [example["text"].decode() for example in tfds.builder_from_directory(str(folder)).as_data_source("train")]
-    parts = [piece._replace(start=a, stop=b) for piece in pieces for a, b in itertools.pairwise([0, 5, piece.stop])]
+    assert whole == [
+        example["text"].decode()
+        for example in tfds.builder_from_directory(str(folder)).as_data_source("train")
+    ]
+    parts = [
+        piece._replace(start=a, stop=b)
+        for piece in pieces
+        for a, b in itertools.pairwise([0, 5, piece.stop])
+    ]
     assert [document.text for piece in parts for document in source.documents(piece)] == whole
 
 
 def test_by_name_among_what_is_on_disk(folder, monkeypatch):
     monkeypatch.setattr(tfds.core.constants, "DATA_DIR", str(folder.parents[1]))
-    assert [piece.path for piece in source.find("tiny:test", Options())] == sorted(map(str, folder.glob("*test*")))
+    assert [piece.path for piece in source.find("tiny:test", Options())] == sorted(
+        map(str, folder.glob("*test*"))
+    )
 
 
 def test_data_sets_that_can_not_be_used(folder, tmp_path, prepared):
     error = prepared.error(65, "--tfds", "no_such_set")
-    assert "no_such_set: is not a data set on disk (" in error and "tfds build no_such_set --file_format=array_record" in error
+    assert (
+        "no_such_set: is not a data set on disk (" in error
+        and "tfds build no_such_set --file_format=array_record" in error
+    )
     error = prepared.error(65, "--tfds", tmp_path)
     assert "or name its folder, the one with dataset_info.json." in error
     error = prepared.error(65, "--tfds", f"{folder}:valid")
@@ -78,7 +95,10 @@ def test_other_file_formats_and_damage(folder, tmp_path, prepared):
     info = (copy / "dataset_info.json").read_text()
     (copy / "dataset_info.json").write_text(info.replace("array_record", "tfrecord"))
     error = prepared.error(65, "--tfds", copy)
-    assert "is stored as tfrecord, which has no random access. Build it with --file_format=array_record." in error
+    assert (
+        "is stored as tfrecord, which has no random access. Build it with --file_format=array_record."
+        in error
+    )
     (copy / "dataset_info.json").write_text(info)
     torn = next(copy.glob("*train*-00001-of*"))
     torn.write_bytes(torn.read_bytes()[:70_000])

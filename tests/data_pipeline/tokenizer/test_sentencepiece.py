@@ -1,4 +1,5 @@
-"""SentencePiece models: agreement with the library, cuts, special tokens, and errors a user can act on."""
+"""SentencePiece models: agreement with the library, cuts, special tokens, and errors a user can act
+on."""
 
 import io
 import json
@@ -14,21 +15,46 @@ from hypothesis import strategies as st
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.tokenizer import SentencePieceTokenizer, base, load_tokenizer
 
-WORDS = ["the", "cat", "sat", "on", "mat", "didn't", "naïve", "東京", "return", "(self)", "x1", "b", "a1"]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "mat",
+    "didn't",
+    "naïve",
+    "東京",
+    "return",
+    "(self)",
+    "x1",
+    "b",
+    "a1",
+]
 
 
 def train(**changes):
     rng, model = random.Random(0), io.BytesIO()
     lines = [" ".join(rng.choices(WORDS, k=12)) for _ in range(200)]
     arguments = {"byte_fallback": True, "hard_vocab_limit": False, "minloglevel": 2} | changes
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=model, **arguments)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=model, **arguments
+    )
     return model.getvalue()
 
 
 # as Llama 2, Gemma, and T5 have them
-EXACT = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "model_type": "bpe", "vocab_size": 340}
+EXACT = {
+    "normalization_rule_name": "identity",
+    "remove_extra_whitespaces": False,
+    "model_type": "bpe",
+    "vocab_size": 340,
+}
 MODELS = {
-    "llama": train(**EXACT, user_defined_symbols=["<|im_start|>", "<|im_end|>", "<b>"], control_symbols=["<ctl>"]),
+    "llama": train(
+        **EXACT,
+        user_defined_symbols=["<|im_start|>", "<|im_end|>", "<b>"],
+        control_symbols=["<ctl>"],
+    ),
     "gemma": train(**EXACT, add_dummy_prefix=False, user_defined_symbols=["\n\n", "  "]),
     "t5": train(model_type="unigram", vocab_size=330),
     "no_bytes": train(model_type="unigram", vocab_size=70, byte_fallback=False),
@@ -38,9 +64,15 @@ TOKENIZERS = {name: SentencePieceTokenizer(model, name, {}) for name, model in M
 
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=60, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text(st.sampled_from("aZé1 \n\t.'東<b>s▁\u3000")))
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]))
+    | st.text(st.sampled_from("aZé1 \n\t.'東<b>s▁\u3000"))
+)
 def test_ids_and_text_are_the_library_s(name, text):
-    tokenizer, library = TOKENIZERS[name], sentencepiece.SentencePieceProcessor(model_proto=MODELS[name])
+    tokenizer, library = (
+        TOKENIZERS[name],
+        sentencepiece.SentencePieceProcessor(model_proto=MODELS[name]),
+    )
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and ids.tolist() == library.encode(text)
     assert tokenizer.decode(ids) == library.decode(ids.tolist())
@@ -61,7 +93,9 @@ def test_long_text_in_pieces_has_the_ids_of_the_whole(name, cuts, words):
 
 def test_models_that_reach_across_spaces_are_not_cut():
     across = SentencePieceTokenizer(train(**EXACT, split_by_whitespace=False), "across", {})
-    suffix = SentencePieceTokenizer(train(model_type="bpe", vocab_size=340, treat_whitespace_as_suffix=True), "suffix", {})
+    suffix = SentencePieceTokenizer(
+        train(model_type="bpe", vocab_size=340, treat_whitespace_as_suffix=True), "suffix", {}
+    )
     text = "the cat sat on the mat " * 3
     for tokenizer in (across, suffix):
         with pytest.MonkeyPatch.context() as patch:
@@ -97,7 +131,10 @@ def test_round_trip_through_one_file(tmp_path):
     (tmp_path / "small.model").write_bytes(MODELS["llama"])
     given = load_tokenizer(tmp_path / "small.model")
     assert (given.name, given.eod_id, given.vocab_size) == ("small", 2, len(given.inner))
-    added = {"4": {"content": "<|im_start|>", "special": True}, "5": {"content": "<|im_end|>", "special": True}}
+    added = {
+        "4": {"content": "<|im_start|>", "special": True},
+        "5": {"content": "<|im_end|>", "special": True},
+    }
     added |= {"6": {"content": "<b>", "special": False}}
     settings = {"eos_token": {"content": "<|im_end|>"}, "added_tokens_decoder": added}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -109,8 +146,15 @@ def test_round_trip_through_one_file(tmp_path):
         (tmp_path / "out").mkdir(exist_ok=True)
         tokenizer.save(tmp_path / "out")
         again = load_tokenizer(tmp_path / "out")
-        assert (again.sha256, again.eod_id, again.special) == (tokenizer.sha256, tokenizer.eod_id, tokenizer.special)
-        assert again.encode("the cat<|im_end|>").tolist() == tokenizer.encode("the cat<|im_end|>").tolist()
+        assert (again.sha256, again.eod_id, again.special) == (
+            tokenizer.sha256,
+            tokenizer.eod_id,
+            tokenizer.special,
+        )
+        assert (
+            again.encode("the cat<|im_end|>").tolist()
+            == tokenizer.encode("the cat<|im_end|>").tolist()
+        )
 
 
 def test_characters_without_an_id_are_told():
@@ -129,21 +173,43 @@ def test_characters_without_an_id_are_told():
         (MODELS["t5"], "{", "tokenizer_config.json beside it is not JSON"),
         (MODELS["t5"], '{"eos_token": "<absent>"}', "it has no token '<absent>'"),
         (MODELS["t5"], '{"eos_token": 3}', "eos_token of tokenizer_config.json is 3, not a token"),
-        (MODELS["t5"], '{"added_tokens_decoder": {"9": {"content": "<x>", "special": true}}}', "gives '<x>' another id"),
-        (MODELS["t5"], '{"added_tokens_decoder": {"999": {"content": "<x>"}}}', "adds '<x>' to be found in text"),
-        (MODELS["t5"], '{"added_tokens_decoder": {"99999999": {"content": "<x>", "special": true}}}', "has the id 99999999"),
-        (MODELS["t5"], '{"added_tokens_decoder": []}', "added_tokens_decoder of tokenizer_config.json is not an object"),
+        (
+            MODELS["t5"],
+            '{"added_tokens_decoder": {"9": {"content": "<x>", "special": true}}}',
+            "gives '<x>' another id",
+        ),
+        (
+            MODELS["t5"],
+            '{"added_tokens_decoder": {"999": {"content": "<x>"}}}',
+            "adds '<x>' to be found in text",
+        ),
+        (
+            MODELS["t5"],
+            '{"added_tokens_decoder": {"99999999": {"content": "<x>", "special": true}}}',
+            "has the id 99999999",
+        ),
+        (
+            MODELS["t5"],
+            '{"added_tokens_decoder": []}',
+            "added_tokens_decoder of tokenizer_config.json is not an object",
+        ),
     ],
 )
 def test_bad_files_say_what_to_do(tmp_path, content, settings, message):
     (tmp_path / "x.model").write_bytes(content)
     (tmp_path / "tokenizer_config.json").write_text(settings)
-    with pytest.raises(DataError, match=f"x.model: is not usable.*{message}.*Name a tokenizer.json, a SentencePiece .model"):
+    with pytest.raises(
+        DataError,
+        match=f"x.model: is not usable.*{message}.*Name a tokenizer.json, a SentencePiece .model",
+    ):
         load_tokenizer(tmp_path / "x.model")
 
 
 def test_missing_package_names_its_extra(tmp_path, monkeypatch):
     (tmp_path / "x.model").write_bytes(MODELS["t5"])
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(UsageError, match=r"tokenizer x: needs sentencepiece.*pip install 'maxtrain\[sentencepiece\]'"):
+    with pytest.raises(
+        UsageError,
+        match=r"tokenizer x: needs sentencepiece.*pip install 'maxtrain\[sentencepiece\]'",
+    ):
         load_tokenizer(tmp_path / "x.model")

@@ -1,4 +1,5 @@
-"""tiktoken's files of ranks: agreement with the library, what such a file lacks, and errors a user can act on."""
+"""tiktoken's files of ranks: agreement with the library, what such a file lacks, and errors a user
+can act on."""
 
 import base64
 import json
@@ -16,7 +17,9 @@ from data_pipeline.errors import DataError, UsageError
 from data_pipeline.tokenizer import TiktokenTokenizer, base, load_tokenizer
 from data_pipeline.tokenizer.tiktoken import ENCODINGS, PATTERNS
 
-RANKS = bpe_train("the cat sat on the mat, the dog didn't " * 9, 274, PATTERNS["cl100k"], visualise=None)
+RANKS = bpe_train(
+    "the cat sat on the mat, the dog didn't " * 9, 274, PATTERNS["cl100k"], visualise=None
+)
 CONTENT = b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in RANKS.items())
 SPECIAL = {"<|endoftext|>": 300, "<|im_start|>": 301, "<|im_end|>": 302}
 TOKENIZERS = {name: TiktokenTokenizer(CONTENT, name, name, SPECIAL) for name in PATTERNS}
@@ -32,10 +35,15 @@ def test_what_is_known_of_public_encodings_is_the_library_s(monkeypatch):
 
 @pytest.mark.parametrize("name", PATTERNS)
 @settings(max_examples=60, deadline=None)
-@given(text=st.text(st.characters(exclude_categories=["Cs"])) | st.text(st.sampled_from("aZé1 \n\r\t.'s_\u3000\x1c")))
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"]))
+    | st.text(st.sampled_from("aZé1 \n\r\t.'s_\u3000\x1c"))
+)
 def test_ids_and_text_are_the_library_s_cut_or_not(name, text):
     tokenizer = TOKENIZERS[name]
-    library = tiktoken.Encoding(name, pat_str=PATTERNS[name], mergeable_ranks=RANKS, special_tokens=SPECIAL)
+    library = tiktoken.Encoding(
+        name, pat_str=PATTERNS[name], mergeable_ranks=RANKS, special_tokens=SPECIAL
+    )
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and ids.tolist() == library.encode_ordinary(text)
     assert tokenizer.decode(ids) == text and tokenizer._divisible
@@ -48,7 +56,9 @@ def test_text_cannot_forge_special_tokens_and_templates_write_them():
     tokenizer, text = TOKENIZERS["cl100k"], "the<|endoftext|> cat<|im_end|>"
     ids = tokenizer.encode(text)
     assert ids.max() < 300 and tokenizer.decode([*ids, 300, 299, 5000]) == text
-    ids, mask = tokenizer.encode_spans([("<|im_start|>user\n🙂", False), ("東京<|im_end|>", True), ("\n", False)])
+    ids, mask = tokenizer.encode_spans(
+        [("<|im_start|>user\n🙂", False), ("東京<|im_end|>", True), ("\n", False)]
+    )
     assert ids[0] == 301 and ids[mask][-1] == 302 and tokenizer.decode(ids) == "user\n🙂東京\n"
     assert tokenizer.decode(ids[mask]) == "東京" and mask.sum() == len("東京".encode()) + 1
     assert [len(part) for part in tokenizer.encode_spans([])] == [0, 0]
@@ -65,18 +75,22 @@ def test_spaces_beyond_what_the_library_s_matcher_can_do():
         tokenizer.inner.encode_to_numpy(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     short = "the" + " " * 1000 + "cat\n"
-    assert [i for part in tokenizer._split(short) for i in tokenizer.inner._encode_single_piece(part)] == tokenizer.encode(
-        short
-    ).tolist()
+    assert [
+        i for part in tokenizer._split(short) for i in tokenizer.inner._encode_single_piece(part)
+    ] == tokenizer.encode(short).tolist()
 
 
 def test_round_trip_through_one_file_and_names_of_patterns(tmp_path):
     (tmp_path / "own.tiktoken").write_bytes(CONTENT)
-    (tmp_path / "own.tiktoken.json").write_text(json.dumps({"pattern": "o200k", "special_tokens": SPECIAL}))
+    (tmp_path / "own.tiktoken.json").write_text(
+        json.dumps({"pattern": "o200k", "special_tokens": SPECIAL})
+    )
     tokenizer = load_tokenizer(tmp_path / "own.tiktoken")
     assert (tokenizer.name, tokenizer.eod_id, tokenizer.vocab_size) == ("own", 300, 303)
     assert tokenizer.sha256 == TOKENIZERS["o200k"].sha256 != TOKENIZERS["cl100k"].sha256
-    (tmp_path / "own.tiktoken.json").write_text(json.dumps({"pattern": PATTERNS["o200k"], "special_tokens": SPECIAL}))
+    (tmp_path / "own.tiktoken.json").write_text(
+        json.dumps({"pattern": PATTERNS["o200k"], "special_tokens": SPECIAL})
+    )
     assert load_tokenizer(tmp_path / "own.tiktoken").sha256 == tokenizer.sha256
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     tokenizer = load_tokenizer(tmp_path / "own.tiktoken")
@@ -90,7 +104,9 @@ def test_round_trip_through_one_file_and_names_of_patterns(tmp_path):
     assert load_tokenizer(tmp_path / "cl100k_base.tiktoken").eod_id == 100257
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.model").write_bytes(CONTENT)
-    (tmp_path / "tokenizer.model.json").write_text(json.dumps({"pattern": "cl100k", "special_tokens": SPECIAL}))
+    (tmp_path / "tokenizer.model.json").write_text(
+        json.dumps({"pattern": "cl100k", "special_tokens": SPECIAL})
+    )
     assert load_tokenizer(tmp_path).sha256 == TOKENIZERS["cl100k"].sha256
 
 
@@ -100,19 +116,55 @@ LESS = CONTENT.replace(base64.b64encode(b"z") + b" ", base64.b64encode(b"zzz") +
 @pytest.mark.parametrize(
     ("content", "changes", "message"),
     [
-        (CONTENT, None, r"does not say how text is split.*Write x.tiktoken.json beside it, such as .*pattern is r50k, cl100k"),
+        (
+            CONTENT,
+            None,
+            r"does not say how text is split.*Write x.tiktoken.json beside it, such as .*pattern is r50k, cl100k",
+        ),
         (CONTENT, [], "x.tiktoken.json must be"),
         (CONTENT, {"pattern": "cl100k"}, "x.tiktoken.json must be"),
-        (CONTENT, {"pattern": "(", "special_tokens": {}}, r"not a regular expression.*Name a tokenizer.json"),
-        (CONTENT, {"pattern": "[a-z]+", "special_tokens": {}}, r"leaves out characters of a text.*Name a tokenizer.json"),
+        (
+            CONTENT,
+            {"pattern": "(", "special_tokens": {}},
+            r"not a regular expression.*Name a tokenizer.json",
+        ),
+        (
+            CONTENT,
+            {"pattern": "[a-z]+", "special_tokens": {}},
+            r"leaves out characters of a text.*Name a tokenizer.json",
+        ),
         (CONTENT, {"pattern": 3, "special_tokens": {}}, r"the pattern must be text"),
-        (CONTENT, {"pattern": "r50k", "special_tokens": {"<x>": "1"}}, r"'<x>' has the id '1', not an integer"),
-        (CONTENT, {"pattern": "r50k", "special_tokens": {"<x>": 1 << 40}}, r"'<x>' has the id 1099511627776, not an integer"),
-        (CONTENT + b"enp6eg== 99999999999\n", {"pattern": "r50k", "special_tokens": {}}, r"rank outside \[0, 16,777,216\)"),
+        (
+            CONTENT,
+            {"pattern": "r50k", "special_tokens": {"<x>": "1"}},
+            r"'<x>' has the id '1', not an integer",
+        ),
+        (
+            CONTENT,
+            {"pattern": "r50k", "special_tokens": {"<x>": 1 << 40}},
+            r"'<x>' has the id 1099511627776, not an integer",
+        ),
+        (
+            CONTENT + b"enp6eg== 99999999999\n",
+            {"pattern": "r50k", "special_tokens": {}},
+            r"rank outside \[0, 16,777,216\)",
+        ),
         (CONTENT, {"pattern": "r50k", "special_tokens": []}, r"is not usable"),
-        (CONTENT, {"pattern": "r50k", "special_tokens": {"<x>": 5}}, r"two tokens have the same id"),
-        (CONTENT + b"eno= 5\n", {"pattern": "r50k", "special_tokens": {}}, r"two tokens have the same id|line \d+ is not"),
-        (CONTENT + b"text\n", {"pattern": "r50k", "special_tokens": {}}, r"line \d+ is not a token in base64 and its rank"),
+        (
+            CONTENT,
+            {"pattern": "r50k", "special_tokens": {"<x>": 5}},
+            r"two tokens have the same id",
+        ),
+        (
+            CONTENT + b"eno= 5\n",
+            {"pattern": "r50k", "special_tokens": {}},
+            r"two tokens have the same id|line \d+ is not",
+        ),
+        (
+            CONTENT + b"text\n",
+            {"pattern": "r50k", "special_tokens": {}},
+            r"line \d+ is not a token in base64 and its rank",
+        ),
         (LESS, {"pattern": "r50k", "special_tokens": {}}, r"no token for the byte 0x7A"),
     ],
 )
