@@ -33,7 +33,7 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
 from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
 from maxtrain.models.decoder import Decoder
-from maxtrain.models.layers import KVCache
+from maxtrain.models.stack import Caches, cache_columns
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import batch_shards, constrain
@@ -89,7 +89,7 @@ class _State(NamedTuple):
     before: Int[Array, " B"]  # tokens of each row that were made in earlier windows
     tokens: Int[Array, "B N"]  # new ones, `step` of each row
     step: Int[Array, ""]
-    cache: KVCache
+    cache: Caches
 
 
 def generate(
@@ -302,7 +302,7 @@ def _decode(
 ) -> _State:
     """Tokens one by one, until there are `limit` of each row."""
     model: Decoder = nnx.merge(graphdef, params)
-    segments = _segments(state.starts, state.cache.k.shape[2])
+    segments = _segments(state.starts, cache_columns(state.cache))
 
     def one(step: Array, s: _State) -> _State:
         last, column = jax.lax.dynamic_slice_in_dim(s.tokens, step - 1, 1, axis=1), width + step - 1

@@ -1,6 +1,8 @@
 """Runs that were begun when defaults were others go on to the same bits, and say what they keep."""
 
+import json
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,64 @@ def test_a_run_goes_on_without_a_tracker_whose_package_is_missing(folder, monkey
     assert (
         "tensorboard --logdir" not in said and len(read_metrics(folder / "runs" / "untracked")) == 2
     )
+
+
+FORMAT_3 = Path(__file__).parent / "data" / "formats" / "run-of-format-3.tar.gz"
+OPTIONS = {
+    "adamw": [],
+    "muon": [
+        "optimizer.name=muon",
+        "optimizer.ema_decay=0.9",
+        "optimizer.groups.slow.pattern=mlp",
+        "optimizer.groups.slow.lr_factor=0.5",
+    ],
+    "adafactor": [
+        "optimizer.name=adafactor",
+        "model.tie_embeddings=true",
+        "model.family=qwen3",
+        "precision.compute=float16",
+        "optimizer.no_decay=['norm']",
+    ],
+}
+
+
+@pytest.fixture
+def format_3(tmp_path, monkeypatch) -> Path:
+    """Three runs of three steps, beside their data, and the numbers of all six steps as the version
+    that began them made them."""
+    with tarfile.open(FORMAT_3) as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def go_on(name, *overrides):
+    words = ["config=tiny.yaml", f"run_name={name}", *OPTIONS[name], *overrides]
+    return main(load_config(words))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_run_of_format_3_goes_on_to_the_same_bits(format_3, name):
+    assert go_on(name) == 0
+    made = []
+    for record in read_metrics(format_3 / "runs" / name):
+        if record["kind"] == "train":
+            norms = [record["loss"].hex(), record["grad_norm"].hex()]
+            made.append([record["step"], *norms, record["params_hash"]])
+    assert made == json.loads((format_3 / "numbers.json").read_text())[name]
+    saved = saved_digests(format_3 / "runs" / name / "checkpoints")
+    assert saved[3].keys() == saved[6].keys()
+    assert "params.layers.0.attention.q.kernel" in saved[3]
+
+
+def test_weights_of_a_run_of_format_3_begin_another(format_3, capsys):
+    begun = ("run_name=next", "checkpoint.init_from=runs/adamw", "steps=1")
+    assert main(load_config(["config=tiny.yaml", *begun, "schedule.warmup_steps=0"])) == 0
+    assert "12 of 12 parameters loaded" in capsys.readouterr().out
+
+
+def test_a_pattern_of_old_names_is_refused_with_those_of_now(format_3, capsys):
+    assert go_on("adamw", "optimizer.no_decay=['layers.mlp.up']") == 78
+    said = " ".join(capsys.readouterr().err.split())
+    assert "optimizer.no_decay=layers.mlp.up matches no parameter." in said
+    assert "layers.0.mlp.up.kernel" in said

@@ -250,10 +250,13 @@ def flip(folder, step, leaf):
 
 
 def test_a_flipped_bit_of_the_checkpoint_it_begins_with_is_found_and_named(dense, capsys):
-    flip(dense, 8, "params.layers.mlp.up")
+    flip(dense, 8, "params.layers.0.mlp.up.kernel")
     code, text = replayed(dense, "10:20", capsys)
     assert code == 70
-    assert "the checkpoint of step 8 does not hold what was saved: params.layers.mlp.up\n" in text
+    assert (
+        "the checkpoint of step 8 does not hold what was saved: params.layers.0.mlp.up.kernel\n"
+        in text
+    )
     assert "step 8 is the first that differs" in text and "params_hash" in text
     assert f"Remove {dense / 'checkpoints' / '00000008'}, so that nothing goes on from it." in text
 

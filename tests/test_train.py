@@ -277,9 +277,9 @@ def test_interrupted_and_killed_is_as_never_stopped(config, finished):
         ),
         (
             ["model.mlp_dim=96"],
-            r"params\.layers\.mlp\.up +float32\[2, 32, 64\] +float32\[2, 32, 96\]",
+            r"params\.layers\.0\.mlp\.up\.kernel +float32\[2, 32, 64\] +float32\[2, 32, 96\]",
         ),
-        (["model.tie_embeddings=true"], r"params\.head +float32\[32, 257\] +missing"),
+        (["model.tie_embeddings=true"], r"params\.head\.kernel +float32\[32, 257\] +missing"),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "-",
 )

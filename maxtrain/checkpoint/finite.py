@@ -21,7 +21,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 def must_be_finite(name: str) -> bool:
-    """Whether an array of a training state, such as `params.layers.mlp.up`, is worthless with a NaN
+    """Whether an array of a training state, such as `params.layers.0.mlp.up.kernel`, is worthless with a NaN
     or infinity in it.
 
     Weights, their averages and moments are. What judges steps is not: it holds infinity where it

@@ -6,6 +6,7 @@ without side effects. An array that has another name now is moved in `commit["ar
 under `stored` by which name the files have it.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,10 +33,36 @@ def _of_no_run(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
     return commit, record
 
 
+def rename_arrays(commit: Entries, names: dict[str, str]) -> Entries:
+    """For migrations: the commit record with arrays under new names, given the new one of each old
+    one."""
+    moved = {
+        names.get(name, name): {"stored": name} | array for name, array in commit["arrays"].items()
+    }
+    return commit | {"arrays": moved}
+
+
+_LAYER = re.compile(r"(^|\.)layers\.(?=(attention|mlp)(_norm)?\.)")
+_LAYER_MATRIX = re.compile(r"((^|\.)layers\.0\.(attention\.[qkvo]|mlp\.(gate|up|down)))(?=\.|$)")
+_HEAD = re.compile(r"(^|\.)head(?=\.|$)")
+
+
+def _plain_names(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
+    """Format 3 had `layers.attention.q` for `layers.0.attention.q.kernel`, and `head` for
+    `head.kernel`; so had whatever the optimizer keeps of each."""
+    names = {}
+    for name in commit.get("arrays", {}):
+        new = _LAYER.sub(r"\1layers.0.", name)
+        new = _LAYER_MATRIX.sub(r"\1.kernel", new)
+        names[name] = _HEAD.sub(r"\1head.kernel", new)
+    return rename_arrays(commit, names), record
+
+
 # From n to n + 1.
 MIGRATIONS: dict[int, Callable[[Entries, Entries], tuple[Entries, Entries]]] = {
     1: _without_hashes,
     2: _of_no_run,
+    3: _plain_names,
 }
 
 
@@ -45,12 +72,3 @@ def migrate(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
         commit, record = MIGRATIONS[number](commit, record)
         commit = commit | {"format": number + 1}
     return commit, record
-
-
-def rename_arrays(commit: Entries, names: dict[str, str]) -> Entries:
-    """For migrations: the commit record with arrays under new names, given the new one of each old
-    one."""
-    moved = {
-        names.get(name, name): {"stored": name} | array for name, array in commit["arrays"].items()
-    }
-    return commit | {"arrays": moved}

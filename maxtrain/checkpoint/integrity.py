@@ -24,7 +24,9 @@ from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
 from maxtrain.checkpoint.record import wrong_type
 
-FORMAT = 3  # 1 had only the sizes of files; 2 did not say whether arrays are finite, nor of which run they are
+# 1 had only the sizes of files; 2 did not say whether arrays are finite, nor of which run they are;
+# 3 had layers without the number of their place, and matrices without `.kernel`.
+FORMAT = 4
 BLOCK_BYTES = 64 << 20  # hashed at once; files of gigabytes are hashed by several threads
 CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
 SMALL_FILES = ("record.json",)

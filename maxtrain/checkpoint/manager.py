@@ -590,7 +590,7 @@ def put_aside(damage: DamagedError) -> None:
 
 
 def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
-    """Names such as `params.layers.kernel`, leaves, and the tree's definition."""
+    """Names such as `params.layers.0.mlp.up.kernel`, leaves, and the tree's definition."""
     leaves, treedef = jax.tree.flatten(tree)
     names = leaf_names(tree)
     assert len(set(names)) == len(names), "two leaves have the same name"

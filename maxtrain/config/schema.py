@@ -132,7 +132,7 @@ class RegularizationConfig:
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
     """Parameters that are updated in another way, chosen by their paths, such as
-    `layers.attention.q`."""
+    `layers.0.attention.q.kernel`."""
 
     pattern: str = key(
         "",

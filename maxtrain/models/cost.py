@@ -3,7 +3,8 @@
 from typing import NamedTuple
 
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.init import head_dim
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.specs import StackSpec
 
 
 class TokenFlops(NamedTuple):
@@ -23,22 +24,32 @@ def token_flops(config: ModelConfig, length: int) -> TokenFlops:
     """Of matrix products only, with vocab_size known, in rows of `length` tokens, over which
     attention reaches."""
     assert config.vocab_size is not None
-    D, F, H, N, K = (
-        config.embed_dim,
-        config.mlp_dim,
-        head_dim(config),
-        config.num_heads,
-        config.num_kv_heads,
-    )
-    weights = (
-        config.num_layers * (D * H * (N + 2 * K) + N * H * D + 3 * D * F) + D * config.vocab_size
-    )
-    attention = (
-        config.num_layers * 2 * N * H * length
-    )  # scores, and weighted values: one multiply-add each
-    return TokenFlops(
-        6.0 * (weights + attention), 6.0 * (weights + attention * (length + 1) / (2 * length))
-    )
+    stack = FAMILIES[config.family].stack(config)
+    return stack_flops(stack, config.embed_dim, config.vocab_size, length)
+
+
+def stack_flops(stack: StackSpec, embed_dim: int, vocab_size: int, length: int) -> TokenFlops:
+    """As `token_flops`, of any layers; a window bounds what attention reaches."""
+    D = embed_dim
+    weights = D * vocab_size
+    # Of a whole row, so that all sums are whole numbers.
+    square = 0
+    causal = 0
+    for layer in stack.layers():
+        heads = layer.mixer.num_heads
+        kv_heads = layer.mixer.num_kv_heads
+        size = layer.mixer.head_dim
+        weights += D * size * (heads + 2 * kv_heads)
+        weights += heads * size * D
+        weights += 3 * D * layer.mlp.width
+        reach = length
+        if layer.window is not None:
+            reach = min(layer.window, length)
+        # Scores, and weighted values: one multiply-add each.
+        square += 2 * heads * size * length * reach
+        seen = reach * (reach + 1) // 2 + (length - reach) * reach
+        causal += 2 * heads * size * seen
+    return TokenFlops(6.0 * (weights + square / length), 6.0 * (weights + causal / length))
 
 
 def sequence_cost(config: ModelConfig) -> tuple[float, float]:

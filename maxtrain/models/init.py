@@ -6,14 +6,14 @@ that the best learning rate stays where it is:
 
     role                        deviation   Adam   SGD     folded
     embedding                   1           1      1 / m   1
-    norm (vectors)                          1      1 / m   1
+    norm, bias (vectors)                    1      1 / m   1
     tied_norm                               1      1 / m   m      before a head that is the
                                             embedding
     head                        1           1      1 / m   m
     hidden                      sqrt(m)     m      1       1
-    query, query_norm           as above                   c      scores by 1 / head_dim instead of
-                                its root
-    residual                    as above                   d      what is added to the residual
+    query, query_norm,          as above                   c      scores by 1 / head_dim instead of
+    query_bias                                                    its root
+    residual, residual_bias     as above                   d      what is added to the residual
                                 stream
 
 m is base width / width, c the root of base head_dim / head_dim, d base depth / depth; deviations
@@ -40,18 +40,24 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from maxtrain.config.schema import InitConfig, ModelConfig
+from maxtrain.models.specs import head_dim
 from maxtrain.parallel.sharding import Axes
 
 Role = Literal[
-    "embedding", "norm", "tied_norm", "head", "hidden", "query", "query_norm", "residual"
+    "embedding",
+    "norm",
+    "tied_norm",
+    "head",
+    "hidden",
+    "query",
+    "query_norm",
+    "residual",
+    "bias",
+    "query_bias",
+    "residual_bias",
 ]
 WIDE = ("hidden", "query", "residual")  # both fans grow with the width
 STACKED = ("layers", "exp")  # dims of many matrices, not of one
-
-
-def head_dim(config: ModelConfig) -> int:
-    """H: given, or embed_dim / num_heads."""
-    return config.head_dim or config.embed_dim // config.num_heads
 
 
 def fans(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -86,7 +92,9 @@ def _folded(role: Role, ratios: _Ratios) -> float:
         "tied_norm": width,
         "query": head,
         "query_norm": head,
+        "query_bias": head,
         "residual": depth,
+        "residual_bias": depth,
     }.get(role, 1.0)
 
 
@@ -152,6 +160,16 @@ class Initializer(NamedTuple):
         """The scale of a norm: 1, and what is folded into it."""
         value = _folded(role, _ratios(self.config, self.model))
         return nnx.Param(jnp.full((size,), value, self.dtype), axes=("norm",), role=role)
+
+    def bias(self, shape: tuple[int, ...], axes: Axes, role: Role) -> nnx.Param:
+        """The bias of a product whose matrix has this role: 0, and trained like it where something
+        is folded in."""
+        own: Role = "bias"
+        if role == "query":
+            own = "query_bias"
+        if role == "residual":
+            own = "residual_bias"
+        return nnx.Param(jnp.zeros(shape, self.dtype), axes=axes, role=own)
 
     def deviation(self, shape: tuple[int, ...], axes: Axes, role: Role) -> float:
         """Standard deviation of a matrix's values."""

@@ -1,10 +1,11 @@
 """The blocks of a decoder. Parameters carry the logical names of their dims as `axes`; layers stack
 a leading dim on top.
 
-Every matrix product goes through ops.einsum.matmul, so that one place decides its precision.
+Every matrix product with a weight is a Linear, so that one place decides its precision.
 Activations between blocks are float32.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -12,23 +13,29 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Key
 
-from maxtrain.config.schema import ModelConfig, RegularizationConfig
-from maxtrain.models.init import Initializer, Role, head_dim
+from maxtrain.config.schema import RegularizationConfig
+from maxtrain.models.init import Initializer, Role
+from maxtrain.models.linear import Linear
+from maxtrain.models.specs import LayerSpec, RopeSpec
 from maxtrain.ops.attention import Dropout, attention, with_cache
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.dot import Recipe
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
-from maxtrain.ops.einsum import matmul
 from maxtrain.ops.norm import rms_norm
 from maxtrain.ops.rope import apply_rope
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import constrain
 
 # Places that have their own random numbers; layers count from 0, and their blocks too.
-_EMBEDDING, _NOISE, _WEIGHTS, _DEPTH = 1_000_000, 1_000_001, 1_000_002, 1_000_003
+_EMBEDDING = 1_000_000
+_NOISE = 1_000_001
+_WEIGHTS = 1_000_002
+_DEPTH = 1_000_003
 
 
 class KVCache(NamedTuple):
-    """Keys and values of the columns seen so far, for generation; one layer's, or all layers'
-    stacked on dim 0."""
+    """Keys and values of the columns seen so far, for generation; one layer's, or those of the
+    layers at one place of the period, stacked on dim 0."""
 
     k: Float[Array, "*L B S K H"]
     v: Float[Array, "*L B S K H"]
@@ -54,20 +61,38 @@ class Noise(NamedTuple):
     def added(self, x: Float[Array, "B T D"], place: int) -> Float[Array, "B T D"]:
         """What block number `place` of a layer adds to the residual stream, with dropout and
         stochastic depth."""
-        keys, rate = fold(self.keys, place), self.config.stochastic_depth
+        keys = fold(self.keys, place)
+        rate = self.config.stochastic_depth
         x = dropout(x, keys, self.config.residual_dropout)
-        return drop_rows(x, fold(keys, _DEPTH), rate * self.depth) if rate else x
+        if rate:
+            x = drop_rows(x, fold(keys, _DEPTH), rate * self.depth)
+        return x
+
+
+class Rotation(NamedTuple):
+    """How rotary positions turn the heads of each token."""
+
+    cos: Float[Array, "B T F"]
+    sin: Float[Array, "B T F"]
 
 
 class Context(NamedTuple):
     """What every layer of one forward pass shares."""
 
-    cos: Float[Array, "B T F"]
-    sin: Float[Array, "B T F"]
+    rotations: Mapping[RopeSpec, Rotation]
     mask: Mask
     noise: Noise | None = None  # in training; in a layer its own
     # Where in the cache, if there is one, the keys of this pass are written: how many are in it.
     cached: Int[Array, ""] | int = 0
+
+
+class LayerOut(NamedTuple):
+    """What a layer gives back."""
+
+    x: Float[Array, "B T D"]
+    cache: KVCache | None
+    terms: dict[str, Sum]  # of the loss, such as the balance of experts
+    stats: dict[str, Sum]  # what is recorded
 
 
 class RMSNorm(nnx.Module):
@@ -81,109 +106,153 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
 
+def _norm(
+    spec: LayerSpec, what: str, size: int, init: Initializer, role: Role = "norm"
+) -> RMSNorm | None:
+    """The norm of one thing in a layer, if its spec has one."""
+    if what not in spec.norms:
+        return None
+    return RMSNorm(size, spec.norm_eps, init, role)
+
+
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions; with `qk_norm`, each query and key head is
-    normalised before rope; with a `window`, a query sees that many columns, its own the last."""
+    """Grouped-query attention with rotary positions.
+
+    Args:
+        spec: heads, window, positions, and what has norms and biases.
+        embed_dim: D.
+        kernel: of ops.attention.
+        init: draws the weights.
+        compute: type of the inputs of products.
+        rngs: stream `params`.
+    """
 
     def __init__(
         self,
-        config: ModelConfig,
-        qk_norm: bool,
+        spec: LayerSpec,
+        embed_dim: int,
+        kernel: str,
         init: Initializer,
         compute: str,
         rngs: nnx.Rngs,
-        window: int | None = None,
     ):
-        D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, head_dim(config)
-        self.q = init.matrix(
-            rngs.params(),
-            (D, N, H),
-            ("embed", "heads", "head_dim"),
-            "hidden" if qk_norm else "query",
-        )
-        self.k = init.matrix(rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"))
-        self.v = init.matrix(rngs.params(), (D, K, H), ("embed", "kv_heads", "head_dim"))
-        self.o = init.matrix(rngs.params(), (N, H, D), ("heads", "head_dim", "embed"), "residual")
-        self.q_norm = RMSNorm(H, config.norm_eps, init, "query_norm") if qk_norm else None
-        self.k_norm = RMSNorm(H, config.norm_eps, init) if qk_norm else None
-        self.kernel = config.attention
+        size = spec.mixer.head_dim
+        width = {"embed": embed_dim}
+        heads = {"heads": spec.mixer.num_heads, "head_dim": size}
+        kv_heads = {"kv_heads": spec.mixer.num_kv_heads, "head_dim": size}
+        recipe = Recipe.of(compute)
+        # The scale of muP is folded into what the scores are made of last.
+        query_role: Role = "hidden" if "query" in spec.norms else "query"
+        biases = spec.biases
+        self.q = Linear(rngs.params(), width, heads, init, recipe, query_role, "q" in biases)
+        self.k = Linear(rngs.params(), width, kv_heads, init, recipe, bias="k" in biases)
+        self.v = Linear(rngs.params(), width, kv_heads, init, recipe, bias="v" in biases)
+        self.o = Linear(rngs.params(), heads, width, init, recipe, "residual", "o" in biases)
+        self.q_norm = _norm(spec, "query", size, init, "query_norm")
+        self.k_norm = _norm(spec, "key", size, init)
+        self.rope = spec.rope
+        self.window = spec.window
+        self.kernel = kernel
         self.compute = compute
-        self.window = window
-
-    def _heads(self, x: Array, w: nnx.Param, axis: str) -> Array:
-        """[B, T, D] by [D, N, H] -> [B, T, N, H]; the matrix product itself is two-dimensional,
-        which is faster."""
-        D, N, H = w.shape
-        out = matmul(x, w[...].reshape(D, N * H), self.compute).reshape(*x.shape[:-1], N, H)
-        return constrain(out, "activation_batch", "activation_length", axis, "head_dim")
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        q = self._heads(x, self.q, "heads")
-        k = self._heads(x, self.k, "kv_heads")
-        v = self._heads(x, self.v, "kv_heads")
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, context.cos, context.sin), apply_rope(k, context.cos, context.sin)
+        q = constrain(self.q(x), "activation_batch", "activation_length", "heads", "head_dim")
+        k = constrain(self.k(x), "activation_batch", "activation_length", "kv_heads", "head_dim")
+        v = constrain(self.v(x), "activation_batch", "activation_length", "kv_heads", "head_dim")
+        if self.q_norm is not None:
+            q = self.q_norm(q)
+        if self.k_norm is not None:
+            k = self.k_norm(k)
+        if self.rope is not None:
+            rotation = context.rotations[self.rope]
+            q = apply_rope(q, rotation.cos, rotation.sin)
+            k = apply_rope(k, rotation.cos, rotation.sin)
+        kernel = self.kernel
         if cache is not None:
             start = (0, context.cached, 0, 0)
             cache = KVCache(
                 jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start),
                 jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
             )
-            k, v = cache
-        noise, dropout = context.noise, None
+            k = cache.k
+            v = cache.v
+            kernel = with_cache(kernel)
+        dropout = None
+        noise = context.noise
         if noise is not None and noise.config.attention_dropout:
             dropout = Dropout(fold(noise.keys, _WEIGHTS), noise.config.attention_dropout)
-        out = attention(
-            q,
-            k,
-            v,
-            context.mask.within(self.window),
-            kernel=self.kernel if cache is None else with_cache(self.kernel),
-            dtype=self.compute,
-            dropout=dropout,
-        )
-        N, H, D = self.o.shape
-        return matmul(
-            out.reshape(*out.shape[:-2], N * H), self.o[...].reshape(N * H, D), self.compute
-        ), cache
+        mask = context.mask.within(self.window)
+        out = attention(q, k, v, mask, kernel=kernel, dtype=self.compute, dropout=dropout)
+        return self.o(out), cache
 
 
 class SwiGLU(nnx.Module):
     """Gated feed-forward: (silu(x gate) * (x up)) down. Source: Shazeer 2020,
     https://arxiv.org/abs/2002.05202."""
 
-    def __init__(self, config: ModelConfig, init: Initializer, compute: str, rngs: nnx.Rngs):
-        D, F = config.embed_dim, config.mlp_dim
-        self.gate = init.matrix(rngs.params(), (D, F), ("embed", "mlp"))
-        self.up = init.matrix(rngs.params(), (D, F), ("embed", "mlp"))
-        self.down = init.matrix(rngs.params(), (F, D), ("mlp", "embed"), "residual")
-        self.compute = compute
+    def __init__(
+        self,
+        spec: LayerSpec,
+        embed_dim: int,
+        init: Initializer,
+        compute: str,
+        rngs: nnx.Rngs,
+    ):
+        width = {"embed": embed_dim}
+        units = {"mlp": spec.mlp.width}
+        recipe = Recipe.of(compute)
+        biases = spec.biases
+        self.gate = Linear(rngs.params(), width, units, init, recipe, bias="gate" in biases)
+        self.up = Linear(rngs.params(), width, units, init, recipe, bias="up" in biases)
+        self.down = Linear(rngs.params(), units, width, init, recipe, "residual", "down" in biases)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up = matmul(x, self.gate[...], self.compute), matmul(x, self.up[...], self.compute)
+        gate = self.gate(x)
+        up = self.up(x)
         hidden = constrain(jax.nn.silu(gate) * up, "activation_batch", "activation_length", "mlp")
-        return matmul(hidden, self.down[...], self.compute)
+        return self.down(hidden)
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream after."""
+    """Attention and feed-forward, each normalised before and added to the residual stream after.
+
+    Args:
+        as of `Attention`.
+    """
 
     def __init__(
-        self, config: ModelConfig, qk_norm: bool, init: Initializer, compute: str, rngs: nnx.Rngs
+        self,
+        spec: LayerSpec,
+        embed_dim: int,
+        kernel: str,
+        init: Initializer,
+        compute: str,
+        rngs: nnx.Rngs,
     ):
-        self.attention_norm = RMSNorm(config.embed_dim, config.norm_eps, init)
-        self.attention = Attention(config, qk_norm, init, compute, rngs)
-        self.mlp_norm = RMSNorm(config.embed_dim, config.norm_eps, init)
-        self.mlp = SwiGLU(config, init, compute, rngs)
+        self.attention_norm = _norm(spec, "attention", embed_dim, init)
+        self.mlp_norm = _norm(spec, "mlp", embed_dim, init)
+        self.attention = Attention(spec, embed_dim, kernel, init, compute, rngs)
+        self.mlp = SwiGLU(spec, embed_dim, init, compute, rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
-    ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        out, cache = self.attention(self.attention_norm(x), context, cache)
-        x = x + (out if context.noise is None else context.noise.added(out, 0))
-        out = self.mlp(self.mlp_norm(x))
-        x = x + (out if context.noise is None else context.noise.added(out, 1))
-        return constrain(x, "activation_batch", "activation_length", "activation_embed"), cache
+    ) -> LayerOut:
+        noise = context.noise
+        inputs = x
+        if self.attention_norm is not None:
+            inputs = self.attention_norm(x)
+        out, cache = self.attention(inputs, context, cache)
+        if noise is not None:
+            out = noise.added(out, 0)
+        x = x + out
+        inputs = x
+        if self.mlp_norm is not None:
+            inputs = self.mlp_norm(x)
+        out = self.mlp(inputs)
+        if noise is not None:
+            out = noise.added(out, 1)
+        x = x + out
+        x = constrain(x, "activation_batch", "activation_length", "activation_embed")
+        return LayerOut(x, cache, {}, {})

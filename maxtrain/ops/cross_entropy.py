@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxtrain.ops.einsum import contract, matmul
+from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.einsum import contract
 
 
 class TokenLoss(NamedTuple):
@@ -81,7 +82,7 @@ def plain_cross_entropy(
 ) -> TokenLoss:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `cross_entropy`."""
-    logits = matmul(hidden, head, form.dtype).astype(form.logits).astype(jnp.float32)
+    logits = dot(hidden, head, Recipe.of(form.dtype)).astype(form.logits).astype(jnp.float32)
     nll, lse = token_nll(logits, targets), jax.nn.logsumexp(logits, axis=-1)
     smoothed = (1 - form.smoothing) * nll + form.smoothing * (lse - logits.mean(-1))
     rows, z_rows = (nll * mask).sum(-1), (lse * lse * mask).sum(-1)

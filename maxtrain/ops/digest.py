@@ -73,7 +73,7 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
 
 
 def leaf_names(tree: PyTree) -> list[str]:
-    """Names such as `params.layers.mlp.up` of a tree's leaves, in their order."""
+    """Names such as `params.layers.0.mlp.up.kernel` of a tree's leaves, in their order."""
     paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     # Flax variables are tree nodes whose only child is `value`.
     return [

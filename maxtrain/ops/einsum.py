@@ -1,11 +1,5 @@
-"""Matrix products with low-precision inputs and float32 accumulation, in the forward and in the
-backward pass.
-
-Plain autodiff of `einsum(x.astype(bf16), w.astype(bf16))` rounds what it accumulates, and on CPUs
-leaves the fast kernels. Here both operands are rounded once, each product accumulates and returns
-float32, and what is kept for the backward pass is the rounded activation and the unrounded weight
-(which is alive anyway).
-"""
+"""Products of two arrays of one type, accumulated and returned in float32, in forms that every
+platform has kernels for. Those with weights are in ops/dot.py, on top of this."""
 
 import functools
 import string
@@ -13,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 
 def contract(spec: str, a: Array, b: Array, *, in_place: bool = False) -> Array:
@@ -113,38 +107,3 @@ class _Dims(NamedTuple):
 
 def _transposed(x: Array, letters: str, wanted: str) -> Array:
     return x.transpose([letters.index(letter) for letter in wanted])
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul(x: Float[Array, "*b i"], w: Float[Array, "i o"], dtype: str) -> Float[Array, "*b o"]:
-    """x @ w.
-
-    Args:
-        x: activations [..., I], any float type.
-        w: weights [I, O], any float type.
-        dtype: "float32" or "bfloat16", the type that both are rounded to before they are
-            multiplied.
-
-    Returns:
-        [..., O] float32.
-
-    Differs: gradients are rounded to `dtype` before they are multiplied, and accumulate in float32.
-    """
-    return contract("...i,io->...o", x.astype(dtype), w.astype(dtype))
-
-
-def _matmul_forward(x: Array, w: Array, dtype: str) -> tuple[Array, tuple[Array, Array, Array]]:
-    rounded = x.astype(dtype)
-    return contract("...i,io->...o", rounded, w.astype(dtype)), (rounded, w, jnp.zeros((), x.dtype))
-
-
-def _matmul_backward(dtype: str, saved: tuple, g: Array) -> tuple[Array, Array]:
-    x, w, like_x = saved
-    g = g.astype(dtype)
-    batch = "abcdefgh"[: x.ndim - 1]
-    dx = contract("...o,io->...i", g, w.astype(dtype))
-    dw = contract(f"{batch}i,{batch}o->io", x, g)
-    return dx.astype(like_x.dtype), dw.astype(w.dtype)
-
-
-matmul.defvjp(_matmul_forward, _matmul_backward)

@@ -35,7 +35,7 @@ def begin_finite(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
 
 
 def non_finite_names(tree: PyTree[Array]) -> list[str]:
-    """Names of the leaves that hold NaN or infinity, such as `params.layers.mlp.up`; waits for the
+    """Names of the leaves that hold NaN or infinity, such as `params.layers.0.mlp.up.kernel`; waits for the
     device."""
     found = jax.device_get(begin_finite(tree)).tolist()
     return [name for name, finite in zip(leaf_names(tree), found, strict=True) if not finite]

@@ -18,24 +18,13 @@ from maxtrain.config.schema import LossConfig, RegularizationConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.layers import Noise
 from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import batch_shards
 
 # inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also
 # keys [B], of what is random; embedding_offset [B, T, D] where an objective wants one
 Batch = dict[str, Array]
 Scales = Mapping[str, Array | float]
-
-
-class Sum(NamedTuple):
-    """A total and its weight, to be added up first and divided once, at the end; several at once
-    where there are dims."""
-
-    total: Float[Array, "*s"]
-    weight: Float[Array, "*s"]
-
-    def mean(self) -> Float[Array, "*s"]:
-        """total / weight; 0 where there is no weight."""
-        return self.total / jnp.where(self.weight > 0, self.weight, 1.0)
 
 
 class Result(NamedTuple):

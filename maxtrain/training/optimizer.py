@@ -1,7 +1,7 @@
 """From the config to one optax transformation: clipping, weight decay, direction, learning rate,
 average of weights.
 
-Parameters are known by their paths, such as `layers.attention.q`, and seen as what they are in one
+Parameters are known by their paths, such as `layers.0.attention.q.kernel`, and seen as what they are in one
 layer: a vector, or a matrix [in, out]. Stacking over layers makes neither a matrix of a vector nor
     one matrix of many.
 """
@@ -187,9 +187,10 @@ def _groups(config: OptimizerConfig, params: PyTree) -> dict[str, str]:
 
 
 def _decay(config: OptimizerConfig, params: PyTree, groups: Mapping[str, str]) -> dict[str, float]:
-    """The weight decay of each path: of matrices only, unless a group says otherwise."""
+    """The weight decay of each path: of matrices only, not of norms and biases, unless a group says
+    otherwise."""
     decay = {
-        path: config.weight_decay if len(v.get_metadata("axes")) > 1 else 0.0
+        path: config.weight_decay if _is_matrix(v.get_metadata("axes")) else 0.0
         for path, v in paths(params).items()
     }
     decay |= {
@@ -255,9 +256,15 @@ def _split(axes: tuple[str | None, ...]) -> tuple[int, int]:
     return batch, batch + first
 
 
+def _is_matrix(axes: tuple[str | None, ...]) -> bool:
+    """Whether there are inputs and outputs; the bias of heads has two dims and is a vector."""
+    _, first_output = _split(axes)
+    return first_output < len(axes)
+
+
 def _label(path: str, variable: nnx.Variable) -> str:
     axes = logical_axes(variable)
-    return "muon" if _split(axes)[1] < len(axes) and "vocab" not in axes else "adam"
+    return "muon" if _is_matrix(axes) and "vocab" not in axes else "adam"
 
 
 def _dimension_numbers(tree: PyTree) -> PyTree:

@@ -26,7 +26,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, FREE, read_config, read_json
 from maxtrain.models.families.family import IGNORED, Tensor
-from maxtrain.models.init import head_dim
+from maxtrain.models.specs import head_dim
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.mesh import make_mesh

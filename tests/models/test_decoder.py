@@ -151,14 +151,14 @@ def test_bfloat16_is_near_float32():
 def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
     graphdef, state = weights()
     flat = dict(nnx.to_flat_state(state))
-    head = flat.pop(("head",))
+    head = flat.pop(("head", "kernel"))
     ours = loss_and_gradients(
         graph(dataclasses.replace(LLAMA, tie_embeddings=True)), nnx.from_flat_state(flat), batch()
     )
-    flat["head",] = head.replace(flat["embedding",][...].T)
+    flat["head", "kernel"] = head.replace(flat["embedding",][...].T)
     theirs = loss_and_gradients(graphdef, nnx.from_flat_state(flat), batch())
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
-    expected = theirs[1]["embedding"][...] + theirs[1]["head"][...].T
+    expected = theirs[1]["embedding"][...] + theirs[1]["head"]["kernel"][...].T
     np.testing.assert_allclose(
         ours[1]["embedding"][...], expected, atol=1e-5 * np.abs(expected).max()
     )
@@ -214,7 +214,7 @@ def test_the_same_seed_gives_the_same_bits_on_every_mesh():
     assert len(jax.tree.leaves(states[2])[0].devices()) == 8
     for one, *others in zip(*map(jax.tree.leaves, states), strict=True):
         assert all(np.asarray(one).tobytes() == np.asarray(other).tobytes() for other in others)
-    layers = np.asarray(states[0]["layers"]["mlp"]["up"][...])
+    layers = np.asarray(states[0]["layers"]["0"]["mlp"]["up"]["kernel"][...])
     assert len({layer.tobytes() for layer in layers}) == LLAMA.num_layers  # each layer has its own
 
 
@@ -300,7 +300,8 @@ def test_extending_a_cache_equals_reading_all_at_once(config):
         return nnx.merge(graphdef, state).extend(tokens, segments, positions, offset, cache)
 
     cache = nnx.merge(graphdef, state).new_cache(2, columns)
-    assert cache.k.shape == (3, 2, columns, 4, head_dim(config)) and cache.k.dtype == jnp.float32
+    assert cache["0"].k.shape == (3, 2, columns, 4, head_dim(config))
+    assert cache["0"].k.dtype == jnp.float32
     start = 0
     for stop in (prompt, 9, 10, 11):
         known = jnp.full((2, columns), -1, jnp.int32).at[:, :stop].set(segments[:, :stop])
@@ -309,7 +310,8 @@ def test_extending_a_cache_equals_reading_all_at_once(config):
         )
         np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-5)
         start = stop
-    assert (cache.k[:, :, 11:] == 0).all() and (jnp.abs(cache.k[:, :, :11]).max((3, 4)) > 0).all()
+    keys = cache["0"].k
+    assert (keys[:, :, 11:] == 0).all() and (jnp.abs(keys[:, :, :11]).max((3, 4)) > 0).all()
 
 
 def test_llama3_scaling_changes_what_far_positions_see():

@@ -86,6 +86,11 @@ def test_values_are_distributed_as_the_name_says(name, scale):
     np.testing.assert_allclose((values**4).mean() / values.var() ** 2, kurtosis, atol=0.05)
 
 
+def leaf_of(path):
+    """The last part of a path that says what it is: `q` of `layers.0.attention.q.kernel`."""
+    return path.removesuffix(".kernel").rpartition(".")[2]
+
+
 def test_fans_come_from_the_names_of_dims():
     assert fans(("embed", "heads", "head_dim"), (32, 8, 6)) == (32, 48)
     assert fans(("heads", "head_dim", "embed"), (8, 6, 32)) == (48, 32)
@@ -114,9 +119,9 @@ def test_what_is_added_to_the_residual_stream_starts_smaller_with_depth(residual
         "head": 240,
         "embedding": 240,
     }
-    assert sorted(path.rpartition(".")[2] for path in found) == sorted(fan_in)
+    assert sorted(leaf_of(path) for path in found) == sorted(fan_in)
     for path, std in found.items():
-        leaf = path.rpartition(".")[2]
+        leaf = leaf_of(path)
         depth = 16 if leaf in ("o", "down") and residual == "depth" else 1
         np.testing.assert_allclose(std, (fan_in[leaf] * depth) ** -0.5, rtol=0.02)
 
@@ -141,9 +146,11 @@ def test_the_embedding_has_its_own_deviation():
     ids=["llama", "qwen3"],
 )
 def test_a_seed_means_the_same_model_for_ever(model, digest):
+    """The digests are of the names that were the first."""
     hasher = hashlib.sha256()
     for path, values in weights(model=model).items():
-        hasher.update(str(tuple(path.split("."))).encode() + values.tobytes())
+        first = path.replace("layers.0.", "layers.").removesuffix(".kernel")
+        hasher.update(str(tuple(first.split("."))).encode() + values.tobytes())
     assert hasher.hexdigest() == digest
 
 
@@ -215,7 +222,7 @@ def test_a_model_has_the_deviations_that_mup_says():
     base, wide = deviations(), deviations(InitConfig(mup_base_width=32, mup_base_depth=3), WIDE)
     for path, std in wide.items():
         ratio = {"embedding": 1.0, "head": 1 / 4, "o": 1 / 4, "down": 1 / 4}.get(
-            path.rpartition(".")[2], 1 / 2
+            leaf_of(path), 1 / 2
         )
         np.testing.assert_allclose(std / base[path], ratio, rtol=0.08, err_msg=path)
 
@@ -228,24 +235,29 @@ def test_learning_rates_follow_table_8_with_the_multipliers_folded_in(family, ti
     params = nnx.state(nnx.eval_shape(lambda: build_model(model, PrecisionConfig())))
     m, c, d = 1 / 4, 1 / 2, 1 / 2
     hidden = dict.fromkeys(
-        ("layers.attention.k", "layers.attention.v", "layers.mlp.gate", "layers.mlp.up"),
+        (
+            "layers.0.attention.k.kernel",
+            "layers.0.attention.v.kernel",
+            "layers.0.mlp.gate.kernel",
+            "layers.0.mlp.up.kernel",
+        ),
         (m, 1.0, 1.0),
     )
     norms = dict.fromkeys(
-        ("layers.attention_norm.scale", "layers.mlp_norm.scale"), (1.0, 1 / m, 1.0)
+        ("layers.0.attention_norm.scale", "layers.0.mlp_norm.scale"), (1.0, 1 / m, 1.0)
     )
     expected = hidden | norms | {
         "embedding": (1.0, 1 / m, 1.0),
-        "layers.attention.o": (m, 1.0, d),
-        "layers.mlp.down": (m, 1.0, d),
-        "layers.attention.q": (m, 1.0, c if family == "llama" else 1.0),
+        "layers.0.attention.o.kernel": (m, 1.0, d),
+        "layers.0.mlp.down.kernel": (m, 1.0, d),
+        "layers.0.attention.q.kernel": (m, 1.0, c if family == "llama" else 1.0),
         "final_norm.scale": (1.0, 1 / m, m if tied else 1.0),
     }  # fmt: skip
-    expected |= {} if tied else {"head": (1.0, 1 / m, m)}
+    expected |= {} if tied else {"head.kernel": (1.0, 1 / m, m)}
     if family == "qwen3":
         expected |= {
-            "layers.attention.q_norm.scale": (1.0, 1 / m, c),
-            "layers.attention.k_norm.scale": (1.0, 1 / m, 1.0),
+            "layers.0.attention.q_norm.scale": (1.0, 1 / m, c),
+            "layers.0.attention.k_norm.scale": (1.0, 1 / m, 1.0),
         }
     for rule in ("adam", "sgd"):
         factors = learning_rate_factors(params, init, model, rule)

@@ -9,13 +9,23 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import InitConfig, ModelConfig
+from maxtrain.models.families import FAMILIES
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import Attention, Context, DecoderLayer, KVCache, RMSNorm, SwiGLU
+from maxtrain.models.layers import (
+    Attention,
+    Context,
+    DecoderLayer,
+    KVCache,
+    RMSNorm,
+    Rotation,
+    SwiGLU,
+)
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.rope import rope_frequencies, rope_tables
 
 D, N, K, H, F, T = 24, 4, 2, 6, 40, 7
 CONFIG = ModelConfig(num_layers=2, embed_dim=D, mlp_dim=F, num_heads=N, num_kv_heads=K)
+LAYER = FAMILIES["llama"].stack(CONFIG).period[0]
 INIT = Initializer(InitConfig(), CONFIG, "float32")
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0]])
 
@@ -38,13 +48,13 @@ def normalised(x, scale):
 
 
 def swiglu(x, p, prefix=""):
-    gate, up = x @ p[prefix + "gate"], x @ p[prefix + "up"]
-    return (gate / (1 + np.exp(-gate)) * up) @ p[prefix + "down"]
+    gate, up = x @ p[prefix + "gate.kernel"], x @ p[prefix + "up.kernel"]
+    return (gate / (1 + np.exp(-gate)) * up) @ p[prefix + "down.kernel"]
 
 
 def attend(x, p, prefix="", window=T):
     """Grouped-query attention with rotary positions, one query head and one query at a time."""
-    q, k, v = (np.einsum("btd,dnh->btnh", x, p[prefix + name]) for name in "qkv")
+    q, k, v = (np.einsum("btd,dnh->btnh", x, p[f"{prefix}{name}.kernel"]) for name in "qkv")
     if prefix + "q_norm.scale" in p:
         q, k = normalised(q, p[prefix + "q_norm.scale"]), normalised(k, p[prefix + "k_norm.scale"])
     turn = np.exp(
@@ -60,14 +70,14 @@ def attend(x, p, prefix="", window=T):
         ) / math.sqrt(H)
         weights = np.exp(scores - scores.max())
         out[b, t, n] = (weights / weights.sum()) @ v[b, seen, n * K // N]
-    return np.einsum("btnh,nhd->btd", out, p[prefix + "o"])
+    return np.einsum("btnh,nhd->btd", out, p[prefix + "o.kernel"])
 
 
 def context(batch):
     positions = jnp.broadcast_to(jnp.arange(T), (batch, T))
     segments = jnp.broadcast_to(jnp.asarray(SEGMENTS), (batch, T))
     tables = rope_tables(positions, rope_frequencies(H, CONFIG.rope_theta))
-    return Context(*tables, Mask.of_rows(segments))
+    return Context({LAYER.rope: Rotation(*tables)}, Mask.of_rows(segments))
 
 
 def inputs():
@@ -75,7 +85,7 @@ def inputs():
 
 
 def test_swiglu_is_its_equation():
-    module = SwiGLU(CONFIG, INIT, "float32", nnx.Rngs(params=0))
+    module = SwiGLU(LAYER, D, INIT, "float32", nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     np.testing.assert_allclose(module(jnp.asarray(x)), swiglu(x, p), atol=1e-5)
 
@@ -83,8 +93,10 @@ def test_swiglu_is_its_equation():
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_attention_is_its_equation(qk_norm, kernel):
-    config = dataclasses.replace(CONFIG, attention=kernel)
-    module = Attention(config, qk_norm, INIT, "float32", nnx.Rngs(params=0))
+    layer = LAYER
+    if qk_norm:
+        layer = FAMILIES["qwen3"].stack(CONFIG).period[0]
+    module = Attention(layer, D, kernel, INIT, "float32", nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     assert ("q_norm.scale" in p) == qk_norm
     out, cache = module(jnp.asarray(x), context(2), None)
@@ -94,8 +106,8 @@ def test_attention_is_its_equation(qk_norm, kernel):
 
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel):
-    config = dataclasses.replace(CONFIG, attention=kernel)
-    module = Attention(config, False, INIT, "float32", nnx.Rngs(params=0), window=2)
+    layer = dataclasses.replace(LAYER, window=2)
+    module = Attention(layer, D, kernel, INIT, "float32", nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     expected = attend(x, p, window=2)
     whole = context(2)
@@ -105,17 +117,19 @@ def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel):
     segments = jnp.full((2, 10), -1, jnp.int32).at[:, :T].set(SEGMENTS)
     for start, stop in [(0, 4), (4, 6), (6, 7)]:
         mask = Mask.of_cache(segments, start, stop - start)
-        part = Context(whole.cos[:, start:stop], whole.sin[:, start:stop], mask, cached=start)
+        turned = whole.rotations[LAYER.rope]
+        rotation = Rotation(turned.cos[:, start:stop], turned.sin[:, start:stop])
+        part = Context({LAYER.rope: rotation}, mask, cached=start)
         out, cache = module(jnp.asarray(x[:, start:stop]), part, cache)
         np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-5)
 
 
 def test_a_layer_adds_both_blocks_of_normalised_inputs():
-    module = DecoderLayer(CONFIG, False, INIT, "float32", nnx.Rngs(params=0))
+    module = DecoderLayer(LAYER, D, "xla", INIT, "float32", nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     expected = x + attend(normalised(x, p["attention_norm.scale"]), p, "attention.")
     expected = expected + swiglu(normalised(expected, p["mlp_norm.scale"]), p, "mlp.")
-    np.testing.assert_allclose(module(jnp.asarray(x), context(2), None)[0], expected, atol=1e-5)
+    np.testing.assert_allclose(module(jnp.asarray(x), context(2), None).x, expected, atol=1e-5)
 
 
 def test_norm_scales_by_its_parameter():
@@ -125,9 +139,9 @@ def test_norm_scales_by_its_parameter():
 
 
 def test_every_parameter_names_its_dims_and_has_the_type_asked_for():
-    layer = DecoderLayer(
-        CONFIG, True, INIT._replace(dtype="bfloat16"), "float32", nnx.Rngs(params=0)
-    )
+    spec = FAMILIES["qwen3"].stack(CONFIG).period[0]
+    init = INIT._replace(dtype="bfloat16")
+    layer = DecoderLayer(spec, D, "xla", init, "float32", nnx.Rngs(params=0))
     sizes = {"embed": D, "heads": N, "kv_heads": K, "head_dim": H, "mlp": F}
     state = dict(nnx.to_flat_state(nnx.state(layer)))
     assert len(state) == 11

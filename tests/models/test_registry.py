@@ -35,7 +35,7 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
     )
     model = nnx.eval_shape(lambda: build_model(config, PrecisionConfig(), 0))
     state = dict(nnx.to_flat_state(nnx.state(model)))
-    assert (("head",) in state) == (not tie)
+    assert (("head", "kernel") in state) == (not tie)
     for path, variable in state.items():
         axes = logical_axes(variable)
         assert len(axes) == variable.ndim, path

@@ -34,7 +34,8 @@ from maxtrain.config.schema import (
 )
 from maxtrain.generate import generate
 from maxtrain.models.registry import build_model
-from maxtrain.ops.einsum import contract, matmul
+from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.einsum import contract
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.evaluate import make_eval_step
@@ -206,7 +207,9 @@ def products_alone() -> None:
     w = jnp.ones((16, 24))
 
     def surrounded(xs: jax.Array, w: jax.Array, dtype: str) -> list[jax.Array]:
-        return [g(matmul(f(x), w, dtype)) for x, (f, g) in zip(xs, surroundings, strict=True)]
+        return [
+            g(dot(f(x), w, Recipe.of(dtype))) for x, (f, g) in zip(xs, surroundings, strict=True)
+        ]
 
     def total(xs: jax.Array, w: jax.Array, dtype: str) -> jax.Array:
         return jnp.stack([out.astype(jnp.float32).sum() for out in surrounded(xs, w, dtype)]).sum()

@@ -43,7 +43,7 @@ def test_the_abstract_tree_is_the_real_one(states, shape):
 def test_the_same_bits_on_every_mesh(states):
     expected = bits(states[MESHES[0]][1])
     for shape in MESHES[1:]:
-        assert len(states[shape][1].params["head"].get_value().devices()) == 8
+        assert len(states[shape][1].params["head"]["kernel"].get_value().devices()) == 8
         assert bits(states[shape][1]) == expected, shape
 
 
@@ -62,9 +62,11 @@ def test_optimizer_state_lies_like_its_parameter(states, shape):
             )
             assert logical_axes(x) == logical_axes(params[path])
     if shape == (1, 2, 4):
-        spec = params["layers", "mlp", "up"].get_value().sharding.spec
+        spec = params["layers", "0", "mlp", "up", "kernel"].get_value().sharding.spec
         assert tuple(spec) == (None, "fsdp", "tensor")
-        assert moments[0]["layers"]["mlp"]["up"].get_value().addressable_shards[0].data.shape == (
+        assert moments[0]["layers"]["0"]["mlp"]["up"]["kernel"].get_value().addressable_shards[
+            0
+        ].data.shape == (
             2,
             16,
             14,
@@ -97,7 +99,7 @@ def test_parameters_are_counted_by_the_formula(tiny, states):
 def test_a_mesh_that_does_not_divide_a_dim_is_refused_with_the_numbers(tiny):
     with pytest.raises(
         ConfigError,
-        match=r"layers.mlp.down: dim 'mlp' of size 58 must be divisible by mesh.tensor=4 = 4. Use a",
+        match=r"layers.0.mlp.down.kernel: dim 'mlp' of size 58 must be divisible by mesh.tensor=4 = 4. Use a",
     ):
         tiny.parts((1, 2, 4), mlp_dim=58)
 
@@ -131,4 +133,6 @@ def test_other_seeds_give_other_parameters(tiny, states):
     with jax.set_mesh(parts.mesh):
         other = parts.create(seed=1)
     assert bits(other.opt_state) == bits(state.opt_state)
-    assert not np.array_equal(other.params["head"][...], state.params["head"][...])
+    assert not np.array_equal(
+        other.params["head"]["kernel"][...], state.params["head"]["kernel"][...]
+    )

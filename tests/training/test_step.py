@@ -83,7 +83,8 @@ def test_the_masks_are_so_ragged_that_means_of_means_would_be_far_off(tiny):
         np.array([getattr(r.sums["nll"], name) for r, _ in per_row]) for name in ("total", "weight")
     )
     grads = (
-        np.array([g["layers"]["mlp"]["up"][...] for _, g in per_row]) * weights[:, None, None, None]
+        np.array([g["layers"]["0"]["mlp"]["up"]["kernel"][...] for _, g in per_row])
+        * weights[:, None, None, None]
     )
 
     def mean(x, rows=slice(None)):
@@ -231,13 +232,15 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
     )
 
     def nothing(model, batch, scales):
-        zero = 0.0 * model.head[...].sum()
+        zero = 0.0 * model.head.kernel[...].sum()
         return Result(zero, {"nll": Sum(zero, batch["loss_mask"].sum())})
 
     parts = tiny.parts(objective=next_token()._replace(forward=nothing))
     before, (state, metrics) = jax.device_get(parts.new_state()), run(parts, tiny.batch())
-    shrunk = before.params["head"][...] * (1 - metrics[0]["learning_rate"] * optimizer.weight_decay)
-    np.testing.assert_allclose(state.params["head"][...], shrunk, rtol=1e-6)
+    shrunk = before.params["head"]["kernel"][...] * (
+        1 - metrics[0]["learning_rate"] * optimizer.weight_decay
+    )
+    np.testing.assert_allclose(state.params["head"]["kernel"][...], shrunk, rtol=1e-6)
     np.testing.assert_array_equal(
         state.params["final_norm"]["scale"][...], before.params["final_norm"]["scale"][...]
     )

@@ -224,7 +224,7 @@ def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     assert lines[0].endswith(": 11 of 11 parameters loaded, from 29 tensors")
     assert "embedding model.embed_tokens.weight F32[160, 48] float32[160, 48] loaded" in lines
     assert (
-        "layers.attention.q 3 x model.layers.N.self_attn.q_proj.weight F32[48, 48] float32[3, 48, 6, 8] loaded"
+        "layers.0.attention.q.kernel 3 x model.layers.N.self_attn.q_proj.weight F32[48, 48] float32[3, 48, 6, 8] loaded"
         in lines
     )
     assert "lm_head.weight [160, 48] - not used" in lines

@@ -92,7 +92,7 @@ def test_what_differs_is_refused_with_a_table(run):
     lines = [" ".join(line.split()) for line in str(caught.value).splitlines()]
     assert (
         "embedding float32[40, 16] float32[48, 16] DIFFERS" in lines
-        and "head float32[16, 40] float32[16, 48] new" in lines
+        and "head.kernel float32[16, 40] float32[16, 48] new" in lines
     )
     with pytest.raises(ConfigError, match=r"model\.rope_theta=10000\.0 must be 500000\.0"):
         start(run, dataclasses.replace(MODEL, rope_theta=1e4), ["."])
@@ -109,7 +109,7 @@ def test_named_parts_may_differ_and_are_new(run):
     assert all(found[name] == new[name] for name in differ)
     assert told.count(" new") == 2 and f"{len(found) - 2} of {len(found)} parameters loaded" in told
     tied = dataclasses.replace(MODEL, tie_embeddings=True)
-    with pytest.raises(ConfigError, match=r"head +float32\[16, 40\] +missing +DIFFERS"):
+    with pytest.raises(ConfigError, match=r"head\.kernel +float32\[16, 40\] +missing +DIFFERS"):
         start(run, tied, ["nothing"])
     params, told = start(run, tied, ["head"])
     assert "not used" in told and "embed" in " ".join(bits(params)) and " new" not in told

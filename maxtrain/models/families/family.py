@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
+from maxtrain.models.specs import StackSpec
 
 # Tensors that may be there and are not read: frequencies that old files carry along, and the copy
 # of a tied head.
@@ -103,7 +104,7 @@ class Family(NamedTuple):
     """One model family."""
 
     architecture: str  # the class name in Hugging Face configurations
-    qk_norm: bool  # whether each query and key head is normalised before rope
+    stack: Callable[[ModelConfig], StackSpec]  # its layers
     read: Callable[[Settings], ModelConfig]  # the config of a config.json
     tensors: Callable[
         [ModelConfig], dict[str, Tensor]

@@ -4,6 +4,32 @@ https://arxiv.org/abs/2407.21783."""
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families.family import Family, Settings, Tensor
+from maxtrain.models.specs import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, StackSpec, head_dim
+
+
+def layer(config: ModelConfig) -> LayerSpec:
+    """Every layer of Llama."""
+    size = head_dim(config)
+    rope = RopeSpec(
+        head_dim=size,
+        theta=config.rope_theta,
+        scaling=config.rope_scaling,
+        factor=config.rope_factor,
+        low_freq_factor=config.rope_low_freq_factor,
+        high_freq_factor=config.rope_high_freq_factor,
+        original_length=config.rope_original_length,
+    )
+    return LayerSpec(
+        mixer=AttentionSpec(config.num_heads, config.num_kv_heads, size),
+        mlp=MlpSpec(config.mlp_dim),
+        rope=rope,
+        norm_eps=config.norm_eps,
+    )
+
+
+def stack(config: ModelConfig) -> StackSpec:
+    """All layers are the same."""
+    return StackSpec(period=(layer(config),), repeats=config.num_layers)
 
 
 def read_config(settings: Settings) -> ModelConfig:
@@ -45,21 +71,25 @@ def read_config(settings: Settings) -> ModelConfig:
 
 def tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Llama's names."""
-    layer = "model.layers.{}."
+    there = "model.layers.{}."
     table = {
         "embedding": Tensor("model.embed_tokens.weight"),
-        "layers.attention_norm.scale": Tensor(layer + "input_layernorm.weight"),
-        "layers.mlp_norm.scale": Tensor(layer + "post_attention_layernorm.weight"),
+        "layers.0.attention_norm.scale": Tensor(there + "input_layernorm.weight"),
+        "layers.0.mlp_norm.scale": Tensor(there + "post_attention_layernorm.weight"),
         "final_norm.scale": Tensor("model.norm.weight"),
     }
     table |= {
-        f"layers.attention.{x}": Tensor(f"{layer}self_attn.{x}_proj.weight", 2 if x == "o" else 1)
-        for x in "qkvo"
+        f"layers.0.attention.{x}.kernel": Tensor(f"{there}self_attn.{x}_proj.weight", 1)
+        for x in "qkv"
     }
+    table["layers.0.attention.o.kernel"] = Tensor(there + "self_attn.o_proj.weight", 2)
     table |= {
-        f"layers.mlp.{x}": Tensor(f"{layer}mlp.{x}_proj.weight", 1) for x in ("gate", "up", "down")
+        f"layers.0.mlp.{x}.kernel": Tensor(f"{there}mlp.{x}_proj.weight", 1)
+        for x in ("gate", "up", "down")
     }
-    return table if config.tie_embeddings else table | {"head": Tensor("lm_head.weight", 1)}
+    if not config.tie_embeddings:
+        table["head.kernel"] = Tensor("lm_head.weight", 1)
+    return table
 
 
-LLAMA = Family("LlamaForCausalLM", False, read_config, tensors)
+LLAMA = Family("LlamaForCausalLM", stack, read_config, tensors)

@@ -1,9 +1,19 @@
 """Qwen 3, dense: Llama with RMSNorm on query and key heads. Source:
 https://arxiv.org/abs/2505.09388."""
 
+import dataclasses
+
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings, Tensor
+from maxtrain.models.specs import StackSpec
+
+
+def stack(config: ModelConfig) -> StackSpec:
+    """Llama's layers, with norms of heads."""
+    layer = llama.layer(config)
+    layer = dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
+    return StackSpec(period=(layer,), repeats=config.num_layers)
 
 
 def read_config(settings: Settings) -> ModelConfig:
@@ -20,10 +30,10 @@ def read_config(settings: Settings) -> ModelConfig:
 def tensors(config: ModelConfig) -> dict[str, Tensor]:
     """Llama's names and those of the norms of heads."""
     norms = {
-        f"layers.attention.{x}_norm.scale": Tensor(f"model.layers.{{}}.self_attn.{x}_norm.weight")
+        f"layers.0.attention.{x}_norm.scale": Tensor(f"model.layers.{{}}.self_attn.{x}_norm.weight")
         for x in "qk"
     }
     return llama.tensors(config) | norms
 
 
-QWEN3 = Family("Qwen3ForCausalLM", True, read_config, tensors)
+QWEN3 = Family("Qwen3ForCausalLM", stack, read_config, tensors)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxtrain.ops.einsum import matmul
+from maxtrain.ops.dot import Recipe, dot
 
+BFLOAT16 = Recipe.of("bfloat16")
 SHAPES = [(7,), (3, 5), (2, 3, 4)]  # leading dims of x
 
 
@@ -35,7 +36,7 @@ def test_is_the_product_of_rounded_inputs_forward_and_backward(leading, dtype):
 
     @jax.jit
     def both(x, w, g):
-        out, vjp = jax.vjp(lambda x, w: matmul(x, w, dtype), x, w)
+        out, vjp = jax.vjp(lambda x, w: dot(x, w, Recipe.of(dtype)), x, w)
         return out, *vjp(g)
 
     out, dx, dw = both(x, w, g)
@@ -48,8 +49,8 @@ def test_is_the_product_of_rounded_inputs_forward_and_backward(leading, dtype):
 def test_bfloat16_results_are_not_rounded_to_bfloat16():
     """1 + 2**-12 needs the bits of a float32 accumulator and result."""
     x = jnp.array([[1.0, 2.0**-12]])
-    assert matmul(x, jnp.ones((2, 1)), "bfloat16")[0, 0] == 1 + 2.0**-12
-    dw = jax.grad(lambda w: matmul(x.T, w, "bfloat16").sum())(jnp.ones((1, 3)))
+    assert dot(x, jnp.ones((2, 1)), BFLOAT16)[0, 0] == 1 + 2.0**-12
+    dw = jax.grad(lambda w: dot(x.T, w, BFLOAT16).sum())(jnp.ones((1, 3)))
     assert (dw == 1 + 2.0**-12).all()
 
 
@@ -59,7 +60,9 @@ def test_bfloat16_results_are_not_rounded_to_bfloat16():
 def test_result_is_float32_and_gradients_have_the_types_of_their_arguments(x_type, w_type, compute):
     x, w = jnp.ones((2, 3, 8), x_type), jnp.ones((8, 4), w_type)
     out, (dx, dw) = jax.eval_shape(
-        lambda x, w: jax.value_and_grad(lambda x, w: matmul(x, w, compute).sum(), (0, 1))(x, w),
+        lambda x, w: jax.value_and_grad(lambda x, w: dot(x, w, Recipe.of(compute)).sum(), (0, 1))(
+            x, w
+        ),
         x,
         w,
     )
@@ -69,6 +72,19 @@ def test_result_is_float32_and_gradients_have_the_types_of_their_arguments(x_typ
 
 def test_the_backward_pass_keeps_the_rounded_activation_and_the_weight():
     x, w = jnp.ones((4, 6, 8)), jnp.ones((8, 4))
-    _, vjp = jax.eval_shape(lambda x, w: jax.vjp(lambda x, w: matmul(x, w, "bfloat16"), x, w), x, w)
+    _, vjp = jax.eval_shape(lambda x, w: jax.vjp(lambda x, w: dot(x, w, BFLOAT16), x, w), x, w)
     kept = sorted((a.shape, a.dtype.name) for a in jax.tree.leaves(vjp) if a.shape)
     assert kept == [((4, 6, 8), "bfloat16"), ((8, 4), "float32")]
+
+
+def test_a_recipe_says_the_types_of_inputs_gradient_and_result_each():
+    x = jnp.asarray(normal(0, 5, 96))
+    w = jnp.asarray(normal(1, 96, 40))
+    g = normal(2, 5, 40)
+    recipe = Recipe(inputs="bfloat16", gradient="float32", result="float32")
+    _, vjp = jax.vjp(lambda x, w: dot(x, w, recipe), x, w)
+    dx, dw = vjp(jnp.asarray(g))
+    assert_product(dx, rounded(g, "float32"), rounded(w, "float32").T)
+    assert_product(dw, rounded(x, "bfloat16").T, rounded(g, "float32"))
+    low = Recipe(inputs="float32", gradient="float32", result="bfloat16")
+    assert dot(x, w, low).dtype == jnp.bfloat16

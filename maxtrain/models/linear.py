@@ -1,0 +1,60 @@
+"""Every matrix product with a weight: a kernel, perhaps a bias, and the recipe of the product."""
+
+import math
+
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from maxtrain.models.init import Initializer, Role
+from maxtrain.ops.dot import Recipe, dot
+from maxtrain.parallel.sharding import Axes
+
+
+class Linear(nnx.Module):
+    """x kernel + bias.
+
+    The product itself is two-dimensional ([D, N*H]), which is faster.
+
+    Args:
+        key: that the kernel is drawn from.
+        inputs: logical names and sizes of the dims that the product sums over.
+        outputs: those of the dims that it makes.
+        init: draws the kernel; a bias starts at 0.
+        recipe: types of the product.
+        role: what the matrix does, for its initial values, muP and groups of the optimizer.
+        bias: whether there is one.
+    """
+
+    def __init__(
+        self,
+        key: Key[Array, ""],
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        init: Initializer,
+        recipe: Recipe,
+        role: Role = "hidden",
+        bias: bool = False,
+    ):
+        axes: Axes = (*inputs, *outputs)
+        shape = (*inputs.values(), *outputs.values())
+        self.kernel = init.matrix(key, shape, axes, role)
+        # Assigned once: what is first None stays out of the module's parameters.
+        vector = None
+        if bias:
+            vector = init.bias(tuple(outputs.values()), tuple(outputs), role)
+        self.bias = vector
+        self.num_inputs = len(inputs)
+        self.recipe = recipe
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """[..., *inputs] -> [..., *outputs]."""
+        input_shape = self.kernel.shape[: self.num_inputs]
+        output_shape = self.kernel.shape[self.num_inputs :]
+        num_inputs = math.prod(input_shape)
+        leading = x.shape[: x.ndim - self.num_inputs]
+        matrix = self.kernel[...].reshape(num_inputs, math.prod(output_shape))
+        out = dot(x.reshape(*leading, num_inputs), matrix, self.recipe)
+        out = out.reshape(*leading, *output_shape)
+        if self.bias is not None:
+            out = out + self.bias[...].astype(out.dtype)
+        return out

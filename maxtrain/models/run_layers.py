@@ -1,0 +1,211 @@
+"""Runs a stack of layers: its period as one scanned loop or unrolled, with the same results.
+
+Remat policies (`model.remat`), by what the backward pass finds stored instead of computing it
+again:
+    none           everything
+    dots           results of all matrix products
+    dots_no_batch  results of products with weights, not those of attention's scores
+    full           the input of each layer only
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxtrain.models.layers import Context, KVCache, LayerOut
+from maxtrain.models.stack import Caches, Stack
+from maxtrain.ops.sums import Sum
+
+REMAT: dict[str, Callable[..., Any] | None] = {
+    "full": None,
+    "dots": jax.checkpoint_policies.checkpoint_dots,
+    "dots_no_batch": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+}
+Sums = dict[str, Sum]
+
+
+class StackOut(NamedTuple):
+    """What all layers together give back."""
+
+    x: Float[Array, "B T D"]
+    caches: Caches | None
+    terms: Sums  # of the loss, added up over layers
+    stats: Sums  # what is recorded, added up over layers
+
+
+class _Inputs(NamedTuple):
+    """What one layer has of its own; stacked over repeats for a place in the period."""
+
+    params: Any
+    cache: KVCache | None
+    index: Array | None  # of the layer, where something is random
+
+
+class _Kept(NamedTuple):
+    """What is kept of a layer's output until all have run."""
+
+    cache: KVCache | None
+    terms: Sums
+    stats: Sums
+
+
+def run_layers(
+    stack: Stack,
+    x: Float[Array, "B T D"],
+    context: Context,
+    caches: Caches | None,
+    *,
+    scan: bool,
+    remat: str,
+) -> StackOut:
+    """x through all layers, in order.
+
+    Args:
+        stack: the layers.
+        x: [B, T, D] what the first one gets.
+        context: what they share. Noise is drawn by the number of a layer.
+        caches: as of `Stack.new_caches`; None: there are none.
+        scan: the period as one loop, which compiles fast; else unrolled, which runs fast.
+        remat: a name of the table above. With caches there is no backward pass, and no remat.
+    """
+    spec = stack.spec
+    if caches is not None:
+        remat = "none"
+    indices = None
+    if context.noise is not None:
+        indices = jnp.arange(spec.num_layers)
+    in_period = len(spec.period) * spec.repeats
+    run = _Run(stack, context, remat, caches, indices)
+    for number, name in enumerate(stack.prefix_names()):
+        x = run.single(name, number, x)
+    x = run.period(x, len(spec.prefix), scan)
+    for number, name in enumerate(stack.rest_names(), len(spec.prefix) + in_period):
+        x = run.single(name, number, x)
+    new_caches = None
+    if caches is not None:
+        new_caches = {name: run.new_caches[name] for name in caches}
+    return StackOut(x, new_caches, run.terms, run.stats)
+
+
+class _Run:
+    """One pass through a stack, and what it has gathered so far."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        context: Context,
+        remat: str,
+        caches: Caches | None,
+        indices: Array | None,
+    ):
+        self._stack = stack
+        self._context = context
+        self._remat = remat
+        self._caches = caches
+        self._indices = indices
+        self.new_caches: Caches = {}
+        self.terms: Sums = {}
+        self.stats: Sums = {}
+
+    def single(self, name: str, number: int, x: Array) -> Array:
+        """A layer of the prefix or of the rest."""
+        layer, params = self._function(name)
+        index = None if self._indices is None else self._indices[number]
+        return self._take(name, layer(x, _Inputs(params, self._cache(name), index)))
+
+    def period(self, x: Array, first: int, scan: bool) -> Array:
+        """The period, as often as it is repeated; `first` is the number of its first layer."""
+        spec = self._stack.spec
+        names = self._stack.period_names()
+        layers = []
+        inputs = []
+        for place, name in enumerate(names):
+            layer, params = self._function(name)
+            index = None
+            if self._indices is not None:
+                end = first + len(names) * spec.repeats
+                index = self._indices[first + place : end : len(names)]
+            layers.append(layer)
+            inputs.append(_Inputs(params, self._cache(name), index))
+
+        def once(x: Array, parts: list[_Inputs]) -> tuple[Array, list[_Kept]]:
+            kept = []
+            for layer, part in zip(layers, parts, strict=True):
+                out = layer(x, part)
+                x = out.x
+                kept.append(_Kept(out.cache, out.terms, out.stats))
+            return x, kept
+
+        if scan:
+            x, stacked = jax.lax.scan(once, x, inputs)
+        else:
+            each = []
+            for parts in _unstack(inputs, spec.repeats):
+                x, kept = once(x, parts)
+                each.append(kept)
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        for name, out in zip(names, stacked, strict=True):
+            if out.cache is not None:
+                self.new_caches[name] = out.cache
+            self._add(_total(out.terms), _total(out.stats))
+        return x
+
+    def _function(self, name: str) -> tuple[Callable[[Array, _Inputs], LayerOut], Any]:
+        """A layer as a function, and its parameters."""
+        graphdef, params = nnx.split(getattr(self._stack, name))
+        context = self._context
+        num_layers = self._stack.spec.num_layers
+
+        def layer(x: Array, inputs: _Inputs) -> LayerOut:
+            own = context
+            if context.noise is not None:
+                own = context._replace(noise=context.noise.layer(inputs.index, num_layers))
+            return nnx.merge(graphdef, inputs.params)(x, own, inputs.cache)
+
+        if self._remat == "none":
+            return layer, params
+        return jax.checkpoint(layer, policy=REMAT[self._remat]), params
+
+    def _cache(self, name: str) -> KVCache | None:
+        if self._caches is None:
+            return None
+        return self._caches[name]
+
+    def _take(self, name: str, out: LayerOut) -> Array:
+        if out.cache is not None:
+            self.new_caches[name] = out.cache
+        self._add(out.terms, out.stats)
+        return out.x
+
+    def _add(self, terms: Sums, stats: Sums) -> None:
+        self.terms = _added(self.terms, terms)
+        self.stats = _added(self.stats, stats)
+
+
+def _added(sums: Sums, more: Sums) -> Sums:
+    """Both, those of one name added up."""
+    result = dict(sums)
+    for name, new in more.items():
+        if name in result:
+            new = jax.tree.map(jnp.add, result[name], new)
+        result[name] = new
+    return result
+
+
+def _total(sums: Sums) -> Sums:
+    """Added up over repeats."""
+    return jax.tree.map(lambda x: x.sum(0), sums)
+
+
+def _unstack(tree: Any, parts: int) -> list[Any]:
+    """Splits the leading dim of every leaf. By `lax.split`, whose gradient is one concatenation:
+    indexing layer by layer would add so many arrays of the full size."""
+    leaves, structure = jax.tree.flatten(tree)
+    columns = []
+    for leaf in leaves:
+        columns.append([part[0] for part in jax.lax.split(leaf, (1,) * parts)])
+    return [jax.tree.unflatten(structure, row) for row in zip(*columns, strict=True)]

@@ -1,0 +1,178 @@
+"""What a model is made of, as data: layers that may differ, and the order that they stand in.
+
+A family writes these from its config; models/stack.py makes modules of them. No jax here.
+"""
+
+import dataclasses
+from typing import Literal
+
+from maxtrain.config.schema import ModelConfig
+
+NORMS = ("attention", "mlp", "query", "key")
+BIASES = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def head_dim(config: ModelConfig) -> int:
+    """H: given, or embed_dim / num_heads."""
+    return config.head_dim or config.embed_dim // config.num_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """A mixer: attention with grouped queries.
+
+    Raises:
+        ValueError: heads that can't be grouped.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_kv_heads < 1 or self.head_dim < 1:
+            raise ValueError(
+                f"{self}: num_heads, num_kv_heads and head_dim must be at least 1. "
+                "Set each to a whole number above 0."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}: "
+                "each key head serves as many query heads. "
+                f"Set num_kv_heads to a divisor of {self.num_heads}."
+            )
+
+    def cache_shape(self, rows: int, columns: int) -> tuple[int, int, int, int]:
+        """[B, S, K, H]: of the keys, and of the values, that generation keeps for one layer."""
+        return rows, columns, self.num_kv_heads, self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpec:
+    """A gated feed-forward block.
+
+    Raises:
+        ValueError: a width below 1.
+    """
+
+    width: int
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(
+                f"width={self.width} must be at least 1: a feed-forward block has units. "
+                "Set it to 4 times the model's width, for example."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeSpec:
+    """Rotary positions; see ops/rope.py. The last four belong to scaling "llama3".
+
+    Raises:
+        ValueError: a head dim that can't be turned in pairs.
+    """
+
+    head_dim: int
+    theta: float
+    scaling: Literal["none", "llama3"] = "none"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim={self.head_dim} must be even: rotary positions turn pairs of numbers. "
+                f"Set it to {self.head_dim + 1}, or leave out rope."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSpec:
+    """One layer: a mixer and a feed-forward block, both added to the residual stream.
+
+    Args:
+        mixer: how tokens see each other.
+        mlp: what is done to each token.
+        window: columns that a query sees, its own the last; None: all before it.
+        rope: positions of queries and keys; None: they have none.
+        norms: what is normalised: "attention" and "mlp", the inputs of these blocks; "query" and
+            "key", each head before rope.
+        norm_eps: added to mean squares.
+        biases: the products that have one, of q, k, v, o, gate, up and down.
+
+    Raises:
+        ValueError: names that are unknown, and sizes that do not fit.
+    """
+
+    mixer: AttentionSpec
+    mlp: MlpSpec
+    window: int | None = None
+    rope: RopeSpec | None = None
+    norms: tuple[str, ...] = ("attention", "mlp")
+    norm_eps: float = 1e-6
+    biases: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require_known("norms", self.norms, NORMS)
+        _require_known("biases", self.biases, BIASES)
+        if self.window is not None and self.window < 1:
+            raise ValueError(
+                f"window={self.window} must be at least 1: a query sees its own column. "
+                "Set it to 1024, for example, or to None for no window."
+            )
+        if self.rope is not None and self.rope.head_dim != self.mixer.head_dim:
+            raise ValueError(
+                f"rope.head_dim={self.rope.head_dim} must be that of the heads that it turns. "
+                f"Set it to mixer.head_dim={self.mixer.head_dim}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class StackSpec:
+    """All layers of a model, in order: a prefix, a period that is repeated, and a rest.
+
+    Raises:
+        ValueError: no layers, or a period and a number of repeats that do not fit.
+    """
+
+    period: tuple[LayerSpec, ...]
+    repeats: int
+    prefix: tuple[LayerSpec, ...] = ()
+    rest: tuple[LayerSpec, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.period:
+            raise ValueError(
+                "period=() must have at least one layer. "
+                "Name the layers that are repeated; with repeats=1 they stand once."
+            )
+        if self.repeats < 1:
+            raise ValueError(
+                f"repeats={self.repeats} must be at least 1: the period stands at least once. "
+                "Set it to the number of layers divided by those of the period."
+            )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.prefix) + len(self.period) * self.repeats + len(self.rest)
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Every layer, in order."""
+        return self.prefix + self.period * self.repeats + self.rest
+
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """The different rotary positions, in the order of their first layers."""
+        found = [layer.rope for layer in self.layers() if layer.rope is not None]
+        return tuple(dict.fromkeys(found))
+
+
+def _require_known(key: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+    """ValueError: a name is unknown, or stands there twice."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{key}={names}: {name!r} is unknown. Use some of {', '.join(known)}.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{key}={names} must have no name twice. Leave out the second one.")

@@ -1,0 +1,95 @@
+"""The layers of a decoder as modules: a prefix, a period whose layers are stacked, and a rest.
+
+The parameters of a place in the period are stacked over its repeats, [R, ...], and have the place's
+number as their name: `layers.0.attention.q.kernel`. A layer of the prefix or of the rest has its
+own: `layers.prefix_0.mlp.up.kernel`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Key
+
+from maxtrain.models.init import Initializer
+from maxtrain.models.layers import DecoderLayer, KVCache
+from maxtrain.models.specs import LayerSpec, StackSpec
+
+# By the name of the layer, or of the place in the period.
+Caches = dict[str, KVCache]
+
+
+class Stack(nnx.Module):
+    """All layers; models/run_layers.py runs them.
+
+    Args:
+        spec: what each is.
+        embed_dim: D.
+        kernel: of ops.attention.
+        init: draws the weights.
+        compute: type of the inputs of products.
+        key: that the weights of all layers are drawn from, a part of it for each layer's number.
+    """
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        embed_dim: int,
+        kernel: str,
+        init: Initializer,
+        compute: str,
+        key: Key[Array, ""],
+    ):
+        self.spec = spec
+        keys = jax.random.split(key, spec.num_layers)
+
+        def make(layer: LayerSpec, key: Array) -> DecoderLayer:
+            rngs = nnx.Rngs(params=key)
+            return DecoderLayer(layer, embed_dim, kernel, init, compute, rngs)
+
+        number = 0
+        for name, layer in zip(self.prefix_names(), spec.prefix, strict=True):
+            setattr(self, name, make(layer, keys[number]))
+            number += 1
+        end = number + len(spec.period) * spec.repeats
+        for name, layer in zip(self.period_names(), spec.period, strict=True):
+            make_each = nnx.vmap(functools.partial(make, layer), in_axes=0, out_axes=0)
+            setattr(self, name, make_each(keys[number : end : len(spec.period)]))
+            number += 1
+        number = end
+        for name, layer in zip(self.rest_names(), spec.rest, strict=True):
+            setattr(self, name, make(layer, keys[number]))
+            number += 1
+
+    def prefix_names(self) -> list[str]:
+        return [f"prefix_{i}" for i in range(len(self.spec.prefix))]
+
+    def period_names(self) -> list[str]:
+        return [str(i) for i in range(len(self.spec.period))]
+
+    def rest_names(self) -> list[str]:
+        return [f"rest_{i}" for i in range(len(self.spec.rest))]
+
+    def new_caches(self, rows: int, columns: int, dtype: str) -> Caches:
+        """Empty caches for `columns` tokens of each row, those of a place [R, B, S, K, H]."""
+        spec = self.spec
+        caches = {}
+        for name, layer in zip(self.prefix_names(), spec.prefix, strict=True):
+            caches[name] = _empty(layer.mixer.cache_shape(rows, columns), dtype)
+        for name, layer in zip(self.period_names(), spec.period, strict=True):
+            shape = layer.mixer.cache_shape(rows, columns)
+            caches[name] = _empty((spec.repeats, *shape), dtype)
+        for name, layer in zip(self.rest_names(), spec.rest, strict=True):
+            caches[name] = _empty(layer.mixer.cache_shape(rows, columns), dtype)
+        return caches
+
+
+def cache_columns(caches: Caches) -> int:
+    """How many columns there is room for."""
+    (cache, *_) = caches.values()
+    return cache.k.shape[-3]
+
+
+def _empty(shape: tuple[int, ...], dtype: str) -> KVCache:
+    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -1,0 +1,74 @@
+"""The product of activations with a weight: what is rounded to which type, forward and backward.
+
+Plain autodiff of `x.astype(bf16) @ w.astype(bf16)` rounds what it accumulates, and on CPUs leaves
+the fast kernels. Here both operands are rounded once, each product accumulates in float32, and what
+is kept for the backward pass is the rounded activation and the unrounded weight (which is alive
+anyway). The forms of products that CPUs have kernels for are those of ops/einsum.py.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxtrain.ops.einsum import contract
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """The types of one product and of its backward pass.
+
+    Args:
+        inputs: that activations and weights are rounded to before they are multiplied.
+        gradient: that the gradient of the result is rounded to before it is multiplied.
+        result: of the product, which accumulates in float32 whatever this says.
+    """
+
+    inputs: str
+    gradient: str
+    result: str = "float32"
+
+    @classmethod
+    def of(cls, dtype: str) -> "Recipe":
+        """All that is multiplied is rounded to one type, and the result is float32."""
+        return cls(inputs=dtype, gradient=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def dot(x: Float[Array, "*b i"], w: Float[Array, "i o"], recipe: Recipe) -> Float[Array, "*b o"]:
+    """x @ w.
+
+    Args:
+        x: activations [..., I], any float type.
+        w: weights [I, O], any float type.
+        recipe: what is rounded to which type.
+
+    Returns:
+        [..., O] of the recipe's type.
+
+    Differs: gradients are rounded before they are multiplied, and accumulate in float32.
+    """
+    out = contract("...i,io->...o", x.astype(recipe.inputs), w.astype(recipe.inputs))
+    return out.astype(recipe.result)
+
+
+def _forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple[Array, Array, Array]]:
+    rounded = x.astype(recipe.inputs)
+    out = contract("...i,io->...o", rounded, w.astype(recipe.inputs))
+    like_x = jnp.zeros((), x.dtype)
+    return out.astype(recipe.result), (rounded, w, like_x)
+
+
+def _backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, Array]:
+    x, w, like_x = saved
+    g = g.astype(recipe.gradient)
+    batch = "abcdefgh"[: x.ndim - 1]
+    # Both inputs of a product have one type: that of the gradient.
+    dx = contract("...o,io->...i", g, w.astype(recipe.gradient))
+    dw = contract(f"{batch}i,{batch}o->io", x.astype(recipe.gradient), g)
+    return dx.astype(like_x.dtype), dw.astype(w.dtype)
+
+
+dot.defvjp(_forward, _backward)
