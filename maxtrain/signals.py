@@ -33,6 +33,14 @@ _PACE = 3.0  # seconds after which processes ask each other
 _AT_ONCE = 2.0  # seconds that Python has for it, before the thread does it
 
 
+class StopRequested(KeyboardInterrupt):
+    """Somebody asks to stop, and there may be steps to save first.
+
+    It is raised in a signal's handler too, inside other packages' code, so that it must not be an
+    Exception, which these may catch.
+    """
+
+
 class StopRequest:
     """Use as `with StopRequest() as stop:`; inside, `stop.name` is the signal that came, or empty.
 
@@ -103,12 +111,12 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A signal raises KeyboardInterrupt in here, also one that came before; not where others
-        would be left alone."""
+        """A signal raises StopRequested in here, also one that came before; not where others would
+        be left alone."""
         self._interrupts = jax.process_count() == 1
         try:
             if self._interrupts and self.name:
-                raise KeyboardInterrupt
+                raise StopRequested
             yield
         finally:
             self._interrupts = False
@@ -117,7 +125,9 @@ class StopRequest:
         if self.name:
             return  # the thread does what the second one asks for
         self.name = signal.Signals(number).name
-        if self._interrupts or not self._doing:
+        if self._interrupts:
+            raise StopRequested
+        if not self._doing:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:

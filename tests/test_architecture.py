@@ -38,6 +38,9 @@ FLOORS = {
     **dict.fromkeys(
         [
             "maxtrain.train",
+            "maxtrain.run",
+            "maxtrain.hooks",
+            "maxtrain.programs",
             "maxtrain.job",
             "maxtrain.signals",
             "maxtrain.finish",

@@ -628,7 +628,7 @@ def test_only_errors_of_our_own_show_a_traceback(config, monkeypatch, capsys, er
     def run(config, ends_process):
         raise error
 
-    monkeypatch.setattr("maxtrain.train.run", run)
+    monkeypatch.setattr("maxtrain.train.run_from_config", run)
     assert train(config, "broken") == code
     text = capsys.readouterr().err
     assert message in text and ("Traceback" in text) == (code == 70)

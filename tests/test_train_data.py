@@ -12,7 +12,8 @@ from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.train import Loop, main
+from maxtrain.run import Run
+from maxtrain.train import main
 
 pytestmark = pytest.mark.usefixtures("this_process")
 
@@ -92,15 +93,15 @@ def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config
         "data.sources.ones.epochs=null",
         "data.zero_weight=stop",
     ]
-    stages, save = "data.stages=[{until: 3, weights: {text: 1}}, {weights: {ones: 1}}]", Loop.save
+    stages, save = "data.stages=[{until: 3, weights: {text: 1}}, {weights: {ones: 1}}]", Run.save
 
-    def interrupted(loop, state):
-        save(loop, state)
-        if loop.records.ending:
+    def interrupted(run):
+        save(run)
+        if run.records.ending:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "save", interrupted)
+        patch.setattr(Run, "save", interrupted)
         assert train(config, "late", *ones, stages)[0] == 75
     code, records = train(config, "late", *ones, stages)
     assert code == 0 and [(record["kind"], record["step"]) for record in records][-1] == ("end", 4)
