@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from data_pipeline import prepare
 from data_pipeline.errors import StorageError
 from maxtrain import records
+from maxtrain import run as run_module
 from maxtrain import train as job
 from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
@@ -195,8 +196,8 @@ def dying(original, call, before):
 @pytest.mark.parametrize(
     "owner, name, call, before",
     [
-        (job, "write_rollbacks", 1, True),
-        (job, "write_rollbacks", 1, False),
+        (run_module, "write_rollbacks", 1, True),
+        (run_module, "write_rollbacks", 1, False),
         (Checkpoints, "discard_after", 1, False),
         (Checkpoints, "restore", 1, False),
         (records, "MetricsLog", 2, True),
@@ -219,7 +220,7 @@ def test_killed_anywhere_in_a_rollback_the_same_command_goes_on_to_the_same_run(
 
 def test_processes_that_see_different_checkpoints_do_not_go_back(config, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(job, "gather", lambda values: [values, {"back": values["back"] - 1}])
+        patch.setattr(run_module, "gather", lambda values: [values, {"back": values["back"] - 1}])
         assert train(config, "views", *ROLLBACK) == 74
     assert "Give all hosts the same view of" in capsys.readouterr().err
     assert read_rollbacks(folder_of(config, "views")) is None, "nothing is changed"
