@@ -10,6 +10,7 @@ class Kernel(NamedTuple):
     platform: str | None = None  # the only one that has it; None: all have
     segments: bool = True  # keeps the documents of a row apart
     caches: bool = True  # reads the caches of generation
+    sinks: bool = True  # has a learned logit of each head beside those of the keys
     repeats: bool = True  # its backward pass gives the same bits every time
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")  # of inputs
     head_dim: tuple[int, int] | None = None  # the largest, and what it must be a multiple of
@@ -23,9 +24,10 @@ ATTENTION = {
         "gpu",
         segments=False,
         caches=False,
+        sinks=False,
         repeats=False,
         dtypes=("float16", "bfloat16"),
         head_dim=(128, 8),
     ),
-    "flash": Kernel("tpu", caches=False, dtypes=("float32", "bfloat16"), rows=128),
+    "flash": Kernel("tpu", caches=False, sinks=False, dtypes=("float32", "bfloat16"), rows=128),
 }

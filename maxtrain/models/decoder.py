@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.init import Initializer, head_dim
 from maxtrain.models.layers import Context, DecoderLayer, KVCache, Noise, RMSNorm
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.einsum import matmul
 from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
 from maxtrain.parallel.sharding import constrain
@@ -108,7 +109,7 @@ class Decoder(nnx.Module):
         x = self._embed(tokens)
         x = x if offset is None else x + offset
         x = x if noise is None else noise.embedded(x)
-        context = Context(*self._rope(positions), segment_ids, segment_ids, 0, noise)
+        context = Context(*self._rope(positions), Mask.of_rows(segment_ids), noise)
         return self.final_norm(self._run(x, context, None)[0])
 
     def extend(
@@ -128,8 +129,8 @@ class Decoder(nnx.Module):
             offset: number of columns already in the cache.
             cache: as made by `new_cache`.
         """
-        q_segments = jax.lax.dynamic_slice_in_dim(segment_ids, offset, tokens.shape[1], axis=1)
-        context = Context(*self._rope(positions), q_segments, segment_ids, offset)
+        mask = Mask.of_cache(segment_ids, offset, tokens.shape[1])
+        context = Context(*self._rope(positions), mask, cached=offset)
         x, extended = self._run(self._embed(tokens), context, cache)
         assert extended is not None
         return self.final_norm(x), extended

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from maxtrain.config.schema import ModelConfig, RegularizationConfig
 from maxtrain.models.init import Initializer, Role, head_dim
 from maxtrain.ops.attention import Dropout, attention, with_cache
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
 from maxtrain.ops.einsum import matmul
 from maxtrain.ops.norm import rms_norm
@@ -63,10 +64,10 @@ class Context(NamedTuple):
 
     cos: Float[Array, "B T F"]
     sin: Float[Array, "B T F"]
-    q_segments: Int[Array, "B T"]
-    kv_segments: Int[Array, "B S"]
-    offset: Int[Array, ""] | int  # column of the first query in the cache; 0 without one
+    mask: Mask
     noise: Noise | None = None  # in training; in a layer its own
+    # Where in the cache, if there is one, the keys of this pass are written: how many are in it.
+    cached: Int[Array, ""] | int = 0
 
 
 class RMSNorm(nnx.Module):
@@ -82,10 +83,16 @@ class RMSNorm(nnx.Module):
 
 class Attention(nnx.Module):
     """Grouped-query attention with rotary positions; with `qk_norm`, each query and key head is
-    normalised before rope."""
+    normalised before rope; with a `window`, a query sees that many columns, its own the last."""
 
     def __init__(
-        self, config: ModelConfig, qk_norm: bool, init: Initializer, compute: str, rngs: nnx.Rngs
+        self,
+        config: ModelConfig,
+        qk_norm: bool,
+        init: Initializer,
+        compute: str,
+        rngs: nnx.Rngs,
+        window: int | None = None,
     ):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, head_dim(config)
         self.q = init.matrix(
@@ -99,7 +106,9 @@ class Attention(nnx.Module):
         self.o = init.matrix(rngs.params(), (N, H, D), ("heads", "head_dim", "embed"), "residual")
         self.q_norm = RMSNorm(H, config.norm_eps, init, "query_norm") if qk_norm else None
         self.k_norm = RMSNorm(H, config.norm_eps, init) if qk_norm else None
-        self.kernel, self.compute = config.attention, compute
+        self.kernel = config.attention
+        self.compute = compute
+        self.window = window
 
     def _heads(self, x: Array, w: nnx.Param, axis: str) -> Array:
         """[B, T, D] by [D, N, H] -> [B, T, N, H]; the matrix product itself is two-dimensional,
@@ -118,7 +127,7 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, context.cos, context.sin), apply_rope(k, context.cos, context.sin)
         if cache is not None:
-            start = (0, context.offset, 0, 0)
+            start = (0, context.cached, 0, 0)
             cache = KVCache(
                 jax.lax.dynamic_update_slice(cache.k, k.astype(cache.k.dtype), start),
                 jax.lax.dynamic_update_slice(cache.v, v.astype(cache.v.dtype), start),
@@ -131,9 +140,7 @@ class Attention(nnx.Module):
             q,
             k,
             v,
-            context.q_segments,
-            context.kv_segments,
-            offset=context.offset,
+            context.mask.within(self.window),
             kernel=self.kernel if cache is None else with_cache(self.kernel),
             dtype=self.compute,
             dropout=dropout,

@@ -10,7 +10,8 @@ from flax import nnx
 
 from maxtrain.config.schema import InitConfig, ModelConfig
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import Attention, Context, DecoderLayer, RMSNorm, SwiGLU
+from maxtrain.models.layers import Attention, Context, DecoderLayer, KVCache, RMSNorm, SwiGLU
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.rope import rope_frequencies, rope_tables
 
 D, N, K, H, F, T = 24, 4, 2, 6, 40, 7
@@ -41,7 +42,7 @@ def swiglu(x, p, prefix=""):
     return (gate / (1 + np.exp(-gate)) * up) @ p[prefix + "down"]
 
 
-def attend(x, p, prefix=""):
+def attend(x, p, prefix="", window=T):
     """Grouped-query attention with rotary positions, one query head and one query at a time."""
     q, k, v = (np.einsum("btd,dnh->btnh", x, p[prefix + name]) for name in "qkv")
     if prefix + "q_norm.scale" in p:
@@ -52,7 +53,8 @@ def attend(x, p, prefix=""):
     q, k = ((a[..., : H // 2] + 1j * a[..., H // 2 :]) * turn for a in (q, k))
     out = np.zeros((*x.shape[:2], N, H))
     for b, t, n in np.ndindex(*x.shape[:2], N):
-        seen = [s for s in range(t + 1) if SEGMENTS[0, s] == SEGMENTS[0, t]]
+        first = max(0, t - window + 1)
+        seen = [s for s in range(first, t + 1) if SEGMENTS[0, s] == SEGMENTS[0, t]]
         scores = np.array(
             [(q[b, t, n] * k[b, s, n * K // N].conj()).real.sum() for s in seen]
         ) / math.sqrt(H)
@@ -64,9 +66,8 @@ def attend(x, p, prefix=""):
 def context(batch):
     positions = jnp.broadcast_to(jnp.arange(T), (batch, T))
     segments = jnp.broadcast_to(jnp.asarray(SEGMENTS), (batch, T))
-    return Context(
-        *rope_tables(positions, rope_frequencies(H, CONFIG.rope_theta)), segments, segments, 0
-    )
+    tables = rope_tables(positions, rope_frequencies(H, CONFIG.rope_theta))
+    return Context(*tables, Mask.of_rows(segments))
 
 
 def inputs():
@@ -89,6 +90,24 @@ def test_attention_is_its_equation(qk_norm, kernel):
     out, cache = module(jnp.asarray(x), context(2), None)
     assert cache is None
     np.testing.assert_allclose(out, attend(x, p), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["eager", "xla"])
+def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel):
+    config = dataclasses.replace(CONFIG, attention=kernel)
+    module = Attention(config, False, INIT, "float32", nnx.Rngs(params=0), window=2)
+    p, x = arrays(module), inputs()
+    expected = attend(x, p, window=2)
+    whole = context(2)
+    out, _ = module(jnp.asarray(x), whole, None)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    cache = KVCache(jnp.zeros((2, 10, K, H)), jnp.zeros((2, 10, K, H)))
+    segments = jnp.full((2, 10), -1, jnp.int32).at[:, :T].set(SEGMENTS)
+    for start, stop in [(0, 4), (4, 6), (6, 7)]:
+        mask = Mask.of_cache(segments, start, stop - start)
+        part = Context(whole.cos[:, start:stop], whole.sin[:, start:stop], mask, cached=start)
+        out, cache = module(jnp.asarray(x[:, start:stop]), part, cache)
+        np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-5)
 
 
 def test_a_layer_adds_both_blocks_of_normalised_inputs():

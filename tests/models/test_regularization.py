@@ -16,6 +16,7 @@ from maxtrain.models.layers import Noise
 from maxtrain.models.registry import build_model
 from maxtrain.ops.attention import Dropout, attention
 from maxtrain.ops.attention.eager import eager_attention
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
 from maxtrain.training.evaluate import make_eval_step
@@ -173,12 +174,11 @@ def _gradients_of_dropped(q, k, v, rows, weights, kept):
     """Of a sum of outputs times g by queries, keys and values, one after another: jax's, and by
     hand in float64."""
     g = np.random.default_rng(1).standard_normal((B, T, 4, T))
-    ones, group = jnp.ones((B, T), jnp.int32), 2  # query heads of a key head
+    mask = Mask.of_rows(jnp.ones((B, T), jnp.int32))
+    group = 2  # query heads of a key head
 
     def total(q, k, v):
-        out = eager_attention(
-            q, k, v, ones, ones, offset=0, dtype="float32", dropout=Dropout(rows, 0.25)
-        )
+        out = eager_attention(q, k, v, mask, dtype="float32", dropout=Dropout(rows, 0.25))
         return (out * jnp.float32(g)).sum()
 
     ours = jax.grad(total, (0, 1, 2))(q, k, v)
@@ -200,11 +200,10 @@ def test_dropped_attention_weights_are_zero_and_the_others_larger():
     rng = np.random.default_rng(0)
     q, k = (jnp.asarray(rng.standard_normal((B, T, n, T)), jnp.float32) for n in (4, 2))
     v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (B, T, 2, T))
-    segments, rows = jnp.ones((B, T), jnp.int32), jax.random.split(jax.random.key(0), B)
+    mask = Mask.of_rows(jnp.ones((B, T), jnp.int32))
+    rows = jax.random.split(jax.random.key(0), B)
     weights, dropped = (
-        np.asarray(
-            eager_attention(q, k, v, segments, segments, offset=0, dtype="float32", dropout=d)
-        )
+        np.asarray(eager_attention(q, k, v, mask, dtype="float32", dropout=d))
         for d in (None, Dropout(rows, 0.25))
     )
     kept = dropped > 0
@@ -212,6 +211,4 @@ def test_dropped_attention_weights_are_zero_and_the_others_larger():
     assert abs(kept[weights > 0].mean() - 0.75) < 5 * (0.25 * 0.75 / (weights > 0).sum()) ** 0.5
     np.testing.assert_allclose(*_gradients_of_dropped(q, k, v, rows, weights, kept), atol=2e-5)
     with pytest.raises(ConfigError, match=r"Set model\.attention=eager"):
-        attention(
-            q, k, v, segments, segments, kernel="xla", dtype="float32", dropout=Dropout(rows, 0.25)
-        )
+        attention(q, k, v, mask, kernel="xla", dtype="float32", dropout=Dropout(rows, 0.25))

@@ -2,15 +2,16 @@
 raises; none falls back."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.ops.attention.cudnn import cudnn_attention
 from maxtrain.ops.attention.eager import eager_attention
 from maxtrain.ops.attention.flash import flash_attention
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.xla import xla_attention
 
 KERNELS: dict[str, Callable[..., Array]] = {
@@ -23,14 +24,19 @@ KERNELS: dict[str, Callable[..., Array]] = {
 
 def require_platform(kernel: str, platform: str) -> None:
     """Raises ConfigError if devices of this platform do not have the kernel."""
-    if ATTENTION[kernel].platform not in (None, platform):
-        rule = f"is for {str(ATTENTION[kernel].platform).upper()}s only, and the devices here are of platform {platform}"
-        raise ConfigError(f"model.attention={kernel} {rule}. Set model.attention=xla.")
+    only = ATTENTION[kernel].platform
+    if only is not None and only != platform:
+        raise ConfigError(
+            f"model.attention={kernel} is for {only.upper()}s only, and the devices here are of "
+            f"platform {platform}. Set model.attention=xla."
+        )
 
 
 def with_cache(kernel: str) -> str:
     """The kernel that reads the caches of generation for a model that was trained with this one."""
-    return kernel if ATTENTION[kernel].caches else "xla"
+    if ATTENTION[kernel].caches:
+        return kernel
+    return "xla"
 
 
 class Dropout(NamedTuple):
@@ -44,40 +50,51 @@ def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
-    q_segments: Int[Array, "B T"],
-    kv_segments: Int[Array, "B S"],
+    mask: Mask,
     *,
-    offset: Int[Array, ""] | int = 0,
     kernel: str,
     dtype: str,
+    sinks: Float[Array, " N"] | None = None,
     dropout: Dropout | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Causal softmax attention inside segments, grouped queries.
+    """Softmax attention with grouped queries.
 
     Args:
-        q: queries [B, T, N, H]; query t stands at column offset + t of the keys.
+        q: queries [B, T, N, H].
         k: keys [B, S, K, H]; K divides N.
         v: values [B, S, K, H].
-        q_segments: [B, T]; a query sees the keys of its own segment only, padding (0) sees padding.
-        kv_segments: [B, S]; negative where a cache holds nothing yet.
-        offset: column of the first query: 0 in training, the number of cached columns in
-            generation.
+        mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
             stored scores), or "cudnn" (GPUs; does not look at segments, which config/checks.py asks
             about), or "flash" (TPUs).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
+        sinks: [N] learned logit of each head, which takes part in the softmax like the score of one
+            more key that every query sees and that has no value; so weights add up to less than 1.
+            None: there are none. Only the eager and the xla kernel can.
         dropout: of the weights after the softmax; only the eager kernel can.
 
     Returns:
         [B, T, N, H] float32.
+
+    Raises:
+        ConfigError: the kernel can't do what is asked.
+
+    Source: sinks: Xiao et al. 2023, https://arxiv.org/abs/2309.17453; learned ones: OpenAI 2025,
+        gpt-oss, https://arxiv.org/abs/2508.10925.
     """
+    options: dict[str, Any] = {}
+    if sinks is not None:
+        if not ATTENTION[kernel].sinks:
+            raise ConfigError(
+                f"model.attention={kernel} has no attention sinks, which this model needs. "
+                "Set model.attention=xla."
+            )
+        options["sinks"] = sinks
     if dropout is not None:
         if kernel != "eager":
-            rule = f"needs an attention kernel that can drop weights, and model.attention={kernel} can't"
             raise ConfigError(
-                f"regularization.attention_dropout={dropout.rate} {rule}. Set model.attention=eager."
+                f"regularization.attention_dropout={dropout.rate} needs an attention kernel that "
+                f"can drop weights, and model.attention={kernel} can't. Set model.attention=eager."
             )
-        return eager_attention(
-            q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype, dropout=dropout
-        )
-    return KERNELS[kernel](q, k, v, q_segments, kv_segments, offset=offset, dtype=dtype)
+        options["dropout"] = dropout
+    return KERNELS[kernel](q, k, v, mask, dtype=dtype, **options)

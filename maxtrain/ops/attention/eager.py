@@ -3,48 +3,56 @@ autodiff."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array
 
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dropout import dropout as drop
 
-MASKED = -1e30  # finite, so that a row that sees nothing gives a mean and no NaN
-
-
-def attention_mask(
-    q_segments: Int[Array, "B T"],
-    kv_segments: Int[Array, "B S"],
-    offset: Int[Array, ""] | np.integer | int,
-) -> Bool[Array, "B T S"]:
-    """True where query t may see key s: not later than itself, and of the same segment.
-
-    A constant offset may come as a numpy number: jax makes one of what it saves for a backward
-    pass.
-    """
-    columns = jnp.arange(q_segments.shape[1]) + offset
-    causal = jnp.arange(kv_segments.shape[1])[None, :] <= columns[:, None]
-    return causal[None] & (q_segments[:, :, None] == kv_segments[:, None, :])
+# The score of a key that is not seen. Finite, so that a row that sees nothing gives a mean and no
+# NaN.
+MASKED = -1e30
 
 
 def eager_attention(
     q: Array,
     k: Array,
     v: Array,
-    q_segments: Array,
-    kv_segments: Array,
+    mask: Mask,
     *,
-    offset: Array | int,
     dtype: str,
+    sinks: Array | None = None,
     dropout: tuple[Array, float] | None = None,
 ) -> Array:
     """See `attention`; `dropout` is (keys, rate). Products are float32: rounded inputs stay
     rounded, sums are exact."""
     B, T, N, H = q.shape
-    q, k, v = (x.astype(dtype).astype(jnp.float32) for x in (q, k, v))
-    q = q.reshape(B, T, k.shape[2], -1, H)
+    K = k.shape[2]
+    q = _rounded(q, dtype).reshape(B, T, K, N // K, H)
+    k = _rounded(k, dtype)
+    v = _rounded(v, dtype)
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest") * H**-0.5
-    mask = attention_mask(q_segments, kv_segments, offset)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(mask, scores, MASKED), axis=-1)
+    visible = mask.visible()[:, None, None]
+    scores = jnp.where(visible, scores, MASKED)
+    if sinks is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        weights = _softmax_with_sinks(scores, sinks)
     if dropout is not None:
-        weights = drop(weights, *dropout)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v, precision="highest").reshape(B, T, N, H)
+        keys, rate = dropout
+        weights = drop(weights, keys, rate)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, precision="highest")
+    return out.reshape(B, T, N, H)
+
+
+def _rounded(x: Array, dtype: str) -> Array:
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def _softmax_with_sinks(scores: Array, sinks: Array) -> Array:
+    """Softmax over the keys [B, K, G, T, S] and one more, the sink of the head, whose weight is
+    left out."""
+    B, K, G, T, _ = scores.shape
+    column = sinks.astype(jnp.float32).reshape(1, K, G, 1, 1)
+    column = jnp.broadcast_to(column, (B, K, G, T, 1))
+    weights = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)
+    return weights[..., :-1]

@@ -1,137 +1,192 @@
 """Attention from XLA's own matrix products, in blocks of queries, with a hand-written backward
 pass.
 
-A block of queries meets only the keys up to its own end, so that nearly half of the causal square
-is never computed. The forward pass keeps one logsumexp a query instead of the weights; the backward
-pass computes them again. All five products are written so that the large operand is never
-transposed ([t, s] scores times [s, h], or [h, t] times [t, s]): the small one is transposed
-instead, which is several times faster on CPUs and the same elsewhere.
+A block of queries meets only the keys from the beginning of its window up to its own end, so that
+nearly half of the causal square, and most of it with a short window, is never computed. The forward
+pass keeps one logsumexp a query instead of the weights; the backward pass computes them again. All
+five products are written so that the large operand is never transposed ([t, s] scores times [s, h],
+or [h, t] times [t, s]): the small one is transposed instead, which is several times faster on CPUs
+and the same elsewhere.
 
 Source: Dao et al. 2022, https://arxiv.org/abs/2205.14135, for the backward pass from logsumexp.
 """
 
 import functools
-from typing import Any
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from maxtrain.ops.attention.eager import MASKED, attention_mask
+from maxtrain.ops.attention.eager import MASKED
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.einsum import contract
 
-MIN_BLOCK, MAX_BLOCKS = 128, 8  # smaller blocks waste the matrix units, more of them compile slowly
+# Smaller blocks waste the matrix units.
+MIN_BLOCK = 128
+# More blocks compile slowly.
+MAX_BLOCKS = 8
 
 
-def _blocks(queries: int, keys: int) -> list[tuple[int, int, int]]:
-    """Start and stop of each block of queries, and the end of the keys that it can see; of a cache
-    it may see all."""
-    size = max(MIN_BLOCK, -(-queries // MAX_BLOCKS))
-    bounds = [(start, min(start + size, queries)) for start in range(0, queries, size)]
-    return [(start, stop, stop if keys == queries else keys) for start, stop in bounds]
+class _Block(NamedTuple):
+    """Some queries, and the keys that they can see at most, by where they lie."""
+
+    queries: slice
+    keys: slice
 
 
-def _scores(q_BKMH: Array, k_BKHS: Array, q_seg: Array, kv_seg: Array, first: Any) -> Array:
+def _blocks(mask: Mask) -> list[_Block]:
+    """All queries, in blocks; of keys that are not in order, such as a cache, a block may see
+    all."""
+    num_queries = mask.q_segments.shape[1]
+    num_keys = mask.kv_segments.shape[1]
+    size = max(MIN_BLOCK, math.ceil(num_queries / MAX_BLOCKS))
+    blocks = []
+    for start in range(0, num_queries, size):
+        stop = min(start + size, num_queries)
+        keys = slice(0, num_keys)
+        if mask.in_order:
+            keys = slice(_first_key(start, mask.window), stop)
+        blocks.append(_Block(slice(start, stop), keys))
+    return blocks
+
+
+def _first_key(start: int, window: int | None) -> int:
+    """The first key that a query at column `start` sees, or a few before it: slices that begin at
+    multiples of the smallest block need no shifting of lanes."""
+    if window is None:
+        return 0
+    first = max(0, start - window + 1)
+    return first - first % MIN_BLOCK
+
+
+def _scores(q_BKMH: Array, k_BKHS: Array, mask: Mask) -> Array:
     """Scaled, masked scores of one block [B, K, G * t, s]; the queries of a group lie one after the
     other."""
     scores = contract("bkmh,bkhs->bkms", q_BKMH, k_BKHS, in_place=True) * q_BKMH.shape[-1] ** -0.5
-    grouped = scores.reshape(*scores.shape[:2], -1, q_seg.shape[1], kv_seg.shape[1])
-    mask = attention_mask(q_seg, kv_seg, first)[:, None, None]
-    return jnp.where(mask, grouped, MASKED).reshape(scores.shape)
+    B, K, _, s = scores.shape
+    t = mask.q_segments.shape[1]
+    grouped = scores.reshape(B, K, -1, t, s)
+    visible = mask.visible()[:, None, None]
+    return jnp.where(visible, grouped, MASKED).reshape(scores.shape)
 
 
-def _group(x_BTNH: Array, heads: int) -> Array:
+def _group(x_BTNH: Array, num_kv_heads: int) -> Array:
     """[B, t, N, H] -> [B, K, G * t, H]."""
     B, t, N, H = x_BTNH.shape
-    return (
-        x_BTNH.reshape(B, t, heads, N // heads, H).transpose(0, 2, 3, 1, 4).reshape(B, heads, -1, H)
-    )
+    x_BTKGH = x_BTNH.reshape(B, t, num_kv_heads, N // num_kv_heads, H)
+    return x_BTKGH.transpose(0, 2, 3, 1, 4).reshape(B, num_kv_heads, -1, H)
 
 
 def _ungroup(x_BKMH: Array, t: int) -> Array:
     """[B, K, G * t, H] -> [B, t, N, H]."""
     B, K, M, H = x_BKMH.shape
-    return x_BKMH.reshape(B, K, M // t, t, H).transpose(0, 3, 1, 2, 4).reshape(B, t, -1, H)
+    x_BKGTH = x_BKMH.reshape(B, K, M // t, t, H)
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, t, -1, H)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _attend(
-    q: Array, k: Array, v: Array, q_seg: Array, kv_seg: Array, offset: Array, dtype: str
-) -> Array:
-    return _attend_forward(q, k, v, q_seg, kv_seg, offset, dtype)[0]
+def _group_sinks(sinks: Array, num_kv_heads: int, t: int) -> Array:
+    """[N] -> [K, G * t, 1]: the sink of each query of a block."""
+    sinks_KG = sinks.reshape(num_kv_heads, -1)
+    return jnp.repeat(sinks_KG, t, axis=1)[..., None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _attend(q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, dtype: str) -> Array:
+    out, _ = _attend_forward(q, k, v, sinks, mask, dtype)
+    return out
 
 
 def _attend_forward(
-    q: Array, k: Array, v: Array, q_seg: Array, kv_seg: Array, offset: Array, dtype: str
+    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, dtype: str
 ) -> tuple[Array, tuple]:
-    q, k, v = (x.astype(dtype) for x in (q, k, v))
-    k_BKHS, v_BKSH = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    outputs, lses = [], []
-    for start, stop, end in _blocks(q.shape[1], k.shape[1]):
-        block = _group(q[:, start:stop], k.shape[2])
-        if outputs:  # one block after the other: XLA would hold the scores of all of them at once
-            block, outputs[-1] = jax.lax.optimization_barrier((block, outputs[-1]))
-        scores = _scores(
-            block, k_BKHS[..., :end], q_seg[:, start:stop], kv_seg[:, :end], start + offset
-        )
+    q = q.astype(dtype)
+    k = k.astype(dtype)
+    v = v.astype(dtype)
+    K = k.shape[2]
+    k_BKHS = k.transpose(0, 2, 3, 1)
+    v_BKSH = v.transpose(0, 2, 1, 3)
+    outputs = []
+    lses = []
+    for queries, keys in _blocks(mask):
+        q_block = q[:, queries]
+        t = q_block.shape[1]
+        q_BKMH = _group(q_block, K)
+        if outputs:
+            # One block after the other: XLA would hold the scores of all of them at once.
+            q_BKMH, outputs[-1] = jax.lax.optimization_barrier((q_BKMH, outputs[-1]))
+        scores = _scores(q_BKMH, k_BKHS[..., keys], mask.part(queries, keys))
         top = scores.max(-1, keepdims=True)
+        sink = None
+        if sinks is not None:
+            sink = _group_sinks(sinks, K, t)
+            top = jnp.maximum(top, sink)
         weights = jnp.exp(scores - top)
         total = weights.sum(-1, keepdims=True)
-        out = contract("bkms,bksh->bkmh", weights.astype(dtype), v_BKSH[:, :, :end]) / total
-        outputs.append(_ungroup(out, stop - start))
+        if sink is not None:
+            total += jnp.exp(sink - top)
+        out = contract("bkms,bksh->bkmh", weights.astype(dtype), v_BKSH[:, :, keys]) / total
+        outputs.append(_ungroup(out, t))
         lses.append(top + jnp.log(total))
-    return jnp.concatenate(outputs, axis=1), (q, k, v, q_seg, kv_seg, offset, lses)
+    return jnp.concatenate(outputs, axis=1), (q, k, v, sinks, mask, lses)
 
 
 def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
-    q, k, v, q_seg, kv_seg, offset, lses = saved
+    q, k, v, sinks, mask, lses = saved
     B, S, K, H = k.shape
-    k_BKHS, k_BKSH, v_BKHS = (
-        k.transpose(0, 2, 3, 1),
-        k.transpose(0, 2, 1, 3),
-        v.transpose(0, 2, 3, 1),
-    )
-    dq, dk_BKHS, dv_BKHS = (
-        [],
-        jnp.zeros((B, K, H, S), jnp.float32),
-        jnp.zeros((B, K, H, S), jnp.float32),
-    )
-    for (start, stop, end), lse in zip(_blocks(q.shape[1], S), lses, strict=True):
-        block, g_block = _group(q[:, start:stop], K), _group(g[:, start:stop], K).astype(dtype)
-        block, dk_BKHS, dv_BKHS = jax.lax.optimization_barrier((block, dk_BKHS, dv_BKHS))
-        scores = _scores(
-            block, k_BKHS[..., :end], q_seg[:, start:stop], kv_seg[:, :end], start + offset
-        )
+    k_BKHS = k.transpose(0, 2, 3, 1)
+    k_BKSH = k.transpose(0, 2, 1, 3)
+    v_BKHS = v.transpose(0, 2, 3, 1)
+    dq = []
+    dk_BKHS = jnp.zeros((B, K, H, S), jnp.float32)
+    dv_BKHS = jnp.zeros((B, K, H, S), jnp.float32)
+    dsinks = None
+    if sinks is not None:
+        dsinks = jnp.zeros(sinks.shape, jnp.float32)
+    for (queries, keys), lse in zip(_blocks(mask), lses, strict=True):
+        q_block = q[:, queries]
+        t = q_block.shape[1]
+        q_BKMH = _group(q_block, K)
+        g_BKMH = _group(g[:, queries], K).astype(dtype)
+        q_BKMH, dk_BKHS, dv_BKHS = jax.lax.optimization_barrier((q_BKMH, dk_BKHS, dv_BKHS))
+        scores = _scores(q_BKMH, k_BKHS[..., keys], mask.part(queries, keys))
         p = jnp.exp(scores - lse)
-        dp = contract("bkmh,bkhs->bkms", g_block, v_BKHS[..., :end], in_place=True)
-        ds = (p * (dp - (p * dp).sum(-1, keepdims=True)) * H**-0.5).astype(dtype)
-        dq.append(_ungroup(contract("bkms,bksh->bkmh", ds, k_BKSH[:, :, :end]), stop - start))
-        dk_BKHS = dk_BKHS.at[..., :end].add(contract("bkhm,bkms->bkhs", block.swapaxes(2, 3), ds))
-        dv_BKHS = dv_BKHS.at[..., :end].add(
-            contract("bkhm,bkms->bkhs", g_block.swapaxes(2, 3), p.astype(dtype))
-        )
+        dp = contract("bkmh,bkhs->bkms", g_BKMH, v_BKHS[..., keys], in_place=True)
+        mean_dp = (p * dp).sum(-1, keepdims=True)
+        ds = (p * (dp - mean_dp) * H**-0.5).astype(dtype)
+        dq_BKMH = contract("bkms,bksh->bkmh", ds, k_BKSH[:, :, keys])
+        dq.append(_ungroup(dq_BKMH, t))
+        dk_block = contract("bkhm,bkms->bkhs", q_BKMH.swapaxes(2, 3), ds)
+        dk_BKHS = dk_BKHS.at[..., keys].add(dk_block)
+        dv_block = contract("bkhm,bkms->bkhs", g_BKMH.swapaxes(2, 3), p.astype(dtype))
+        dv_BKHS = dv_BKHS.at[..., keys].add(dv_block)
+        if sinks is not None:
+            # As that of any other score, for a key whose value is 0.
+            p_sink = jnp.exp(_group_sinks(sinks, K, t) - lse)
+            dsink_BKM = -(p_sink * mean_dp)[..., 0]
+            dsinks += dsink_BKM.reshape(B, -1, t).sum((0, 2))
     # Finished before they are rotated back: fused with that, the transposes are read element by
     # element.
     dq, dk = jax.lax.optimization_barrier(
         (jnp.concatenate(dq, axis=1), dk_BKHS.transpose(0, 3, 1, 2))
     )
-    return dq, dk, dv_BKHS.transpose(0, 3, 1, 2), None, None, None
+    dv = dv_BKHS.transpose(0, 3, 1, 2)
+    return dq, dk, dv, dsinks, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def xla_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    q_segments: Array,
-    kv_segments: Array,
-    *,
-    offset: Array | int,
-    dtype: str,
+    q: Array, k: Array, v: Array, mask: Mask, *, dtype: str, sinks: Array | None = None
 ) -> Array:
     """See `attention`. Memory: a few times the scores of one block, B * N * max(128, T / 8) * S
     float32."""
-    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))  # so that gradients come back float32
-    return _attend(q, k, v, q_segments, kv_segments, jnp.asarray(offset, jnp.int32), dtype)
+    # In float32, so that gradients come back in it.
+    q = q.astype(jnp.float32)
+    k = k.astype(jnp.float32)
+    v = v.astype(jnp.float32)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32)
+    return _attend(q, k, v, sinks, mask, dtype)

@@ -14,8 +14,8 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.schema import MeshConfig
 from maxtrain.ops.attention import KERNELS, attention, require_platform, with_cache
-from maxtrain.ops.attention.eager import attention_mask
 from maxtrain.ops.attention.flash import flash_attention
+from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.mesh import make_mesh
 
 H = 8
@@ -26,10 +26,10 @@ KERNEL = pytest.mark.parametrize("kernel", EVERYWHERE)
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "dtype"))
-def run(q, k, v, q_segments, kv_segments, offset, g, *, kernel, dtype):
+def run(q, k, v, mask, g, *, kernel, dtype):
     """Output, and the gradients of sum(output * g) by queries, keys and values."""
-    call = functools.partial(attention, offset=offset, kernel=kernel, dtype=dtype)
-    out, vjp = jax.vjp(lambda q, k, v: call(q, k, v, q_segments, kv_segments), q, k, v)
+    call = functools.partial(attention, mask=mask, kernel=kernel, dtype=dtype)
+    out, vjp = jax.vjp(call, q, k, v)
     return out, *vjp(g)
 
 
@@ -102,7 +102,11 @@ def test_equals_the_equations_forward_and_backward(case, dtype, unit, kernel):
     *qkv, g = example(B, T, N, K, S=S)
     kv_segments = ragged(B, S, padding=S == T).at[:, offset + T :].set(-1)
     q_segments = kv_segments[:, offset : offset + T]
-    actual = run(*qkv, q_segments, kv_segments, offset, g, kernel=kernel, dtype=dtype)
+    if S == T:
+        mask = Mask.of_rows(q_segments)
+    else:
+        mask = Mask.of_cache(kv_segments, offset, T)
+    actual = run(*qkv, mask, g, kernel=kernel, dtype=dtype)
     rounded = [np.asarray(x).astype(jnp.dtype(dtype)) for x in qkv]
     expected, bounds = equations(*rounded, q_segments, kv_segments, offset, g)
     for name, ours, theirs, bound in zip(
@@ -121,8 +125,9 @@ def test_xla_equals_eager_where_a_query_sees_nothing(dtype):
     what is hidden."""
     *qkv, g = example(1, 4, 2, 2, S=16)
     q_segments, kv_segments = jnp.full((1, 4), 7, jnp.int32), jnp.ones((1, 16), jnp.int32)
+    mask = Mask(jnp.arange(4) + 3, jnp.arange(16), q_segments, kv_segments)
     for kernel in EVERYWHERE:
-        results = run(*qkv, q_segments, kv_segments, 3, g, kernel=kernel, dtype=dtype)
+        results = run(*qkv, mask, g, kernel=kernel, dtype=dtype)
         assert all(np.isfinite(x).all() for x in results)
 
 
@@ -136,12 +141,12 @@ def test_packed_documents_are_as_if_each_were_alone_forward_and_backward(kernel)
     segments = jnp.asarray(
         np.repeat([*range(1, len(LENGTHS) + 1), 0], [*LENGTHS, T - sum(LENGTHS)]), jnp.int32
     )[None]
-    packed = run(*qkv, segments, segments, 0, g, kernel=kernel, dtype="float32")
+    packed = run(*qkv, Mask.of_rows(segments), g, kernel=kernel, dtype="float32")
     for start, length in zip(np.cumsum((0, *LENGTHS)), LENGTHS):
         part = slice(start, start + length)
-        alone = jnp.ones((1, length), jnp.int32)
+        alone = Mask.of_rows(jnp.ones((1, length), jnp.int32))
         separate = run(
-            *(x[:, part] for x in qkv), alone, alone, 0, g[:, part], kernel=kernel, dtype="float32"
+            *(x[:, part] for x in qkv), alone, g[:, part], kernel=kernel, dtype="float32"
         )
         for ours, theirs in zip(packed, separate, strict=True):
             np.testing.assert_allclose(ours[:, part], theirs, atol=1e-5, rtol=1e-5)
@@ -160,9 +165,7 @@ def test_nothing_before_a_changed_token_changes_and_nothing_outside_its_document
     T = 200
     q, k, v, g = example(1, T, 2, 1, seed=seed)
     segments = ragged(1, T, seed)
-    call = functools.partial(
-        run, q_segments=segments, kv_segments=segments, offset=0, kernel=kernel, dtype=dtype
-    )
+    call = functools.partial(run, mask=Mask.of_rows(segments), kernel=kernel, dtype=dtype)
     before = call(q, k, v, g=g)[0]
     after = call(q, k.at[:, changed].multiply(-3), v.at[:, changed].add(100), g=g)[0]
     sees = (np.arange(T) >= changed) & np.asarray(segments[0] == segments[0, changed])
@@ -179,11 +182,10 @@ def test_nothing_before_a_changed_token_changes_and_nothing_outside_its_document
 
 
 def test_the_mask_is_causal_from_the_offset_and_inside_segments():
-    q_segments, kv_segments = jnp.array([[1, 2, 2]]), jnp.array([[1, 1, 2, 2, -1]])
+    mask = Mask.of_cache(jnp.array([[1, 1, 2, 2, -1]]), 1, 3)
     expected = [[1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0]]
-    np.testing.assert_array_equal(
-        attention_mask(q_segments, kv_segments, 1)[0], np.array(expected, bool)
-    )
+    np.testing.assert_array_equal(mask.q_segments, [[1, 2, 2]])
+    np.testing.assert_array_equal(mask.visible()[0], np.array(expected, bool))
 
 
 @KERNEL
@@ -196,9 +198,7 @@ def test_gradients_have_the_types_of_their_arguments(kernel):
         q,
         k.astype(cache_type),
         v.astype(cache_type),
-        segments,
-        segments,
-        0,
+        Mask.of_rows(segments),
         g,
     )
     assert [x.dtype for x in results] == [jnp.float32, jnp.float32, cache_type, cache_type]
@@ -213,10 +213,10 @@ def test_the_square_of_scores_is_never_in_memory():
         jax.ShapeDtypeStruct((B, T), jnp.int32),
     )
 
+    mask = jax.eval_shape(Mask.of_rows, segments)
+
     def temporary_bytes(kernel):
-        compiled = run.lower(
-            x, x, x, segments, segments, 0, x, kernel=kernel, dtype="bfloat16"
-        ).compile()
+        compiled = run.lower(x, x, x, mask, x, kernel=kernel, dtype="bfloat16").compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     scores = B * N * T * T * 4
@@ -245,16 +245,23 @@ def test_cudnn_is_lowered_for_gpus_forward_and_backward_and_refused_elsewhere(mo
     )
     segments = jax.ShapeDtypeStruct((2, 128), jnp.int32)
 
-    def both(q, k, v, segments, g):
-        out, vjp = jax.vjp(
-            lambda *x: attention(*x, segments, segments, kernel="cudnn", dtype="bfloat16"), q, k, v
-        )
-        return out, *vjp(g)
+    def lowered(window):
+        def both(q, k, v, segments, g):
+            mask = Mask.of_rows(segments).within(window)
+            call = functools.partial(attention, mask=mask, kernel="cudnn", dtype="bfloat16")
+            out, vjp = jax.vjp(call, q, k, v)
+            return out, *vjp(g)
 
-    text = jax.jit(both).trace(*qkv, segments, g).lower(lowering_platforms=("cuda",)).as_text()
+        traced = jax.jit(both).trace(*qkv, segments, g)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    text = lowered(None)
     assert (
         "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text and "CAUSAL" in text
     )
+    # Forward and backward; cuDNN counts the query's own column, as `Mask.window` does.
+    assert text.count(r"\22sliding_window_length\22: 0") == 2
+    assert lowered(100).count(r"\22sliding_window_length\22: 100") == 2
     require_platform("cudnn", "gpu")
     with pytest.raises(
         ConfigError,
@@ -265,32 +272,42 @@ def test_cudnn_is_lowered_for_gpus_forward_and_backward_and_refused_elsewhere(mo
 
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-def test_cudnn_equals_eager_on_a_row_of_one_document():
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_cudnn_equals_eager_on_a_row_of_one_document(window):
     rng = np.random.default_rng(0)
     *qkv, g = (
         jnp.asarray(rng.standard_normal((2, 256, heads, 64)), jnp.float32) for heads in (4, 2, 2, 4)
     )
-    segments = jnp.ones((2, 256), jnp.int32)
+    mask = Mask.of_rows(jnp.ones((2, 256), jnp.int32)).within(window)
     for ours, theirs in zip(
-        *(
-            run(*qkv, segments, segments, 0, g, kernel=k, dtype="bfloat16")
-            for k in ("cudnn", "eager")
-        )
+        *(run(*qkv, mask, g, kernel=k, dtype="bfloat16") for k in ("cudnn", "eager"))
     ):
         np.testing.assert_allclose(ours, theirs, atol=0.05, rtol=0.05)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
-def test_flash_interpreted_equals_eager_forward_and_backward_on_a_mesh_too(dtype, tolerance):
-    """TPUs' kernel without a TPU: ragged documents, padding, grouped queries, rows and heads split
-    over devices."""
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "window"),
+    [
+        ("float32", 1e-5, None),
+        ("bfloat16", 0.05, None),
+        ("float32", 1e-5, 1),
+        ("float32", 1e-5, 37),
+        ("bfloat16", 0.05, 200),
+        ("float32", 1e-5, 300),
+    ],
+)
+def test_flash_interpreted_equals_eager_forward_and_backward_on_a_mesh_too(
+    dtype, tolerance, window
+):
+    """TPUs' kernel without a TPU: ragged documents, padding, grouped queries, windows, rows and
+    heads split over devices."""
     *qkv, g = (x * 1.0 for x in example(2, 256, 4, 2))
-    segments = ragged(2, 256)
+    mask = Mask.of_rows(ragged(2, 256)).within(window)
 
     @functools.partial(jax.jit, static_argnames="kernel")
     def both(q, k, v, g, kernel):
-        call = functools.partial(kernel, offset=0, dtype=dtype)
-        out, vjp = jax.vjp(lambda q, k, v: call(q, k, v, segments, segments), q, k, v)
+        call = functools.partial(kernel, mask=mask, dtype=dtype)
+        out, vjp = jax.vjp(call, q, k, v)
         return out, *vjp(g)
 
     interpreted = functools.partial(flash_attention, interpret=True)
