@@ -23,15 +23,22 @@ VERBS = {
     "checkpoint": "checkpoints listed, shown, verified, copied, pruned: checkpoint list RUN",
     "evaluate": "a model to its loss on held-out sets: evaluate RUN",
     "generate": "a model to text: generate RUN --prompt TEXT",
+    "export": "a model to files that other programs load: export RUN OUT --format hf",
 }
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {
-    verb: f"maxtrain.{verb}"
-    for verb in ("supervise", "status", "replay", "compare", "probe", "evaluate", "generate")
+    "supervise": "maxtrain.supervise",
+    "status": "maxtrain.status",
+    "replay": "maxtrain.replay",
+    "compare": "maxtrain.compare",
+    "probe": "maxtrain.probe",
+    "checkpoint": "maxtrain.checkpoints",
+    "evaluate": "maxtrain.evaluate",
+    "generate": "maxtrain.generate",
+    "export": "maxtrain.export",
 }
-JOBS["checkpoint"] = "maxtrain.checkpoints"
 # Train and probe look at the environment when they read their config.
-COMPUTING = ("supervise", "replay", "evaluate", "generate")
+COMPUTING = ("supervise", "replay", "evaluate", "generate", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

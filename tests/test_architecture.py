@@ -33,6 +33,8 @@ FLOORS = {
     "configs": 2,
     **dict.fromkeys(["maxtrain.parallel", "maxtrain.failpoints"], 2),
     "maxtrain.ops": 3,
+    # What families say of other formats is written in its steps.
+    "maxtrain.weights.codec": 3,
     "maxtrain.models": 4,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
@@ -57,6 +59,7 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
+    **dict.fromkeys(["maxtrain.export", "maxtrain.model_source"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

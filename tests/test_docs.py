@@ -44,6 +44,7 @@ TESTED_ELSEWHERE = {
     "--holdout-by tail": "tests/test_train_data.py",
     "python -m maxtrain.train config=shakespeare_char": "tests/test_train_data.py",
     'maxtrain generate runs/quickstart --prompt "def main("': "tests/test_quickstart.py",
+    "maxtrain export runs/quickstart exported/quickstart --format hf": "tests/test_quickstart.py",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
         "tests/test_quickstart.py"
     ),

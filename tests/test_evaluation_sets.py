@@ -204,6 +204,8 @@ def test_a_hugging_face_directory(tmp_path, command, capsys):
         (["nowhere"], 64, "RUN=nowhere: has no config.yaml"),
         (["--hf", "nowhere"], 64, "Name one with --set NAME=DIR"),
         (["--hf", "x", "--step", "1"], 64, "Leave one out"),
+        (["RUN", "--step", "-1"], 64, "--step -1: must be at least 0"),
+        (["RUN", "--dtype", "bfloat16"], 64, "belongs to --hf; RUN has its own. Leave it out"),
     ],
 )
 def test_what_the_command_refuses(finished, command, argv, code, message):

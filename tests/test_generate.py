@@ -17,10 +17,12 @@ from data_pipeline.errors import StorageError, UsageError
 from data_pipeline.prepare import main as prepare
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
 from maxtrain import generate as job
+from maxtrain import model_source
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config, to_yaml
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
-from maxtrain.generate import complete, generate, load_run
+from maxtrain.generate import complete, generate
+from maxtrain.model_source import load_run
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model, shardings
@@ -485,8 +487,8 @@ def test_what_no_model_could_do_is_refused_before_one_is_loaded(
     def load(*args):
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(job, "load_run", load)
-    monkeypatch.setattr(job, "load_pretrained", load)
+    monkeypatch.setattr(model_source, "load_run", load)
+    monkeypatch.setattr(model_source, "load_pretrained", load)
     monkeypatch.setattr(job, "start", load)
     run = [] if "--hf" in argv else ["RUN"]
     code, out, err = command(*run, "--prompt", "a", *argv)

@@ -54,6 +54,8 @@ def test_quickstart_does_the_whole_job_and_says_so(clone):
     assert "gzip -9 reaches" in shown and "bits per byte" in shown
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert shown.count("def __init__(self,") >= 1 and "maxtrain generate" in shown
+    offered = [line.strip() for line in shown.splitlines() if line.strip()]
+    assert offered[-1].endswith("export runs/quickstart exported/quickstart --format hf")
     again = quickstart(clone)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "Nothing to do" in again.stdout
@@ -109,3 +111,19 @@ def test_a_finished_run_writes_text(clone):
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "def main(" in result.stdout
+
+
+@pytest.mark.processes
+def test_a_finished_run_is_exported_as_it_offers(clone):
+    words = ["runs/quickstart", "exported/quickstart", "--format", "hf"]
+    result = python(clone, "maxtrain.cli", "export", *words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "bit for bit" in result.stdout
+    found = {path.name for path in (clone / "exported/quickstart").iterdir()}
+    assert found == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }

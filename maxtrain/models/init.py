@@ -40,6 +40,7 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from maxtrain.config.schema import InitConfig, ModelConfig
+from maxtrain.models.families.family import head_dim
 from maxtrain.parallel.sharding import Axes
 
 Role = Literal[
@@ -47,11 +48,6 @@ Role = Literal[
 ]
 WIDE = ("hidden", "query", "residual")  # both fans grow with the width
 STACKED = ("layers", "exp")  # dims of many matrices, not of one
-
-
-def head_dim(config: ModelConfig) -> int:
-    """H: given, or embed_dim / num_heads."""
-    return config.head_dim or config.embed_dim // config.num_heads
 
 
 def fans(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:

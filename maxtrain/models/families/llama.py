@@ -1,9 +1,13 @@
 """Llama 2, 3, 3.1, 3.2 and whatever shares their blocks. Source:
 https://arxiv.org/abs/2407.21783."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.families.family import Family, Settings, Tensor
+from maxtrain.models.families.family import Family, Settings, head_dim, rope_settings
+from maxtrain.weights.codec import Entry, Flatten, Stack, Transpose
 
 
 def read_config(settings: Settings) -> ModelConfig:
@@ -43,23 +47,69 @@ def read_config(settings: Settings) -> ModelConfig:
     )
 
 
-def tensors(config: ModelConfig) -> dict[str, Tensor]:
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """What of Llama's config.json the ModelConfig decides."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": head_dim(config),
+        "hidden_act": "silu",
+        "hidden_size": config.embed_dim,
+        "initializer_range": 0.02,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_length,
+        "mlp_bias": False,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "pretraining_tp": 1,
+        "rms_norm_eps": config.norm_eps,
+        **rope_settings(config),
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def table(config: ModelConfig) -> list[Entry]:
     """Llama's names."""
+    return decoder_table(config, [])
+
+
+def decoder_table(config: ModelConfig, head_norms: Sequence[str]) -> list[Entry]:
+    """The names of Llama and of its relatives.
+
+    Args:
+        config: of the model.
+        head_norms: norms of each head, if there are such, by the name that both have for them.
+    """
     layer = "model.layers.{}."
-    table = {
-        "embedding": Tensor("model.embed_tokens.weight"),
-        "layers.attention_norm.scale": Tensor(layer + "input_layernorm.weight"),
-        "layers.mlp_norm.scale": Tensor(layer + "post_attention_layernorm.weight"),
-        "final_norm.scale": Tensor("model.norm.weight"),
-    }
-    table |= {
-        f"layers.attention.{x}": Tensor(f"{layer}self_attn.{x}_proj.weight", 2 if x == "o" else 1)
-        for x in "qkvo"
-    }
-    table |= {
-        f"layers.mlp.{x}": Tensor(f"{layer}mlp.{x}_proj.weight", 1) for x in ("gate", "up", "down")
-    }
-    return table if config.tie_embeddings else table | {"head": Tensor("lm_head.weight", 1)}
+    entries = [Entry(("embedding",), ("model.embed_tokens.weight",))]
+    for x in "qkv":
+        entries.append(_matrix(f"layers.attention.{x}", f"{layer}self_attn.{x}_proj.weight", 1))
+    entries.append(_matrix("layers.attention.o", f"{layer}self_attn.o_proj.weight", 2))
+    for x in head_norms:
+        entries.append(_norm(f"layers.attention.{x}.scale", f"{layer}self_attn.{x}.weight"))
+    for x in ("gate", "up", "down"):
+        entries.append(_matrix(f"layers.mlp.{x}", f"{layer}mlp.{x}_proj.weight", 1))
+    entries.append(_norm("layers.attention_norm.scale", f"{layer}input_layernorm.weight"))
+    entries.append(_norm("layers.mlp_norm.scale", f"{layer}post_attention_layernorm.weight"))
+    entries.append(Entry(("final_norm.scale",), ("model.norm.weight",)))
+    if not config.tie_embeddings:
+        entries.append(Entry(("head",), ("lm_head.weight",), (Flatten(1), Transpose())))
+    return entries
 
 
-LLAMA = Family("LlamaForCausalLM", False, read_config, tensors)
+def _matrix(ours: str, theirs: str, inputs: int) -> Entry:
+    """A matrix of every layer, there [outputs, inputs]; here its first `inputs` dims are inputs."""
+    return Entry((ours,), (theirs,), (Stack(), Flatten(inputs), Transpose()))
+
+
+def _norm(ours: str, theirs: str) -> Entry:
+    """A scale of every layer."""
+    return Entry((ours,), (theirs,), (Stack(),))
+
+
+LLAMA = Family("LlamaForCausalLM", False, read_config, write_config, table)
