@@ -63,7 +63,7 @@ def attention(
         offset: column of the first query: 0 in training, the number of cached columns in
             generation.
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
-            stored scores), or "cudnn" (GPUs; does not look at segments, which config/checks.py asks
+            stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
             about), or "flash" (TPUs).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
         dropout: of the weights after the softmax; only the eager kernel can.
