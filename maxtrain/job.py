@@ -21,7 +21,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
-from maxtrain.config.checks import fit_warmup
+from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary

@@ -31,13 +31,17 @@ from ml_collections import ConfigDict
 
 from data_pipeline.config import Epochs, as_epochs
 from data_pipeline.errors import ConfigError, UsageError, UserError
-from maxtrain.config.checks import Idle, fit_warmup, out_of_range, problems_across
+from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.environment import check_environment
 from maxtrain.config.files import SUFFIXES, parse_yaml, read_config
 from maxtrain.config.help import help_text
-from maxtrain.config.keys import choices, describe, find, show, unknown
+from maxtrain.config.idle import Idle
+from maxtrain.config.keys import describe, find, unknown
+from maxtrain.config.limits import out_of_range
 from maxtrain.config.paths import expand_paths, with_default_paths
+from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import ModelConfig, RunConfig
+from maxtrain.config.words import choices, show
 
 _MAX_LISTED = 40  # problems that one message lists
 _NULLS = ("null", "none", "None")
@@ -369,7 +373,7 @@ def _checked(
         bad = re.compile(
             "|".join(rf"(?<![\w.]){re.escape(path)}(?!\w)" for path, _ in problems) or "(?!)"
         )
-        texts += [text for text in map(str, problems_across(config)) if not bad.search(text)]
+        texts += [text for text in map(str, problems_of(config)) if not bad.search(text)]
     if len(texts) > _MAX_LISTED:
         texts[_MAX_LISTED:] = [f"And {len(texts) - _MAX_LISTED:,} problems more. Mend these first."]
     if texts:
@@ -404,12 +408,12 @@ def _about_warmup(before: RunConfig, after: RunConfig) -> str:
 def _made_idle(config: RunConfig, typed: list[str], alone: dict) -> list[Idle]:
     """Keys of the file that nothing reads any more because of an override, which did not set them
     itself."""
-    now = [found for found in problems_across(config) if isinstance(found, Idle)]
+    now = [found for found in problems_of(config) if isinstance(found, Idle)]
     own = [idle for idle in now if not any(_covers(key, idle.key) for key in typed)]
     if not own:
         return []
     file_alone = expand_paths(_section(RunConfig, alone, "", []))
-    before = {found.key for found in problems_across(file_alone) if isinstance(found, Idle)}
+    before = {found.key for found in problems_of(file_alone) if isinstance(found, Idle)}
     return [idle for idle in own if idle.key not in before]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from data_pipeline.remote import is_url
-from maxtrain.config.keys import show
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.words import show
 
 _MADE = (
     "output_dir",

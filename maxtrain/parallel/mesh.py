@@ -18,7 +18,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh over `devices`, or all devices of all processes, neighbours in `tensor` closest; GSPMD
     (Auto) axes.
 
-    The config's -1 is already filled in, see config.checks.fit_to_devices.
+    The config's -1 is already filled in, see config.across.shapes.fit_to_devices.
     """
     devices = jax.devices() if devices is None else devices
     shape = tuple(

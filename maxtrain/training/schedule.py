@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config.checks import piece_borders
 from maxtrain.config.schema import ScheduleConfig
+from maxtrain.config.sections.schedule import piece_borders
 
 
 class _Piece(NamedTuple):
