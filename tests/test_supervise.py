@@ -42,6 +42,9 @@ if end == "slot2":  # that one is broken for good; the others only see that it i
     end = "s9" if os.environ["MAXTRAIN_SLOT"] == "2" else "0" if os.environ["JAX_NUM_PROCESSES"] in sys.argv[3] else "75"
 if end == "peer":
     end = "s9"
+if end == "late":
+    time.sleep(1.5 if index == "0" else 0)
+    end = "0"
 os.kill(os.getpid(), int(end[1:])) if end[0] == "s" else sys.exit(int(end))
 """
 
@@ -138,6 +141,21 @@ def test_the_processes_of_a_job_know_each_other_and_end_together(tiny, capfd, mo
     assert sorted(capfd.readouterr().out.split("\n")[:-1]) == sorted(
         f"process {i} of 3 localhost:" for i in (0, 1, 2, 0, 1, 2)
     )
+
+
+def test_it_sleeps_while_some_processes_have_ended_and_others_run(tiny, monkeypatch):
+    looks = []
+    real = subprocess.Popen.poll
+
+    def poll(child):
+        looks.append(child.pid)
+        return real(child)
+
+    monkeypatch.setattr(subprocess.Popen, "poll", poll)
+    started = time.monotonic()
+    assert supervise.main(command(tiny, "late", "--processes", "2"), "supervise") == 0
+    seconds = time.monotonic() - started
+    assert seconds > 1.5 and len(looks) <= 2 * (seconds / supervise._POLL + 2)
 
 
 @pytest.mark.parametrize(
