@@ -259,6 +259,7 @@ def rounded(params: nnx.State, dtype: str) -> nnx.State:
             return leaf
         # To bfloat16 and back: a pair of casts is what a compiler may leave out.
         result = jax.lax.reduce_precision(leaf, exponent_bits=8, mantissa_bits=7)
+        result = jax.device_put(result, leaf.sharding)
         leaf.delete()
         return result
 
