@@ -67,7 +67,7 @@ class Exported(NamedTuple):
     """What was written."""
 
     files: dict[str, int]  # bytes by name
-    note: str  # what a user must know of the tokenizer, or nothing
+    notes: list[str]  # what a user must know of the tokenizer
     verified: Verified
 
 
@@ -78,6 +78,7 @@ def export(
     out: Path,
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
+    template: bytes | None = None,
     tell: Callable[[str], object] = print,
 ) -> Exported:
     """Write a model as a Hugging Face directory, and see that it reads back as what it is.
@@ -91,6 +92,7 @@ def export(
         out: the directory to be made; an empty one may be there.
         dtype: of the tensors; None: of the parameters.
         max_shard_bytes: of the tensors in one file.
+        template: a chat template; None: the one beside the tokenizer, if there is one.
         tell: gets a line for each of several shards.
 
     Raises:
@@ -103,7 +105,7 @@ def export(
     dtype = dtype or model.precision.params
     with _staging(out) as directory:
         write_config(directory, model.config, dtype, tokenizer)
-        note = write_tokenizer(directory, place, tokenizer, model.config)
+        notes = write_tokenizer(directory, place, tokenizer, model.config, template)
         _, params = nnx.split(model)
         write_weights(directory, params, model.config, dtype, max_shard_bytes, tell)
         verified = _verify(directory, out, model, dtype)
@@ -112,7 +114,7 @@ def export(
         require_free(out)
         directory.rename(out)
         sync(out.parent)
-    return Exported(files, note, verified)
+    return Exported(files, notes, verified)
 
 
 def require_free(out: Path) -> None:
@@ -248,9 +250,32 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         default="5GB",
         help="of each file of tensors, such as 500MB (default: %(default)s)",
     )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        type=Path,
+        help="to carry along (default: the one beside the tokenizer of RUN's data, if there is one)",
+    )
     asked = parser.parse_args(argv)
     check_step(asked.step)
     return asked
+
+
+def _read_template(path: Path | None) -> bytes | None:
+    """A chat template as it is; UsageError: it can't be read."""
+    if path is None:
+        return None
+    try:
+        content = path.expanduser().read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error
+        if isinstance(error, OSError):
+            reason = error.strerror
+        raise UsageError(
+            f"--chat-template {path}: can't be read ({reason}). Name a file of text."
+        ) from error
+    return content
 
 
 def _describe(out: Path, exported: Exported, dtype: str, params: str) -> list[str]:
@@ -266,8 +291,7 @@ def _describe(out: Path, exported: Exported, dtype: str, params: str) -> list[st
         )
     else:
         lines.append("read again: its parameters and logits are the run's, bit for bit.")
-    if exported.note:
-        lines.append(exported.note)
+    lines += exported.notes
     lines.append(f'load it: AutoModelForCausalLM.from_pretrained("{out}")')
     return lines
 
@@ -280,6 +304,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         out = asked.out.expanduser()
         config = read_run_config(asked.run)
         require_free(out)
+        template = _read_template(asked.chat_template)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
         # Named, so that a training that saves meanwhile changes nothing.
         step = step_of(asked.run, asked.step)
@@ -294,7 +319,14 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         print(f"{asked.run}, {which}: {count:,} parameters, written in {dtype}")
         place = tokenizer_place(config)
         exported = export(
-            model, tokenizer, place, out, dtype, asked.max_shard_size, _tell_on_stderr
+            model,
+            tokenizer,
+            place,
+            out,
+            dtype,
+            asked.max_shard_size,
+            template,
+            _tell_on_stderr,
         )
         for line in _describe(out, exported, dtype, config.precision.params):
             print(line)

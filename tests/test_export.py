@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file
 
 from data_pipeline.errors import DataError, StorageError, UsageError
 from data_pipeline.prepare import main as prepare
-from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer
+from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
 from maxtrain import export as job
 from maxtrain import generate
 from maxtrain.checkpoint.manager import Checkpoints
@@ -71,9 +72,10 @@ def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
         "model.safetensors",
         "tokenizer.json",
     }
-    assert (
-        exported.verified.difference == 0 and "`maxtrain generate --hf DIR` does" in exported.note
-    )
+    assert exported.verified.difference == 0
+    assert [note.endswith("`maxtrain generate --hf DIR` does.") for note in exported.notes] == [
+        True
+    ]
     theirs = (PARITY / case / "model.safetensors").read_bytes()
     assert (tmp_path / "out/model.safetensors").read_bytes() == theirs
     assert hidden(tmp_path) == []
@@ -261,6 +263,30 @@ def test_what_lies_beside_the_tokenizer_goes_along(tmp_path, place):
         assert name in exported.files
 
 
+def test_a_chat_template_is_carried_along_or_missed(tmp_path):
+    inner = tokenizers.Tokenizer.from_str(train_bpe(["the cat sat"] * 9, 280).content.decode())
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    said = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    options = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--chat-template", "chatml"]
+    chat = ["--chat", str(tmp_path / "a.jsonl"), "--workers", "1"]
+    assert prepare([str(tmp_path / "data"), *chat, *options]) == 0
+    place = tmp_path / "data"
+    model, _ = load_pretrained(PARITY / "llama3")
+    params = nnx.state(model)
+    copy = jax.tree.map(jnp.copy, params)
+    exported = write(model, place, tmp_path / "out")
+    assert [
+        note.endswith("--chat-template FILE to carry it along.") for note in exported.notes
+    ] == [True]
+    assert "chat_template.jinja" not in exported.files
+    nnx.update(model, copy)
+    exported = write(model, place, tmp_path / "again", template=b"{{ messages }}")
+    assert exported.notes == []
+    assert (tmp_path / "again/chat_template.jinja").read_text() == "{{ messages }}"
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """The directory of a run with a tokenizer of its own and checkpoints at steps 1 and 2."""
@@ -369,6 +395,7 @@ def test_averaged_weights_are_what_is_exported_if_there_are_such(run, tmp_path, 
         (["RUN", "OUT", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
         (["RUN", "OUT", "--max-shard-size", "many"], 64, "Write for example 5GB or 500MB"),
         (["RUN", "OUT", "--max-shard-size", "0"], 64, "'0' is not a number of bytes"),
+        (["RUN", "OUT", "--chat-template", "nowhere.jinja"], 64, "Name a file of text"),
         (["RUN", "RUN"], 64, "is not empty. Name a directory that is not there yet"),
     ],
 )

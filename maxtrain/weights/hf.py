@@ -131,7 +131,7 @@ def _read_part(file: Any, name: str, dtype: Any, part: Part) -> np.ndarray:
     return file.get_slice(name)[slices(part)].astype(dtype)
 
 
-def _read_index(array: LazyArray, index: tuple[slice, ...]) -> np.ndarray:
+def _read_index(array: LazyArray, index: Any) -> np.ndarray:
     """A part of an array as jax asks for it."""
     part = tuple(range(*where.indices(size)) for where, size in zip(index, array.shape))
     return np.ascontiguousarray(array.read(part))

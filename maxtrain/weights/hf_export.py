@@ -19,8 +19,15 @@ import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import DataError, blame_storage
-from data_pipeline.shards import TOKENIZER, write_atomic
-from data_pipeline.tokenizer import SETTINGS, JsonTokenizer, Tokenizer, tokenizer_path
+from data_pipeline.remote import RemotePath
+from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
+from data_pipeline.tokenizer import (
+    SETTINGS,
+    JsonTokenizer,
+    Tokenizer,
+    read_settings,
+    tokenizer_path,
+)
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
 from maxtrain.ops.digest import leaf_names
@@ -162,45 +169,80 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
     write_atomic(directory / "generation_config.json", _as_json(generation))
 
 
-def write_tokenizer(directory: Path, place: str, tokenizer: Tokenizer, config: ModelConfig) -> str:
-    """Write tokenizer.json as it is, what lies beside it, and a tokenizer_config.json if there is
-    none.
+def write_tokenizer(
+    directory: Path,
+    place: str,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    template: bytes | None = None,
+) -> list[str]:
+    """Write tokenizer.json as it is, what lies beside it, and a tokenizer_config.json.
 
     Args:
         directory: that is there.
         place: as for `load_tokenizer`, from where the tokenizer came.
         tokenizer: itself.
         config: of the model.
+        template: a chat template; None: the one beside the tokenizer, if there is one.
 
     Returns:
-        What a user must know of it; empty: nothing.
+        What a user must know of it, in lines.
     """
     write_atomic(directory / TOKENIZER, tokenizer.content)
     source = tokenizer_path(place)
     for name in _BESIDE:
-        beside = source.with_name(name)
-        try:
-            if beside.exists():
-                write_atomic(directory / name, beside.read_bytes())
-        except OSError as error:
-            blame_storage(str(beside), error)
-            raise
-    if not isinstance(tokenizer, JsonTokenizer):
-        return (
-            f"Its tokenizer ({tokenizer.name}) is none that transformers reads; "
-            f"`maxtrain generate --hf DIR` does."
-        )
-    if not (directory / SETTINGS).exists():
-        settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_max_length": config.max_length,
-            "clean_up_tokenization_spaces": False,
-        }
-        if tokenizer.eod_id is not None:
-            end = tokenizer.inner.id_to_token(tokenizer.eod_id)
-            settings |= {"bos_token": end, "eos_token": end}
+        content = _content_of(source.with_name(name))
+        if content is not None:
+            write_atomic(directory / name, content)
+    if template is not None:
+        write_atomic(directory / TEMPLATE, template)
+    notes = []
+    if isinstance(tokenizer, JsonTokenizer):
+        settings = _default_settings(tokenizer, config) | read_settings(source)
         write_atomic(directory / SETTINGS, _as_json(settings))
-    return ""
+    else:
+        notes.append(
+            f"Its tokenizer ({tokenizer.name}) is none that transformers reads; "
+            "`maxtrain generate --hf DIR` does."
+        )
+    if not (directory / TEMPLATE).exists() and _was_rendered(source):
+        notes.append(
+            "Its data was rendered by a chat template, which is not beside its tokenizer. "
+            "Export again with --chat-template FILE to carry it along."
+        )
+    return notes
+
+
+def _content_of(path: Path | RemotePath) -> bytes | None:
+    """The bytes of a file that may be there; StorageError: it can't be read now."""
+    try:
+        if path.exists():
+            return path.read_bytes()
+    except OSError as error:
+        blame_storage(str(path), error)
+        raise
+    return None
+
+
+def _default_settings(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str, Any]:
+    """What of a tokenizer_config.json is known of any tokenizer.json."""
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.eod_id is not None:
+        end = tokenizer.inner.id_to_token(tokenizer.eod_id)
+        settings |= {"bos_token": end, "eos_token": end}
+    return settings
+
+
+def _was_rendered(tokenizer: Path | RemotePath) -> bool:
+    """Whether a chat template wrote the text of the prepared data that has this tokenizer."""
+    if not tokenizer.with_name(MANIFEST).exists():
+        return False
+    settings = Manifest.load(tokenizer.parent).settings
+    return bool(settings.get("chat_template")) and "chat_template" not in read_settings(tokenizer)
 
 
 def _as_json(values: Mapping[str, Any]) -> bytes:
@@ -217,6 +259,7 @@ def rounded(params: nnx.State, dtype: str) -> nnx.State:
             return leaf
         # To bfloat16 and back: a pair of casts is what a compiler may leave out.
         result = jax.lax.reduce_precision(leaf, exponent_bits=8, mantissa_bits=7)
+        result = jax.device_put(result, leaf.sharding)
         leaf.delete()
         return result
 
