@@ -119,11 +119,13 @@ def test_each_key_does_something_that_follows_the_keys_of_rows(regularization):
     assert abs(loss - run(regularization, step=5)[0]) > 1e-4
 
 
+@pytest.mark.long
 def test_masks_are_the_same_scanned_or_unrolled_and_recomputed():
     assert_same(run(scan_layers=False), plain())
     assert_same(run(remat="full"), plain())
 
 
+@pytest.mark.long
 def test_masks_are_the_same_on_every_mesh_and_for_every_split_into_micro_batches():
     assert_same(run(accumulation=4), plain())
     assert_same(run(accumulation=2, mesh=(2, 1, 4)), plain())

@@ -113,6 +113,7 @@ def test_the_loss_is_the_mean_over_targets_and_the_norm_that_of_its_gradient(tin
     assert metrics["targets"] == batch["loss_mask"].sum() and state.step == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [[1], [1, 3, 5, 7]], ids=str)
 def test_a_micro_batch_without_targets_is_like_any_other(tiny, rows):
     batch = dict(tiny.batch(), loss_mask=tiny.batch()["loss_mask"].copy())
@@ -123,6 +124,7 @@ def test_a_micro_batch_without_targets_is_like_any_other(tiny, rows):
         assert_same(run(tiny.parts(accumulation=accumulation), batch), one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape, accumulation",
     [((8, 1, 1), 1), ((1, 8, 1), 1), ((1, 1, 8), 2), ((2, 2, 2), 2), ((1, 2, 4), 4)],
@@ -132,6 +134,7 @@ def test_every_mesh_makes_the_same_step(tiny, expected, shape, accumulation):
     assert_same(run(tiny.parts(shape, accumulation), tiny.batch(), tiny.batch(1)), expected)
 
 
+@pytest.mark.long
 def test_unrolled_layers_make_the_same_step(tiny, expected):
     assert_same(run(tiny.parts(scan_layers=False), tiny.batch(), tiny.batch(1)), expected)
 
@@ -163,6 +166,7 @@ def bad(batch, kind):
     return batch | {"inputs": inputs}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=["one device", "mesh"])
 def test_an_update_whose_result_is_not_finite_is_rejected(tiny, shape):
     """Loss and gradient are fine; a rate beyond float32 makes weights that are not."""
@@ -183,6 +187,7 @@ def test_an_update_whose_result_is_not_finite_is_rejected(tiny, shape):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape, accumulation", [((1, 1, 1), 2), ((2, 2, 2), 1)], ids=["one device", "mesh"]
 )
