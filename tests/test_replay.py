@@ -137,7 +137,15 @@ def everything(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("steps", ["0:20", "4:24", "8:16", "15:17"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "0:20",
+        pytest.param("4:24", marks=pytest.mark.long),
+        pytest.param("8:16", marks=pytest.mark.long),
+        pytest.param("15:17", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_bit_for_bit_on_eight_devices_and_nothing_is_written(finished, steps, capsys):
     before = everything(finished)
     code, text = replayed(finished, steps, capsys)

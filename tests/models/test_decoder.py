@@ -205,6 +205,7 @@ def mesh_of(data, fsdp, tensor):
     )
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_bits_on_every_mesh():
     def init():
         return nnx.state(build_model(LLAMA, PrecisionConfig(), 3))

@@ -110,6 +110,7 @@ def assert_same(one, other):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "regularization", EACH, ids=lambda r: next(k for k, v in vars(r).items() if v)
 )
@@ -153,6 +154,7 @@ def test_nothing_random_is_compiled_where_all_rates_are_zero():
     assert "random_bits" in program(ALL) and "random_" not in program(RegularizationConfig())
 
 
+@pytest.mark.long
 def test_stochastic_depth_leaves_out_later_blocks_more_often():
     """Of 2,000 rows in layer i of 4, a share of 0.4 (i + 1) / 4 is left out of each block, and not
     the same rows in both."""

@@ -280,6 +280,7 @@ def test_cudnn_equals_eager_on_a_row_of_one_document():
         np.testing.assert_allclose(ours, theirs, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 0.05)])
 def test_flash_interpreted_equals_eager_forward_and_backward_on_a_mesh_too(dtype, tolerance):
     """TPUs' kernel without a TPU: ragged documents, padding, grouped queries, rows and heads split

@@ -60,6 +60,7 @@ def expected(tiny):
     return run(tiny.parts(), tiny.batch(), tiny.batch(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
 def test_accumulation_changes_nothing(tiny, expected, accumulation):
     result = run(tiny.parts(accumulation=accumulation), tiny.batch(), tiny.batch(1))
@@ -248,6 +249,7 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_a_step_donates_stays_on_the_device_and_compiles_once(tiny, shape):
     parts = tiny.parts(shape)
@@ -271,6 +273,7 @@ def test_a_step_donates_stays_on_the_device_and_compiles_once(tiny, shape):
         assert memory.alias_size_in_bytes >= 0.99 * size  # the state is updated in place
 
 
+@pytest.mark.long
 def test_bfloat16_masters_step_and_stay_bfloat16(tiny):
     low = PrecisionConfig(params="bfloat16", compute="bfloat16")
     parts = tiny.parts(precision=low, accumulation=2)
@@ -281,6 +284,7 @@ def test_bfloat16_masters_step_and_stay_bfloat16(tiny):
     assert metrics[0]["loss"].dtype == np.float32 and state.skipped == 0
 
 
+@pytest.mark.long
 def test_bfloat16_compute_is_near(tiny, expected):
     """Inputs of products are rounded to 2 ** -8; the masters and their moments stay float32."""
     low = PrecisionConfig(params="float32", compute="bfloat16")

@@ -78,6 +78,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
         np.testing.assert_allclose(as_theirs(leaf, tensor), grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("scan", "kernel"), FORMS[:1] + FORMS[3:])
 def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
@@ -92,6 +93,7 @@ def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "fsdp": 1, "tensor": 2}, {"fsdp": 8}]
 )
