@@ -61,13 +61,6 @@ TESTED_ELSEWHERE = {
     "maxtrain probe config=quickstart": (
         "tests/test_probe.py::test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train"
     ),
-    "maxtrain probe config=llama3_1b --topology v5e:4x4": (
-        "tests/test_probe.py::test_a_pod_slice_is_probed_from_a_laptop"
-    ),
-    "python -m maxtrain.train config=quickstart anomaly.loss_spike=rollback anomaly.grad_spike=skip": (
-        "tests/test_anomalies.py::"
-        "test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start"
-    ),
 }
 # What a recipe of the Makefile says, and the test or the check that runs that target.
 IN_THE_MAKEFILE = {
@@ -168,6 +161,11 @@ def test_a_test_that_runs_something_else_is_seen():
         source_of("tests/test_docs.py::test_that_there_is_not")
     with pytest.raises(AssertionError, match="is not run by `make test-all`"):
         source_of("tests/test_chaos.py::test_a_dose_of_what_happens_to_one_of_four_processes")
+
+
+def test_nothing_is_listed_that_no_document_says():
+    said = {command for _, command in COMMANDS}
+    assert [c for c in (*TESTED_ELSEWHERE, *IN_THE_MAKEFILE) if c not in said] == []
 
 
 @pytest.mark.parametrize(("document", "test"), RUN_WHOLE.items())
