@@ -219,6 +219,7 @@ def finished(config):
     return config.parent / "runs" / "one"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_steps_of_a_run_are_those_that_it_has_read(finished, tmp_path):
     records = {

@@ -20,6 +20,7 @@ from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.compare import compare_records
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.metrics import read_metrics
+from tests.shared import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
 # Does what its attempt's word says: an exit code, or s9 to die by signal 9; +STEP is a step on
@@ -287,14 +288,7 @@ def config(tmp_path_factory):
         "checkpoint": {
             "asynchronous": False
         },  # so that it is known what is saved when a process dies
-        "model": {
-            "num_layers": 1,
-            "embed_dim": 16,
-            "mlp_dim": 32,
-            "num_heads": 2,
-            "num_kv_heads": 2,
-            "max_length": 32,
-        },
+        "model": TINY_MODEL,
         "data": {
             "sources": {"text": {"path": str(data), "epochs": None}},
             "seq_length": 32,
@@ -380,6 +374,7 @@ def test_a_run_that_dies_at_several_places_ends_with_the_same_numbers(config):
     assert "in: data_wait" in (folder / "stalled-0.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_when_one_process_dies_all_are_started_again(config):
     undisturbed = train(config, "two", "", "--processes", "2", devices=1)
@@ -390,6 +385,7 @@ def test_when_one_process_dies_all_are_started_again(config):
     assert [(launch["step"], launch["processes"]) for launch in launches] == [(0, 2), (4, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_job_goes_on_with_fewer_processes_to_the_same_losses(config):
     """Three processes with a device each, of which the last one always dies at step 7; then two,

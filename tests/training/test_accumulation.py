@@ -114,6 +114,7 @@ def expected(tiny):
     return terms(tiny, 1, 1, ragged())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_and_number_of_devices_gives_each_term_the_same_gradient(
@@ -134,6 +135,7 @@ def test_every_term_counts(expected):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", SPLITS[1:])
 def test_a_mean_of_means_would_be_far_off(tiny, expected, split):
     """What it would be: each micro-batch by its own denominators, then the mean; off by more than

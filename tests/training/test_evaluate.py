@@ -56,6 +56,7 @@ def result(tiny, held_out, rows, shape, num_batches=None, num_tokens="all"):
     return values, data
 
 
+@pytest.mark.long
 def test_batch_size_and_devices_change_nothing(tiny, held_out):
     settings = [
         (1, (1, 1, 1)),

@@ -302,16 +302,19 @@ def failures_elsewhere(isa: str | None, which: str) -> list[str]:
 OLDER = ("AVX2",) if platform.machine() in ("x86_64", "AMD64") else ()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optax_dtypes")
 def test_every_product_has_a_kernel_here():
     assert failures(CASES, GENERATIONS) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("isa", OLDER)
 def test_every_product_has_a_kernel_on_older_processors(isa):
     assert failures_elsewhere(isa, "some") == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ("more", *SHAPES))
 @pytest.mark.parametrize("isa", (None, *OLDER))

@@ -67,6 +67,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
         np.testing.assert_allclose(ours[name].whole(), grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("scan", "kernel"), FORMS[:1] + FORMS[3:])
 def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
@@ -81,6 +82,7 @@ def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "fsdp": 1, "tensor": 2}, {"fsdp": 8}]
 )
