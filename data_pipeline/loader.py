@@ -423,9 +423,14 @@ def carry_errors(
         for step in steps[read:]:
             rows, columns = part(step)
             zeros = np.zeros((len(rows), columns.stop - columns.start), np.int32)
-            arrays = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), zeros)
-            arrays["loss_mask"] = zeros.astype(np.float32)
-            arrays["source"] = np.zeros(len(rows), np.int32)
+            arrays = {
+                "inputs": zeros,
+                "targets": zeros,
+                "segment_ids": zeros,
+                "positions": zeros,
+                "loss_mask": zeros.astype(np.float32),
+                "source": np.zeros(len(rows), np.int32),
+            }
             yield Batch(step, arrays, 0, "", 0, "", error)
 
 
