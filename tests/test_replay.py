@@ -28,6 +28,7 @@ from maxtrain.observe import launches
 from maxtrain.observe.launches import FILE_NAME, read_launches
 from maxtrain.observe.metrics import MetricsLog, read_metrics, same
 from maxtrain.parallel import distributed
+from tests.shared import WORDS
 
 STEPS = 24
 REPOSITORY = Path(__file__).parents[1]
@@ -211,7 +212,6 @@ PROGRAM = """
 import sys
 from maxtrain import replay, train
 from maxtrain.config import load_config
-from tests.shared import WORDS
 code = train.main(load_config(sys.argv[2:]))
 sys.exit(code or replay.main([sys.argv[1], "--steps", "2:22"]))
 """
