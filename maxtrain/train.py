@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -231,7 +231,7 @@ def train(run: Run) -> None:
     run.require_saved()
 
 
-def read_batches(run: Run) -> Iterator[tuple[Batch, HostBatch]]:
+def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
     """The batches of the steps that are left, on the devices, each with where it comes from.
 
     StopRequested: somebody asks to stop while one is awaited; what the steps before it were has
