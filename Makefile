@@ -6,12 +6,24 @@ READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Machines with a GPU: an environment beside .venv that takes jax, and what else there is, from GPU_PYTHON, and adds
+# what that lacks; from the package registry, or from a folder of wheels: make test-gpu WHEELS=DIR
+GPU_VENV := .venv-gpu
+GPU_PY := $(GPU_VENV)/bin/python
+READY_GPU := $(GPU_VENV)/.ready
+GPU_PYTHON ?= python3
+GPU_SECONDS ?= 1200
+GPU_TESTS := tests/ops tests/models tests/training tests/weights
+ifdef WHEELS
+GPU_SOURCE := --no-index --find-links $(WHEELS)
+endif
+
 # An interpreter counts only if it runs, is new enough and can make environments: a name on PATH proves none of that.
 PYTHON ?= python3.12 python3.13 python3
 USABLE := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 12))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup quickstart test lint format bench constraints clean
+.PHONY: help setup quickstart test test-all test-gpu lint format bench bench-gpu constraints clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +35,14 @@ quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, writ
 	$(PY) -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05
 	$(PY) -m maxtrain.train config=quickstart $(ARGS)
 
-test: $(READY_DEV)  ## run the tests; two at a time; more options by ARGS="-k packing"
-	$(PY) -m pytest -n 2 $(ARGS)
+test: $(READY_DEV)  ## run the tests, without the long ones; two at a time; more options by ARGS="-k packing"
+	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --hypothesis-profile quick $(ARGS)
+
+test-all: $(READY_DEV)  ## run all tests but those marked slow (half an hour at most)
+	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile thorough $(ARGS)
+
+test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machine; WHEELS=DIR to install from a folder
+	MAXTRAIN_TEST_PLATFORM=cuda timeout $(GPU_SECONDS) $(GPU_PY) -m pytest -n 0 -m gpu $(GPU_TESTS) $(ARGS)
 
 lint: $(READY_DEV)  ## check style, format and types
 	$(PY) -m ruff check .
@@ -40,6 +58,9 @@ bench: $(READY)  ## measure the train step, the loader and prepare on this machi
 	$(PY) -m benchmarks.data
 	$(PY) -m benchmarks.prepare
 
+bench-gpu: $(READY_GPU)  ## measure the train step on the GPU of this machine; WHEELS=DIR to install from a folder
+	JAX_PLATFORMS=cuda,cpu timeout $(GPU_SECONDS) $(GPU_PY) -m benchmarks.train_step $(ARGS)
+
 constraints: $(READY)  ## write constraints.txt anew, with the newest versions (then run the tests and look at the diff)
 	rm -rf $(VENV)/newest && $(PY) -m venv $(VENV)/newest
 	$(VENV)/newest/bin/python -m pip install --quiet --upgrade --editable '.[dev]'
@@ -47,7 +68,7 @@ constraints: $(READY)  ## write constraints.txt anew, with the newest versions (
 	rm -rf $(VENV)/newest
 
 clean:  ## remove .venv and the tools' caches; runs/ and data/ stay
-	rm -rf $(VENV) dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(GPU_VENV) dist .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt
@@ -65,4 +86,15 @@ $(READY): pyproject.toml constraints.txt
 
 $(READY_DEV): $(READY)
 	$(INSTALL) --editable '.[dev]'
+	@touch $@
+
+$(READY_GPU): pyproject.toml
+	@$(GPU_PYTHON) -c 'import jax; jax.devices("cuda")' || { \
+	  echo "error: the jax of GPU_PYTHON=$(GPU_PYTHON) finds no GPU (or there is no jax)." >&2; \
+	  echo "Install jax[cuda13] for it, or name another Python: make test-gpu GPU_PYTHON=/path/to/python" >&2; \
+	  exit 1; }
+	$(GPU_PYTHON) -m venv --clear --system-site-packages $(GPU_VENV)
+	$(GPU_PYTHON) -m benchmarks.gpu_environment $(GPU_VENV)
+	$(GPU_PY) -m pip install --quiet --disable-pip-version-check $(GPU_SOURCE) \
+	  --constraint $(GPU_VENV)/present.txt --requirement $(GPU_VENV)/needed.txt
 	@touch $@

@@ -14,11 +14,12 @@ import numpy as np
 from data_pipeline.bins import best_fit
 from data_pipeline.errors import DataError
 
-_TOLERANCE = (
-    0.005  # spread of the groups' costs, relative to their mean, at which nothing more is exchanged
-)
-_MISSES = 32  # rounds of exchanges in a row without a smaller spread, each with other pairs, before the end
-_COST_BITS = 40  # a cost in whole numbers is less than 2 to this power: sums are exact for millions of sequences
+# The spread of the groups' costs, relative to their mean, at which nothing more is exchanged.
+_TOLERANCE = 0.005
+# Rounds of exchanges in a row without a smaller spread, each with other pairs, before the end.
+_MISSES = 32
+# A cost in whole numbers is at most 2 to this power: sums are exact for millions of sequences.
+_COST_BITS = 40
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -28,16 +29,22 @@ class Groups:
 
     `x[order]` puts anything that is by sequence into the order of groups, `y[inverse]` puts it
     back.
+
+    Attributes:
+        order, inverse: int64 [sequences].
+        offsets: int64 [groups + 1].
+        tokens: int64 [groups], without padding.
+        cost: float64 [groups].
+        shapes: int64 [steps]: tokens with padding of each group of a step, the same on all shards.
+        num_shards: readers that go in step.
     """
 
-    order: np.ndarray  # int64 [sequences]
-    inverse: np.ndarray  # int64 [sequences]
-    offsets: np.ndarray  # int64 [groups + 1]
-    tokens: np.ndarray  # int64 [groups], without padding
-    cost: np.ndarray  # float64 [groups]
-    shapes: (
-        np.ndarray
-    )  # int64 [steps]: tokens with padding of each group of a step, the same on all shards
+    order: np.ndarray
+    inverse: np.ndarray
+    offsets: np.ndarray
+    tokens: np.ndarray
+    cost: np.ndarray
+    shapes: np.ndarray
     num_shards: int
 
     @property
@@ -85,54 +92,64 @@ def pack(
     """
     sizes = np.asarray(lengths, np.int64)
     _check(sizes, max_tokens)
-    a, b = cost
-    exact = a * sizes.astype(float) + b * sizes.astype(float) ** 2
-    assert min(a, b) >= 0 and min(min_groups, num_shards, num_shapes) >= 1 and exact.max() > 0, (
-        cost,
-        min_groups,
-        num_shards,
-    )
+    linear, quadratic = cost
+    assert min(linear, quadratic) >= 0, cost
+    assert min(min_groups, num_shards, num_shapes) >= 1, (min_groups, num_shards, num_shapes)
+    exact = linear * sizes.astype(float) + quadratic * sizes.astype(float) ** 2
+    assert exact.max() > 0, cost
     whole = np.ceil(exact / exact.max() * (1 << _COST_BITS)).astype(np.int64)
-    by_cost = np.argsort(-sizes, kind="stable")  # a dearer sequence is a longer one
+
     offsets, fitted = best_fit(sizes, max_tokens)
     num_groups = -(-max(min_groups, len(offsets) - 1) // num_shards) * num_shards
+    # The longest first: a longer sequence costs more.
+    by_cost = np.argsort(-sizes, kind="stable")
     groups = _cheapest_first(sizes[by_cost], whole[by_cost], max_tokens, num_groups)
-    members = [by_cost[group] for group in groups] if groups else np.split(fitted, offsets[1:-1])
+    if groups:
+        members = [by_cost[group] for group in groups]
+    else:
+        members = np.split(fitted, offsets[1:-1])
     members += [np.empty(0, np.int64)] * (num_groups - len(members))
     _exchange(members, sizes, whole, max_tokens)
     members = _deal(members, whole, num_shards)
-    order, counts = np.concatenate(members), np.array([group.size for group in members])
+
+    order = np.concatenate(members)
     inverse = np.empty_like(order)
     inverse[order] = np.arange(order.size)
+    counts = np.array([group.size for group in members])
     tokens = np.array([sizes[group].sum() for group in members])
     longest = np.maximum(tokens.reshape(-1, num_shards).max(axis=1), 1)
     multiples = -(-longest * num_shapes // max_tokens)
-    shapes = -(-multiples * max_tokens // num_shapes)
-    total = np.array([exact[group].sum() for group in members])
     return Groups(
-        order, inverse, np.concatenate([[0], np.cumsum(counts)]), tokens, total, shapes, num_shards
+        order=order,
+        inverse=inverse,
+        offsets=np.concatenate([[0], np.cumsum(counts)]),
+        tokens=tokens,
+        cost=np.array([exact[group].sum() for group in members]),
+        shapes=-(-multiples * max_tokens // num_shapes),
+        num_shards=num_shards,
     )
 
 
 def _check(sizes: np.ndarray, max_tokens: int) -> None:
+    """DataError: there is no sequence, or the length of one can't be used."""
     if not sizes.size:
         raise DataError(
             "lengths is empty, but a batch has at least one sequence. Give the length of each."
         )
-    for bad, rule, mend in (
-        (sizes < 1, "is less than 1", "Leave sequences without tokens out"),
-        (
-            sizes > max_tokens,
-            f"is more than max_tokens={max_tokens:,}",
-            "Raise it to {:,}, or cut or leave out what is longer",
-        ),
-    ):
-        if bad.any():
-            at, count = int(np.argmax(bad)), np.count_nonzero(bad)
-            many = f"; so are {count:,} lengths in all" if count > 1 else ""
-            raise DataError(
-                f"lengths[{at}]={sizes[at]:,} {rule}{many}. {mend.format(sizes.max())}."
-            )
+    _refuse(sizes, sizes < 1, "is less than 1", "Leave sequences without tokens out")
+    rule = f"is more than max_tokens={max_tokens:,}"
+    mend = f"Raise it to {sizes.max():,}, or cut or leave out what is longer"
+    _refuse(sizes, sizes > max_tokens, rule, mend)
+
+
+def _refuse(sizes: np.ndarray, is_bad: np.ndarray, rule: str, mend: str) -> None:
+    if not is_bad.any():
+        return
+    first = int(np.argmax(is_bad))
+    count = np.count_nonzero(is_bad)
+    if count > 1:
+        rule += f"; so are {count:,} lengths in all"
+    raise DataError(f"lengths[{first}]={sizes[first]:,} {rule}. {mend}.")
 
 
 def _cheapest_first(
@@ -145,11 +162,11 @@ def _cheapest_first(
     looked at O(1) times an item.
     """
     groups: list[list[int]] = [[] for _ in range(num_groups)]
-    open_groups, waiting = (
-        [(0, g) for g in range(num_groups)],
-        [],
-    )  # by cost; by room, the most first
-    left, spent = [room] * num_groups, [0] * num_groups
+    # Two heaps: those with room, the cheapest first, and the full ones, the most room first.
+    open_groups = [(0, g) for g in range(num_groups)]
+    waiting = []
+    left = [room] * num_groups
+    spent = [0] * num_groups
     for item, (size, cost) in enumerate(zip(sizes.tolist(), costs.tolist())):
         while waiting and -waiting[0][0] >= size:
             g = heapq.heappop(waiting)[1]
@@ -161,7 +178,8 @@ def _cheapest_first(
             return None
         g = open_groups[0][1]
         groups[g].append(item)
-        left[g], spent[g] = left[g] - size, spent[g] + cost
+        left[g] -= size
+        spent[g] += cost
         heapq.heapreplace(open_groups, (spent[g], g))
     return groups
 
@@ -174,36 +192,41 @@ def _exchange(members: list[np.ndarray], sizes: np.ndarray, costs: np.ndarray, r
     """
     used = np.array([sizes[group].sum() for group in members])
     spent = np.array([costs[group].sum() for group in members])
-    tolerance, half, least, misses = (
-        _TOLERANCE * spent.mean(),
-        len(members) // 2,
-        np.iinfo(np.int64).max,
-        0,
-    )
+    tolerance = _TOLERANCE * spent.mean()
+    half = len(members) // 2
+    least = np.iinfo(np.int64).max
+    misses = 0
     while np.ptp(spent) > tolerance and misses < min(half, _MISSES):
         ranks = np.argsort(spent, kind="stable")
         for high, low in zip(ranks[::-1][:half], np.roll(ranks[:half], -misses)):
-            if spent[high] - spent[low] <= tolerance:
+            difference = spent[high] - spent[low]
+            if difference <= tolerance:
                 continue
-            swap = _best_swap(
-                members[high],
-                members[low],
-                sizes,
-                costs,
-                room - used[[high, low]],
-                int(spent[high] - spent[low]),
-            )
-            if swap is not None:
-                out, back = swap
-                there, here = members[high][out : out + 1], members[low][back : back + 1]
-                members[high] = np.concatenate([np.delete(members[high], out), here])
-                members[low] = np.concatenate(
-                    [members[low][:back], members[low][back + 1 :], there]
-                )
-                for g in (high, low):
-                    used[g], spent[g] = sizes[members[g]].sum(), costs[members[g]].sum()
-        misses = 0 if np.ptp(spent) < least else misses + 1
-        least = min(least, np.ptp(spent))
+            room_left = room - used[[high, low]]
+            swap = _best_swap(members[high], members[low], sizes, costs, room_left, int(difference))
+            if swap is None:
+                continue
+            members[high], members[low] = _swapped(members[high], members[low], *swap)
+            for g in (high, low):
+                used[g] = sizes[members[g]].sum()
+                spent[g] = costs[members[g]].sum()
+        spread = np.ptp(spent)
+        if spread < least:
+            least = spread
+            misses = 0
+        else:
+            misses += 1
+
+
+def _swapped(
+    high: np.ndarray, low: np.ndarray, out: int, back: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Two groups after `high` gave item `out` for item `back` of `low` (len(low): for none)."""
+    given = high[out : out + 1]
+    received = low[back : back + 1]
+    new_high = np.concatenate([np.delete(high, out), received])
+    new_low = np.concatenate([low[:back], low[back + 1 :], given])
+    return new_high, new_low
 
 
 def _best_swap(
@@ -219,21 +242,23 @@ def _best_swap(
 
     None if no exchange makes them more alike. `room` is what is left in both.
     """
-    back_costs, back_sizes = np.append(costs[low], 0), np.append(sizes[low], 0)
+    back_costs = np.append(costs[low], 0)
+    back_sizes = np.append(sizes[low], 0)
     ranks = np.argsort(back_costs, kind="stable")
+    # What comes back should cost half the difference less than what goes.
     place = np.searchsorted(back_costs[ranks], costs[high] - difference // 2)
-    best, found = difference, None
-    for near in (
-        place - 1,
-        place,
-    ):  # what comes back should cost half the difference less than what goes
+    best = difference
+    found = None
+    for near in (place - 1, place):
         back = ranks[near.clip(0, len(ranks) - 1)]
         after = np.abs(difference - 2 * (costs[high] - back_costs[back]))
         more = sizes[high] - back_sizes[back]
-        after[(more > room[1]) | (-more > room[0])] = difference
+        has_no_room = (more > room[1]) | (-more > room[0])
+        after[has_no_room] = difference
         out = int(np.argmin(after))
         if after[out] < best:
-            best, found = after[out], (out, int(back[out]))
+            best = after[out]
+            found = (out, int(back[out]))
     return found
 
 
@@ -246,7 +271,8 @@ def _deal(members: list[np.ndarray], costs: np.ndarray, num_shards: int) -> list
     """
     spent = [int(costs[group].sum()) for group in members]
     ranks = sorted(range(len(members)), key=lambda g: (-spent[g], g))
-    work, dealt = [0] * num_shards, []
+    work = [0] * num_shards
+    dealt = []
     for first in range(0, len(ranks), num_shards):
         shards = sorted(range(num_shards), key=lambda shard: (work[shard], shard))
         of_step = dict(zip(shards, ranks[first : first + num_shards]))

@@ -7,7 +7,7 @@ than a row has a row of its own, cut, or is left out, or is refused.
 
 `bins-LENGTH.plan` is a sha256 over the manifest's uid, the length and the rest, then little-endian
 int64: the number of long documents, the tokens of the others, the number of rows, their offsets and
-    documents (see `Bins`), long ones in the last rows.
+documents (see `Bins`), long ones in the last rows.
 """
 
 import bisect
@@ -18,7 +18,7 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from data_pipeline.remote import RemotePath
 from data_pipeline.shards import TokenShards, ranges, write_atomic
 
 _VERSION = 1
+_DIGEST_BYTES = 32
+# What a process that was killed left is removed when it is older than this.
+_ABANDONED_SECONDS = 3600
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,17 +38,25 @@ class Bins:
 
     Row r holds the documents `numbers[offsets[r] : offsets[r + 1]]`, by their numbers in the
     shards, in this order.
+
+    Attributes:
+        length: targets that a row has room for.
+        offsets: int64 [num_rows + 1].
+        numbers: int64 [documents in rows].
+        num_tokens: targets in the rows, whatever their loss mask.
+        num_targets: targets with a loss mask of 1; the manifest's num_targets, if no document is
+            too long.
+        skipped: documents left out because they are too long.
+        truncated: documents cut because they are too long.
     """
 
-    length: int  # targets that a row has room for
-    offsets: np.ndarray  # int64 [num_rows + 1]
-    numbers: np.ndarray  # int64 [documents in rows]
-    num_tokens: int  # targets in the rows, whatever their loss mask
-    num_targets: (
-        int  # targets with a loss mask of 1; the manifest's num_targets, if no document is too long
-    )
-    skipped: int  # documents left out because they are too long
-    truncated: int  # documents cut because they are too long
+    length: int
+    offsets: np.ndarray
+    numbers: np.ndarray
+    num_tokens: int
+    num_targets: int
+    skipped: int
+    truncated: int
 
     @property
     def num_rows(self) -> int:
@@ -65,26 +76,43 @@ class Bins:
         """
         inside = (rows >= 0) & (rows < self.num_rows)
         at = np.where(inside, rows, 0)
-        first, last = self.offsets[at], self.offsets[at + inside]
-        return np.concatenate([[0], np.cumsum(last - first)]), self.numbers[
-            ranges(first, last - first)
-        ]
+        first = self.offsets[at]
+        counts = self.offsets[at + inside] - first
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        return offsets, self.numbers[ranges(first, counts)]
 
     def describe(self) -> str:
         """One line for the start of a run."""
         line = f"{self.num_rows:,} rows of {len(self.numbers):,} documents, {self.fill:.2%} full"
         if self.skipped or self.truncated:
-            line += f"; longer than {self.length:,} tokens: {self.skipped:,} left out, {self.truncated:,} cut"
+            line += f"; longer than {self.length:,} tokens: "
+            line += f"{self.skipped:,} left out, {self.truncated:,} cut"
         return line
 
 
-def targets(shards: TokenShards, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+class _BinsPlan(NamedTuple):
+    """What a plan file holds: see the module. The rows of long documents are the last ones."""
+
+    num_long: int
+    num_tokens: int
+    offsets: np.ndarray
+    numbers: np.ndarray
+
+    @classmethod
+    def parse(cls, content: np.ndarray) -> "_BinsPlan":
+        """From the int64 of a plan file."""
+        num_long, num_tokens, num_rows = content[:3].tolist()
+        offsets = content[3 : num_rows + 4]
+        return cls(num_long, num_tokens, offsets, content[num_rows + 4 :])
+
+
+def document_targets(shards: TokenShards, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where in the stream the targets of documents begin, and how many they are; both int64 [n]."""
     first, sizes = shards.documents(numbers)
-    unannounced = int(
-        shards.manifest.eod == "none"
-    )  # the first token: no end mark before it says that it begins
-    return first + unannounced, sizes - unannounced
+    if shards.manifest.eod == "none":
+        # No end mark before a document says that it begins, so its first token is no target.
+        return first + 1, sizes - 1
+    return first, sizes
 
 
 def open_bins(
@@ -100,38 +128,53 @@ def open_bins(
     a URL is kept in the cache of each host, for many would write it there at once, but read there
     if somebody put it there.
 
-    ConfigError: a document is longer than a row, and `on_long` is "raise". DataError: the plan that
-        is there is damaged, or of
-    other data.
+    Raises:
+        ConfigError: a document is longer than a row, and `on_long` is "raise".
+        DataError: the plan that is there is damaged, or of other data.
     """
-    identity = f"bins | {_VERSION} | {shards.uid} | {length}"
-    plan = _kept(shards, length, identity) if packing == "bins" else _plan(shards, length, packing)
-    num_long, num_tokens, num_rows = plan[:3].tolist()
-    offsets, numbers, num_targets = (
-        plan[3 : num_rows + 4],
-        plan[num_rows + 4 :],
-        shards.manifest.num_targets,
-    )
-    short = num_rows - num_long
-    if num_long:
-        long, kept = numbers[offsets[short] :], length if on_long == "truncate" else 0
-        first, sizes = targets(shards, long)
-        if on_long == "raise":
-            rule = f"but document {long[0]} of {shards.path} has {sizes[0]:,}; {num_long:,} documents have too many"
-            mend = f"Set data.seq_length to at least {sizes.max():,}, or data.on_long to skip or truncate"
-            raise ConfigError(
-                f"data.seq_length={length:,} is the number of targets a row has room for, {rule}. {mend}."
-            )
-        num_tokens += num_long * kept
-        num_targets -= _count_targets(shards, first + kept, sizes - kept)
+    if packing == "bins":
+        plan = _BinsPlan.parse(_kept_plan(shards, length))
+    else:
+        plan = _BinsPlan.parse(_make_plan(shards, length, packing))
+    all_targets = shards.manifest.num_targets
+    if not plan.num_long:
+        return Bins(length, plan.offsets, plan.numbers, plan.num_tokens, all_targets, 0, 0)
+
+    num_short_rows = len(plan.offsets) - 1 - plan.num_long
+    num_short = plan.offsets[num_short_rows]
+    long = plan.numbers[num_short:]
+    first, sizes = document_targets(shards, long)
+    if on_long == "raise":
+        rule = f"but document {long[0]} of {shards.path} has {sizes[0]:,}; "
+        rule += f"{plan.num_long:,} documents have too many"
+        mend = f"Set data.seq_length to at least {sizes.max():,}, "
+        mend += "or data.on_long to skip or truncate"
+        what = f"data.seq_length={length:,} is the number of targets a row has room for"
+        raise ConfigError(f"{what}, {rule}. {mend}.")
     if on_long == "skip":
-        offsets, numbers = offsets[: short + 1], numbers[: offsets[short]]
-    skipped, truncated = (num_long if on_long == policy else 0 for policy in ("skip", "truncate"))
-    return Bins(length, offsets, numbers, num_tokens, num_targets, skipped, truncated)
+        return Bins(
+            length=length,
+            offsets=plan.offsets[: num_short_rows + 1],
+            numbers=plan.numbers[:num_short],
+            num_tokens=plan.num_tokens,
+            num_targets=all_targets - _count_targets(shards, first, sizes),
+            skipped=plan.num_long,
+            truncated=0,
+        )
+    return Bins(
+        length=length,
+        offsets=plan.offsets,
+        numbers=plan.numbers,
+        num_tokens=plan.num_tokens + plan.num_long * length,
+        num_targets=all_targets - _count_targets(shards, first + length, sizes - length),
+        skipped=0,
+        truncated=plan.num_long,
+    )
 
 
-def _kept(shards: TokenShards, length: int, identity: str) -> np.ndarray:
-    """The content of the plan file of `bins` behind its digest, read or made."""
+def _kept_plan(shards: TokenShards, length: int) -> np.ndarray:
+    """The int64 of the plan file of `bins`, read or made."""
+    identity = f"bins | {_VERSION} | {shards.uid} | {length}"
     name = f"bins-{length}.plan"
     path = shards.path / name
     if path.exists():
@@ -139,12 +182,13 @@ def _kept(shards: TokenShards, length: int, identity: str) -> np.ndarray:
     if isinstance(path, RemotePath):
         assert shards.cache is not None, "shards behind a URL have one"
         path = shards.cache.path(f"{shards.uid}-{name}")
-        with contextlib.suppress(FileNotFoundError):  # another process may remove it at any time
+        # Another process may remove it at any time.
+        with contextlib.suppress(FileNotFoundError):
             content = path.read_bytes()
-            if _digest(identity, content[32:]) == content[:32]:
-                return np.frombuffer(content, "<i8", offset=32)
+            if _digest(identity, content[_DIGEST_BYTES:]) == content[:_DIGEST_BYTES]:
+                return np.frombuffer(content, "<i8", offset=_DIGEST_BYTES)
         path.parent.mkdir(parents=True, exist_ok=True)
-    plan = _plan(shards, length, "bins")
+    plan = _make_plan(shards, length, "bins")
     if os.access(path.parent, os.W_OK):
         _save(path, identity, plan)
     return plan
@@ -158,14 +202,17 @@ def _count_targets(shards: TokenShards, starts: np.ndarray, sizes: np.ndarray) -
     return sum(int(np.count_nonzero(mask)) for mask in masks)
 
 
-def _plan(shards: TokenShards, length: int, packing: Literal["bins", "pad"]) -> np.ndarray:
-    """The content of a plan file behind its digest. A document without targets is in no row."""
-    sizes = targets(shards, np.arange(shards.num_documents))[1]
-    short, long = np.flatnonzero((sizes > 0) & (sizes <= length)), np.flatnonzero(sizes > length)
-    each = np.arange(short.size)
-    offsets, order = (
-        best_fit(sizes[short], length) if packing == "bins" else (np.append(each, short.size), each)
-    )
+def _make_plan(shards: TokenShards, length: int, packing: Literal["bins", "pad"]) -> np.ndarray:
+    """The int64 of a plan file. A document without targets is in no row."""
+    _, sizes = document_targets(shards, np.arange(shards.num_documents))
+    short = np.flatnonzero((sizes > 0) & (sizes <= length))
+    long = np.flatnonzero(sizes > length)
+    if packing == "bins":
+        offsets, order = best_fit(sizes[short], length)
+    else:
+        offsets = np.arange(short.size + 1)
+        order = np.arange(short.size)
+    # Each long document has a row of its own.
     offsets = np.concatenate([offsets, offsets[-1] + 1 + np.arange(long.size)])
     header = [long.size, sizes[short].sum(), offsets.size - 1]
     return np.concatenate([header, offsets, short[order], long]).astype("<i8")
@@ -180,13 +227,18 @@ def best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     none fits, which more than halves its room, so a group is moved at most log2(length) times: O(n
     log n) for sorting, and O(length log length) of Python.
     """
-    order = np.argsort(
-        (length - sizes).astype(np.uint16 if length < 1 << 16 else np.int64), kind="stable"
-    )
+    # numpy sorts 16 bits by radix, several times as fast.
+    key_type = np.int64
+    if length < 1 << 16:
+        key_type = np.uint16
+    order = np.argsort((length - sizes).astype(key_type), kind="stable")
     counts = np.bincount(sizes, minlength=1)
-    groups: dict[int, list[np.ndarray]] = {}  # rows by the room that is left in them
-    rooms: list[int] = []  # the keys of `groups`, sorted
-    placed, num_rows = [np.empty(0, np.int64)], 0  # the row of each item, in `order`
+    # Rows by the room that is left in them; `rooms` are the keys of `groups`, sorted.
+    groups: dict[int, list[np.ndarray]] = {}
+    rooms: list[int] = []
+    # The row of each item, in `order`.
+    placed = [np.empty(0, np.int64)]
+    num_rows = 0
 
     def keep(rows: np.ndarray, room: int) -> None:
         if rows.size and room:
@@ -204,18 +256,28 @@ def best_fit(sizes: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
                 if not groups[room]:
                     del groups[room], rooms[at]
             else:
-                room, new = length, -(-left // (length // size))
+                room = length
+                new = -(-left // (length // size))
                 rows = np.arange(num_rows, num_rows + new)
                 num_rows += new
+            # So many rows take as many items as fit, then one may take the rest, and the others
+            # stay as they are.
             each = room // size
-            full = min(rows.size, left // each)
-            rest = min(left - full * each, each) if full < rows.size else 0  # for one row more
-            one = full + (rest > 0)
-            placed += [np.repeat(rows[:full], each), np.repeat(rows[full:one], rest)]
-            keep(rows[:full], room - each * size)
-            keep(rows[full:one], room - rest * size)
-            keep(rows[one:], room)
-            left -= full * each + rest
+            num_full = min(rows.size, left // each)
+            rest = 0
+            if num_full < rows.size:
+                rest = min(left - num_full * each, each)
+            num_used = num_full
+            if rest:
+                num_used += 1
+            full = rows[:num_full]
+            partly = rows[num_full:num_used]
+            placed.append(np.repeat(full, each))
+            placed.append(np.repeat(partly, rest))
+            keep(full, room - each * size)
+            keep(partly, room - rest * size)
+            keep(rows[num_used:], room)
+            left -= num_full * each + rest
     row = np.concatenate(placed)
     offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=num_rows))])
     return offsets, order[np.argsort(row, kind="stable")]
@@ -226,27 +288,26 @@ def _digest(identity: str, body: bytes) -> bytes:
 
 
 def _save(path: Path, identity: str, plan: np.ndarray) -> None:
-    own = path.with_name(
-        f"{path.stem}.{uuid.uuid4().hex}.plan"
-    )  # several hosts may make it at once: the bytes are the same
+    # Several hosts may make it at once; the bytes are the same.
+    own = path.with_name(f"{path.stem}.{uuid.uuid4().hex}.plan")
     body = plan.tobytes()
     write_atomic(own, _digest(identity, body) + body)
     os.replace(own, path)
-    for left in path.parent.glob(
-        f"*{path.stem}.*.plan*"
-    ):  # by a process that was killed; others may be at it just now
-        with contextlib.suppress(OSError):  # or somebody else has removed it
-            if left.stat().st_mtime < time.time() - 3600:
+    # What a process that was killed left goes. Others may be writing theirs just now, or have
+    # removed it already.
+    for left in path.parent.glob(f"*{path.stem}.*.plan*"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < time.time() - _ABANDONED_SECONDS:
                 left.unlink()
 
 
 def _load(path: Path | RemotePath, identity: str) -> np.ndarray:
     content = path.read_bytes()
-    found, expected = content[:32], _digest(identity, content[32:])
+    found = content[:_DIGEST_BYTES]
+    expected = _digest(identity, content[_DIGEST_BYTES:])
     if found != expected:
-        what = "it is damaged, or was made for other tokens"
+        what = f"expected digest {expected.hex()}, found {found.hex()}"
+        cause = "it is damaged, or was made for other tokens"
         mend = "Delete it: it is made again when it is next needed"
-        raise DataError(
-            f"{path}: expected digest {expected.hex()}, found {found.hex()}: {what}. {mend}."
-        )
-    return np.frombuffer(content, "<i8", offset=32)
+        raise DataError(f"{path}: {what}: {cause}. {mend}.")
+    return np.frombuffer(content, "<i8", offset=_DIGEST_BYTES)

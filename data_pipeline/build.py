@@ -13,7 +13,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,35 +37,45 @@ from data_pipeline.sources.document import HARMLESS, Document, Piece
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import CharTokenizer, Tokenizer, bpe_entries, load_tokenizer, train_bpe
 
-_UNIT_BYTES = (1 << 16, 1 << 28)
-_TRAINING_BYTES = (
-    1 << 30
-)  # a BPE tokenizer learns from about this much text, spread over the whole input
+_MIN_UNIT_BYTES = 1 << 16
+_MAX_UNIT_BYTES = 1 << 28
+# A BPE tokenizer learns from about this much text, spread over the whole input.
+_TRAINING_BYTES = 1 << 30
+# Of each problem, so many documents are named.
 _EXAMPLES = 3
 _DECODED_TOKENS = 1 << 20
 Unit = list[Piece]
-Problems = dict[str, dict[str, Any]]  # by kind: count, how many of them were left out, examples
+# By kind: count, how many of them were left out, examples.
+Problems = dict[str, dict[str, Any]]
 
 
 def make_units(pieces: list[Piece]) -> list[Unit]:
     """Group pieces, in order, into units of work of similar size; files of many documents are
     divided where they can be."""
-    size = min(max(sum(piece.size for piece in pieces) // 32, _UNIT_BYTES[0]), _UNIT_BYTES[1])
+    share = sum(piece.size for piece in pieces) // 32
+    size = min(max(share, _MIN_UNIT_BYTES), _MAX_UNIT_BYTES)
     units: list[Unit] = [[]]
     for piece in pieces:
-        format, step = FORMATS[piece.format], max(int(size / piece.scale), 1)
-        places = (
-            format.cut(piece, at)
-            for at in range(piece.start + step, piece.stop, step)
-            if format.many
-        )
-        cuts = sorted({at for at in places if at is not None and at < piece.stop})
-        for start, stop in itertools.pairwise([piece.start, *cuts, piece.stop]):
-            part = piece._replace(start=start, stop=stop)
+        for part in _divided(piece, size):
             if units[-1] and unit_bytes(units[-1]) + part.size > size:
                 units.append([])
             units[-1].append(part)
     return units
+
+
+def _divided(piece: Piece, size: int) -> list[Piece]:
+    """A piece, cut into pieces of about `size` bytes where its format can be."""
+    format = FORMATS[piece.format]
+    if not format.many:
+        return [piece]
+    step = max(int(size / piece.scale), 1)
+    cuts = set()
+    for wanted in range(piece.start + step, piece.stop, step):
+        at = format.cut(piece, wanted)
+        if at is not None and at < piece.stop:
+            cuts.add(at)
+    borders = itertools.pairwise([piece.start, *sorted(cuts), piece.stop])
+    return [piece._replace(start=start, stop=stop) for start, stop in borders]
 
 
 def unit_bytes(unit: Unit) -> int:
@@ -82,15 +92,19 @@ def usable(
     `digests`, of this unit, say which of them are left out because they repeat an earlier one;
     None: no matter.
     """
-    repeated, number = digests and digests.repeated(), -1
+    repeated = None
+    if digests:
+        repeated = digests.repeated()
+    number = -1
     for piece in unit:
         for document in FORMATS[piece.format].documents(piece):
-            if accept(document, on_bad, problems):
-                number += 1
-                if repeated and repeated[number]:
-                    _count(problems, DUPLICATE, 1, 1, [document.where])
-                else:
-                    yield document
+            if not accept(document, on_bad, problems):
+                continue
+            number += 1
+            if repeated and repeated[number]:
+                _count(problems, DUPLICATE, 1, 1, [document.where])
+            else:
+                yield document
 
 
 def accept(document: Document, on_bad: str, problems: Problems) -> bool:
@@ -100,9 +114,8 @@ def accept(document: Document, on_bad: str, problems: Problems) -> bool:
     harmless = document.problem in HARMLESS
     if on_bad == "raise" and not harmless:
         problem = document.problem + document.detail
-        raise DataError(
-            f"{document.where}: {problem}. Mend the file, or give --on-bad skip or replace."
-        )
+        mend = "Mend the file, or give --on-bad skip or replace"
+        raise DataError(f"{document.where}: {problem}. {mend}.")
     kept = not document.empty and (harmless or on_bad == "replace")
     _count(problems, document.problem, 1, int(not kept), [document.where])
     return kept
@@ -129,16 +142,23 @@ def train_tokenizer(
     `digests` is the folder that `find_duplicates` filled for these units and perhaps others after
     them.
     """
-    step = 1 if spec == "chars" else -(-sum(map(unit_bytes, units)) // _TRAINING_BYTES) or 1
+    # Every Nth unit, except for "chars", which has to see every character.
+    step = 1
+    if spec != "chars":
+        step = max(1, -(-sum(map(unit_bytes, units)) // _TRAINING_BYTES))
 
     def texts() -> Iterator[str]:
-        for number, unit in list(enumerate(units))[::step]:
-            for document in usable(unit, on_bad, {}, digests and Digests(digests, number)):
-                yield from (
-                    [text for text, _ in document.spans]
-                    if document.spans
-                    else [document.text or ""]
-                )
+        for number in range(0, len(units), step):
+            unit = units[number]
+            own = None
+            if digests is not None:
+                own = Digests(digests, number)
+            for document in usable(unit, on_bad, {}, own):
+                if document.spans:
+                    for text, _ in document.spans:
+                        yield text
+                else:
+                    yield document.text or ""
             seen(unit_bytes(unit) * step)
 
     if spec == "chars":
@@ -164,11 +184,16 @@ def find_duplicates(
     for each in (folder, here):
         each.mkdir(parents=True, exist_ok=True)
     tasks = [(Digests(folder, number), unit, on_bad) for number, unit in enumerate(units)]
-    done = {*folder.iterdir()}
+    done = set(folder.iterdir())
     todo = [task for task in tasks if task[0].path not in done]
-    seen(sum(map(unit_bytes, units)) - sum(unit_bytes(unit) for _, unit, _ in todo))
+    seen(_bytes_done(units, [unit for _, unit, _ in todo]))
     _work(run, _digest_unit, todo, seen)
     compare(folder, len(units), here)
+
+
+def _bytes_done(units: list[Unit], todo: list[Unit]) -> int:
+    """Bytes of input in units that are not to be done any more."""
+    return sum(map(unit_bytes, units)) - sum(map(unit_bytes, todo))
 
 
 def _digest_unit(digests: Digests, unit: Unit, on_bad: str) -> None:
@@ -176,29 +201,40 @@ def _digest_unit(digests: Digests, unit: Unit, on_bad: str) -> None:
 
 
 def encode_unit(
-    record: Path | RemotePath, unit: Unit, directory: Path | RemotePath, tokenizer: tuple[str, int | None], eod: str,
-    on_bad: str, digests: Digests | None = None, here: Path | None = None,
-) -> None:  # fmt: skip
+    record: Path | RemotePath,
+    unit: Unit,
+    directory: Path | RemotePath,
+    tokenizer: tuple[str, int | None],
+    eod: str,
+    on_bad: str,
+    digests: Digests | None = None,
+    here: Path | None = None,
+) -> None:
     """Write the shard of a unit, unless it has no text, and after it the unit's record; both are
     named by its number.
 
     `tokenizer`: sha256 and eod_id of the one in the directory. `digests`: see `usable`. `here`: see
-        `build_part`.
+    `build_part`.
     """
-    worker = _tokenizer(directory / TOKENIZER, *tokenizer)
-    beside = (
-        record.parent if isinstance(record, Path) else here if here and here.is_dir() else None
-    )  # None: the system's
-    with tempfile.TemporaryDirectory(
-        prefix=ATTEMPT, dir=beside
-    ) as name:  # of this attempt: there may be another
-        own, shards, problems = Path(name), [], {}
+    sha256, eod_id = tokenizer
+    worker = _tokenizer(directory / TOKENIZER, sha256, eod_id)
+    # A folder of this attempt, for there may be another one at the same unit: beside the record, or
+    # `here`, or, where that is not on this machine, wherever the system has such folders.
+    beside = None
+    if isinstance(record, Path):
+        beside = record.parent
+    elif here and here.is_dir():
+        beside = here
+    with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=beside) as name:
+        own = Path(name)
+        shards = []
+        problems: Problems = {}
         writer = ShardWriter(own, f"tokens-{record.stem}", worker.vocab_size)
         try:
-            text_bytes = _write_documents(
-                writer, usable(unit, on_bad, problems, digests), worker, eod, on_bad, problems
-            )
-            shards = [vars(writer.close())] if writer.tokens else []
+            documents = usable(unit, on_bad, problems, digests)
+            text_bytes = _write_documents(writer, documents, worker, eod, on_bad, problems)
+            if writer.tokens:
+                shards.append(vars(writer.close()))
         finally:
             writer.abort()
         move_into(directory, own.iterdir())
@@ -217,50 +253,59 @@ def _write_documents(
     problems: Problems,
 ) -> int:
     """Encode and write documents; returns the UTF-8 bytes of the text of their targets."""
-    text_bytes, end = 0, tokenizer.eod_id if eod == "append" else None
+    text_bytes = 0
+    end = None
+    if eod == "append":
+        end = tokenizer.eod_id
     for document in documents:
         content = document.text or ""
-        if unknown := tokenizer.unknown(
-            content if document.spans is None else tokenizer.plain(document.spans)
-        ):
+        plain = content
+        if document.spans is not None:
+            plain = tokenizer.plain(document.spans)
+        unknown = tokenizer.unknown(plain)
+        if unknown:
             content = content.translate(dict.fromkeys(map(ord, unknown)))
             where = f"{document.where}: {unknown[0]!r} (U+{ord(unknown[0]):04X})"
-            if not accept(
-                Document(content, where, "character without an id in the tokenizer"),
-                on_bad,
-                problems,
-            ):
+            mended = Document(content, where, "character without an id in the tokenizer")
+            if not accept(mended, on_bad, problems):
                 continue
-        ids, mask, size = _encode(document._replace(text=content), tokenizer)
-        if len(ids):
-            writer.append(
-                ids, mask=mask, end=end
-            )  # never a target beside a mask: a template ends its turns itself
-            text_bytes += size
+        encoded = _encode(document._replace(text=content), tokenizer)
+        if len(encoded.ids):
+            # The end is never a target beside a mask: a chat template ends its turns itself.
+            writer.append(encoded.ids, mask=encoded.mask, end=end)
+            text_bytes += encoded.text_bytes
     return text_bytes
 
 
-def _encode(document: Document, tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray | None, int]:
-    """Ids [T] of a document, its loss mask [T] (None: all are targets), and the UTF-8 bytes of the
-    text of its targets."""
+class _Encoded(NamedTuple):
+    """A document in tokens: ids [T], loss mask [T] (None: all are targets), and the UTF-8 bytes of
+    the text of its targets."""
+
+    ids: np.ndarray
+    mask: np.ndarray | None
+    text_bytes: int
+
+
+def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
     if document.spans is not None:
-        return *tokenizer.encode_spans(document.spans), sum(
-            len(text.encode()) for text, target in document.spans if target
-        )
-    if (
-        document.tokens is not None
-    ):  # decoded in windows, so that the lists that this takes stay small
+        ids, mask = tokenizer.encode_spans(document.spans)
+        targets = [text for text, is_target in document.spans if is_target]
+        return _Encoded(ids, mask, sum(len(text.encode()) for text in targets))
+    if document.tokens is not None:
+        # Decoded in windows, so that the lists that this takes stay small.
         ids = document.tokens
-        windows = (
-            ids[at : at + _DECODED_TOKENS].tolist() for at in range(0, len(ids), _DECODED_TOKENS)
-        )
-        return ids, None, sum(len(tokenizer.decode(window).encode()) for window in windows)
+        text_bytes = 0
+        for at in range(0, len(ids), _DECODED_TOKENS):
+            window = ids[at : at + _DECODED_TOKENS].tolist()
+            text_bytes += len(tokenizer.decode(window).encode())
+        return _Encoded(ids, None, text_bytes)
     text = document.text or ""
-    return tokenizer.encode(text), None, len(text.encode())
+    return _Encoded(tokenizer.encode(text), None, len(text.encode()))
 
 
-@functools.lru_cache(maxsize=1)  # a worker has many units of one build
+@functools.lru_cache(maxsize=1)
 def _tokenizer(path: Path | RemotePath, sha256: str, eod_id: int | None) -> Tokenizer:
+    """The tokenizer of a build, kept: a worker has many units of one."""
     tokenizer = load_tokenizer(path)
     assert tokenizer.sha256 == sha256
     tokenizer.eod_id = eod_id
@@ -274,72 +319,93 @@ def _work(run: Run, job: Job, tasks: Tasks, seen: Callable[[int], None]) -> None
 
 
 def build_part(
-    directory: Path | RemotePath, work: Path | RemotePath, units: list[Unit], tokenizer: Tokenizer, eod: str, on_bad: str,
-    run: Run, seen: Callable[[int], None], digests: Digests | None = None, here: Path | None = None, **origin: Any,
-) -> int:  # fmt: skip
-    """Build one directory of shards, or go on with one: shards and, last, the manifest; `work` has
-    records of finished units.
+    directory: Path | RemotePath,
+    work: Path | RemotePath,
+    units: list[Unit],
+    tokenizer: Tokenizer,
+    eod: str,
+    on_bad: str,
+    run: Run,
+    seen: Callable[[int], None],
+    digests: Digests | None = None,
+    here: Path | None = None,
+    **origin: Any,
+) -> int:
+    """Build one directory of shards, or go on with one: shards and, last, the manifest.
 
-    `eod`: "append" the end-of-document token to each document, or "none". `on_bad`: "raise", "skip"
-        or "replace" text that is
-    not clean. `seen` gets input bytes as they are done. `digests`: of the first unit, if duplicates
-    are to be left out. `here`: a folder for shards that are made and then sent to a URL, on
-    machines that have it. `origin` has fields of the manifest: sources, settings, command. Returns
-    how many tokens were made now, not by an earlier call. DataError: bad input, or no document at
-    all. TryAgainError: a worker was lost.
+    Args:
+        directory: of the shards.
+        work: where the records of finished units are.
+        units: of input, in order.
+        tokenizer: saved in the directory, and used.
+        eod: "append" the end-of-document token to each document, or "none".
+        on_bad: "raise", "skip" or "replace" text that is not clean.
+        run: where the workers are.
+        seen: gets input bytes as they are done.
+        digests: of the first unit, if duplicates are to be left out.
+        here: a folder for shards that are made and then sent to a URL, on machines that have it.
+        origin: fields of the manifest: sources, settings, command.
+
+    Returns:
+        How many tokens were made now, not by an earlier call.
+
+    Raises:
+        DataError: bad input, or no document at all.
+        TryAgainError: a worker was lost.
     """
     for folder in (directory, work):
         folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
-    names = [work / f"{number:05d}.json" for number in range(len(units))]
-    done = {
-        *work.iterdir()
-    }  # by listing: a file system of many machines may remember for a while that a name was not there
-    identity = tokenizer.sha256, tokenizer.eod_id
-    tasks = [
-        (
-            record,
-            unit,
-            directory,
-            identity,
-            eod,
-            on_bad,
-            digests and digests._replace(number=digests.number + number),
-            here,
-        )
-        for number, (record, unit) in enumerate(zip(names, units))
-    ]
-    todo = [task for task in tasks if task[0] not in done]
-    seen(sum(map(unit_bytes, units)) - sum(unit_bytes(task[1]) for task in todo))
-    _work(run, encode_unit, todo, seen)
+    records = [work / f"{number:05d}.json" for number in range(len(units))]
+    # By listing: a file system of many machines may remember for a while that a name was not there.
+    done = set(work.iterdir())
+    identity = (tokenizer.sha256, tokenizer.eod_id)
+    tasks = []
+    for number, (record, unit) in enumerate(zip(records, units)):
+        if record in done:
+            continue
+        own = None
+        if digests:
+            own = digests._replace(number=digests.number + number)
+        tasks.append((record, unit, directory, identity, eod, on_bad, own, here))
+    seen(_bytes_done(units, [task[1] for task in tasks]))
+    _work(run, encode_unit, tasks, seen)
+
     problems: Problems = {}
-    built = [_parse_record(name, content) for name, content in zip(names, _read_all(names))]
-    for kind, entry in (item for record in built for item in record["problems"].items()):
-        _count(problems, kind, **entry)
-    shards = tuple(ShardEntry(**entry) for record in built for entry in record["shards"])
+    shards = []
+    text_bytes = 0
+    made_now = 0
+    for record, content in zip(records, _read_all(records)):
+        built = _parse_record(record, content)
+        for kind, entry in built["problems"].items():
+            _count(problems, kind, **entry)
+        entries = [ShardEntry(**entry) for entry in built["shards"]]
+        shards += entries
+        text_bytes += built["text_bytes"]
+        if record not in done:
+            made_now += sum(entry.tokens for entry in entries)
     if not shards:
-        mend = "Give other input, or no --dedupe" if DUPLICATE in problems else "Give other input"
-        raise DataError(
-            f"{directory}: the input holds no text at all ({describe_problems(problems)}). {mend}."
-        )
-    now = sum(
-        shard["tokens"]
-        for name, record in zip(names, built)
-        if name not in done
-        for shard in record["shards"]
+        mend = "Give other input"
+        if DUPLICATE in problems:
+            mend += ", or no --dedupe"
+        what = f"the input holds no text at all ({describe_problems(problems)})"
+        raise DataError(f"{directory}: {what}. {mend}.")
+    manifest = Manifest(
+        tokenizer={
+            "name": tokenizer.name,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+            "special_ids": {"eod": tokenizer.eod_id},
+        },
+        dtype=token_dtype(tokenizer.vocab_size).name,
+        eod=eod,
+        text_bytes=text_bytes,
+        shards=tuple(shards),
+        problems=problems,
+        **origin,
     )
-    special_ids, size = {"eod": tokenizer.eod_id}, tokenizer.vocab_size
-    identity = {
-        "name": tokenizer.name,
-        "sha256": tokenizer.sha256,
-        "vocab_size": size,
-        "special_ids": special_ids,
-    }
-    text_bytes = sum(record["text_bytes"] for record in built)
-    Manifest(
-        identity, token_dtype(size).name, eod, text_bytes, shards, problems=problems, **origin
-    ).save(directory)
-    return now
+    manifest.save(directory)
+    return made_now
 
 
 def _read_all(files: Sequence[Path | RemotePath]) -> list[bytes]:
@@ -356,17 +422,16 @@ def _parse_record(path: Path | RemotePath, content: bytes) -> dict[str, Any]:
     except ValueError:
         whole = False
     if not whole:
+        what = "is not the record that prepare wrote: damaged, or of an older version"
         mend = "Remove it and run the same command again: what it tells of is made again"
-        raise StorageError(
-            f"{path}: is not the record that prepare wrote: damaged, or of an older version. {mend}."
-        )
+        raise StorageError(f"{path}: {what}. {mend}.")
     return record
 
 
 def describe_problems(problems: Problems) -> str:
     """Counts and first examples of all kinds, in one line each."""
-    lines = [
-        f"{entry['count']:,} x {kind}: {', '.join(entry['examples'])}"
-        for kind, entry in problems.items()
-    ]
+    lines = []
+    for kind, entry in problems.items():
+        examples = ", ".join(entry["examples"])
+        lines.append(f"{entry['count']:,} x {kind}: {examples}")
     return "\n".join(lines) or "no documents"

@@ -66,41 +66,52 @@ def load_template(
     Raises:
         DataError: there is none, it is not jinja, is random, or needs something that was not given.
     """
-    beside = None if tokenizer == "bytes" else tokenizer_path(tokenizer)
+    beside = None
+    settings = {}
     try:
-        settings = read_settings(beside) if beside else {}
+        if tokenizer != "bytes":
+            beside = tokenizer_path(tokenizer)
+            settings = read_settings(beside)
         source, files = _find_source(spec, beside, settings)
         named = {key: named_token(settings, key) for key in settings if key.endswith("_token")}
+    except UserError:
+        raise
     except ValueError as error:
-        raise (
-            error
-            if isinstance(error, UserError)
-            else DataError(f"--tokenizer {tokenizer}: {error}. Mend it.")
-        ) from error
-    name = f"--chat-template {spec or (files[0] if files else SETTINGS)}"
-    files += [beside.with_name(SETTINGS)] if beside and settings else []
-    missing = sorted(_CHATML_TOKENS.difference(special)) if spec == "chatml" else []
-    if missing:
-        raise DataError(
-            f"{name}: the tokenizer has no special token {missing[0]}, so that any text could end a turn. "
-            "Give a tokenizer that has it, or --chat-template FILE with a template of the tokenizer's own."
-        )
+        raise DataError(f"--tokenizer {tokenizer}: {error}. Mend it.") from error
+    found_in = SETTINGS
+    if files:
+        found_in = str(files[0])
+    name = f"--chat-template {spec or found_in}"
+    if beside and settings:
+        files.append(beside.with_name(SETTINGS))
+    if spec == "chatml":
+        _require_chatml_tokens(name, special)
     used = _examine(source, name)
-    if unnamed := [v for v in used.variables if v.endswith("_token") and v not in named]:
-        raise DataError(
-            f"{name}: writes {unnamed[0]}, which no {SETTINGS} beside the tokenizer names. "
-            f'Add "{unnamed[0]}" there, with null if there is no such token.'
-        )
+    for variable in used.variables:
+        if variable.endswith("_token") and variable not in named:
+            raise DataError(
+                f"{name}: writes {variable}, which no {SETTINGS} beside the tokenizer names. "
+                f'Add "{variable}" there, with null if there is no such token.'
+            )
     if "strftime_now" in used.names and not date:
-        raise DataError(
-            f"{name}: writes the date. Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes."
-        )
+        mend = "Give --chat-date YYYY-MM-DD, so that the same command gives the same bytes"
+        raise DataError(f"{name}: writes the date. {mend}.")
     try:
         datetime.date.fromisoformat(date or "2000-01-01")
     except ValueError as error:
         raise DataError(f"--chat-date {date}: is not a date. Give YYYY-MM-DD.") from error
     tokens = tuple((key, token) for key, token in sorted(named.items()) if token is not None)
     return Template(source, tokens, tuple(sorted(special)), date), files
+
+
+def _require_chatml_tokens(name: str, special: Iterable[str]) -> None:
+    """DataError: chatml writes a special token that the tokenizer does not have."""
+    for token in sorted(_CHATML_TOKENS.difference(special)):
+        raise DataError(
+            f"{name}: the tokenizer has no special token {token}, so that any text could end a "
+            "turn. Give a tokenizer that has it, or --chat-template FILE with a template of the "
+            "tokenizer's own."
+        )
 
 
 def _find_source(
@@ -110,32 +121,45 @@ def _find_source(
     none, or it can't be read."""
     if spec == "chatml":
         return _CHATML, []
-    file = Path(spec) if spec else tokenizer.with_name(_FILE) if tokenizer else Path(_FILE)
-    if spec or (tokenizer and file.exists()):
-        try:
-            return file.read_text(encoding="utf-8"), [file]
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(
-                f"--chat-template {file}: can't be read ({reason}). Name a file, or chatml."
-            ) from error
+    if spec:
+        return _read_source(Path(spec)), [Path(spec)]
+    if tokenizer:
+        file = tokenizer.with_name(_FILE)
+        if file.exists():
+            return _read_source(file), [file]
     source = settings.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        source = {
-            entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)
-        }.get("default")
+    if isinstance(source, list):
+        # Several, by name.
+        by_name = {}
+        for entry in source:
+            if isinstance(entry, dict):
+                by_name[entry.get("name")] = entry.get("template")
+        source = by_name.get("default")
     if not isinstance(source, str):
         raise DataError(
-            f"--chat: there is no chat template beside the tokenizer: neither {_FILE} nor chat_template in {SETTINGS}. "
-            "Give --chat-template FILE, or --chat-template chatml if the tokenizer has its tokens."
+            f"--chat: there is no chat template beside the tokenizer: neither {_FILE} nor "
+            f"chat_template in {SETTINGS}. Give --chat-template FILE, or --chat-template chatml if "
+            "the tokenizer has its tokens."
         )
     return source, []
+
+
+def _read_source(file: Path) -> str:
+    """The text of a template's file. DataError: it can't be read."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(
+            f"--chat-template {file}: can't be read ({reason}). Name a file, or chatml."
+        ) from error
 
 
 def _examine(source: str, name: str) -> Contents:
     """The names that a template uses. DataError: it is not jinja, or would write something else
     each time."""
-    load_package("jinja2", "chat", "--chat")  # missed here, with the extra that brings it
+    # Where it is missing, the error names the extra that brings it.
+    load_package("jinja2", "chat", "--chat")
     found = ask("examine", source, what=name)
     if isinstance(found, str):
         raise DataError(f"{name}: {found}. Mend the template.")
@@ -143,9 +167,8 @@ def _examine(source: str, name: str) -> Contents:
     random = [f"the filter {filter}" for filter in used.filters if filter in RANDOM_FILTERS]
     random += [variable for variable in used.variables if variable in RANDOM_NAMES]
     if random:
-        raise DataError(
-            f"{name}: uses {random[0]}, which gives another text each time. Take it out of the template."
-        )
+        rule = "which gives another text each time"
+        raise DataError(f"{name}: uses {random[0]}, {rule}. Take it out of the template.")
     return used
 
 

@@ -1,25 +1,26 @@
 """The `data` and `eval` sections of a run's config: frozen dataclasses with a type, a default and a
 line of help per key."""
 
-import copy
 import dataclasses
 import re
 from decimal import Decimal
-from typing import Any, Literal, NewType
+from typing import Literal, NewType
 
-Verify = Literal["off", "size", "lazy", "full"]  # see shards.TokenShards.open
-CACHE, CACHE_BYTES = "~/.cache/maxtrain/shards", 1 << 36
+from data_pipeline.config_key import AllBut, UsedBy, key
+
+# See shards.TokenShards.open.
+Verify = Literal["off", "size", "lazy", "full"]
+CACHE = "~/.cache/maxtrain/shards"
+CACHE_BYTES = 1 << 36
 MAX_SEED = 2**32 - 1
-MAX_ROWS, MAX_TOKENS = (
-    1 << 22,
-    1 << 24,
-)  # of a batch, and of a row: far above what anybody trains with
+# Rows of a batch and tokens of a row: far above what anybody trains with.
+MAX_ROWS = 1 << 22
+MAX_TOKENS = 1 << 24
 
-
-Epochs = NewType("Epochs", str)  # a number of epochs as text, such as "0.5 epochs"
-Interval = (
-    int | Epochs
-)  # between things that are due again and again: steps, or epochs of all sources together
+# A number of epochs as text, such as "0.5 epochs".
+Epochs = NewType("Epochs", str)
+# Between things that are due again and again: steps, or epochs of all sources together.
+Interval = int | Epochs
 _EPOCHS = re.compile(r"\s*(\d{1,9}(\.\d{1,9})?|\.\d{1,9})\s*(epochs?|ep)\s*")
 
 
@@ -35,31 +36,15 @@ def as_epochs(text: str) -> str:
     """The one way to write a number of epochs; ValueError as `epochs_of`."""
     number = epochs_of(text)
     digits = f"{Decimal(str(number)):f}".removesuffix(".0")
-    return f"{digits} epoch" if number == 1 else f"{digits} epochs"
+    if number == 1:
+        return f"{digits} epoch"
+    return f"{digits} epochs"
 
 
-def key(
-    default: Any,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    path: Literal["", "local", "any"] = "",
-) -> Any:
-    """A config key.
-
-    Args:
-        default: copied for each instance.
-        help: the line of --help.
-        low, high, above: bounds: low <= value <= high, value > above.
-        path: "local", "any": the value is a path of this machine, or that or a URL; a leading ~ is
-            expanded when it is read.
-    """
-    metadata = {"help": help, "low": low, "high": high, "above": above, "path": path}
-    if isinstance(default, dict | list) or dataclasses.is_dataclass(default):
-        return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+_CORRUPTED = UsedBy(
+    {"data.corruption.rate": AllBut(0.0)},
+    "{key}={value} is not used with {cause}. Set data.corruption.rate=0.15, or leave it out.",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,8 +94,16 @@ class CorruptionConfig:
     rate: float = key(
         0.0, "expected share of input tokens that are replaced; 0: none", low=0, high=0.99
     )
-    span: float = key(1.0, "mean tokens in a replaced span; 1: tokens one by one", low=1, high=1000)
-    token_id: int | None = key(None, "id to replace with; null: random ids", low=0)
+    span: float = key(
+        1.0,
+        "mean tokens in a replaced span; 1: tokens one by one",
+        low=1,
+        high=1000,
+        used_by=_CORRUPTED,
+    )
+    token_id: int | None = key(
+        None, "id to replace with; null: random ids", low=0, used_by=_CORRUPTED
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +118,8 @@ class DataConfig:
     )
     on_exhausted: Literal["stop", "renormalize", "repeat", "error"] = key(
         "stop",
-        "when a source ends its epochs: end the run, share its weight among the rest, repeat it, or refuse to start",
+        "when a source ends its epochs: end the run, share its weight among the rest, repeat it, "
+        "or refuse to start",
     )
     seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
     batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1, high=MAX_ROWS)
@@ -140,11 +134,17 @@ class DataConfig:
         "rows: windows of one token stream, whole documents by best fit, or one document each",
     )
     on_long: Literal["raise", "skip", "truncate"] = key(
-        "raise", "bins and pad: what to do about a document longer than a row"
+        "raise",
+        "what to do about a document longer than a row",
+        used_by=UsedBy(
+            {"data.packing": ("bins", "pad")},
+            "{key}={value} is not used with {cause}. Set data.packing=bins, or leave it out.",
+        ),
     )
     accept_changes: bool = key(
         False,
-        "go on from a checkpoint although its data was another: that order ends there, this config's begins",
+        "go on from a checkpoint although its data was another: that order ends there, "
+        "this config's begins",
     )
     attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
@@ -157,12 +157,22 @@ class DataConfig:
     )
     repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = key(
         "raise",
-        "about tokens that other rows had; skip, rollback: goes back, leaves out that step, or anomaly.leave_out of them",
+        "about tokens that other rows had; skip, rollback: goes back, leaves out that step, "
+        "or anomaly.leave_out of them",
     )
     min_fill: float = key(
         0.0, "least share of targets among positions, over fill_patience steps", low=0, high=1
     )
-    fill_patience: int = key(8, "steps that min_fill looks at together", low=1, high=1000)
+    fill_patience: int = key(
+        8,
+        "steps that min_fill looks at together",
+        low=1,
+        high=1000,
+        used_by=UsedBy(
+            {"data.min_fill": AllBut(0.0)},
+            "{key}={value} is not used with {cause}. Set data.min_fill=0.5, or leave it out.",
+        ),
+    )
     max_empty_rows: float = key(
         1.0, "largest share of a batch's rows that may have no target", low=0, high=1
     )
@@ -221,9 +231,21 @@ class EvalConfig:
     )
     stop_patience: int | None = key(
         None,
-        "end the run when so many evaluations of stop_set in a row have brought no lower loss; null: never",
+        "end the run when so many evaluations of stop_set in a row have brought no lower loss; "
+        "null: never",
         low=1,
+        used_by=UsedBy(
+            {"eval.sets": AllBut({})},
+            "{key}={value} needs an evaluation set, but eval.sets is empty. "
+            "Add eval.sets.NAME.path=DIR, or leave it out.",
+        ),
     )
     stop_set: str | None = key(
-        None, "the set that stop_patience looks at; null: the first of eval.sets"
+        None,
+        "the set that stop_patience looks at; null: the first of eval.sets",
+        used_by=UsedBy(
+            {"eval.stop_patience": AllBut(None)},
+            "{key}={value} is not used without eval.stop_patience. "
+            "Set eval.stop_patience=3, or leave it out.",
+        ),
     )

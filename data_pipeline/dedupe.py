@@ -28,9 +28,12 @@ from data_pipeline.shards.files import map_read_only
 from data_pipeline.sources.document import Document
 
 DUPLICATE = "duplicate of an earlier document"
-_COMPARED = 1 << 20  # digests at a time, about: 70 bytes each while they are sorted or compared
-_AT_ONCE = 8  # files that are sent to a URL, or fetched, at the same time
-_PLACE_BITS = 32  # of a place: unit << 32 | number of the document in it
+# Digests at a time, about: 70 bytes each while they are sorted or compared.
+_COMPARED = 1 << 20
+# Files that are sent to a URL, or fetched, at the same time.
+_AT_ONCE = 8
+# Of a place: unit << 32 | number of the document in it.
+_PLACE_BITS = 32
 _U8 = np.dtype("<u8")
 
 
@@ -56,9 +59,8 @@ class _Table(NamedTuple):
 
     def rows(self, first: int, last: int) -> np.ndarray:
         """Some of the rows: uint64 [n, 3]."""
-        return np.fromfile(
-            self.path, _U8, 3 * (last - first), offset=self.offset + 24 * first
-        ).reshape(-1, 3)
+        offset = self.offset + 24 * first
+        return np.fromfile(self.path, _U8, 3 * (last - first), offset=offset).reshape(-1, 3)
 
 
 class Digests(NamedTuple):
@@ -80,20 +82,23 @@ class Digests(NamedTuple):
     def save(self, documents: Iterable[Document]) -> None:
         """Write the file: how many documents and rows; a bit for each document, 1 if it repeats;
         the table of the rows."""
-        beside = (
-            self.folder if isinstance(self.folder, Path) else None
-        )  # None: where the system keeps temporary files
-        with tempfile.TemporaryDirectory(
-            prefix=ATTEMPT, dir=beside
-        ) as name:  # of this attempt: there may be another
-            own, runs, count = Path(name), [], 0
+        # A folder of this attempt, for there may be another one at the same unit. For a URL: where
+        # the system keeps temporary files.
+        beside = None
+        if isinstance(self.folder, Path):
+            beside = self.folder
+        with tempfile.TemporaryDirectory(prefix=ATTEMPT, dir=beside) as name:
+            own = Path(name)
+            runs = []
+            count = 0
             for batch in itertools.batched(map(digest, documents), _COMPARED):
                 rows = np.empty((len(batch), 3), _U8)
                 rows[:, :2] = np.frombuffer(b"".join(batch), _U8).reshape(-1, 2)
                 rows[:, 2] = np.arange(count, count + len(batch)) + self.base
                 runs.append(_Table.write(own / str(len(runs)), rows))
                 count += len(batch)
-            repeated, kept = np.zeros(-(-count // 64) * 64, bool), 0
+            repeated = np.zeros(-(-count // 64) * 64, bool)
+            kept = 0
             with open(own / self.path.name, "wb") as file:
                 file.seek(16 + len(repeated) // 8)
                 for _, rows in _merged(runs):
@@ -140,33 +145,34 @@ def compare(folder: Path | RemotePath, num_units: int, here: Path) -> None:
 
     `here`: a folder of this machine for what is compared; the same folder, if that is one.
     """
-    units, names = (
-        [Digests(folder, number) for number in range(num_units)],
-        {path.name for path in folder.iterdir()},
-    )
-    local, here_already = (
-        [here / unit.path.name for unit in units],
-        {path.name for path in here.iterdir()},
-    )
+    units = [Digests(folder, number) for number in range(num_units)]
+    names = {path.name for path in folder.iterdir()}
+    here_already = {path.name for path in here.iterdir()}
+    local = {unit: here / unit.path.name for unit in units}
+
+    def fetch(path: RemotePath) -> None:
+        path.download(here / path.name)
+
     with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as pool:
-        todo = [
-            unit.path
-            for unit in units
-            if unit.path.name not in here_already and isinstance(unit.path, RemotePath)
-        ]
-        list(pool.map(lambda path: path.download(here / path.name), todo))
-        ranges = {int(path.stem) for path in here.glob("*.repeats")}
-        for number, rows in _merged(list(map(_table, local)), ranges):
-            write_atomic(here / f"{number:05d}.repeats", np.sort(rows[_repeats(rows), 2]).tobytes())
+        missing = []
+        for unit in units:
+            path = unit.path
+            if isinstance(path, RemotePath) and path.name not in here_already:
+                missing.append(path)
+        list(pool.map(fetch, missing))
+
+        compared = {int(path.stem) for path in here.glob("*.repeats")}
+        tables = [_table(path) for path in local.values()]
+        for number, rows in _merged(tables, compared):
+            repeats = np.sort(rows[_repeats(rows), 2])
+            write_atomic(here / f"{number:05d}.repeats", repeats.tobytes())
         sizes = {path: path.stat().st_size for path in here.glob("*.repeats")}
         places = [map_read_only(path, size).view(_U8) for path, size in sizes.items() if size]
-        todo = [(unit, path) for unit, path in zip(units, local) if unit.answer.name not in names]
-        list(
-            pool.map(
-                lambda pair: write_atomic(pair[0].answer, _answer(pair[1], pair[0].base, places)),
-                todo,
-            )
-        )
+
+        def write_answer(unit: Digests) -> None:
+            write_atomic(unit.answer, _answer(local[unit], unit.base, places))
+
+        list(pool.map(write_answer, [unit for unit in units if unit.answer.name not in names]))
 
 
 def _table(path: Path) -> _Table:

@@ -67,7 +67,8 @@ def _invariants(
         yield name, 0, arrays[name].view(np.uint32) >= bound, f"must be in [0, {bound:,})"
     rule = "segments must count 1, 2, ... with 0 only at the end"
     yield "segment_ids", 0, segments[:, :1].view(np.uint32) > first + 1, rule
-    left, right = segments[:, :-1], segments[:, 1:]
+    left = segments[:, :-1]
+    right = segments[:, 1:]
     yield "segment_ids", 1, ((right - left).view(np.uint32) > (left != 0)) & (right != 0), rule
     yield "loss_mask", 0, (mask != 0) & (segments == 0), "padding must have no weight"
     yield "loss_mask", 0, ~((mask >= 0) & (mask < np.inf)), "weights must be finite and at least 0"
@@ -86,19 +87,19 @@ def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
     however it is cut.
     """
     end = first + targets.shape[1]
-    weights = _odd_numbers(
-        1 << (end // 2).bit_length(), 0
-    )  # of pairs of columns: the second one counts 2^32 times as much
-    if first % 2 == 0 == end % 2 and targets.flags.c_contiguous:
-        words, weights = targets.view("<i8"), weights[first // 2 : end // 2]
+    # Of pairs of columns: the second one counts 2^32 times as much.
+    pair_weights = _odd_numbers(1 << (end // 2).bit_length(), 0)
+    if first % 2 == 0 and end % 2 == 0 and targets.flags.c_contiguous:
+        words = targets.view("<i8")
+        weights = pair_weights[first // 2 : end // 2]
     else:
         columns = np.arange(first, end)
-        words, weights = targets.astype(np.int64), weights[columns // 2] << (columns % 2 * 32)
+        words = targets.astype(np.int64)
+        weights = pair_weights[columns // 2] << (columns % 2 * 32)
     of_rows = np.einsum("rc,c->r", words, weights)
-    return (
-        int((of_rows * _odd_numbers(1 << int(rows.max(initial=0)).bit_length(), 1)[rows]).sum())
-        & _MASK
-    )
+    most = int(rows.max(initial=0))
+    row_weights = _odd_numbers(1 << most.bit_length(), 1)[rows]
+    return int((of_rows * row_weights).sum()) & _MASK
 
 
 class Verdict(NamedTuple):
@@ -134,17 +135,15 @@ class BatchGuard:
         patience: int = 8,
         repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = "raise",
     ):
-        self.policy, self.min_fill, self.max_empty_rows, self.repeated = (
-            policy,
-            min_fill,
-            max_empty_rows,
-            repeated,
-        )
-        self.found = 0  # steps at which something was
+        self.policy = policy
+        self.min_fill = min_fill
+        self.max_empty_rows = max_empty_rows
+        self.repeated = repeated
+        # Steps at which something was found.
+        self.found = 0
         self._fills: collections.deque[float] = collections.deque(maxlen=patience)
-        self._seen: collections.OrderedDict[int, tuple[str, int]] = (
-            collections.OrderedDict()
-        )  # place and step by content
+        # Place and step, by content.
+        self._seen: collections.OrderedDict[int, tuple[str, int]] = collections.OrderedDict()
 
     def state(self) -> dict[str, Any]:
         """All that it remembers, as JSON; at most 15 KB, and 20 bytes for each step of patience."""
@@ -155,9 +154,8 @@ class BatchGuard:
         """Remember what `state` says."""
         self.found = state["found"]
         self._fills.extend(state["fills"])
-        self._seen.update(
-            {int(content, 16): (place, step) for content, place, step in state["seen"]}
-        )
+        for content, place, step in state["seen"]:
+            self._seen[int(content, 16)] = (place, step)
 
     def repeats(self, content: int, place: str, step: int) -> bool:
         """Whether an earlier step, from another place, had tokens with this checksum."""
@@ -174,27 +172,25 @@ class BatchGuard:
 
         DataError: it is not, and the policy is "raise".
         """
-        self._fills.append(targets / (shape[0] * shape[1]))
-        policy, decides = self.policy, "data.zero_weight"
+        batch_size, seq_length = shape
+        self._fills.append(targets / (batch_size * seq_length))
+        policy = self.policy
+        decides = "data.zero_weight"
         fill = sum(self._fills) / len(self._fills)
         if targets <= 0:
-            what, key = (
-                f"the batch has {targets:g} target tokens, so there is nothing to learn from it",
-                "data.zero_weight",
-            )
+            what = f"the batch has {targets:g} target tokens, so there is nothing to learn from it"
+            key = decides
         elif len(self._fills) == self._fills.maxlen and fill < self.min_fill:
-            what, key = (
-                f"{fill:.2%} of {len(self._fills)} batches are targets",
-                f"data.min_fill={self.min_fill:g}",
-            )
-        elif empty_rows > self.max_empty_rows * shape[0]:
-            what, key = (
-                f"{empty_rows:g} of {shape[0]} rows have no target",
-                f"data.max_empty_rows={self.max_empty_rows:g}",
-            )
+            what = f"{fill:.2%} of {len(self._fills)} batches are targets"
+            key = f"data.min_fill={self.min_fill:g}"
+        elif empty_rows > self.max_empty_rows * batch_size:
+            what = f"{empty_rows:g} of {batch_size} rows have no target"
+            key = f"data.max_empty_rows={self.max_empty_rows:g}"
         elif repeated:
-            policy, decides = self.repeated, "data.repeated"
-            what, key = "its tokens are those of an earlier batch of other rows", decides
+            policy = self.repeated
+            decides = "data.repeated"
+            what = "its tokens are those of an earlier batch of other rows"
+            key = decides
         else:
             return None
         self.found += 1
@@ -203,12 +199,15 @@ class BatchGuard:
         if policy == "raise":
             raise DataError(f"{what}. {mend}, or set {decides} to stop or warn.")
         if policy == "stop":
-            return Verdict(
-                True, f"{what}; the run stops here. {mend}, or set {decides}=warn to go on."
-            )
+            message = f"{what}; the run stops here. {mend}, or set {decides}=warn to go on."
+            return Verdict(True, message)
         if policy != "warn":
             return Verdict(False, f"{what}.", policy)
-        if self.found > 3 and self.found & (self.found - 1):  # then only the 4th, 8th, 16th, ...
+        # After the first three, only the 4th, 8th, 16th, ... is told.
+        is_power_of_two = self.found & (self.found - 1) == 0
+        if self.found > 3 and not is_power_of_two:
             return Verdict(False, "")
-        unchanged = "weights stay as they are" if targets <= 0 else "the run goes on"
+        unchanged = "the run goes on"
+        if targets <= 0:
+            unchanged = "weights stay as they are"
         return Verdict(False, f"{what}; {unchanged} ({self.found:,} such steps). {mend}.")

@@ -33,23 +33,23 @@ from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
 
-_BLOCK_ROWS = 4096  # plan rows looked up at once: small batches share one look-up
+# Rows of the plan that are looked up at once: small batches share one look-up.
+_BLOCK_ROWS = 4096
 
-
-Parts = (
-    Part | dict[tuple[int, int], Part] | None
-)  # alike for all batches, or by their shape; None: the whole
+# What a host holds of a batch: alike for all batches, or by their shape; None: the whole batch.
+Parts = Part | dict[tuple[int, int], Part] | None
 
 
 class Batch(NamedTuple):
     """One host's batch of one step, and how many of its targets count.
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
-        of this host's b rows, and
-    source (int32 [b]): the number of each row's source among the plan's names; 0 where the batch is
-    of an evaluation set. `digest` identifies the rows of the whole global batch, `place` where
-    their tokens lie in their sources, whatever the epoch, so they are the same on every host;
-    `content` is the `checksum` of this host's targets. `error`: why it is empty.
+    of this host's b rows, and source (int32 [b]): the number of each row's source among the plan's
+    names; 0 where the batch is of an evaluation set.
+
+    `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
+    sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
+    this host's targets. `error`: why the batch is empty.
     """
 
     step: int
@@ -65,12 +65,10 @@ class _Dataset:
     """What training and evaluation share. Picklable: grain's workers open the files themselves."""
 
     def __init__(self, config: DataConfig, sources: list[TokenShards], bins: dict[int, list[Bins]]):
-        self.config, self.sources, self.bins, self.vocab_size = (
-            config,
-            sources,
-            bins,
-            sources[0].vocab_size,
-        )
+        self.config = config
+        self.sources = sources
+        self.bins = bins
+        self.vocab_size = sources[0].vocab_size
         self._sizes = np.array([source.num_tokens for source in sources])
 
     def _read(
@@ -84,61 +82,89 @@ class _Dataset:
     ) -> Batch:
         """The batch of a step: this host's part of the global batch, whose epochs begin at `phases`
         of their streams."""
-        starts = phases + batch.row * length
-        place = _digest(
-            batch.source, batch.row if self.bins else starts % self._sizes[batch.source]
-        )
-        rows, columns = part or Part(np.arange(len(starts)))
-        first = columns.indices(length)[0]
-        source, epoch, row, starts = (of_all[rows] for of_all in (*batch, starts))
-        options = self.config.restart_positions, self.config.attend_across_documents, columns
+        all_starts = phases + batch.row * length
         if self.bins:
-            arrays = pack_documents(self.sources, self.bins[length], source, row, length, *options)
+            place = _digest(batch.source, batch.row)
         else:
-            windows = Windows(source, starts, (self._sizes[source] - row * length).clip(0, length))
-            arrays = pack(self.sources, windows, length, *options)
+            place = _digest(batch.source, all_starts % self._sizes[batch.source])
+
+        rows, columns = part or Part(np.arange(len(all_starts)))
+        first_column, _, _ = columns.indices(length)
+        source = batch.source[rows]
+        epoch = batch.epoch[rows]
+        row = batch.row[rows]
+        restart = self.config.restart_positions
+        across = self.config.attend_across_documents
+        if self.bins:
+            bins = self.bins[length]
+            arrays = pack_documents(
+                self.sources, bins, source, row, length, restart, across, columns
+            )
+        else:
+            num_targets = (self._sizes[source] - row * length).clip(0, length)
+            windows = Windows(source, all_starts[rows], num_targets)
+            arrays = pack(self.sources, windows, length, restart, across, columns)
 
         def describe(i: int) -> str:
             place = f"source '{names[source[i]]}' in {self.sources[source[i]].path}"
             return f"step {step}, {place}, epoch {epoch[i]}, row {row[i]}"
 
-        check_batch(arrays, self.vocab_size, describe, first)
+        check_batch(arrays, self.vocab_size, describe, first_column)
         arrays["source"] = source.astype(np.int32)
-        num_targets, content = (
-            int(np.count_nonzero(arrays["loss_mask"] != 0)),
-            checksum(arrays["targets"], rows, first),
+        return Batch(
+            step=step,
+            arrays=arrays,
+            num_targets=int(np.count_nonzero(arrays["loss_mask"] != 0)),
+            digest=_digest(*batch),
+            content=checksum(arrays["targets"], rows, first_column),
+            place=place,
         )
-        return Batch(step, arrays, num_targets, _digest(*batch), content, place)
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
-        workers, prefetch = self.config.workers, self.config.prefetch
-        options = grain.ReadOptions(
-            num_threads=1 if workers else 2, prefetch_buffer_size=1 if workers else prefetch
-        )
+        """The batches that `read` gives for these steps, in order, read ahead by grain."""
+        if self.config.workers:
+            return self._iterate_workers(start, stop, read)
+        return self._iterate_threads(start, stop, read)
+
+    def _iterate_threads(
+        self, start: int, stop: int, read: Callable[[int], Batch]
+    ) -> Iterator[Batch]:
+        """Read ahead by two threads of this process."""
+        options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=self.config.prefetch)
         stream = grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options)
-        if workers:
-            if (
-                not flags.FLAGS.is_parsed()
-            ):  # grain's workers read its flags, and our programs do not parse absl's
-                flags.FLAGS.mark_as_parsed()
-            stream = stream.mp_prefetch(
-                grain.MultiprocessingOptions(
-                    workers, per_worker_buffer_size=-(-prefetch // workers)
-                )
-            )
-            # Through pipes: shared memory is slower for such arrays, 64 MB in many containers, and
-            # leaks when interrupted.
-            stream = experimental.WithOptionsIterDataset(
-                stream, options=experimental.DatasetOptions(min_shm_size=1 << 62)
-            )
         iterator = iter(stream)
         try:
-            yield from watched(iterator, workers) if workers else iterator
+            yield from iterator
         finally:
             iterator.close()
-            if workers:  # the queues sit in reference cycles; freed while the next ones are made, Python 3.12 warns of leaks
-                del iterator, stream
-                gc.collect()
+
+    def _iterate_workers(
+        self, start: int, stop: int, read: Callable[[int], Batch]
+    ) -> Iterator[Batch]:
+        """Read ahead by processes."""
+        workers = self.config.workers
+        # grain's workers read its flags, and our programs do not parse those of absl.
+        if not flags.FLAGS.is_parsed():
+            flags.FLAGS.mark_as_parsed()
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+        stream = grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options)
+        each = -(-self.config.prefetch // workers)
+        stream = stream.mp_prefetch(
+            grain.MultiprocessingOptions(workers, per_worker_buffer_size=each)
+        )
+        # Through pipes: shared memory is slower for such arrays, 64 MB in many containers, and
+        # leaks when interrupted.
+        pipes = experimental.DatasetOptions(min_shm_size=1 << 62)
+        stream = experimental.WithOptionsIterDataset(stream, options=pipes)
+        iterator = iter(stream)
+        try:
+            yield from watched(iterator, workers)
+        finally:
+            iterator.close()
+            # The queues sit in reference cycles. Where those are freed while the next queues are
+            # made, Python 3.12 warns of leaks.
+            del iterator, stream
+            gc.collect()
 
 
 class TrainingData(_Dataset):
@@ -157,7 +183,9 @@ class TrainingData(_Dataset):
         start: dict[str, Any] | None,
     ):
         super().__init__(config, shards, bins)
-        self.plan, self.shards, self.start = plan, shards, start
+        self.plan = plan
+        self.shards = shards
+        self.start = start
         self._block = functools.lru_cache(maxsize=8)(self._read_block)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -171,27 +199,33 @@ class TrainingData(_Dataset):
     def describe(self) -> str:
         """What a run reads and why it ends; a line for the rows of each source, if they are of
         whole documents."""
-        lines = [
-            f"{name}: {b.describe()}"
-            for of_length in self.bins.values()
-            for name, b in zip(self.plan.names, of_length)
-        ]
-        return "\n".join([self.plan.describe(), *lines])
+        lines = [self.plan.describe()]
+        for of_length in self.bins.values():
+            for name, bins in zip(self.plan.names, of_length):
+                lines.append(f"{name}: {bins.describe()}")
+        return "\n".join(lines)
 
     def fingerprint_at(self, step: int) -> str:
         """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on
         to go on from it."""
         config = self.config
-        restart = (
-            config.restart_positions or config.attend_across_documents
-        )  # then every row has one segment
-        cut = any(
-            rows.skipped or rows.truncated for of_length in self.bins.values() for rows in of_length
-        )
-        rows = (config.packing, cut and config.on_long, restart, config.attend_across_documents)
-        corruption = dataclasses.astuple(config.corruption) if config.corruption.rate else ()
-        content = (self.plan.fingerprint_at(step), *rows, *corruption)
-        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+        across = config.attend_across_documents
+        # Where attention crosses documents, a row has one segment, and positions restart only there.
+        restart = config.restart_positions or across
+        # What is done to long documents counts only if there are any. Checkpoints of earlier
+        # versions hold digests of False in its place.
+        on_long: str | bool = False
+        if any(bins.skipped or bins.truncated for bins in self._all_bins()):
+            on_long = config.on_long
+        content = [self.plan.fingerprint_at(step), config.packing, on_long, restart, across]
+        if config.corruption.rate:
+            content += dataclasses.astuple(config.corruption)
+        return hashlib.blake2b(repr(tuple(content)).encode(), digest_size=16).hexdigest()
+
+    def _all_bins(self) -> Iterator[Bins]:
+        """The rows of whole documents of every source, for every row length."""
+        for of_length in self.bins.values():
+            yield from of_length
 
     def cursor_at(self, step: int) -> dict[str, Any]:
         """Where the data stands before `step`, as JSON: what a checkpoint of that step needs to go
@@ -203,23 +237,20 @@ class TrainingData(_Dataset):
         the epoch of each begins."""
         first = self.plan.first_row + block * _BLOCK_ROWS
         rows = self.plan.rows(first, first + _BLOCK_ROWS)
-        pairs = zip((self.shards[source] for source in rows.source.tolist()), rows.epoch.tolist())
-        return np.stack(
-            [
-                *rows,
-                np.array([phase(self.plan.seed, s.uid, epoch, s.num_tokens) for s, epoch in pairs]),
-            ]
-        )
+        begins = []
+        for source, epoch in zip(rows.source.tolist(), rows.epoch.tolist()):
+            shards = self.shards[source]
+            begins.append(phase(self.plan.seed, shards.uid, epoch, shards.num_tokens))
+        return np.stack([*rows, np.array(begins)])
 
     def _rows(self, step: int) -> np.ndarray:
         """Source, epoch, row and beginning of the epoch of each row of a step, int64 [4, rows]."""
         assert 0 <= step < self.plan.num_steps, f"step {step} is not in [0, {self.plan.num_steps})"
         first, end = (row - self.plan.first_row for row in self.plan.row_range(step))
-        blocks = range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1)
-        parts = [
-            self._block(b)[:, max(0, first - b * _BLOCK_ROWS) : end - b * _BLOCK_ROWS]
-            for b in blocks
-        ]
+        parts = []
+        for block in range(first // _BLOCK_ROWS, (end - 1) // _BLOCK_ROWS + 1):
+            before = block * _BLOCK_ROWS
+            parts.append(self._block(block)[:, max(0, first - before) : end - before])
         return np.concatenate(parts, axis=1)
 
     def describe_rows(self, step: int, most: int = 8) -> str:
@@ -229,25 +260,25 @@ class TrainingData(_Dataset):
         parts = []
         for source, epoch in np.unique([sources, epochs], axis=1).T.tolist():
             found = rows[(sources == source) & (epochs == epoch)].tolist()
-            more = f" and {len(found) - most:,} more" if len(found) > most else ""
-            parts.append(
-                f"{self.plan.names[source]}, epoch {epoch}: rows {', '.join(map(str, found[:most]))}{more}"
-            )
+            listed = ", ".join(map(str, found[:most]))
+            if len(found) > most:
+                listed += f" and {len(found) - most:,} more"
+            parts.append(f"{self.plan.names[source]}, epoch {epoch}: rows {listed}")
         return f"It reads {'; '.join(parts)}. To look at the first: {self.show_command(step)}"
 
     def show_command(self, step: int) -> str:
         """The command that shows the first row of a step."""
-        (source, *_), (epoch, *_), (row, *_), _ = self._rows(step).tolist()
+        source, epoch, row, _ = self._rows(step)[:, 0].tolist()
         options = {
             "row": row,
             "epoch": epoch,
             "seq-length": self.plan.span(step).seq_length,
             "packing": self.config.packing,
+            "seed": self.plan.seed,
         }
-        words = [
-            f"--{name} {value}" for name, value in (options | {"seed": self.plan.seed}).items()
-        ]
-        return f"python -m data_pipeline.prepare show {shlex.quote(str(self.shards[source].path))} {' '.join(words)}"
+        words = " ".join(f"--{name} {value}" for name, value in options.items())
+        directory = shlex.quote(str(self.shards[source].path))
+        return f"python -m data_pipeline.prepare show {directory} {words}"
 
     def rows_at(self, step: int) -> Rows:
         """Source, epoch and row of each row of a step."""
@@ -267,7 +298,9 @@ class TrainingData(_Dataset):
     def bins_of(self, step: int, source: int) -> Bins | None:
         """The rows of whole documents of a source, at a step; None: its rows are windows of a
         stream."""
-        return self.bins[self.plan.span(step).seq_length][source] if self.bins else None
+        if not self.bins:
+            return None
+        return self.bins[self.plan.span(step).seq_length][source]
 
     def batch(self, step: int, part: Parts = None) -> Batch:
         """This part of the batch of a step, its rows in this order: a pure function of (config,
@@ -276,34 +309,30 @@ class TrainingData(_Dataset):
         DataError: a shard is damaged, or a batch breaks an invariant.
         """
         span = self.plan.span(step)
-        *batch, phases = self._rows(step)
-        part = part[span.batch_size, span.seq_length] if isinstance(part, dict) else part
-        result = self._read(step, Rows(*batch), phases, part, self.plan.names, span.seq_length)
+        source, epoch, row, phases = self._rows(step)
+        rows = Rows(source, epoch, row)
+        if isinstance(part, dict):
+            part = part[span.batch_size, span.seq_length]
+        result = self._read(step, rows, phases, part, self.plan.names, span.seq_length)
         if self.config.corruption.rate:
-            self._corrupt(
-                result.arrays,
-                Rows(*batch),
-                part or Part(np.arange(span.batch_size)),
-                span.seq_length,
-            )
+            held = part or Part(np.arange(span.batch_size))
+            self._corrupt(result.arrays, rows, held, span.seq_length)
         return result
 
     def _corrupt(self, arrays: dict[str, np.ndarray], batch: Rows, part: Part, length: int) -> None:
         """Replaces inputs of this part of the batch, in place; padding and the marks between
         documents stay."""
-        source, epoch, row = (of_all[part.rows] for of_all in batch)
-        pairs = zip(source.tolist(), epoch.tolist())
-        seeds = np.array(
-            [row_seed(self.plan.seed, self.shards[s].uid, e) for s, e in pairs], np.uint64
-        )
-        marks = [
-            s.manifest.tokenizer["special_ids"]["eod"] for s in self.shards
-        ]  # named when a source was prepared
-        eod = np.array([-1 if mark is None else mark for mark in marks])[source, None]
+        source = batch.source[part.rows]
+        epoch = batch.epoch[part.rows]
+        row = batch.row[part.rows]
+        seeds = []
+        for of_source, of_epoch in zip(source.tolist(), epoch.tolist()):
+            seeds.append(row_seed(self.plan.seed, self.shards[of_source].uid, of_epoch))
+        eod = np.array([_eod_id(shards) for shards in self.shards])[source, None]
         keep = (arrays["segment_ids"] == 0) | (arrays["inputs"] == eod)
         corrupt(
             arrays["inputs"],
-            seeds,
+            np.array(seeds, np.uint64),
             row,
             length,
             part.columns,
@@ -317,8 +346,9 @@ class TrainingData(_Dataset):
     ) -> Iterator[Batch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read
         ahead by grain."""
-        stop = self.plan.num_steps if stop_step is None else stop_step
-        return self._iterate(start_step, stop, functools.partial(self.batch, part=part))
+        if stop_step is None:
+            stop_step = self.plan.num_steps
+        return self._iterate(start_step, stop_step, functools.partial(self.batch, part=part))
 
 
 class EvaluationData(_Dataset):
@@ -331,15 +361,21 @@ class EvaluationData(_Dataset):
     def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
         bins = _open_bins(config, [shards], {config.seq_length})
         super().__init__(config, [shards], bins)
-        self.batch_size, self.shards, self.manifest = batch_size, shards, shards.manifest
-        rows = bins[config.seq_length][0] if bins else None
-        self.num_tokens = rows.num_targets if rows else self.manifest.num_targets
-        whole = not shards.masked and self.num_tokens == self.manifest.num_targets
-        self.text_bytes = shards.text_bytes if whole else 0
-        self.num_batches = -(
-            -(rows.num_rows if rows else count_rows(shards.num_tokens, config.seq_length))
-            // batch_size
-        )
+        self.batch_size = batch_size
+        self.shards = shards
+        self.manifest = shards.manifest
+        if bins:
+            rows = bins[config.seq_length][0]
+            num_rows = rows.num_rows
+            self.num_tokens = rows.num_targets
+        else:
+            num_rows = count_rows(shards.num_tokens, config.seq_length)
+            self.num_tokens = self.manifest.num_targets
+        self.num_batches = -(-num_rows // batch_size)
+        # The manifest counts the bytes of all text: no number for a part of it.
+        self.text_bytes = 0
+        if not shards.masked and self.num_tokens == self.manifest.num_targets:
+            self.text_bytes = shards.text_bytes
 
     def batch(self, step: int, part: Part | None = None) -> Batch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See
@@ -347,14 +383,25 @@ class EvaluationData(_Dataset):
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
         row = step * self.batch_size + np.arange(self.batch_size)
         batch = Rows(np.zeros_like(row), np.zeros_like(row), row)
-        return self._read(
-            step, batch, np.full_like(row, -1), part, ["held out"], self.config.seq_length
-        )
+        # The first input of the set is the token before its first, so that the first is a target.
+        phases = np.full_like(row, -1)
+        return self._read(step, batch, phases, part, ["held out"], self.config.seq_length)
 
     def iterate(self, part: Part | None = None, num_batches: int | None = None) -> Iterator[Batch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
-        stop = self.num_batches if num_batches is None else min(num_batches, self.num_batches)
+        stop = self.num_batches
+        if num_batches is not None:
+            stop = min(num_batches, stop)
         return self._iterate(0, stop, functools.partial(self.batch, part=part))
+
+
+def _eod_id(shards: TokenShards) -> int:
+    """The end-of-document id that was named when a source was prepared; -1: none, which no token
+    equals."""
+    eod_id = shards.manifest.tokenizer["special_ids"]["eod"]
+    if eod_id is None:
+        return -1
+    return eod_id
 
 
 def carry_errors(
@@ -376,8 +423,11 @@ def carry_errors(
         for step in steps[read:]:
             rows, columns = part(step)
             zeros = np.zeros((len(rows), columns.stop - columns.start), np.int32)
-            arrays = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), zeros)
-            arrays |= {
+            arrays = {
+                "inputs": zeros,
+                "targets": zeros,
+                "segment_ids": zeros,
+                "positions": zeros,
                 "loss_mask": zeros.astype(np.float32),
                 "source": np.zeros(len(rows), np.int32),
             }
@@ -385,9 +435,8 @@ def carry_errors(
 
 
 def _digest(*arrays: np.ndarray) -> str:
-    return hashlib.blake2b(
-        np.concatenate(arrays).astype("<i8").tobytes(), digest_size=8
-    ).hexdigest()
+    content = np.concatenate(arrays).astype("<i8").tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
 def open_training(
@@ -399,7 +448,8 @@ def open_training(
     With the `cursor` of a checkpoint, the plan goes on from there, whatever the settings were
     before.
 
-    ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ.
+    Raises:
+        ConfigError: sources, weights, stages or steps do not fit together; tokenizers differ.
         DataError: a directory is not whole.
     """
     shards = {
@@ -408,33 +458,34 @@ def open_training(
     }
     if shards:
         require_one_tokenizer({f"data.sources.{name}": source for name, source in shards.items()})
-        size, token = next(iter(shards.values())).vocab_size, config.corruption.token_id
-        if token is not None and token >= size:
-            rule = f"must be below {size}, the entries of the data's tokenizer"
-            raise ConfigError(
-                f"data.corruption.token_id={token} {rule}. Set it to an id of the tokenizer, or to null."
-            )
-    start = Cursor(**cursor) if cursor else None
-    lengths = {
-        config.seq_length,
-        *(stage.seq_length or config.seq_length for stage in config.stages),
-    }
-    ordered = [shards[name] for name in sorted(shards)]
+        _check_corruption(config, next(iter(shards.values())).vocab_size)
+    names = sorted(shards)
+    ordered = [shards[name] for name in names]
+    lengths = {config.seq_length}
+    lengths.update(stage.seq_length or config.seq_length for stage in config.stages)
     bins = _open_bins(config, ordered, lengths)
-    rows = {
-        n: [b.num_rows for b in bins[n]] if bins else [count_rows(s.num_tokens, n) for s in ordered]
-        for n in lengths
-    }
-    sources = {
-        name: PlanSource(
-            shards[name].uid,
-            shards[name].num_tokens,
-            {length: rows[length][i] for length in lengths},
-        )
-        for i, name in enumerate(sorted(shards))
-    }
+    sources = {}
+    for i, name in enumerate(names):
+        num_tokens = ordered[i].num_tokens
+        if bins:
+            num_rows = {length: bins[length][i].num_rows for length in lengths}
+        else:
+            num_rows = {length: count_rows(num_tokens, length) for length in lengths}
+        sources[name] = PlanSource(ordered[i].uid, num_tokens, num_rows)
+    start = None
+    if cursor:
+        start = Cursor(**cursor)
     plan = Plan.solve(seed, sources, config, steps, start)
-    return TrainingData(config, plan, [shards[name] for name in plan.names], bins, cursor)
+    return TrainingData(config, plan, ordered, bins, cursor)
+
+
+def _check_corruption(config: DataConfig, vocab_size: int) -> None:
+    """ConfigError: the id to replace tokens with is none of the tokenizer's."""
+    token = config.corruption.token_id
+    if token is not None and token >= vocab_size:
+        rule = f"must be below {vocab_size}, the entries of the data's tokenizer"
+        mend = "Set it to an id of the tokenizer, or to null"
+        raise ConfigError(f"data.corruption.token_id={token} {rule}. {mend}.")
 
 
 def resume_training(
@@ -454,25 +505,32 @@ def resume_training(
     """
     if saved is None:
         return open_training(config, seed, steps)
-    refused, data = None, None
-    for start in (None, *filter(None, [saved.get("start")])):
+    starts: list[dict[str, Any] | None] = [None]
+    if saved.get("start"):
+        starts.append(saved["start"])
+    refused = None
+    data = None
+    for start in starts:
         try:
             data = open_training(config, seed, steps, start)
-        except ConfigError as error:  # perhaps only from there on
+        except ConfigError as error:
+            # It may be a plan from the next start on, or from the checkpoint on.
             refused = refused or error
         else:
             if saved["data"] == data.fingerprint_at(saved["step"]):
                 return data
     if config.accept_changes:
         return open_training(config, seed, steps, saved["cursor"])
-    if refused or data is None:
-        raise refused or AssertionError("no plan and no error")
+    if refused:
+        raise refused
+    assert data is not None, "no plan and no error"
     step = saved["step"]
     causes = [*changes, *_other_tokens(data, saved["cursor"])] or ["no key says why"]
     raise ConfigError(
-        f"what this run has read before step {step:,} is not what this config says: {'; '.join(causes)}. Set that back to go "
-        "on as before (config.yaml has it), set run_name to a new name to start afresh, or data.accept_changes=true: "
-        f"what was read stays as it is, and the run goes on from step {step:,} in the order, mixture and sizes of this config."
+        f"what this run has read before step {step:,} is not what this config says: "
+        f"{'; '.join(causes)}. Set that back to go on as before (config.yaml has it), set run_name "
+        "to a new name to start afresh, or data.accept_changes=true: what was read stays as it is, "
+        f"and the run goes on from step {step:,} in the order, mixture and sizes of this config."
     )
 
 
@@ -480,12 +538,12 @@ def _other_tokens(data: TrainingData, cursor: dict[str, Any]) -> list[str]:
     """The sources whose tokens the run has not read, where a checkpoint's cursor knows of others;
     in words."""
     known = cursor["sources"]
-    gone = len([uid for uid in known if uid not in {shards.uid for shards in data.shards}])
-    new = [
-        f"data.sources.{name}.path={s.path}"
-        for name, s in zip(data.plan.names, data.shards)
-        if s.uid not in known
-    ]
+    uids = {shards.uid for shards in data.shards}
+    gone = [uid for uid in known if uid not in uids]
+    new = []
+    for name, shards in zip(data.plan.names, data.shards):
+        if shards.uid not in known:
+            new.append(f"data.sources.{name}.path={shards.path}")
     if gone and new:
         return [f"{path} holds other tokens than the run has read" for path in new]
     return [f"{path} is a source that the run has not read" for path in new]
@@ -498,9 +556,8 @@ def open_evaluation(
     whole, or has no target."""
     data = EvaluationData(config, batch_size, _open(f"eval.sets.{name}.path", path, config))
     if data.num_tokens < 1:
-        raise DataError(
-            f"eval.sets.{name}: {path} has no target tokens. Prepare it from longer documents, or leave it out."
-        )
+        mend = "Prepare it from longer documents, or leave it out"
+        raise DataError(f"eval.sets.{name}: {path} has no target tokens. {mend}.")
     return data
 
 
@@ -518,30 +575,31 @@ def _open_bins(
     for length, of_length in bins.items():
         for source, rows in zip(shards, of_length):
             if not rows.num_targets:
+                rule = f"no document has a target in a row of data.seq_length={length:,}"
                 mend = "Set data.seq_length higher, data.on_long=truncate, or leave the source out"
-                raise DataError(
-                    f"{source.path}: no document has a target in a row of data.seq_length={length:,}. {mend}."
-                )
+                raise DataError(f"{source.path}: {rule}. {mend}.")
     return bins
 
 
 def _open(key: str, path: str | Path, config: DataConfig) -> TokenShards:
+    """The shards that a config's key names, with their tokenizer compared: now, not when the end of
+    the run needs it."""
     if not str(path):
-        raise ConfigError(
-            f"{key} is empty; it must name a directory with manifest.json. Set it to one made by `prepare`."
-        )
+        rule = "it must name a directory with manifest.json"
+        raise ConfigError(f"{key} is empty; {rule}. Set it to one made by `prepare`.")
     try:
         shards = TokenShards.open(path, config.verify, Cache(config.cache, config.cache_bytes))
     except DataError as error:
         raise DataError(f"{key}: {error}") from error
-    file, expected = (
-        shards.path / TOKENIZER,
-        shards.manifest.tokenizer["sha256"],
-    )  # now, not when the run's end needs it
-    found = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "no file"
-    if config.verify != "off" and found != expected:
+    if config.verify == "off":
+        return shards
+    file = shards.path / TOKENIZER
+    expected = shards.manifest.tokenizer["sha256"]
+    found = "no file"
+    if file.exists():
+        found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if found != expected:
+        what = f"expected sha256 {expected}, found {found}: not the data's tokenizer"
         mend = "Restore it, or build the data again with `prepare --overwrite`"
-        raise DataError(
-            f"{key}: {file}: expected sha256 {expected}, found {found}: not the data's tokenizer. {mend}."
-        )
+        raise DataError(f"{key}: {file}: {what}. {mend}.")
     return shards

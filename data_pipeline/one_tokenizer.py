@@ -6,7 +6,8 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.shards import PARTS, Manifest, TokenShards
 from data_pipeline.sources import TOKEN_FORMATS
 
-_PROGRAM = ["python", "-m", "data_pipeline.prepare", "OUT"]  # how the command of a manifest begins
+# How the command of a manifest begins.
+_PROGRAM = ["python", "-m", "data_pipeline.prepare", "OUT"]
 
 
 def require_one_tokenizer(data: dict[str, TokenShards]) -> None:
@@ -16,25 +17,24 @@ def require_one_tokenizer(data: dict[str, TokenShards]) -> None:
     for where, theirs in others:
         if theirs.manifest.tokenizer["sha256"] == ours.manifest.tokenizer["sha256"]:
             continue
-        names = " but ".join([f"with tokenizer {_name(theirs)},", f"{first} with {_name(ours)}"])
-        rule = f"{where} was made {names}, so that ids would mean different text"
-        keeps, remade = (
-            (theirs, ours)
-            if _keep_rank(where, theirs) > _keep_rank(first, ours)
-            else (ours, theirs)
-        )
-        command = remake_command(remade, keeps)
+        rule = f"{where} was made with tokenizer {_name(theirs)}, but {first} with {_name(ours)}, "
+        rule += "so that ids would mean different text"
+        if _keep_rank(where, theirs) > _keep_rank(first, ours):
+            again = first
+            command = remake_command(ours, theirs)
+        else:
+            again = where
+            command = remake_command(theirs, ours)
         if not command:
             raise ConfigError(f"{rule}. Prepare one of them again with the tokenizer of the other.")
-        again = where if remade is theirs else first
-        raise ConfigError(
-            f"{rule}. Make {again} again, in its place, with the tokenizer of the other: `{command}`"
-        )
+        mend = f"Make {again} again, in its place, with the tokenizer of the other"
+        raise ConfigError(f"{rule}. {mend}: `{command}`")
 
 
 def _name(shards: TokenShards) -> str:
     tokenizer = shards.manifest.tokenizer
-    return f"{tokenizer['name']} ({tokenizer['vocab_size']:,} entries, sha256 {tokenizer['sha256'][:12]})"
+    size = f"{tokenizer['vocab_size']:,} entries"
+    return f"{tokenizer['name']} ({size}, sha256 {tokenizer['sha256'][:12]})"
 
 
 def _keep_rank(key: str, shards: TokenShards) -> tuple[int, bool, bool]:
@@ -44,7 +44,11 @@ def _keep_rank(key: str, shards: TokenShards) -> tuple[int, bool, bool]:
     chose before plain bytes.
     """
     kinds = _kinds(shards.manifest)
-    need = 2 if kinds & TOKEN_FORMATS else int("chat" in kinds)
+    need = 0
+    if kinds & TOKEN_FORMATS:
+        need = 2
+    elif "chat" in kinds:
+        need = 1
     return need, key.startswith("data.sources."), shards.manifest.tokenizer["name"] != "bytes"
 
 
@@ -64,8 +68,8 @@ def remake_command(shards: TokenShards, like: TokenShards) -> str:
         del options[at : at + 2]
     if like.manifest.tokenizer["special_ids"]["eod"] is None and "--eod" not in options:
         options += ["--eod", "none"]
-    in_parts = "--holdout" in options and shards.path.name in PARTS
-    out = shards.path.parent if in_parts else shards.path
-    return shlex.join(
-        [*_PROGRAM[:-1], str(out), *options, "--tokenizer", str(like.path), "--overwrite"]
-    )
+    out = shards.path
+    if "--holdout" in options and shards.path.name in PARTS:
+        out = shards.path.parent
+    program = _PROGRAM[:-1]
+    return shlex.join([*program, str(out), *options, "--tokenizer", str(like.path), "--overwrite"])

@@ -13,7 +13,8 @@ import math
 
 import numpy as np
 
-MAX_ROWS = 1 << 42  # so that row count times weight stays inside an int64
+# So that a count of rows times a weight stays inside an int64.
+MAX_ROWS = 1 << 42
 _WEIGHT_UNIT = 1 << 20
 _ROUNDS = 8
 
@@ -36,25 +37,29 @@ def prefix_counts(count, weights: tuple[int, ...]) -> list:
     `count` is an int, or int64 array, at most 2^42; `weights` sum to 2^20; the result has one such
     count per source.
     """
-    remaining, left, counts = sum(weights), count, []
+    remaining = sum(weights)
+    left = count
+    counts = []
     for weight in weights[:-1]:
         rest = (left * (remaining - weight) + remaining // 2) // remaining
         counts.append(left - rest)
-        left, remaining = rest, remaining - weight
-    return [*counts, left]
+        left = rest
+        remaining -= weight
+    counts.append(left)
+    return counts
 
 
 @functools.lru_cache(maxsize=4096)
 def round_keys(seed: int, uid: str, epoch: int) -> np.ndarray:
     """Keys of the permutation of one epoch of one source, uint64 [8]. Hashed, so (seed 7, epoch 1)
     is unrelated to (8, 0)."""
-    digest = hashlib.blake2b(
-        f"perm | {seed} | {uid} | {epoch}".encode(), digest_size=8 * _ROUNDS
-    ).digest()
+    identity = f"perm | {seed} | {uid} | {epoch}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=8 * _ROUNDS).digest()
     return np.frombuffer(digest, "<u8")
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64: uint64 in, uint64 out, well mixed."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -70,20 +75,30 @@ def permute(position: np.ndarray, length: np.ndarray, keys: np.ndarray) -> np.nd
     Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002); splitmix64 finaliser
         as the round function.
     """
-    half = ((np.maximum(2, np.frexp(length - 1.0)[1]) + 1) // 2).astype(
-        np.uint64
-    )  # frexp: the exact bit length below 2^53
-    mask, bound, keys = (np.uint64(1) << half) - np.uint64(1), length.astype(np.uint64), keys.T
+    # frexp gives the exact bit length of whole numbers below 2^53.
+    _, bits = np.frexp(length - 1.0)
+    half = ((np.maximum(2, bits) + 1) // 2).astype(np.uint64)
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    bound = length.astype(np.uint64)
+    keys = keys.T
     result = np.array(position, np.uint64)
     todo = np.arange(result.size)
     x = result
     while todo.size:
-        left, right = x >> half, x & mask
+        left = x >> half
+        right = x & mask
         for key in keys:
-            left, right = right, left ^ (splitmix64(right ^ key) & mask)
+            mixed = left ^ (splitmix64(right ^ key) & mask)
+            left = right
+            right = mixed
         x = (left << half) | right
         result[todo] = x
+        # What fell outside goes through the network again.
         outside = np.flatnonzero(x >= bound)
-        todo, x, half, mask, bound = (array[outside] for array in (todo, x, half, mask, bound))
+        todo = todo[outside]
+        x = x[outside]
+        half = half[outside]
+        mask = mask[outside]
+        bound = bound[outside]
         keys = keys[:, outside]
     return result.astype(np.int64)

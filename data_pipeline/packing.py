@@ -1,10 +1,9 @@
 """Packing: windows of a cyclic token stream, or whole documents, become the arrays of a host batch.
 
 `pack`: row i of an epoch has the `seq_length` stream tokens from phase + i * seq_length + 1 on as
-    targets and the token before
-each as input. The phase differs by epoch, so rows are cut elsewhere each time, and every token is a
-target exactly once per epoch. `pack_documents`: a row has the documents that `bins` gives it, one
-after the other, then padding.
+targets and the token before each as input. The phase differs by epoch, so rows are cut elsewhere
+each time, and every token is a target exactly once per epoch. `pack_documents`: a row has the
+documents that `bins` gives it, one after the other, then padding.
 
 The segment of a position is the document of its TARGET: the end-of-document token that ends one
 document is, as input, the begin mark of the next and sits in its segment; a row of documents begins
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from data_pipeline.bins import Bins, targets
+from data_pipeline.bins import Bins, document_targets
 from data_pipeline.shards import TokenShards
 
 
@@ -50,14 +49,19 @@ def count_rows(num_tokens: int, seq_length: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def phase(seed: int, uid: str, epoch: int, num_tokens: int) -> int:
     """Stream index, in [0, num_tokens), of the first input of row 0 of an epoch."""
-    digest = hashlib.blake2b(f"phase | {seed} | {uid} | {epoch}".encode(), digest_size=8).digest()
+    identity = f"phase | {seed} | {uid} | {epoch}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % num_tokens
 
 
 def pack(
-    shards: Sequence[TokenShards], windows: Windows, length: int, restart_positions: bool, attend_across_documents: bool,
+    shards: Sequence[TokenShards],
+    windows: Windows,
+    length: int,
+    restart_positions: bool,
+    attend_across_documents: bool,
     columns: slice = slice(None),
-) -> dict[str, np.ndarray]:  # fmt: skip
+) -> dict[str, np.ndarray]:
     """Read B windows of `length` positions, of these the T `columns`, and build the arrays of a
     batch.
 
@@ -67,31 +71,44 @@ def pack(
     is read.
     """
     first, end, _ = columns.indices(length)
-    tokens = np.empty((len(windows.start), end - first + 1), np.int32)
-    begins = np.zeros(
-        (len(tokens), end + 1), bool
-    )  # tokens that begin a document, of the whole rows
-    loss_mask = np.ones((len(tokens), end - first), np.float32)
+    num_rows = len(windows.start)
+    tokens = np.empty((num_rows, end - first + 1), np.int32)
+    loss_mask = np.ones((num_rows, end - first), np.float32)
+    # Which tokens begin a document, in all columns up to the last that is wanted, and one more.
+    begins = np.zeros((num_rows, end + 1), bool)
     for source in dict.fromkeys(windows.source.tolist()):
+        reader = shards[source]
         (rows,) = (windows.source == source).nonzero()
-        borders = shards[source].fill(tokens, rows, windows.start[rows] + first)
+        starts = windows.start[rows]
+        borders = reader.fill(tokens, rows, starts + first)
         if first:
-            borders = shards[source].borders(windows.start[rows], end + 1)
-            borders += (rows - np.arange(len(rows)))[borders // (end + 1)] * (end + 1)
+            # Segments count from the row's first column on, so all its borders are needed. They
+            # come as if these rows stood one below the other: each moves down to its own row.
+            borders = reader.borders(starts, end + 1)
+            rows_below = rows - np.arange(len(rows))
+            borders += rows_below[borders // (end + 1)] * (end + 1)
         begins.ravel()[borders] = True
-        if shards[source].masked:
-            loss_mask[rows] = shards[source].mask(windows.start[rows] + first + 1, end - first)
-        if shards[source].manifest.eod == "none":
+        if reader.masked:
+            loss_mask[rows] = reader.mask(starts + first + 1, end - first)
+        if reader.manifest.eod == "none":
             loss_mask[rows] *= ~begins[rows, first + 1 :]
-    inputs, target, begins = tokens[:, :-1].copy(), tokens[:, 1:].copy(), begins[:, 1:].copy()
+    inputs = tokens[:, :-1].copy()
+    targets = tokens[:, 1:].copy()
+    begins = begins[:, 1:].copy()
     begins &= not attend_across_documents
-    return _batch(inputs, target, loss_mask, begins, windows.count, restart_positions)
+    return _batch(inputs, targets, loss_mask, begins, windows.count, restart_positions)
 
 
 def pack_documents(
-    shards: Sequence[TokenShards], bins: Sequence[Bins], source: np.ndarray, row: np.ndarray, length: int,
-    restart_positions: bool, attend_across_documents: bool, columns: slice = slice(None),
-) -> dict[str, np.ndarray]:  # fmt: skip
+    shards: Sequence[TokenShards],
+    bins: Sequence[Bins],
+    source: np.ndarray,
+    row: np.ndarray,
+    length: int,
+    restart_positions: bool,
+    attend_across_documents: bool,
+    columns: slice = slice(None),
+) -> dict[str, np.ndarray]:
     """Read B rows of whole documents, of `length` positions the T `columns`, and build the arrays
     of a batch, as `pack` does.
 
@@ -99,54 +116,65 @@ def pack_documents(
     The rest of a row is padding.
     """
     first_column, end, _ = columns.indices(length)
-    before = max(0, first_column - 1)  # its target is the first input
+    # One column more, if there is one: its target is the first input.
+    before = max(0, first_column - 1)
     shape = (len(row), end - before)
-    inputs, target, loss_mask = (
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.int32),
-        np.zeros(shape, np.float32),
-    )
-    begins, counts, marks = np.zeros((len(row), end), bool), np.zeros(len(row), np.int64), []
+    inputs = np.zeros(shape, np.int32)
+    targets = np.zeros(shape, np.int32)
+    loss_mask = np.zeros(shape, np.float32)
+    begins = np.zeros((len(row), end), bool)
+    counts = np.zeros(len(row), np.int64)
+    marks = []
     for number in np.unique(source).tolist():
-        reader, mine = shards[number], np.flatnonzero(source == number)
+        reader = shards[number]
+        is_mine = source == number
+        mine = np.flatnonzero(is_mine)
         offsets, documents = bins[number].documents(row[mine])
-        first, sizes = targets(reader, documents)
+        first, sizes = document_targets(reader, documents)
         sizes = np.minimum(sizes, length)
+
+        # Of each document: its row in the batch, and the column of its first target.
         ends = np.concatenate([[0], np.cumsum(sizes)])
         counts[mine] = np.diff(ends[offsets])
-        of_row, column = (
-            np.repeat(mine, np.diff(offsets)),
-            ends[:-1] - np.repeat(ends[offsets[:-1]], np.diff(offsets)),
-        )
+        in_each_row = np.diff(offsets)
+        of_row = np.repeat(mine, in_each_row)
+        column = ends[:-1] - np.repeat(ends[offsets[:-1]], in_each_row)
+
+        # The targets that lie in the columns wanted.
         skip = (before - column).clip(0, sizes)
         kept = (end - column).clip(0, sizes) - skip
-        filled = (source == number)[:, None] & (np.arange(before, end) < counts[:, None])
-        target[filled], loss_mask[filled] = reader.spans((first + skip)[kept > 0], kept[kept > 0])
-        begins[of_row[column < end], column[column < end]] = not attend_across_documents
-        of_row, column, first = (
-            part[(column >= before) & (column < end)] for part in (of_row, column, first)
-        )
-        eod = reader.manifest.tokenizer["special_ids"]["eod"]
-        mark = (
-            reader.spans(first - 1, np.ones_like(first))[0]
-            if reader.manifest.eod == "none"
-            else eod
-        )
-        marks.append((of_row, column - before, mark))
-    inputs[:, 1:] = target[:, :-1]
+        some = kept > 0
+        filled = is_mine[:, None] & (np.arange(before, end) < counts[:, None])
+        targets[filled], loss_mask[filled] = reader.spans((first + skip)[some], kept[some])
+
+        is_before_end = column < end
+        begins[of_row[is_before_end], column[is_before_end]] = not attend_across_documents
+        inside = (column >= before) & is_before_end
+        if reader.manifest.eod == "none":
+            # The first token of the document itself, which is no target, stands before the others.
+            one_before = first[inside] - 1
+            mark, _ = reader.spans(one_before, np.ones_like(one_before))
+        else:
+            mark = reader.manifest.tokenizer["special_ids"]["eod"]
+        marks.append((of_row[inside], column[inside] - before, mark))
+    inputs[:, 1:] = targets[:, :-1]
     for of_row, column, mark in marks:
         inputs[of_row, column] = mark
-    inputs, target, loss_mask = (
-        np.ascontiguousarray(part[:, first_column - before :])
-        for part in (inputs, target, loss_mask)
-    )
-    return _batch(inputs, target, loss_mask, begins, counts, restart_positions)
+    wanted = slice(first_column - before, None)
+    inputs = np.ascontiguousarray(inputs[:, wanted])
+    targets = np.ascontiguousarray(targets[:, wanted])
+    loss_mask = np.ascontiguousarray(loss_mask[:, wanted])
+    return _batch(inputs, targets, loss_mask, begins, counts, restart_positions)
 
 
 def _batch(
-    inputs: np.ndarray, targets: np.ndarray, loss_mask: np.ndarray, begins: np.ndarray, counts: np.ndarray,
+    inputs: np.ndarray,
+    targets: np.ndarray,
+    loss_mask: np.ndarray,
+    begins: np.ndarray,
+    counts: np.ndarray,
     restart_positions: bool,
-) -> dict[str, np.ndarray]:  # fmt: skip
+) -> dict[str, np.ndarray]:
     """The arrays of a batch, from where segments begin and the real targets of each row, int64 [B].
 
     `begins` is bool [B, end] where the others are [B, T]: these are the last T of its columns.
@@ -154,11 +182,12 @@ def _batch(
     end = begins.shape[1]
     first = end - inputs.shape[1]
     begins[:, 0] = True
-    segment_ids, positions = (np.ascontiguousarray(part[:, first:]) for part in _segments(begins))
+    segment_ids, positions = _segments(begins)
+    positions = np.ascontiguousarray(positions[:, first:])
     batch = {
         "inputs": inputs,
         "targets": targets,
-        "segment_ids": segment_ids,
+        "segment_ids": np.ascontiguousarray(segment_ids[:, first:]),
         "positions": positions,
         "loss_mask": loss_mask,
     }
@@ -174,8 +203,10 @@ def _batch(
 def _segments(begins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Segment ids and positions, int32 [B, T], from where segments begin; each row begins with
     one."""
-    length, (borders,) = begins.shape[1], begins.ravel().nonzero()
-    numbers = np.arange(1, borders.size + 1) - borders.searchsorted(borders // length * length)
+    length = begins.shape[1]
+    (borders,) = begins.ravel().nonzero()
+    row_starts = borders // length * length
+    numbers = np.arange(1, borders.size + 1) - borders.searchsorted(row_starts)
     sizes = np.append(borders[1:], begins.size) - borders
     segment_ids = numbers.astype(np.int32).repeat(sizes)
     positions = borders.astype(np.int32).repeat(sizes)

@@ -3,9 +3,8 @@
     python -m data_pipeline.prepare OUT --text 'GLOB' --tokenizer bpe:4096 --holdout 0.05
 
 Contract: the same input and settings give the same bytes, for any number of workers and after any
-    interruption; a directory
-that is finished, or belongs to other input or settings, is never touched unless --overwrite says
-so.
+interruption. A directory that is finished, or belongs to other input or settings, is never touched
+unless --overwrite says so.
 """
 
 import argparse
@@ -69,21 +68,35 @@ _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.
   {_PROGRAM} show OUT/train --document 3
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
-_OF = "of.json"  # in a scratch folder of this machine: which output it is of
-_STATE, _WORK = (
-    ".prepare.json",
-    ".prepare",
-)  # what OUT is made of and since when; what is only needed while it is made
-_FILES = r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan|manifest\.json|tokenizer\.json|prepare\.json"
+# In a scratch folder of this machine: which output it is of.
+_OF = "of.json"
+# What OUT is made of, and since when.
+_STATE = ".prepare.json"
+# What is only needed while OUT is made.
+_WORK = ".prepare"
+_FILES = (
+    r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan"
+    r"|manifest\.json|tokenizer\.json|prepare\.json"
+)
 _OURS = re.compile(rf"\.*({_FILES})(\.tmp)?|train|eval|\.prepare")
+# Options that say where and how the work is done, but not what comes out of it.
+_NOT_IN_COMMAND = ("out", "workers", "runner", "runner_options", "cache", "overwrite")
 
 
 class _Request(NamedTuple):
-    """What is to be built: all that decides the output."""
+    """What is to be built: all that decides the output.
 
-    parts: dict[str, list[Piece]]  # by folder
-    origin: dict[str, Any]  # fields of the manifest: sources, settings, command
-    tokenizer: Tokenizer | None  # None: to be trained
+    `parts` are the pieces of each folder of the output; `origin` has fields of the manifest:
+    sources, settings and command; `tokenizer` is None if it is to be trained.
+    """
+
+    parts: dict[str, list[Piece]]
+    origin: dict[str, Any]
+    tokenizer: Tokenizer | None
+
+    def pieces(self) -> list[Piece]:
+        """The pieces of all folders."""
+        return list(itertools.chain(*self.parts.values()))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,21 +109,68 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command (None: of this process); messages go to stderr, results to stdout; returns
     the exit code."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    verb, rest = (
-        (argv[0], argv[1:]) if argv[:1] in (["verify"], ["show"], ["tokenizer"]) else ("", argv)
-    )
-    if verb in ("verify", "show"):
-        return run_command(lambda: _look(verb, rest))
-    return run_command(lambda: _prepare(*_parse(rest), only_tokenizer=verb == "tokenizer"))
+    if argv is None:
+        argv = sys.argv[1:]
+    argv = list(argv)
+
+    def run() -> None:
+        verb = argv[0] if argv else ""
+        if verb == "verify":
+            _verify(argv[1:])
+        elif verb == "show":
+            _show(argv[1:])
+        elif verb == "tokenizer":
+            arguments, command = _parse(argv[1:])
+            _prepare(arguments, command, only_tokenizer=True)
+        else:
+            arguments, command = _parse(argv)
+            _prepare(arguments, command)
+
+    return run_command(run)
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
     """The options, and the command that gives this output, whatever its OUT."""
     parser = _Parser(
-        prog=_PROGRAM, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        prog=_PROGRAM,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
         description="Turn text into token shards for training.",
-    )  # fmt: skip
+    )
+    cores = _num_cores()
+    _add_input_options(parser)
+    _add_output_options(parser)
+    _add_machine_options(parser, cores)
+    arguments = parser.parse_args(argv)
+    _check_options(arguments)
+    arguments.workers = arguments.workers or cores
+    words = []
+    for name, value in vars(arguments).items():
+        if name not in _NOT_IN_COMMAND and value != parser.get_default(name):
+            words += _option_words(name, value)
+    return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
+
+
+def _option_words(name: str, value: Any) -> list[str]:
+    """How an option and its value are written in a command."""
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return [option]
+    if not isinstance(value, list):
+        value = [str(value)]
+    return [option, *filter(None, value)]
+
+
+def _num_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _add_input_options(parser: argparse.ArgumentParser) -> None:
+    """OUT, and where the text comes from."""
     add = parser.add_argument
     add(
         "out",
@@ -119,9 +179,18 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         help="directory or URL to make; with --holdout it gets the folders train and eval",
     )
     for format in FORMATS.values():
-        many: dict[str, Any] = {"metavar": format.metavar, "nargs": "+", "action": "extend"}
-        once = {"action": "store_const", "const": [""]}
-        add(f"--{format.name}", default=[], help=format.help, **(many if format.metavar else once))
+        option = f"--{format.name}"
+        if format.metavar:
+            add(
+                option,
+                metavar=format.metavar,
+                nargs="+",
+                action="extend",
+                default=[],
+                help=format.help,
+            )
+        else:
+            add(option, action="store_const", const=[""], default=[], help=format.help)
     add(
         "--key",
         default="text",
@@ -139,10 +208,15 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         default="",
         help="the date that a chat template writes, if it writes one",
     )
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    """What is made of the text."""
+    add = parser.add_argument
     add(
         "--tokenizer",
-        help="bytes, chars, bpe:ENTRIES (trained here), a tokenizer.json, .model or .tiktoken, or the OUT of another prepare "
-        "(default: bytes)",
+        help="bytes, chars, bpe:ENTRIES (trained here), a tokenizer.json, .model or .tiktoken, "
+        "or the OUT of another prepare (default: bytes)",
     )
     add(
         "--eod",
@@ -172,9 +246,11 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         default="raise",
         help="what to do about text that is not clean",
     )
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+
+
+def _add_machine_options(parser: argparse.ArgumentParser, cores: int) -> None:
+    """Where and how the work is done."""
+    add = parser.add_argument
     add(
         "--workers",
         metavar="N",
@@ -187,11 +263,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         default="local",
         help="ray: on all machines of a Ray cluster, or of one begun here",
     )
-    many = {"metavar": "KEY=VALUE", "nargs": "+", "action": "extend", "default": []}
     add(
         "--runner-options",
+        metavar="KEY=VALUE",
+        nargs="+",
+        action="extend",
+        default=[],
         help="of --runner ray: arguments of ray.init, such as address=auto or num_cpus=8",
-        **many,
     )
     add(
         "--cache",
@@ -200,39 +278,26 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, str]:
         help="of URLs: this host's folder for what is fetched (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an output of other input or settings")
-    arguments = parser.parse_args(argv)
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """UsageError: an option has a value that can't be, or does not go with another."""
     if arguments.holdout is not None and not 0 < arguments.holdout < 1:
         raise UsageError(f"--holdout {arguments.holdout}: must be between 0 and 1, such as 0.05.")
     if arguments.workers is not None and arguments.workers < 1:
         raise UsageError(f"--workers {arguments.workers}: must be at least 1.")
     if arguments.runner == "local" and arguments.runner_options:
-        raise UsageError(
-            f"--runner-options {' '.join(arguments.runner_options)}: belong to --runner ray. Give that too."
-        )
+        given = " ".join(arguments.runner_options)
+        raise UsageError(f"--runner-options {given}: belong to --runner ray. Give that too.")
     if arguments.runner == "ray" and arguments.workers is not None:
-        mend = "Leave it out; --runner-options num_cpus=N limits a cluster that is begun here."
-        raise UsageError(
-            f"--workers {arguments.workers}: --runner ray has one for each CPU of its cluster. {mend}"
-        )
-    arguments.workers = arguments.workers or cores
+        rule = "--runner ray has one for each CPU of its cluster"
+        mend = "Leave it out; --runner-options num_cpus=N limits a cluster that is begun here"
+        raise UsageError(f"--workers {arguments.workers}: {rule}. {mend}.")
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
     if re.match(r"bpe(:|$)", arguments.tokenizer or ""):
         bpe_entries(arguments.tokenizer)
-    words = []
-    for name, value in vars(arguments).items():
-        if name not in (
-            "out",
-            "workers",
-            "runner",
-            "runner_options",
-            "cache",
-            "overwrite",
-        ) and value != parser.get_default(name):
-            values = [] if value is True else value if isinstance(value, list) else [str(value)]
-            words += [f"--{name.replace('_', '-')}", *filter(None, values)]
-    return arguments, f"{_PROGRAM} OUT {shlex.join(words)}"
 
 
 def _values(arguments: argparse.Namespace, name: str) -> list[str]:
@@ -243,62 +308,97 @@ def _values(arguments: argparse.Namespace, name: str) -> list[str]:
 def _request(arguments: argparse.Namespace, command: str) -> _Request:
     """Look at input and tokenizer; nothing is written."""
     spec = arguments.tokenizer or "bytes"
-    trained = spec == "chars" or spec.startswith("bpe:")
-    eod = arguments.eod or ("none" if spec == "chars" else "append")
-    tokenizer = None if trained else load_tokenizer(spec)
+    eod = arguments.eod
+    if not eod:
+        eod = "none" if spec == "chars" else "append"
+    tokenizer = None
+    if spec != "chars" and not spec.startswith("bpe:"):
+        tokenizer = load_tokenizer(spec)
     if tokenizer and tokenizer.eod_id is None and eod == "append":
         raise DataError(
-            f"--tokenizer {spec}: has no end-of-document token by a usual name. Name it as eos_token in a "
-            "tokenizer_config.json beside it, or give --eod none to join documents without a mark."
+            f"--tokenizer {spec}: has no end-of-document token by a usual name. Name it as "
+            "eos_token in a tokenizer_config.json beside it, or give --eod none to join documents "
+            "without a mark."
         )
-    given = (
-        tokenizer if arguments.tokenizer else None
-    )  # ids belong to a tokenizer that somebody named
-    options = Options(arguments.key, given and given.vocab_size, given and given.eod_id)
-    special = tuple(given.special) if given else ()
-    options = options._replace(
+    pieces, sources = _find_input(arguments, _reading_options(arguments, spec, tokenizer))
+    settings = {
+        "key": arguments.key,
+        "holdout": arguments.holdout,
+        "holdout_by": arguments.holdout_by,
+        "on_bad": arguments.on_bad,
+        "eod": eod,
+        "eod_id": None,
+        "tokenizer": spec,
+    }
+    if tokenizer:
+        settings["eod_id"] = tokenizer.eod_id
+        settings["tokenizer"] = tokenizer.sha256
+    if arguments.dedupe:
+        settings["dedupe"] = True
+    for template in {piece.options.template for piece in pieces if piece.options.template}:
+        settings["chat_template"] = template.sha256
+        settings["chat_targets"] = "marked" if template.marked else "compared"
+    parts = _divide(pieces, arguments.holdout, arguments.holdout_by)
+    origin = {"sources": sources, "settings": settings, "command": command}
+    return _Request(parts, origin, tokenizer)
+
+
+def _reading_options(
+    arguments: argparse.Namespace, spec: str, tokenizer: Tokenizer | None
+) -> Options:
+    """What the formats are told about all input."""
+    options = Options(
+        key=arguments.key,
         tokenizer=spec,
-        special=special,
         chat_template=arguments.chat_template,
         chat_date=arguments.chat_date,
     )
-    found = [
-        (name, format.find(value, options))
-        for name, format in FORMATS.items()
-        for value in _values(arguments, name)
-    ]
-    own = f"{_absolute(str(arguments.out))}/"  # a glob may find the output of an earlier run
-    sources, pieces = [], {}
-    for kind, candidates in found:
-        paths = {_absolute(piece.path): piece for piece in candidates}
-        fresh = {
-            path: piece
-            for path, piece in paths.items()
-            if path not in pieces and not path.startswith(own)
-        }
-        names = "".join(f"{piece.name}\0{piece.size}\0" for piece in fresh.values()).encode(
-            errors="surrogateescape"
-        )
-        size, digest = unit_bytes(list(fresh.values())), hashlib.sha256(names).hexdigest()
-        sources.append({"kind": kind, "files": len(fresh), "bytes": size, "names_sha256": digest})
-        pieces |= fresh
-    settings = {
-        name: getattr(arguments, name) for name in ("key", "holdout", "holdout_by", "on_bad")
-    }
-    settings |= {"eod": eod, "eod_id": tokenizer.eod_id if tokenizer else None}
-    settings["tokenizer"] = tokenizer.sha256 if tokenizer else spec
-    settings |= {"dedupe": True} if arguments.dedupe else {}
-    for template in {piece.options.template for piece in pieces.values() if piece.options.template}:
-        settings["chat_template"] = template.sha256
-        settings["chat_targets"] = "marked" if template.marked else "compared"
-    parts = _divide(list(pieces.values()), arguments.holdout, arguments.holdout_by)
-    return _Request(
-        parts, {"sources": sources, "settings": settings, "command": command}, tokenizer
+    # Ids and special tokens belong to a tokenizer that somebody named, not to the default.
+    if tokenizer is None or not arguments.tokenizer:
+        return options
+    return options._replace(
+        vocab_size=tokenizer.vocab_size,
+        eod_id=tokenizer.eod_id,
+        special=tuple(tokenizer.special),
     )
 
 
+def _find_input(
+    arguments: argparse.Namespace, options: Options
+) -> tuple[list[Piece], list[dict[str, Any]]]:
+    """Every input file once, as a piece, and the manifest's entry for each option that names
+    some."""
+    found = []
+    for name, format in FORMATS.items():
+        for value in _values(arguments, name):
+            found.append((name, format.find(value, options)))
+    # A glob may find the output of an earlier run.
+    own = f"{_absolute(str(arguments.out))}/"
+    sources = []
+    pieces: dict[str, Piece] = {}
+    for kind, candidates in found:
+        fresh = {}
+        for piece in candidates:
+            path = _absolute(piece.path)
+            if path not in pieces and not path.startswith(own):
+                fresh[path] = piece
+        names = "".join(f"{piece.name}\0{piece.size}\0" for piece in fresh.values())
+        sources.append(
+            {
+                "kind": kind,
+                "files": len(fresh),
+                "bytes": unit_bytes(list(fresh.values())),
+                "names_sha256": hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest(),
+            }
+        )
+        pieces |= fresh
+    return list(pieces.values()), sources
+
+
 def _absolute(path: str) -> str:
-    return path if is_url(path) else os.path.abspath(path)
+    if is_url(path):
+        return path
+    return os.path.abspath(path)
 
 
 def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list[Piece]]:
@@ -309,17 +409,20 @@ def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list
     for piece in pieces:
         format = FORMATS[piece.format]
         if by == "tail":
-            if (at := format.cut(piece, int(piece.stop * (1 - share)))) is None:
-                raise UsageError(
-                    f"--holdout-by tail: {piece.path} is compressed. Unpack it, or hold out by document."
-                )
-            parts["train"] += [piece._replace(stop=at)]
-            parts["eval"] += [piece._replace(start=at)] if at < piece.stop else []
+            at = format.cut(piece, int(piece.stop * (1 - share)))
+            if at is None:
+                mend = "Unpack it, or hold out by document"
+                raise UsageError(f"--holdout-by tail: {piece.path} is compressed. {mend}.")
+            parts["train"].append(piece._replace(stop=at))
+            if at < piece.stop:
+                parts["eval"].append(piece._replace(start=at))
         elif format.many:
             for part in ("train", "eval"):
                 parts[part].append(piece._replace(part=part, share=share))
+        elif held_out(piece.name, share):
+            parts["eval"].append(piece)
         else:
-            parts["eval" if held_out(piece.name, share) else "train"].append(piece)
+            parts["train"].append(piece)
     for part, held in parts.items():
         if not held:
             raise DataError(
@@ -330,47 +433,38 @@ def _divide(pieces: list[Piece], share: float | None, by: str) -> dict[str, list
 
 
 def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool = False) -> None:
-    request, out = _request(arguments, command), arguments.out
-    if only_tokenizer and request.tokenizer:
-        spec = arguments.tokenizer or "bytes"
-        raise UsageError(
-            f"tokenizer --tokenizer {spec}: there is nothing to train. Give --tokenizer bpe:ENTRIES or chars."
-        )
-    if out.exists() and not out.is_dir():
-        raise UsageError(f"{out}: is a file. Name a directory for the output.")
-    if str(out).startswith("memory://"):
-        raise UsageError(
-            f"{out}: is the memory of one process, and gone with it. Name a directory, or an s3:// or gs:// URL."
-        )
-    wanted = _wanted(out, request) | ({"makes": "tokenizer"} if only_tokenizer else {})
-    products = (
-        [TOKENIZER] if only_tokenizer else [os.path.join(part, MANIFEST) for part in request.parts]
-    )
+    """Make the output, or go on with it, and say what was done."""
+    out = arguments.out
+    request = _request(arguments, command)
+    _check_request(arguments, request, only_tokenizer)
+    wanted = _wanted(out, request)
+    products = [os.path.join(part, MANIFEST) for part in request.parts]
+    if only_tokenizer:
+        wanted["makes"] = "tokenizer"
+        products = [TOKENIZER]
     scratch = _scratch(out, wanted, arguments.cache)
     for folder in (out, scratch):
         folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(out if isinstance(out, Path) else scratch, os.O_RDONLY)
+    # A URL can't be locked: only another prepare of this machine is kept out there.
+    locked = out if isinstance(out, Path) else scratch
+    lock = os.open(locked, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if isinstance(out, RemotePath):
             write_atomic(scratch / _OF, json.dumps({"out": str(out), "wanted": wanted}).encode())
             _tidy(scratch)
         _make_way(out, wanted, request, arguments.overwrite)
-        made, started = 0, time.perf_counter()
+        made = 0
+        started = time.perf_counter()
         already = all((out / product).exists() for product in products)
         if not already:
             with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
-                try:
-                    made = _build(out, scratch, request, run, only_tokenizer)
-                except (
-                    DataError,
-                    UsageError,
-                ):  # input or settings have to change: what there is can't be gone on with
-                    _remove(out)
-                    raise
+                made = _build_or_remove(out, scratch, request, run, only_tokenizer)
         seconds = time.perf_counter() - started
-        for part in () if only_tokenizer else request.parts:
-            print("\n".join(summary(TokenShards.open(out / part, "size", Cache(arguments.cache)))))
+        if not only_tokenizer:
+            for part in request.parts:
+                shards = TokenShards.open(out / part, "size", Cache(arguments.cache))
+                print("\n".join(summary(shards)))
         if isinstance(out, RemotePath):
             (out / _WORK).remove()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -381,17 +475,41 @@ def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool =
     finally:
         os.close(lock)
     if made:
-        workers = f"{arguments.workers} workers" if arguments.workers > 1 else "1 worker"
-        where = workers if arguments.runner == "local" else f"on {arguments.runner}"
+        where = _where(arguments)
         print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {where}")
-    verdict = "already complete and unchanged: nothing to do" if already else "complete"
+    verdict = "complete"
+    if already:
+        verdict = "already complete and unchanged: nothing to do"
+    quoted = shlex.quote(str(out))
     if only_tokenizer:
         entries = load_tokenizer(out).vocab_size
-        print(
-            f"{out}: {verdict}, {entries:,} entries. Use it: {_PROGRAM} OUT ... --tokenizer {shlex.quote(str(out))}"
-        )
+        use = f"Use it: {_PROGRAM} OUT ... --tokenizer {quoted}"
+        print(f"{out}: {verdict}, {entries:,} entries. {use}")
     else:
-        print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {shlex.quote(str(out))}")
+        print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {quoted}")
+
+
+def _check_request(arguments: argparse.Namespace, request: _Request, only_tokenizer: bool) -> None:
+    """UsageError: there is nothing to train, or OUT is no place for an output."""
+    out = arguments.out
+    if only_tokenizer and request.tokenizer:
+        spec = arguments.tokenizer or "bytes"
+        mend = "Give --tokenizer bpe:ENTRIES or chars"
+        raise UsageError(f"tokenizer --tokenizer {spec}: there is nothing to train. {mend}.")
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out}: is a file. Name a directory for the output.")
+    if str(out).startswith("memory://"):
+        mend = "Name a directory, or an s3:// or gs:// URL"
+        raise UsageError(f"{out}: is the memory of one process, and gone with it. {mend}.")
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    """Who did the work, in words."""
+    if arguments.runner != "local":
+        return f"on {arguments.runner}"
+    if arguments.workers > 1:
+        return f"{arguments.workers} workers"
+    return "1 worker"
 
 
 def _scratch(out: Path | RemotePath, wanted: dict[str, Any], cache: str) -> Path:
@@ -399,7 +517,8 @@ def _scratch(out: Path | RemotePath, wanted: dict[str, Any], cache: str) -> Path
     made again elsewhere."""
     if isinstance(out, Path):
         return out / _WORK
-    build = f"{out} {json.dumps(wanted, sort_keys=True)}"  # another machine may have begun something else there since
+    # Named after what is wanted, too: another machine may have begun something else there since.
+    build = f"{out} {json.dumps(wanted, sort_keys=True)}"
     return Path(cache).expanduser() / "prepare" / hashlib.sha256(build.encode()).hexdigest()[:16]
 
 
@@ -411,54 +530,60 @@ def _tidy(own: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             of = loads((folder / _OF).read_bytes())
-            out, wanted = RemotePath(of["out"]), of["wanted"]
-            begun = (out / _STATE).exists() and loads((out / _STATE).read_bytes()) == wanted
-            if begun and not all(
-                (out / part / MANIFEST).exists() for part in (PARTS if wanted["holdout"] else ("",))
-            ):
+            if _is_unfinished(RemotePath(of["out"]), of["wanted"]):
                 raise StorageError("it is not finished")
             shutil.rmtree(folder, ignore_errors=True)
         except BlockingIOError:
-            pass  # a prepare is at work there
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:  # the last two: JSON of another shape
+            # A prepare is at work there.
+            pass
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # The last two: JSON of another shape.
             mend = "Run its command again, or remove the folder"
-            print(
-                f"{folder}: is kept of a prepare that was interrupted ({error}). {mend}.",
-                file=sys.stderr,
-            )
+            what = f"{folder}: is kept of a prepare that was interrupted ({error})"
+            print(f"{what}. {mend}.", file=sys.stderr)
         finally:
             os.close(lock)
+
+
+def _is_unfinished(out: RemotePath, wanted: dict[str, Any]) -> bool:
+    """Whether an output was begun from just this, and is not complete."""
+    state = out / _STATE
+    if not state.exists() or loads(state.read_bytes()) != wanted:
+        return False
+    parts = PARTS if wanted["holdout"] else ("",)
+    return not all((out / part / MANIFEST).exists() for part in parts)
 
 
 def _wanted(out: Path | RemotePath, request: _Request) -> dict[str, Any]:
     """All that must be the same for a build to be gone on with."""
     wanted = request.origin["settings"] | {"input": request.origin["sources"]}
-    if (
-        wanted.get("chat_targets") == "marked"
-    ):  # outputs of older versions do not say it, and have the same targets
+    # Outputs of older versions do not say "marked", and have the same targets.
+    if wanted.get("chat_targets") == "marked":
         del wanted["chat_targets"]
-    pieces = list(itertools.chain(*request.parts.values()))
-    if isinstance(out, RemotePath) or any(
-        is_url(piece.path) for piece in pieces
-    ):  # whose clocks say nothing
-        wanted |= {"stamps": _stamps(pieces)}
+    # The clock of a URL says nothing about when this machine began.
+    pieces = request.pieces()
+    if isinstance(out, RemotePath) or any(is_url(piece.path) for piece in pieces):
+        wanted["stamps"] = _stamps(pieces)
     return wanted
 
 
 def _stamps(pieces: Iterable[Piece]) -> str:
     """Changes if an input file was written to."""
     stamps = {piece.path: piece.stamp for piece in pieces if piece.stamp}
-    for path in {path for piece in pieces for path in (piece.path, *piece.beside)} - stamps.keys():
-        stamps[path] = (
-            RemotePath(path).found().stamp if is_url(path) else str(os.stat(path).st_ctime_ns)
-        )
+    for path in _input_paths(pieces) - stamps.keys():
+        if is_url(path):
+            stamps[path] = RemotePath(path).found().stamp
+        else:
+            stamps[path] = str(os.stat(path).st_ctime_ns)
     return hashlib.sha256(repr(sorted(stamps.items())).encode()).hexdigest()
+
+
+def _input_paths(pieces: Iterable[Piece]) -> set[str]:
+    """All files that pieces are read from, or with."""
+    paths = set()
+    for piece in pieces:
+        paths.update((piece.path, *piece.beside))
+    return paths
 
 
 def _make_way(
@@ -466,35 +591,42 @@ def _make_way(
 ) -> None:
     """Keep what is there to go on with, if it is of this request; else refuse it, or remove it if
     that is asked for."""
-    state, mend = out / _STATE, "Choose another OUT, or give --overwrite."
-    if foreign := [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]:
-        raise UsageError(
-            f"{out}: holds {foreign[0]}, which prepare did not make. Choose a new or empty directory."
-        )
-    if not overwrite and (state.exists() or any(path.name == MANIFEST for path in _files(out))):
-        there = _begun(state) if state.exists() else {}
-        names = [name for name in there | wanted if there.get(name) != wanted.get(name)]
-        if names == ["stamps"]:
+    state = out / _STATE
+    foreign = [path.name for path in _files(out) if not _OURS.fullmatch(path.name)]
+    if foreign:
+        mend = "Choose a new or empty directory"
+        raise UsageError(f"{out}: holds {foreign[0]}, which prepare did not make. {mend}.")
+    is_there = state.exists() or any(path.name == MANIFEST for path in _files(out))
+    if is_there and not overwrite:
+        _require_same(out, wanted, request)
+        return
+    _remove(out)
+    write_atomic(state, json.dumps(wanted).encode())
+
+
+def _require_same(out: Path | RemotePath, wanted: dict[str, Any], request: _Request) -> None:
+    """UsageError: an output is of other input or settings, or of files that were written to since
+    it was begun."""
+    mend = "Choose another OUT, or give --overwrite."
+    state = out / _STATE
+    there = {}
+    if state.exists():
+        there = _begun(state)
+    names = [name for name in there | wanted if there.get(name) != wanted.get(name)]
+    if names == ["stamps"]:
+        raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
+    if names:
+        table = ""
+        for name in names:
+            table += f"\n  {name}: there {there.get(name)}, asked for {wanted.get(name)}"
+        raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
+    if not isinstance(state, Path):
+        return
+    # By ctime, which nothing can set back.
+    begun = state.stat().st_mtime_ns
+    for path in _input_paths(request.pieces()):
+        if not is_url(path) and os.stat(path).st_ctime_ns > begun:
             raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
-        if names:
-            table = "".join(
-                f"\n  {name}: there {there.get(name)}, asked for {wanted.get(name)}"
-                for name in names
-            )
-            raise UsageError(f"{out}: was made from other input or settings:{table}\n{mend}")
-        pieces = itertools.chain(*request.parts.values())
-        paths = {path for piece in pieces for path in (piece.path, *piece.beside)}
-        if (
-            isinstance(state, Path)
-            and max(  # nothing can set a ctime back
-                (os.stat(path).st_ctime_ns for path in paths if not is_url(path)), default=0
-            )
-            > state.stat().st_mtime_ns
-        ):
-            raise UsageError(f"{out}: input files were written to since it was begun. {mend}")
-    else:
-        _remove(out)
-        write_atomic(state, json.dumps(wanted).encode())
 
 
 def _begun(state: Path | RemotePath) -> dict[str, Any]:
@@ -504,26 +636,29 @@ def _begun(state: Path | RemotePath) -> dict[str, Any]:
     except ValueError:
         begun = None
     if not isinstance(begun, dict):
-        raise DataError(
-            f"{state}: is not what prepare wrote: damaged. Choose another OUT, or give --overwrite."
-        )
+        mend = "Choose another OUT, or give --overwrite"
+        raise DataError(f"{state}: is not what prepare wrote: damaged. {mend}.")
     return begun
 
 
 def _files(out: Path | RemotePath) -> list[Path | RemotePath]:
-    return [
-        path
-        for folder in (out, *(out / part for part in PARTS))
-        if folder.is_dir()
-        for path in folder.iterdir()
-    ]
+    """What an output and the folders of its parts hold."""
+    files = []
+    for folder in (out, *(out / part for part in PARTS)):
+        if folder.is_dir():
+            files += folder.iterdir()
+    return files
 
 
 def _remove(out: Path | RemotePath) -> None:
     """Remove an output; manifests and records first, so that what is left is never taken for whole,
     and the state last."""
     order = {MANIFEST: 0, _WORK: 1, **dict.fromkeys(PARTS, 3), _STATE: 4}
-    for path in sorted(_files(out), key=lambda path: order.get(path.name, 2)):
+
+    def place(path: Path | RemotePath) -> int:
+        return order.get(path.name, 2)
+
+    for path in sorted(_files(out), key=place):
         _remove_one(path)
 
 
@@ -536,41 +671,48 @@ def _remove_one(path: Path | RemotePath) -> None:
         path.unlink(missing_ok=True)
 
 
+def _build_or_remove(
+    out: Path | RemotePath, work: Path, request: _Request, run: Run, only_tokenizer: bool
+) -> int:
+    """See `_build`. Where input or settings have to change, what there is can't be gone on with: it
+    is removed."""
+    try:
+        return _build(out, work, request, run, only_tokenizer)
+    except (DataError, UsageError):
+        _remove(out)
+        raise
+
+
 def _build(
     out: Path | RemotePath, work: Path, request: _Request, run: Run, only_tokenizer: bool
 ) -> int:
     """Find duplicates, train the tokenizer, if there is none yet, and build all parts; returns the
     tokens made now."""
-    first, settings = next(iter(request.parts)), request.origin["settings"]
-    eod, on_bad = settings["eod"], settings["on_bad"]
+    settings = request.origin["settings"]
+    eod = settings["eod"]
+    on_bad = settings["on_bad"]
     units = {part: make_units(pieces) for part, pieces in request.parts.items()}
-    for left in [*work.rglob(f"{ATTEMPT}*")]:
+    for left in list(work.rglob(f"{ATTEMPT}*")):
         shutil.rmtree(left, ignore_errors=True)
     with Progress(console=Console(stderr=True)) as progress:
 
-        def task(name: str, units: Iterable[Unit]) -> Callable[[int], None]:
-            return functools.partial(
-                progress.advance, progress.add_task(name, total=sum(map(unit_bytes, units)))
-            )
+        def task(name: str, units: list[Unit]) -> Callable[[int], None]:
+            total = sum(unit_bytes(unit) for unit in units)
+            return functools.partial(progress.advance, progress.add_task(name, total=total))
 
         digests = None
         if settings.get("dedupe"):
-            digests, everything = out / _WORK / "duplicates", [*itertools.chain(*units.values())]
-            find_duplicates(
-                digests,
-                work / "duplicates",
-                everything,
-                on_bad,
-                run,
-                task("duplicates", everything),
-            )
+            digests = out / _WORK / "duplicates"
+            everything = list(itertools.chain(*units.values()))
+            seen = task("duplicates", everything)
+            find_duplicates(digests, work / "duplicates", everything, on_bad, run, seen)
         tokenizer = request.tokenizer
         if tokenizer is None:
             if not (work / TOKENIZER).exists():
-                seen = task("tokenizer", units[first])
-                trained = train_tokenizer(
-                    settings["tokenizer"], eod, units[first], on_bad, seen, digests
-                )
+                first = next(iter(units.values()))
+                seen = task("tokenizer", first)
+                spec = settings["tokenizer"]
+                trained = train_tokenizer(spec, eod, first, on_bad, seen, digests)
                 work.mkdir(exist_ok=True)
                 trained.save(work)
             tokenizer = load_tokenizer(work)
@@ -578,29 +720,31 @@ def _build(
         if only_tokenizer:
             tokenizer.save(out)
             return 0
-        before = made = 0  # units of the parts before this one
+        made = 0
+        units_before = 0
         for part, mine in units.items():
-            seen, start = task(part or "tokens", mine), digests and Digests(digests, before)
-            records = out / _WORK / (part or "all")
+            start = None
+            if digests is not None:
+                start = Digests(digests, units_before)
             made += build_part(
                 out / part,
-                records,
+                out / _WORK / (part or "all"),
                 mine,
                 tokenizer,
                 eod,
                 on_bad,
                 run,
-                seen,
-                start,
-                work,
+                task(part or "tokens", mine),
+                digests=start,
+                here=work,
                 **request.origin,
             )
-            before += len(mine)
+            units_before += len(mine)
     return made
 
 
-def _look(verb: str, argv: list[str]) -> None:
-    """The verbs verify and show."""
+def _reading_parser(verb: str) -> _Parser:
+    """The options that verify and show have both."""
     parser = _Parser(prog=f"{_PROGRAM} {verb}", allow_abbrev=False)
     parser.add_argument(
         "directory", metavar="DIR", type=place, help="what prepare made: a directory or a URL"
@@ -610,24 +754,34 @@ def _look(verb: str, argv: list[str]) -> None:
         default=CACHE,
         help="of URLs: this host's folder for what is fetched (default: %(default)s)",
     )
-    if verb == "show":
-        return _show(parser, argv)
-    directory, problems = parser.parse_args(argv).directory, []
-    parts = [directory / part for part in PARTS]  # both or neither
-    for folder in parts if any((folder / MANIFEST).exists() for folder in parts) else [directory]:
+    return parser
+
+
+def _verify(argv: list[str]) -> None:
+    """Compare every byte of an output with its manifest. DataError: one differs."""
+    directory = _reading_parser("verify").parse_args(argv).directory
+    folders = [directory]
+    # There are both parts, or neither; if one is missing, that is an error.
+    parts = [directory / part for part in PARTS]
+    if any((part / MANIFEST).exists() for part in parts):
+        folders = parts
+    problems = []
+    for folder in folders:
         shards = TokenShards(folder, Manifest.load(folder), "full")
         found = list(shards.problems())
         problems += found
-        state = f"{len(found)} differences" if found else "every byte is as it was built"
-        print(
-            f"{folder}: {shards.num_tokens:,} tokens in {len(shards.manifest.shards):,} shards: {state}"
-        )
+        state = "every byte is as it was built"
+        if found:
+            state = f"{len(found)} differences"
+        size = f"{shards.num_tokens:,} tokens in {len(shards.manifest.shards):,} shards"
+        print(f"{folder}: {size}: {state}")
     if problems:
         raise DataError("\n".join(problems))
 
 
-def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+def _show(argv: list[str]) -> None:
     """A document, as text; or a row, as training reads it."""
+    parser = _reading_parser("show")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--document", metavar="N", type=int, default=0, help="which document, from 0 (default: 0)"
@@ -663,19 +817,16 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     tokenizer = load_tokenizer(arguments.directory)
     if arguments.row is None:
         first, length = shards.document(arguments.document)
-        print(
-            f"document {arguments.document} of {shards.num_documents:,}: {length:,} tokens from {first:,}",
-            file=sys.stderr,
-        )
-        _show_document(
-            tokenizer, shards.read(first, length), shards.mask(np.array([first]), length)[0]
-        )
+        which_one = f"document {arguments.document} of {shards.num_documents:,}"
+        print(f"{which_one}: {length:,} tokens from {first:,}", file=sys.stderr)
+        (is_target,) = shards.mask(np.array([first]), length)
+        _show_document(tokenizer, shards.read(first, length), is_target)
         return
     length = arguments.seq_length or 0
     if length < 1:
-        raise UsageError(
-            f"--seq-length {arguments.seq_length}: a row has at least 1 token. Give the run's data.seq_length."
-        )
+        rule = "a row has at least 1 token"
+        mend = "Give the run's data.seq_length"
+        raise UsageError(f"--seq-length {arguments.seq_length}: {rule}. {mend}.")
     arrays = row_arrays(
         shards, arguments.row, length, arguments.packing, arguments.seed, arguments.epoch
     )
@@ -684,13 +835,14 @@ def _show(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         console.print(text, soft_wrap=True)
 
 
-def _show_document(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> None:
+def _show_document(tokenizer: Tokenizer, ids: np.ndarray, is_target: np.ndarray) -> None:
     """Write the text of a document; where not all of it is a target, with marks around what is."""
-    if learnt.all():
+    if is_target.all():
         sys.stdout.write(tokenizer.decode(ids))
         return
-    print(f"{np.count_nonzero(learnt):,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
-    sys.stdout.write(marked_text(tokenizer, ids, learnt))
+    count = np.count_nonzero(is_target)
+    print(f"{count:,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
+    sys.stdout.write(marked_text(tokenizer, ids, is_target))
 
 
 def _has_colours(console: Console) -> bool:

@@ -10,22 +10,30 @@ import numpy as np
 from data_pipeline.loader import TrainingData
 from data_pipeline.report import marked_text, one_line, spell
 
-_MOST_TOKENS = 1024  # of a row that are decoded for a preview
-_MOST_DOCUMENTS = 6  # of a row that are listed
+# Tokens of a row that are decoded for a preview.
+_MOST_TOKENS = 1024
+# Documents of a row that are listed.
+_MOST_DOCUMENTS = 6
 
 
 class RowPreview(NamedTuple):
-    """One row of a step."""
+    """One row of a step.
+
+    Attributes:
+        source, epoch, row: where it is from; the row counts in the epoch.
+        documents: int64 [documents], by their numbers in the source, in order.
+        num_targets: positions that are targets.
+        num_tokens: positions that are not padding.
+        text: of the first targets, in one line; with marks around targets, if not all of them are.
+    """
 
     source: str
     epoch: int
-    row: int  # of the epoch
-    documents: np.ndarray  # int64 [documents], by their numbers in the source, in order
+    row: int
+    documents: np.ndarray
     num_targets: int
-    num_tokens: int  # positions that are not padding
-    text: (
-        str  # of the first targets, in one line; with marks around targets, if not all of them are
-    )
+    num_tokens: int
+    text: str
 
 
 def describe_step(data: TrainingData, step: int, most: int, width: int) -> Iterator[str]:
@@ -38,7 +46,8 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
     span = data.plan.span(step)
     shape = f"{span.batch_size:,} rows of {span.seq_length:,} tokens"
     positions = span.batch_size * span.seq_length
-    yield f"step {step + 1:,} of {data.plan.num_steps:,}: {shape}, {batch.num_targets:,} targets in {positions:,} positions"
+    targets_of = f"{batch.num_targets:,} targets in {positions:,} positions"
+    yield f"step {step + 1:,} of {data.plan.num_steps:,}: {shape}, {targets_of}"
     yield f"  batch {batch.digest}"
     targets = np.count_nonzero(batch.arrays["loss_mask"], axis=1)
     sources = batch.arrays["source"]
@@ -46,12 +55,15 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
         mine = sources == number
         shards = data.shards[number]
         counts = f"{np.count_nonzero(mine):,} rows, {targets[mine].sum():,} targets"
-        made = f"; made by: {shards.manifest.command}" if shards.manifest.command else ""
-        yield f"  {data.plan.names[number]}: {counts}, of {shards.path}{made}"
+        line = f"  {data.plan.names[number]}: {counts}, of {shards.path}"
+        if shards.manifest.command:
+            line += f"; made by: {shards.manifest.command}"
+        yield line
     for number, preview in enumerate(preview_rows(data, step, batch.arrays, most, width - 4)):
         listed = _list_documents(preview.documents)
         share = f"{preview.num_targets:,} of {preview.num_tokens:,} tokens are targets"
-        yield f"row {number:,}: {preview.source}, epoch {preview.epoch:,}, row {preview.row:,} of it, {listed}; {share}"
+        origin = f"{preview.source}, epoch {preview.epoch:,}, row {preview.row:,} of it"
+        yield f"row {number:,}: {origin}, {listed}; {share}"
         yield f"    {preview.text}"
     if (more := len(targets) - most) > 0:
         yield f"and {more:,} rows more; --rows {len(targets)} shows all"
@@ -74,19 +86,26 @@ def preview_rows(
         documents = _documents(data, step, i)
         ids = arrays["targets"][i][real][:_MOST_TOKENS]
         mask = learnt[real][:_MOST_TOKENS]
-        whole = bool(learnt[real].all())
-        text = spell(data.tokenizer, ids) if whole else marked_text(data.tokenizer, ids, mask)
-        counts = int(np.count_nonzero(learnt)), int(np.count_nonzero(real))
-        name = data.plan.names[source]
+        if learnt[real].all():
+            text = spell(data.tokenizer, ids)
+        else:
+            text = marked_text(data.tokenizer, ids, mask)
         yield RowPreview(
-            name, int(rows.epoch[i]), int(rows.row[i]), documents, *counts, one_line(text, width)
+            source=data.plan.names[source],
+            epoch=int(rows.epoch[i]),
+            row=int(rows.row[i]),
+            documents=documents,
+            num_targets=int(np.count_nonzero(learnt)),
+            num_tokens=int(np.count_nonzero(real)),
+            text=one_line(text, width),
         )
 
 
 def _documents(data: TrainingData, step: int, place: int) -> np.ndarray:
     """The documents that a row of a step has targets of, by their numbers in its source."""
     source = int(data.rows_at(step).source[place])
-    shards, bins = data.shards[source], data.bins_of(step, source)
+    shards = data.shards[source]
+    bins = data.bins_of(step, source)
     start, length, row = data.window_at(step, place)
     if bins is not None:
         return bins.documents(np.array([row]))[1]
@@ -95,9 +114,8 @@ def _documents(data: TrainingData, step: int, place: int) -> np.ndarray:
     first, last = shards.documents_at(ends).tolist()
     if ends[0] <= ends[1] and count < shards.num_tokens:
         return np.arange(first, last + 1)
-    return np.concatenate(
-        [np.arange(first, shards.num_documents), np.arange(last + 1)]
-    )  # goes round the stream's end
+    # The row goes round the end of the stream.
+    return np.concatenate([np.arange(first, shards.num_documents), np.arange(last + 1)])
 
 
 def _list_documents(documents: np.ndarray) -> str:
@@ -105,4 +123,6 @@ def _list_documents(documents: np.ndarray) -> str:
         return f"document {documents[0]}"
     listed = ", ".join(map(str, documents[:_MOST_DOCUMENTS].tolist()))
     more = len(documents) - _MOST_DOCUMENTS
-    return f"documents {listed} and {more:,} more" if more > 0 else f"documents {listed}"
+    if more > 0:
+        listed += f" and {more:,} more"
+    return f"documents {listed}"

@@ -10,18 +10,21 @@ from rich.text import Text
 from data_pipeline.bins import open_bins
 from data_pipeline.errors import DataError
 from data_pipeline.packing import Windows, count_rows, pack, pack_documents, phase
-from data_pipeline.shards import TokenShards
+from data_pipeline.shards import Manifest, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 
-_BAR = 44  # characters of the longest bar
-_AT_ONCE = 1 << 20  # documents whose lengths are read at a time
-_COLOURS = ("cyan", "yellow", "green", "magenta")  # of segments, in turn
+# Characters of the longest bar.
+_BAR = 44
+# Documents whose lengths are read at a time.
+_AT_ONCE = 1 << 20
+# Of segments, in turn.
+_COLOURS = ("cyan", "yellow", "green", "magenta")
 _WIDTH = 78
-OPEN, CLOSE = (
-    "\u27e6",
-    "\u27e7",
-)  # around targets, where there is no colour: ⟦ ⟧, which text hardly has
-_EXAMPLE_TOKENS = 16  # before the first target, and from it on
+# Around targets, where there is no colour: ⟦ ⟧, which text hardly has.
+OPEN = "\u27e6"
+CLOSE = "\u27e7"
+# Tokens before the first target, and from it on.
+_EXAMPLE_TOKENS = 16
 _TARGETS_BY = {
     "marked": "what {% generation %} holds in the chat template",
     "compared": "what the template adds for an answer; it has no {% generation %}",
@@ -32,27 +35,39 @@ def summary(shards: TokenShards) -> Iterator[str]:
     """Lines about a directory: sizes, bytes per token, lengths of documents, what was left out or
     mended."""
     m = shards.manifest
-    targets = f"{m.num_targets:,} of them targets, " if shards.masked else ""
-    yield f"{shards.path}: {m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
-    per = m.text_bytes / max(1, m.num_targets) if shards.masked else m.text_bytes / m.num_tokens
-    yield f"  {targets}{m.text_bytes:,} bytes of text{' of targets' if shards.masked else ''}"
-    yield f"  {per:.3f} bytes per {'target' if shards.masked else 'token'} ({_tokenizer(m.tokenizer)})"
-    if found := _TARGETS_BY.get(m.settings.get("chat_targets", "")):
+    size = f"{m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
+    yield f"{shards.path}: {size}"
+    tokenizer = f"{m.tokenizer['name']}, {m.tokenizer['vocab_size']:,} entries"
+    if shards.masked:
+        per = m.text_bytes / max(1, m.num_targets)
+        yield f"  {m.num_targets:,} of them targets, {m.text_bytes:,} bytes of text of targets"
+        yield f"  {per:.3f} bytes per target ({tokenizer})"
+    else:
+        per = m.text_bytes / m.num_tokens
+        yield f"  {m.text_bytes:,} bytes of text"
+        yield f"  {per:.3f} bytes per token ({tokenizer})"
+    found = _TARGETS_BY.get(m.settings.get("chat_targets", ""))
+    if found:
         yield f"  targets: {found}"
         yield f"    such as {_example(shards)}"
     counts, longest = histogram(shards)
-    yield f"  tokens in a document: {m.num_tokens / m.num_documents:,.1f} on average, {longest:,} at most"
+    mean = m.num_tokens / m.num_documents
+    yield f"  tokens in a document: {mean:,.1f} on average, {longest:,} at most"
     yield from bars(counts)
     if m.problems:
-        # a document is left out for one reason; older manifests do not say how many were
-        read = m.num_documents + sum(entry.get("left_out", 0) for entry in m.problems.values())
-        yield f"  left out or mended, of {read:,} documents:"
-        for kind, entry in m.problems.items():
-            yield f"  {entry['count']:>9,} x {kind} ({entry['count'] / read:.2%}), such as"
-            yield from (
-                f"{'':14}{where}".encode(errors="backslashreplace").decode()
-                for where in entry["examples"]
-            )
+        yield from _problem_lines(m)
+
+
+def _problem_lines(m: Manifest) -> Iterator[str]:
+    """What was left out or mended, with examples."""
+    # A document is left out for one reason; older manifests do not say how many were.
+    read = m.num_documents + sum(entry.get("left_out", 0) for entry in m.problems.values())
+    yield f"  left out or mended, of {read:,} documents:"
+    for kind, entry in m.problems.items():
+        count = entry["count"]
+        yield f"  {count:>9,} x {kind} ({count / read:.2%}), such as"
+        for where in entry["examples"]:
+            yield f"{'':14}{where}".encode(errors="backslashreplace").decode()
 
 
 def _example(shards: TokenShards) -> str:
@@ -68,14 +83,11 @@ def _example(shards: TokenShards) -> str:
     return before[-_WIDTH // 2 :] + one_line(after, _WIDTH // 2 - len("    such as "))
 
 
-def _tokenizer(identity: dict[str, object]) -> str:
-    return f"{identity['name']}, {identity['vocab_size']:,} entries"
-
-
 def histogram(shards: TokenShards) -> tuple[np.ndarray, int]:
     """Documents of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and the length of the
     longest."""
-    counts, longest = np.zeros(64, np.int64), 0
+    counts = np.zeros(64, np.int64)
+    longest = 0
     for first in range(0, shards.num_documents, _AT_ONCE):
         lengths = shards.documents(np.arange(first, min(first + _AT_ONCE, shards.num_documents)))[1]
         counts += np.bincount(np.frexp(lengths)[1] - 1, minlength=64)
@@ -85,7 +97,8 @@ def histogram(shards: TokenShards) -> tuple[np.ndarray, int]:
 
 def bars(counts: np.ndarray) -> Iterator[str]:
     """A line for each power of two from the first to the last that occurs, with its share."""
-    total, most = int(counts.sum()), int(counts.max())
+    total = int(counts.sum())
+    most = int(counts.max())
     for power in range(int(np.flatnonzero(counts)[0]), len(counts)):
         count = int(counts[power])
         bar = "#" * -(-count * _BAR // most)
@@ -107,24 +120,25 @@ def row_arrays(
     long documents are cut.
     DataError: there is no such row.
     """
-    bins = None if packing == "stream" else open_bins(shards, length, packing, "truncate")
-    num_rows = bins.num_rows if bins else count_rows(shards.num_tokens, length)
-    if not 0 <= row < num_rows:
-        raise DataError(
-            f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. Choose one of 0 to {num_rows - 1}."
-        )
-    if bins:
-        batch = pack_documents(
-            [shards], [bins], np.array([0]), np.array([row]), length, True, False
-        )
-    else:
-        start, count = (
-            phase(seed, shards.uid, epoch, shards.num_tokens) + row * length,
-            shards.num_tokens - row * length,
-        )
-        windows = Windows(np.array([0]), np.array([start]), np.array([min(length, count)]))
+    source = np.array([0])
+    if packing == "stream":
+        _check_row(shards, row, length, count_rows(shards.num_tokens, length))
+        start = phase(seed, shards.uid, epoch, shards.num_tokens) + row * length
+        count = min(length, shards.num_tokens - row * length)
+        windows = Windows(source, np.array([start]), np.array([count]))
         batch = pack([shards], windows, length, True, False)
+    else:
+        bins = open_bins(shards, length, packing, "truncate")
+        _check_row(shards, row, length, bins.num_rows)
+        batch = pack_documents([shards], [bins], source, np.array([row]), length, True, False)
     return {name: array[0] for name, array in batch.items()}
+
+
+def _check_row(shards: TokenShards, row: int, length: int, num_rows: int) -> None:
+    """DataError: there is no such row."""
+    if not 0 <= row < num_rows:
+        mend = f"Choose one of 0 to {num_rows - 1}"
+        raise DataError(f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. {mend}.")
 
 
 def describe_row(
@@ -136,12 +150,15 @@ def describe_row(
     `marks`: there are no colours, so marks are put around what is learnt, in segments of which some
         is not.
     """
-    segments, targets, learnt = arrays["segment_ids"], arrays["targets"], arrays["loss_mask"] > 0
+    segments = arrays["segment_ids"]
+    targets = arrays["targets"]
+    learnt = arrays["loss_mask"] > 0
     for segment in range(1, int(segments.max()) + 1):
         (places,) = np.nonzero(segments == segment)
         colour = _COLOURS[(segment - 1) % len(_COLOURS)]
-        first, last, count = places[0], places[-1], np.count_nonzero(learnt[places])
-        head = f"segment {segment}: positions {first:,} to {last:,}, {count:,} of {len(places):,} are targets"
+        count = np.count_nonzero(learnt[places])
+        head = f"segment {segment}: positions {places[0]:,} to {places[-1]:,}, "
+        head += f"{count:,} of {len(places):,} are targets"
         marked = marks and 0 < count < len(places)
         if marked:
             head += f", in {OPEN}{CLOSE}"
@@ -149,10 +166,12 @@ def describe_row(
         text = Text()
         for ids, learnt_here in _runs(targets[places], learnt[places]):
             words = spell(tokenizer, ids)
-            if learnt_here:
-                text.append(f"{OPEN}{words}{CLOSE}" if marked else words, style=colour)
-            else:
-                text.append(words, style=f"dim {colour} italic")
+            style = colour
+            if not learnt_here:
+                style = f"dim {colour} italic"
+            elif marked:
+                words = f"{OPEN}{words}{CLOSE}"
+            text.append(words, style=style)
         yield text
     if padding := np.count_nonzero(segments == 0):
         yield Text(f"--- padding: {padding:,} positions ".ljust(_WIDTH, "-"), style="dim")
@@ -163,7 +182,9 @@ def marked_text(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> st
     parts = []
     for run, learnt_here in _runs(ids, learnt):
         words = spell(tokenizer, run)
-        parts.append(f"{OPEN}{words}{CLOSE}" if learnt_here else words)
+        if learnt_here:
+            words = f"{OPEN}{words}{CLOSE}"
+        parts.append(words)
     return "".join(parts)
 
 
@@ -174,9 +195,10 @@ def spell(tokenizer: Tokenizer, ids: np.ndarray) -> str:
     special = np.isin(ids, list(names))
     parts = []
     for run, named in _runs(ids, special):
-        parts.append(
-            "".join(names[number] for number in run.tolist()) if named else tokenizer.decode(run)
-        )
+        if named:
+            parts += [names[number] for number in run.tolist()]
+        else:
+            parts.append(tokenizer.decode(run))
     return "".join(parts)
 
 
@@ -184,7 +206,9 @@ def one_line(text: str, most: int) -> str:
     """A text in one line, shortened to so many characters, with control characters as Python writes
     them."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+    if len(text) <= most:
+        return text
+    return f"{text[: most - 3]}..."
 
 
 def _runs(ids: np.ndarray, flags: np.ndarray) -> Iterator[tuple[np.ndarray, bool]]:

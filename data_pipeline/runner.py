@@ -29,13 +29,14 @@ from data_pipeline.remote import is_url
 from data_pipeline.strict_json import loads
 
 RUNNERS = ("local", "ray")
-_AHEAD = 2  # tasks that Ray knows of, for each CPU: the next one is there when one ends, and a cluster that can grow does
+# Tasks that Ray knows of, for each CPU: the next one is there when one ends, and a cluster that can
+# grow does.
+_AHEAD = 2
 Job = Callable[..., None]
 Task = tuple[Any, ...]
 Tasks = Sequence[Task]
-Run = Callable[
-    [Job, Tasks], Iterator[Task]
-]  # yields tasks when they are done; raises what the first that failed raised
+# Yields tasks when they are done; raises what the first that failed raised.
+Run = Callable[[Job, Tasks], Iterator[Task]]
 
 
 @contextlib.contextmanager
@@ -46,15 +47,15 @@ def open_runner(name: str, workers: int, options: Sequence[str]) -> Iterator[Run
         yield functools.partial(run_local, workers)
         return
     ray = load_package("ray", "ray", f"--runner {name}")
-    os.environ.setdefault(
-        "RAY_USAGE_STATS_ENABLED", "0"
-    )  # a cluster that is started here reports to nobody
+    # A cluster that is started here reports to nobody.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     given = dict(map(_option, options))
     try:
         ray.init(**{"log_to_driver": False, "logging_level": "ERROR"} | given)
     except Exception as error:  # of many kinds, and not documented
         ray.shutdown()
-        mend = "Give arguments of ray.init, such as address=HOST:6379; set RAY_AUTH_MODE=token if the cluster asks for a token."
+        mend = "Give arguments of ray.init, such as address=HOST:6379; "
+        mend += "set RAY_AUTH_MODE=token if the cluster asks for a token."
         raise UsageError(
             f"--runner-options {' '.join(options)}: Ray does not start ({error}). {mend}"
         ) from error
@@ -90,7 +91,8 @@ def run_local(workers: int, job: Job, tasks: Tasks) -> Iterator[Task]:
             for task, _ in zip(tasks, pool.map(job, *zip(*tasks)), strict=True):
                 yield task
     except concurrent.futures.BrokenExecutor as error:
-        mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept."
+        mend = "Run the same command again, with fewer --workers if memory was short; "
+        mend += "finished work is kept."
         raise TryAgainError(f"--workers {workers}: a worker process was killed. {mend}") from error
 
 
@@ -106,13 +108,15 @@ def _start_worker() -> None:
 def _run_ray(ray: Any, job: Job, tasks: Tasks) -> Iterator[Task]:
     """See `Run`: one CPU of the cluster each. TryAgainError: Ray lost a task, and lost it again
     when it ran it anew."""
-    remote, here, waiting, running = ray.remote(_call), os.getcwd(), iter(tasks), {}
+    remote = ray.remote(_call)
+    here = os.getcwd()
+    waiting = iter(tasks)
+    running = {}
     while True:
-        at_once = max(1, int(_AHEAD * ray.cluster_resources().get("CPU", 0)))  # a cluster may grow
-        running |= {
-            remote.remote(here, job, task): task
-            for task in itertools.islice(waiting, at_once - len(running))
-        }
+        # Asked each time: a cluster may grow.
+        at_once = max(1, int(_AHEAD * ray.cluster_resources().get("CPU", 0)))
+        for task in itertools.islice(waiting, at_once - len(running)):
+            running[remote.remote(here, job, task)] = task
         if not running:
             return
         (done,), _ = ray.wait([*running])
@@ -121,21 +125,19 @@ def _run_ray(ray: Any, job: Job, tasks: Tasks) -> Iterator[Task]:
         except ray.exceptions.RayError:
             break
         yield running.pop(done)
-    ray.wait(
-        [*running], num_returns=len(running)
-    )  # nothing may write any more when the caller removes the output
-    for (
-        each
-    ) in running:  # the first of those that failed, in order of the tasks, as without a cluster
+    # Nothing may write any more when the caller removes the output.
+    ray.wait([*running], num_returns=len(running))
+    # The first of those that failed, in order of the tasks, as without a cluster.
+    for each in running:
         try:
             ray.get(each)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
-            mend = "Run the same command again, with fewer CPUs of the cluster if memory was short; finished work is kept."
-            raise TryAgainError(
-                f"--runner ray: {str(error).partition(chr(10))[0]} {mend}"
-            ) from error
+            reason, _, _ = str(error).partition("\n")
+            mend = "Run the same command again, with fewer CPUs of the cluster "
+            mend += "if memory was short; finished work is kept."
+            raise TryAgainError(f"--runner ray: {reason} {mend}") from error
 
 
 def _call(directory: str, job: Job, task: Task) -> None:
@@ -144,10 +146,13 @@ def _call(directory: str, job: Job, task: Task) -> None:
     try:
         os.chdir(directory)
         for piece in task[1]:
-            _ = is_url(piece.path) or os.stat(piece.path)  # else it would count as one bad document
+            # A file that is missing here would count as one bad document.
+            if not is_url(piece.path):
+                os.stat(piece.path)
         job(*task)
     except FileNotFoundError as error:
-        mend = "Give every machine the same file systems under the same paths, for input, output and the working directory."
+        mend = "Give every machine the same file systems under the same paths, "
+        mend += "for input, output and the working directory."
         raise StorageError(
             f"{error.filename}: is not there on {socket.gethostname()}. {mend}"
         ) from error

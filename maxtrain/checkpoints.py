@@ -6,7 +6,6 @@ step in it.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import re
@@ -26,24 +25,30 @@ from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_comm
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.observe.lock import RunLock
 
-_MOST_LISTED, _LONGEST = 8, 300  # entries of a list, and characters of a value, that are shown
+# Entries of a list that are shown.
+_MOST_LISTED = 8
+# Characters of a value that are shown.
+_LONGEST = 300
+# Fields of a record that are not shown: the config has a file of its own, and older versions have
+# the digests here as well.
+_NOT_SHOWN = ("config", "digests")
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
-    """The folder of checkpoints and the steps meant, ascending: those of a run or folder, whole or
-    not, or one alone.
+    """The folder of checkpoints and the steps meant, ascending.
 
-    UsageError: there is none.
+    These are those of a run or folder, whole or not, or one alone. UsageError: there is none.
     """
     directory = directory.expanduser().absolute()
     if directory.name.isdecimal() and directory.is_dir():
         return directory.parent, [directory]
-    folder = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
+    folder = directory
+    if (directory / "checkpoints").is_dir():
+        folder = directory / "checkpoints"
     steps = [folder / f"{step:08d}" for step in survey(folder)]
     if not steps:
-        raise UsageError(
-            f"DIR={directory} has no checkpoints. Name a run, such as runs/quickstart, or its folder checkpoints."
-        )
+        mend = "Name a run, such as runs/quickstart, or its folder checkpoints"
+        raise UsageError(f"DIR={directory} has no checkpoints. {mend}.")
     return folder, steps
 
 
@@ -56,46 +61,64 @@ def make_table(*heads: str) -> Table:
     """With numbers to the right."""
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in heads:
-        table.add_column(
-            head, justify="right" if head in ("step", "MB") else "left", overflow="fold"
-        )
+        justify = "left"
+        if head in ("step", "MB"):
+            justify = "right"
+        table.add_column(head, justify=justify, overflow="fold")
     return table
 
 
 def show_list(directory: Path, console: Console) -> None:
-    """A line for each step: when it was made, how large it is, whether it counts, of which
-    evaluations it is the best."""
+    """A line for each step.
+
+    It says when the step was made, how large it is, whether it counts, and of which evaluations it
+    is the best.
+    """
     folder, steps = open_directory(directory)
     table = make_table("step", "date", "MB", "state", "best of")
-    whole = {path: not defect(path) for path in steps}
-    records = {path: read_record(path) for path in steps if whole[path]}
-    best = max(records.items(), default=(None, {}))[1].get(
-        "best", {}
-    )  # the newest knows of all before it
-    put_aside = [
-        path
-        for path in sorted(folder.glob("*.damaged-*"))
-        if path.name.partition(".")[0].isdecimal()
-    ]
-    for path in [*steps, *put_aside]:
-        step = int(path.name.partition(".")[0])
-        made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
-        why = "put aside" if path not in whole else defect(path)
-        state = Text(why or "whole", "red" if why else "green")
-        of = ", ".join(
-            name for name, mark in best.items() if whole.get(path) and mark["step"] == step
-        )
-        table.add_row(f"{step:,}", made, f"{size(path) / 1e6:,.1f}", state, of)
+    defects = {path: defect(path) for path in steps}
+    records = {path: read_record(path) for path in steps if not defects[path]}
+    # The newest knows of all before it.
+    best = {}
+    if records:
+        best = records[max(records)].get("best", {})
+    for path in steps:
+        why = defects[path]
+        marks: list[str] = []
+        if not why:
+            marks = [name for name, mark in best.items() if mark["step"] == int(path.name)]
+        table.add_row(*_cells(path, why, marks))
+    for path in sorted(folder.glob("*.damaged-*")):
+        if _step_of(path).isdecimal():
+            table.add_row(*_cells(path, "put aside", []))
     console.print(table)
-    console.print(
-        f"{sum(whole.values())} whole of {len(steps)}; their sizes are checked here, their bytes by verify.",
-        style="dim",
-    )
+    how = "their sizes are checked here, their bytes by verify"
+    console.print(f"{len(records)} whole of {len(steps)}; {how}.", style="dim")
+
+
+def _step_of(path: Path) -> str:
+    """The number at the beginning of a step's name, which it keeps when it is put aside."""
+    number, _, _ = path.name.partition(".")
+    return number
+
+
+def _cells(path: Path, why: str, best_of: Sequence[str]) -> tuple[str | Text, ...]:
+    """A step in the list; `why`: why it does not count, empty if it does."""
+    made = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
+    state = Text("whole", "green")
+    if why:
+        state = Text(why, "red")
+    step = int(_step_of(path))
+    return f"{step:,}", made, f"{size(path) / 1e6:,.1f}", state, ", ".join(best_of)
 
 
 def newest(steps: Sequence[Path], step: int | None) -> Path:
-    """The step asked for, or the newest whole one; DamagedError: it is not whole. UsageError: there
-    is no such step."""
+    """The step asked for, or the newest whole one.
+
+    Raises:
+        DamagedError: it is not whole.
+        UsageError: there is no such step.
+    """
     named = [path for path in steps if step is None or int(path.name) == step]
     if not named:
         known = ", ".join(str(int(path.name)) for path in steps)
@@ -110,11 +133,10 @@ def in_words(value: Any) -> str:
     """A value of a record as a person reads it, on one line; long lists as how many there are."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {in_words(inner)}" for name, inner in value.items()) or "none"
-    if isinstance(value, list) and (
-        len(value) > _MOST_LISTED or any(isinstance(inner, list | dict) for inner in value)
-    ):
-        return f"{len(value):,} entries" if value else "none"
     if isinstance(value, list):
+        nested = any(isinstance(inner, list | dict) for inner in value)
+        if nested or len(value) > _MOST_LISTED:
+            return f"{len(value):,} entries"
         return " ".join(map(in_words, value)) or "none"
     if value is None or value == "":
         return "none"
@@ -122,66 +144,72 @@ def in_words(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
 
 
 def show_step(directory: Path, step: int | None, console: Console, raw: bool = False) -> None:
-    """What one step holds: its record, and every array with shape, type, bytes and digest; `raw`:
-    as the files have it."""
-    path = newest(open_directory(directory)[1], step)
-    commit, record = read_commit(path), read_record(path)
+    """What one step holds: its record, and every array with shape, type, bytes and digest.
+
+    `raw`: as the files have it.
+    """
+    _, steps = open_directory(directory)
+    path = newest(steps, step)
+    commit = read_commit(path)
+    record = read_record(path)
     if raw:
         print(json.dumps({"path": str(path), "commit": commit, "record": record}))
         return
     made = ", ".join(f"{name} {version}" for name, version in commit["versions"].items())
     console.print(f"{path}\nformat {commit['format']}, by {made}\n", soft_wrap=True)
+    console.print(_table_of_record(record))
+    console.print()
+    _print_arrays(path, commit, console)
+
+
+def _table_of_record(record: dict[str, Any]) -> Table:
     rows = Table(box=None, show_header=False, pad_edge=False)
     rows.add_column(no_wrap=True)
     rows.add_column(overflow="fold")
     for name, value in record.items():
-        if name in (
-            "config",
-            "digests",
-        ):  # one has a file of its own, older ones have the other here as well
+        if name in _NOT_SHOWN:
             continue
-        parts = (
-            value
-            if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values())
-            else None
-        )
-        for part, inner in (parts or {"": value}).items():
+        # What has parts of its own is shown part by part.
+        parts = {"": value}
+        if isinstance(value, dict) and any(isinstance(inner, dict) for inner in value.values()):
+            parts = value
+        for part, inner in parts.items():
             label = f"{name} {part}".strip().replace("_", " ")
             text = in_words(inner)
-            rows.add_row(
-                Text(label), Text(text if len(text) <= _LONGEST else text[:_LONGEST] + " ...")
-            )
-    console.print(rows)
-    console.print()
+            if len(text) > _LONGEST:
+                text = f"{text[:_LONGEST]} ..."
+            rows.add_row(Text(label), Text(text))
+    return rows
+
+
+def _print_arrays(path: Path, commit: dict[str, Any], console: Console) -> None:
     table = make_table("array", "type", "shape", "MB", "digest")
     total = 0
     for name, array in commit["arrays"].items():
         count = math.prod(array["shape"]) * item_bytes(array["dtype"])
         total += count
         shape = " x ".join(f"{n:,}" for n in array["shape"])
-        table.add_row(
-            Text(name), array["dtype"], shape, f"{count / 1e6:,.3f}", array.get("digest", "")
-        )
+        megabytes = f"{count / 1e6:,.3f}"
+        table.add_row(Text(name), array["dtype"], shape, megabytes, array.get("digest", ""))
     console.print(table)
-    console.print(
-        f"{len(commit['arrays']):,} arrays, {total / 1e6:,.1f} MB; {size(path) / 1e6:,.1f} MB on the disk"
-    )
+    on_disk = f"{size(path) / 1e6:,.1f} MB on the disk"
+    console.print(f"{len(commit['arrays']):,} arrays, {total / 1e6:,.1f} MB; {on_disk}")
 
 
 def item_bytes(dtype: str) -> int:
     """Bytes of a number; a random key's are not known by its type's name."""
+    if dtype == "bool" or dtype.startswith("float8"):
+        return 1
     bits = re.search(r"(\d+)", dtype)
-    return (
-        1
-        if dtype == "bool" or dtype.startswith("float8")
-        else int(bits[1]) // 8
-        if bits and "key" not in dtype
-        else 0
-    )
+    if bits and "key" not in dtype:
+        return int(bits[1]) // 8
+    return 0
 
 
 def check(path: Path) -> str:
@@ -191,37 +219,38 @@ def check(path: Path) -> str:
         return why
     commit = read_commit(path)
     if commit["format"] > FORMAT:
-        raise StorageError(
-            f"{path} has format {commit['format']}; this version reads up to {FORMAT}. Upgrade maxtrain."
-        )
+        rule = f"has format {commit['format']}; this version reads up to {FORMAT}"
+        raise StorageError(f"{path} {rule}. Upgrade maxtrain.")
     return find_damage(path, commit["files"]) or find_non_finite(path, commit)
 
 
 def verify(directory: Path, console: Console) -> None:
     """Reads all steps; DamagedError: one is not what was saved."""
     bad = []
-    for path in open_directory(directory)[1]:
-        begin, why = time.monotonic(), check(path)
-        if why:
-            bad.append((path, why))
-        hashed = not why and read_commit(path)["format"] > 1
-        told = why or (
-            "all hashes are those of what was saved"
-            if hashed
-            else "sizes only: an older version saved no hashes"
-        )
+    _, steps = open_directory(directory)
+    for path in steps:
+        begin = time.monotonic()
+        told = check(path)
+        color = "red"
+        if told:
+            bad.append((path, told))
+        else:
+            color = "green"
+            told = "sizes only: an older version saved no hashes"
+            if read_commit(path)["format"] > 1:
+                told = "all hashes are those of what was saved"
         rate = size(path) / max(1e-9, time.monotonic() - begin) / 1e9
-        console.print(
-            Text(f"{path.name}: {told} ({rate:.1f} GB/s)", "red" if why else "green"),
-            soft_wrap=True,
-        )
+        console.print(Text(f"{path.name}: {told} ({rate:.1f} GB/s)", color), soft_wrap=True)
     if bad:
-        raise DamagedError(*bad[0])
+        path, why = bad[0]
+        raise DamagedError(path, why)
 
 
 def copy(directory: Path, target: Path, step: int | None, console: Console) -> None:
     """Copies one step, whole or not at all; checked before and after."""
-    path, target = newest(open_directory(directory)[1], step), target.expanduser().absolute()
+    _, steps = open_directory(directory)
+    path = newest(steps, step)
+    target = target.expanduser().absolute()
     if (target / path.name).exists():
         raise UsageError(f"TO={target / path.name} exists. Name another directory, or remove it.")
     final = copy_step(path, target, read_back=True)
@@ -231,45 +260,57 @@ def copy(directory: Path, target: Path, step: int | None, console: Console) -> N
 def prune(
     directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console
 ) -> None:
-    """Removes whole steps but for the newest, every Nth and the best of each evaluation; without
-    `apply` only says so.
+    """Removes whole steps but for the newest, every Nth and the best of each evaluation.
 
-    Removing takes the run's lock, so that nothing is removed that a training beside it goes by.
-
-    LockedError: such a training runs.
+    Without `apply` it only says so. Removing takes the run's lock, so that nothing is removed that
+    a training beside it goes by. LockedError: such a training runs.
     """
+    if not apply:
+        going, steps = _superfluous(directory, keep, keep_every)
+        for path in going:
+            _tell_removal("would remove", path, console)
+        rest = ""
+        if going:
+            rest = " Nothing is removed without --apply."
+        console.print(f"{len(going)} of {len(steps)} whole steps would go.{rest}")
+        return
     folder, _ = open_directory(directory)
-    run = folder.parent if folder.name == "checkpoints" else folder
-    with RunLock(run) if apply else contextlib.nullcontext():
-        _prune(directory, keep, keep_every, apply, console)
-
-
-def _prune(
-    directory: Path, keep: int, keep_every: int | None, apply: bool, console: Console
-) -> None:
-    steps = [path for path in open_directory(directory)[1] if not defect(path)]
-    best = {
-        mark["step"] for mark in (read_record(steps[-1]).get("best", {}) if steps else {}).values()
-    }
-    kept = {
-        path
-        for path in steps
-        if int(path.name) in best or (keep_every and int(path.name) % keep_every == 0)
-    }
-    going = [path for path in steps[:-keep] if path not in kept]
-    if apply and going and (why := check(steps[-1])):
-        raise DamagedError(steps[-1], f"{why}, so nothing is removed")
-    for path in going:
-        console.print(
-            f"{'removes' if apply else 'would remove'} {path.name}, {size(path) / 1e6:,.1f} MB",
-            soft_wrap=True,
-        )
-        if apply:
+    run = folder
+    if folder.name == "checkpoints":
+        run = folder.parent
+    with RunLock(run):
+        going, steps = _superfluous(directory, keep, keep_every)
+        if going:
+            why = check(steps[-1])
+            if why:
+                raise DamagedError(steps[-1], f"{why}, so nothing is removed")
+        for path in going:
+            _tell_removal("removes", path, console)
             remove_step(path)
-    rest = "" if apply or not going else " Nothing is removed without --apply."
-    console.print(
-        f"{len(going)} of {len(steps)} whole steps {'are removed' if apply else 'would go'}.{rest}"
-    )
+        console.print(f"{len(going)} of {len(steps)} whole steps are removed.")
+
+
+def _tell_removal(verb: str, path: Path, console: Console) -> None:
+    console.print(f"{verb} {path.name}, {size(path) / 1e6:,.1f} MB", soft_wrap=True)
+
+
+def _superfluous(
+    directory: Path, keep: int, keep_every: int | None
+) -> tuple[list[Path], list[Path]]:
+    """The whole steps that are not to be kept, and all whole ones."""
+    _, found = open_directory(directory)
+    steps = [path for path in found if not defect(path)]
+    best = {}
+    if steps:
+        best = read_record(steps[-1]).get("best", {})
+    kept = {mark["step"] for mark in best.values()}
+    going = []
+    for path in steps[:-keep]:
+        step = int(path.name)
+        is_nth = keep_every and step % keep_every == 0
+        if step not in kept and not is_nth:
+            going.append(path)
+    return going, steps
 
 
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
@@ -283,7 +324,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         "show": "record and arrays of one step",
         "verify": "read every byte of every step; ends with 74 if one is damaged",
         "copy": "copy one step to another directory, checked on both sides",
-        "prune": "remove old steps, never the newest, nor the best of an evaluation; only says so without --apply",
+        "prune": "remove old steps, never the newest, nor the best of an evaluation; "
+        "only says so without --apply",
     }
     for verb, text in about.items():
         sub = verbs.add_parser(verb, help=text, description=text, allow_abbrev=False)
@@ -313,14 +355,14 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             sub.add_argument("--apply", action="store_true", help="remove them")
 
     def job() -> None:
-        asked, console = parser.parse_args(argv), Console(highlight=False, markup=False)
+        asked = parser.parse_args(argv)
+        console = Console(highlight=False, markup=False)
         for name, low in (("step", 0), ("keep", 1), ("keep_every", 1)):
             value = getattr(asked, name, None)
             if value is not None and value < low:
                 option = f"--{name.replace('_', '-')}"
-                raise UsageError(
-                    f"{option}={value} must be at least {low}. Use {option} {low} or more."
-                )
+                mend = f"Use {option} {low} or more"
+                raise UsageError(f"{option}={value} must be at least {low}. {mend}.")
         if asked.verb == "list":
             show_list(asked.directory, console)
         elif asked.verb == "show":

@@ -1,5 +1,7 @@
-"""The console script: `maxtrain VERB ...`. Each verb imports its job when it is called, so that
-help comes at once."""
+"""The console script: `maxtrain VERB ...`.
+
+Each verb imports its job when it is called, so that help comes at once.
+"""
 # ruff: noqa: PLC0415
 
 import difflib
@@ -13,42 +15,58 @@ from maxtrain import __version__
 
 VERBS = {
     "prepare": "text to token shards: prepare OUT --text GLOB",
-    "plan": "what a run would read, and when: plan RUN|config=NAME key=value ...; of one step: --step N",
+    "plan": "what a run would read, and when: plan RUN|config=NAME key=value ...; "
+    "of one step: --step N",
     "train": "token shards to a model: train config=NAME key=value ...",
-    "supervise": "a training that is started again when it dies: supervise -- python -m maxtrain.train ...",
+    "supervise": "a training that is started again when it dies: "
+    "supervise -- python -m maxtrain.train ...",
     "status": "how far a run has come, and where its time went: status RUN",
     "replay": "steps of a run again, bit for bit: replay RUN --steps A:B",
     "compare": "where two runs part: compare RUN RUN",
-    "probe": "a batch that fits and is worth using, and a learning rate: probe config=NAME key=value ...",
+    "probe": "a batch that fits and is worth using, and a learning rate: "
+    "probe config=NAME key=value ...",
     "checkpoint": "checkpoints listed, shown, verified, copied, pruned: checkpoint list RUN",
     "evaluate": "a model to its loss on held-out sets: evaluate RUN",
     "generate": "a model to text: generate RUN --prompt TEXT",
+    "export": "a model to files that other programs load: export RUN OUT --format hf",
 }
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {
-    verb: f"maxtrain.{verb}"
-    for verb in ("supervise", "status", "replay", "compare", "probe", "evaluate", "generate")
+    "supervise": "maxtrain.supervise",
+    "status": "maxtrain.status",
+    "replay": "maxtrain.replay",
+    "compare": "maxtrain.compare",
+    "probe": "maxtrain.probe",
+    "checkpoint": "maxtrain.checkpoints",
+    "evaluate": "maxtrain.evaluate",
+    "generate": "maxtrain.generate",
+    "export": "maxtrain.export",
 }
-JOBS["checkpoint"] = "maxtrain.checkpoints"
 # Train and probe look at the environment when they read their config.
-COMPUTING = ("supervise", "replay", "evaluate", "generate")
+COMPUTING = ("supervise", "replay", "evaluate", "generate", "export")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb with its arguments (None: those of the process); the exit code."""
-    verb, *rest = (sys.argv[1:] if argv is None else argv) or ["help"]
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        words = ["help"]
+    verb, *rest = words
     if verb == "help" and rest:
-        verb, rest = rest[0], ["--help"]
+        verb = rest[0]
+        rest = ["--help"]
     if verb == "prepare":
         from data_pipeline import prepare
 
         return prepare.main(rest)
+    # Signals may come while a config file runs, or while the import of jax takes seconds.
     if verb in ("train", "plan") and argv is None:
-        end_at_signals()  # which may come while a config file runs, or while the import of jax takes seconds
+        end_at_signals()
     if verb == "plan":
         from maxtrain.plan_options import read_options
 
-        options = read_options(rest, "maxtrain plan")  # before jax is imported
+        # Before jax is imported.
+        options = read_options(rest, "maxtrain plan")
         from maxtrain import show_plan
 
         return show_plan.main(options)
@@ -56,24 +74,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         from maxtrain.config.load import from_command_line
         from maxtrain.models.families.directory import model_of
 
-        config = from_command_line(rest, "maxtrain train", model_of)  # before jax is imported
+        # Before jax is imported.
+        config = from_command_line(rest, "maxtrain train", model_of)
         from maxtrain import train
 
         return train.main(config, ends_process=argv is None)
     if verb in COMPUTING:
         from maxtrain.config.environment import check_environment
 
-        if code := run_command(lambda: check_environment(os.environ)):
+        code = run_command(lambda: check_environment(os.environ))
+        if code:
             return code
     if verb in JOBS:
         return importlib.import_module(JOBS[verb]).main(rest, f"maxtrain {verb}")
-    if verb in ("help", "--help", "-h", "--version"):
+    if verb == "--version":
+        print(__version__)
+        return 0
+    if verb in ("help", "--help", "-h"):
         verbs = "\n".join(f"  {name:<10} {about}" for name, about in VERBS.items())
-        usage = f"usage: maxtrain VERB ...\n\n{verbs}\n\n`maxtrain VERB --help` says more."
-        print(__version__ if verb == "--version" else usage)
+        print(f"usage: maxtrain VERB ...\n\n{verbs}\n\n`maxtrain VERB --help` says more.")
         return 0
     close = difflib.get_close_matches(verb, VERBS, 1)
-    mend = f"Did you mean {close[0]}?" if close else f"Use one of {', '.join(VERBS)}."
+    mend = f"Use one of {', '.join(VERBS)}."
+    if close:
+        mend = f"Did you mean {close[0]}?"
     print(f"maxtrain: {verb!r} is not a verb. {mend}", file=sys.stderr)
     return UsageError.exit_code
 

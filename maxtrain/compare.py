@@ -22,60 +22,91 @@ from maxtrain.observe.launches import launch_differences, read_launches
 from maxtrain.observe.metrics import read_metrics, same
 
 _OF_THE_CLOCK = re.compile(r".*second.*|mfu\w*|kind|step|set")
-_MOST = 12  # names of arrays, or keys, that are shown
-_WIDEST = 1000  # columns of a table
-_SHORT = 12  # characters of a digest that are shown
+# Names of arrays, or keys, that are shown.
+_MOST = 12
+# Columns of a table.
+_WIDEST = 1000
+# Characters of a digest that are shown.
+_SHORT = 12
 
 
 class Field(NamedTuple):
     """One number of the records: how often both runs have it, and how they differ."""
 
-    name: str  # with the evaluation set in front
+    # With the evaluation set in front.
+    name: str
     compared: int
     different: int
-    first: tuple[int, Any, Any] | None  # step and both values
-    largest: float  # difference of finite numbers
+    # Step and both values.
+    first: tuple[int, Any, Any] | None
+    # Difference of finite numbers.
+    largest: float
+
+
+class _Key(NamedTuple):
+    """What a record is of. Records of training come first."""
+
+    is_other: bool
+    set_name: str
+    step: int
+    kind: str
 
 
 def compare_records(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> list[Field]:
     """The numbers that two runs have in common, of the steps that both have recorded."""
-    a, b = (
-        {(r["kind"], r.get("set", ""), r["step"]): r for r in records} for records in (ours, theirs)
-    )
+    of_ours = _by_key(ours)
+    of_theirs = _by_key(theirs)
     pairs: dict[str, list[tuple[int, Any, Any]]] = {}
-    for key in sorted(a.keys() & b.keys(), key=lambda key: (key[0] != "train", *key[1:])):
-        for name in a[key]:
-            if name in b[key] and not _OF_THE_CLOCK.fullmatch(name):
-                pairs.setdefault(f"{key[1]} {name}".strip(), []).append(
-                    (key[2], a[key][name], b[key][name])
-                )
+    for key in sorted(of_ours.keys() & of_theirs.keys()):
+        x = of_ours[key]
+        y = of_theirs[key]
+        for name in x:
+            if name in y and not _OF_THE_CLOCK.fullmatch(name):
+                field = f"{key.set_name} {name}".strip()
+                pairs.setdefault(field, []).append((key.step, x[name], y[name]))
     return [_field(name, values) for name, values in pairs.items()]
 
 
+def _by_key(records: list[dict[str, Any]]) -> dict[_Key, dict[str, Any]]:
+    found = {}
+    for record in records:
+        kind = record["kind"]
+        key = _Key(kind != "train", record.get("set", ""), record["step"], kind)
+        found[key] = record
+    return found
+
+
 def _field(name: str, values: list[tuple[int, Any, Any]]) -> Field:
-    different = [value for value in values if not same(*value[1:])]
-    numbers = [
-        abs(x - y)
-        for _, x, y in different
-        if isinstance(x, int | float) and isinstance(y, int | float)
-    ]
+    different = [(step, x, y) for step, x, y in values if not same(x, y)]
+    numbers = []
+    for _, x, y in different:
+        if isinstance(x, int | float) and isinstance(y, int | float):
+            numbers.append(abs(x - y))
     largest = max(filter(math.isfinite, numbers), default=math.nan)
-    return Field(name, len(values), len(different), different[0] if different else None, largest)
+    first = different[0] if different else None
+    return Field(name, len(values), len(different), first, largest)
 
 
 def compare_arrays(
     ours: dict[int, dict[str, str]], theirs: dict[int, dict[str, str]]
 ) -> tuple[int, int, list[str]]:
-    """The newest step that both runs have saved with digests (0: none), its number of arrays, and
-    those that differ."""
+    """Compares the newest step that both runs have saved with digests.
+
+    Returns:
+        The step (0: there is none), its number of arrays, and those that differ.
+    """
     step = max(ours.keys() & theirs.keys(), default=0)
-    x, y = ours.get(step, {}), theirs.get(step, {})
-    return step, len(x | y), [name for name in x | y if x.get(name) != y.get(name)]
+    x = ours.get(step, {})
+    y = theirs.get(step, {})
+    names = list(x | y)
+    return step, len(names), [name for name in names if x.get(name) != y.get(name)]
 
 
 def values_in_words(x: Any, y: Any) -> tuple[str, str]:
-    """Two values that differ, as short as shows it: 9 digits tell numbers of float32 apart, and
-    digests have no need of all."""
+    """Two values that differ, as short as shows it.
+
+    9 digits tell numbers of float32 apart, and digests have no need of all.
+    """
     if isinstance(x, float) and isinstance(y, float) and f"{x:.9g}" != f"{y:.9g}":
         return f"{x:.9g}", f"{y:.9g}"
     if isinstance(x, str) and isinstance(y, str) and x[:_SHORT] != y[:_SHORT]:
@@ -84,17 +115,38 @@ def values_in_words(x: Any, y: Any) -> tuple[str, str]:
 
 
 def _beginning(text: str) -> str:
-    return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."
+    if len(text) <= _SHORT:
+        return text
+    return f"{text[:_SHORT]}..."
+
+
+def _listed(names: list[str]) -> str:
+    """The first names of a list, and how many there are more."""
+    listed = ", ".join(names[:_MOST])
+    if len(names) > _MOST:
+        listed += f" and {len(names) - _MOST:,} more"
+    return listed
+
+
+def _first_step(field: Field) -> float:
+    """The step at which a number differs first; infinity: at none."""
+    if field.first is None:
+        return math.inf
+    step, _, _ = field.first
+    return step
 
 
 def table_of(fields: list[Field]) -> Table:
     """A line for each number, those that part first on top. No column is broken over lines."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("number", "different", "first at", "A", "B", "largest"):
-        table.add_column(head, justify="left" if head == "number" else "right", no_wrap=True)
-    for field in sorted(fields, key=lambda field: field.first[0] if field.first else math.inf):
+    table.add_column("number", no_wrap=True)
+    for head in ("different", "first at", "A", "B", "largest"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for field in sorted(fields, key=_first_step):
         count = f"{field.different:,} of {field.compared:,}"
-        largest = f"{field.largest:.3g}" if math.isfinite(field.largest) else "-"
+        largest = "-"
+        if math.isfinite(field.largest):
+            largest = f"{field.largest:.3g}"
         if field.first is None:
             table.add_row(Text(field.name), count, "-", "-", "-", largest)
             continue
@@ -104,87 +156,101 @@ def table_of(fields: list[Field]) -> Table:
 
 
 def compare(ours: Path, theirs: Path, console: Console) -> int:
-    """Prints what is the same in two runs and what is not; the exit code: that of DifferentError if
-    other configs made them so.
+    """Prints what is the same in two runs and what is not.
+
+    Returns:
+        The exit code: 0, or that of DifferentError if other configs made the numbers differ.
 
     Raises:
-        DifferentError: numbers of the same step differ, with the same config. DataError: no step
-            has records in both.
+        DifferentError: numbers of the same step differ, with the same config.
+        DataError: no step has records in both.
     """
     fields = compare_records(read_metrics(ours), read_metrics(theirs))
     if not fields:
         mend = "Compare two runs that have gone through the same steps, with log_interval in common"
         raise DataError(f"{ours} and {theirs} have no records of the same step. {mend}.")
     console.print(Text(f"A: {ours}\nB: {theirs}"), soft_wrap=True)
-    table = table_of(fields)
-    needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
-    console.width = max(
-        console.width, needed
-    )  # a line that is too long is the terminal's to show, a broken number nobody's
-    console.print(table)
-    step, arrays, names = compare_arrays(
-        *(saved_digests(run / "checkpoints") for run in (ours, theirs))
-    )
-    if step:
-        listed = ", ".join(names[:_MOST]) + (
-            f" and {len(names) - _MOST:,} more" if len(names) > _MOST else ""
-        )
-        words = (
-            f"{len(names):,} of {arrays:,} arrays differ: {listed}"
-            if names
-            else f"all {arrays:,} arrays are the same"
-        )
-        console.print(Text(f"checkpoints of step {step:,}: {words}"))
-    else:
-        console.print(Text("checkpoints: none of the same step, with digests, in both"))
-    launches = [read_launches(run) for run in (ours, theirs)]
-    settings: list[str] = []
-    if all(launches):
-        differences = launch_differences(launches[0][-1], launches[1][-1])
-        lines = [f"{name}: {x} and {y}" for name, (x, y) in differences.items()]
-        settings = [
-            name.removeprefix("config.") for name in differences if name.startswith("config.")
-        ]
-        text = (
-            "\n".join(["the last launches differ in", *(f"  {line}" for line in lines)])
-            if lines
-            else "launched alike"
-        )
-        console.print(Text(text), soft_wrap=True)
-    first = min((field.first[0] for field in fields if field.first), default=step if names else 0)
+    _print_wide(table_of(fields), console)
+    first_of_arrays = _print_arrays(ours, theirs, console)
+    settings = _print_launches(ours, theirs, console)
+    steps = [_first_step(field) for field in fields if field.first]
+    first = int(min(steps, default=first_of_arrays))
     if first and settings:
-        listed = ", ".join(settings[:_MOST]) + (
-            f" and {len(settings) - _MOST:,} more" if len(settings) > _MOST else ""
-        )
-        said = f"The configs differ ({listed}), so other numbers are no surprise. They are not the same from step {first:,} on."
+        why = f"The configs differ ({_listed(settings)}), so other numbers are no surprise"
+        said = f"{why}. They are not the same from step {first:,} on."
         console.print(Text(said, "yellow"), soft_wrap=True)
         return DifferentError.exit_code
     if first:
         rule = f"the numbers of {ours} and {theirs} are not the same from step {first:,} on"
-        raise DifferentError(
-            f"{rule}. Replay {first - 1:,}:{first:,} of each with `maxtrain replay` to see which one repeats."
-        )
-    console.print(
-        Text(f"The same bit for bit: {sum(field.compared for field in fields):,} numbers.", "green")
-    )
+        window = f"{first - 1:,}:{first:,}"
+        mend = f"Replay {window} of each with `maxtrain replay` to see which one repeats"
+        raise DifferentError(f"{rule}. {mend}.")
+    compared = sum(field.compared for field in fields)
+    console.print(Text(f"The same bit for bit: {compared:,} numbers.", "green"))
     return 0
 
 
+def _print_wide(table: Table, console: Console) -> None:
+    """Prints a table as wide as it needs be.
+
+    A line that is too long is the terminal's to show; a broken number would be nobody's.
+    """
+    options = console.options.update(max_width=_WIDEST)
+    needed = console.measure(table, options=options).maximum
+    console.width = max(console.width, needed)
+    console.print(table)
+
+
+def _print_arrays(ours: Path, theirs: Path, console: Console) -> int:
+    """Prints which saved arrays differ; the step that they were saved at, 0 if none differs."""
+    step, count, names = compare_arrays(
+        saved_digests(ours / "checkpoints"), saved_digests(theirs / "checkpoints")
+    )
+    if not step:
+        console.print(Text("checkpoints: none of the same step, with digests, in both"))
+        return 0
+    if not names:
+        what = f"all {count:,} arrays are the same"
+        console.print(Text(f"checkpoints of step {step:,}: {what}"))
+        return 0
+    what = f"{len(names):,} of {count:,} arrays differ: {_listed(names)}"
+    console.print(Text(f"checkpoints of step {step:,}: {what}"))
+    return step
+
+
+def _print_launches(ours: Path, theirs: Path, console: Console) -> list[str]:
+    """Prints what the last launches differ in; the keys of their configs among that."""
+    of_ours = read_launches(ours)
+    of_theirs = read_launches(theirs)
+    if not of_ours or not of_theirs:
+        return []
+    differences = launch_differences(of_ours[-1], of_theirs[-1])
+    text = "launched alike"
+    if differences:
+        lines = [f"\n  {name}: {x} and {y}" for name, (x, y) in differences.items()]
+        text = f"the last launches differ in{''.join(lines)}"
+    console.print(Text(text), soft_wrap=True)
+    return [name.removeprefix("config.") for name in differences if name.startswith("config.")]
+
+
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
-    """Runs the command; the exit code: 0 for the same, 70 for different, also where other configs
-    explain it."""
+    """Runs the command.
+
+    Returns:
+        The exit code: 0 for the same, 70 for different, also where other configs explain it.
+    """
     parser = argparse.ArgumentParser(
         program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "runs", type=Path, nargs=2, metavar="RUN", help="folder of a run, such as runs/quickstart"
     )
-
-    codes: list[int] = []
+    code = 0
 
     def job() -> None:
+        nonlocal code
         ours, theirs = parser.parse_args(argv).runs
-        codes.append(compare(ours, theirs, Console(highlight=False)))
+        code = compare(ours, theirs, Console(highlight=False))
 
     failed = run_command(job, resumes=False)
-    return failed or sum(codes)
+    return failed or code

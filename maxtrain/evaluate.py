@@ -24,10 +24,15 @@ from rich.table import Table
 from data_pipeline.config import DataConfig, EvalSetConfig
 from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
 from data_pipeline.loader import EvaluationData, open_evaluation
-from data_pipeline.tokenizer import Tokenizer, load_tokenizer
-from maxtrain.checkpoint.listing import saved_steps
+from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.schema import MeshConfig, ObserveConfig
-from maxtrain.generate import load_run, read_run_config
+from maxtrain.model_source import (
+    add_model_arguments,
+    check_model_arguments,
+    load_model,
+    read_run_config,
+    step_of,
+)
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.batches import BatchLayout
@@ -35,7 +40,6 @@ from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import next_token
-from maxtrain.weights.hf import load_pretrained
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 
@@ -184,18 +188,7 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("run", metavar="RUN", nargs="?", help="directory of a training run")
-    add(
-        "--hf",
-        metavar="DIR",
-        help="instead of RUN: a Hugging Face directory with weights and tokenizer.json",
-    )
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16"],
-        default="float32",
-        help="number format for --hf (default: %(default)s)",
-    )
+    add_model_arguments(parser)
     add(
         "--set",
         metavar="NAME=DIR",
@@ -203,7 +196,6 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         default=[],
         help="a set to read; several times for several",
     )
-    add("--step", metavar="N", type=int, help="checkpoint of RUN (default: the newest)")
     add(
         "--batches",
         metavar="N",
@@ -224,12 +216,7 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     )
     add("--json", action="store_true", help="print the numbers as JSON")
     asked = parser.parse_args(argv)
-    if (asked.run is None) == (asked.hf is None):
-        parser.error("name what is evaluated: either RUN or --hf DIR")
-    if asked.hf is not None and asked.step is not None:
-        raise UsageError(
-            f"--step {asked.step}: is a checkpoint of RUN, but --hf is what is evaluated. Leave one out."
-        )
+    check_model_arguments(parser, asked, "is evaluated")
     for option in ("batches", "batch_size", "seq_length"):
         if (value := getattr(asked, option)) is not None and value < 1:
             raise UsageError(
@@ -243,23 +230,16 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
 
     def job() -> None:
         asked = _parse(argv, program)
-        reading = (
-            _reading_of_weights(asked.hf, asked)
-            if asked.hf
-            else _reading_of_run(Path(asked.run).expanduser(), asked)
-        )
+        if asked.hf is None:
+            reading = _reading_of_run(Path(asked.run).expanduser(), asked)
+        else:
+            reading = _reading_of_weights(asked.hf, asked)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
         mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
-        if asked.hf:
-            tokenizer, (model, _) = (
-                load_tokenizer(asked.hf),
-                load_pretrained(asked.hf, asked.dtype, mesh),
-            )
-            what = asked.hf
-        else:
-            model, tokenizer = load_run(asked.run, asked.step, mesh)
-            newest = max(saved_steps(Path(asked.run).expanduser() / "checkpoints"), default=0)
-            what = f"{asked.run}, step {newest if asked.step is None else asked.step:,}"
+        model, tokenizer = load_model(asked, mesh)
+        what = asked.hf
+        if asked.hf is None:
+            what = f"{asked.run}, step {step_of(asked.run, asked.step) or 0:,}"
         results = evaluate_sets(model, mesh, tokenizer, reading)
         if asked.json:
             print(json.dumps({"model": what, "sets": results}))

@@ -27,7 +27,8 @@ from maxtrain import ATTEMPT
 
 VARIABLE = "MAXTRAIN_FAILPOINT"
 PLACES = {
-    "data": "while step STEP waits for its batch; nan (in the weight of a target) and bitflip change the batch",
+    "data": "while step STEP waits for its batch; nan (in the weight of a target) and bitflip "
+    "change the batch",
     "before_step": "before step STEP; nan and bitflip change the parameters",
     "after_step": "when step STEP is on its way; nan and bitflip change the parameters",
     "eval": "in an evaluation after step STEP",
@@ -37,7 +38,8 @@ PLACES = {
     "during_removal": "checkpoint STEP no longer counts, its files are still there",
     "during_copy": "checkpoint STEP is copied to checkpoint.copy_to but for its commit record",
     "after_copy": "the copy of checkpoint STEP counts, older ones are not removed yet",
-    "rollback": "an anomaly at step STEP is in rollbacks.json, and nothing else is done about it yet",
+    "rollback": "an anomaly at step STEP is in rollbacks.json, "
+    "and nothing else is done about it yet",
     "restore": "before the arrays of checkpoint STEP are read",
 }
 ACTIONS = ("kill", "term", "raise", "hang", "delay", "nan", "enospc", "bitflip")
@@ -53,7 +55,8 @@ class Fault:
 
     place: str
     action: str
-    seconds: float = 1.0  # of a delay
+    # Of a delay.
+    seconds: float = 1.0
     step: int | None = None
     attempt: int | None = None
     process: int | None = None
@@ -69,37 +72,41 @@ def arm() -> None:
         UsageError: the variable is not understood.
     """
     attempt = int(os.environ.get(ATTEMPT) or 1)
-    faults = [
-        _parse(word.strip()) for word in os.environ.get(VARIABLE, "").split(",") if word.strip()
-    ]
+    words = [word.strip() for word in os.environ.get(VARIABLE, "").split(",")]
+    faults = [_parse(word) for word in words if word]
     _armed[:] = [fault for fault in faults if fault.attempt in (None, attempt)]
 
 
 def hit(place: str, step: int, value: Any = None) -> Any:
-    """Passes a place; the value as it came, or with a fault in it: a tree of arrays, or the
-    directory of a checkpoint."""
+    """Passes a place.
+
+    Args:
+        value: a tree of arrays, or the directory of a checkpoint.
+
+    Returns:
+        The value as it came, or with a fault in it.
+    """
     for fault in _armed:
-        if (
-            fault.place == place
-            and fault.step in (None, step)
-            and fault.process in (None, jax.process_index())
-        ):
-            print(
-                f"{VARIABLE}: {fault.action} at {place} of step {step}", file=sys.stderr, flush=True
-            )
-            value = _act(fault, value)
+        if fault.place != place or fault.step not in (None, step):
+            continue
+        if fault.process not in (None, jax.process_index()):
+            continue
+        said = f"{VARIABLE}: {fault.action} at {place} of step {step}"
+        print(said, file=sys.stderr, flush=True)
+        value = _act(fault, value)
     return value
 
 
 def _parse(word: str) -> Fault:
-    place, action, *numbers = [*word.split(":"), ""][: max(2, word.count(":") + 1)]
-    action, _, seconds = action.partition("=")
-    known = {"PLACE": (place, PLACES), "ACTION": (action, ACTIONS)}
-    problems = [
-        f"{name} {value!r} is none of {', '.join(names)}"
-        for name, (value, names) in known.items()
-        if value not in names
-    ]
+    """UsageError: a word of the variable is not understood."""
+    place, _, rest = word.partition(":")
+    does, *numbers = rest.split(":")
+    action, _, seconds = does.partition("=")
+    problems = []
+    if place not in PLACES:
+        problems.append(f"PLACE {place!r} is none of {', '.join(PLACES)}")
+    if action not in ACTIONS:
+        problems.append(f"ACTION {action!r} is none of {', '.join(ACTIONS)}")
     if action in _CHANGES and place in PLACES and place not in _CHANGES[action]:
         problems.append(f"{action} is for {', '.join(_CHANGES[action])}")
     if len(numbers) > 3 or not all(number.isdecimal() or not number for number in numbers):
@@ -107,11 +114,13 @@ def _parse(word: str) -> Fault:
     if seconds and (action != "delay" or not seconds.replace(".", "", 1).isdecimal()):
         problems.append("only delay has a number of seconds, such as delay=0.5")
     if problems:
-        mend = f"Write PLACE:ACTION[:STEP[:ATTEMPT[:PROCESS]]], such as before_step:kill:7, or unset {VARIABLE}"
-        raise UsageError(f"{VARIABLE}={word}: {'; '.join(problems)}. {mend}.")
-    return Fault(
-        place, action, float(seconds or 1), *(int(number) if number else None for number in numbers)
-    )
+        mend = "Write PLACE:ACTION[:STEP[:ATTEMPT[:PROCESS]]], such as before_step:kill:7"
+        what = "; ".join(problems)
+        raise UsageError(f"{VARIABLE}={word}: {what}. {mend}, or unset {VARIABLE}.")
+    given = [int(number) if number else None for number in numbers]
+    missing = [None] * (3 - len(given))
+    step, attempt, process = [*given, *missing]
+    return Fault(place, action, float(seconds or 1), step, attempt, process)
 
 
 def _act(fault: Fault, value: Any) -> Any:
@@ -123,9 +132,8 @@ def _act(fault: Fault, value: Any) -> Any:
         case "raise":
             raise RuntimeError(f"{VARIABLE}: raised at {fault.place}")
         case "enospc":
-            raise OSError(
-                errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({VARIABLE} at {fault.place})"
-            )
+            what = f"{os.strerror(errno.ENOSPC)} ({VARIABLE} at {fault.place})"
+            raise OSError(errno.ENOSPC, what)
         case "delay":
             time.sleep(fault.seconds)
         case "hang":
@@ -137,27 +145,29 @@ def _act(fault: Fault, value: Any) -> Any:
         _flip_file(value)
         return value
     leaves, treedef = jax.tree.flatten(value)
-    chosen = next(
+    may_change = [
         i
-        for i, x in enumerate(leaves)
-        if fault.action == "bitflip" or jnp.issubdtype(x.dtype, jnp.floating)
-    )
-    leaves[chosen] = _changed(leaves[chosen], fault)
+        for i, leaf in enumerate(leaves)
+        if fault.action == "bitflip" or jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    first = may_change[0]
+    leaves[first] = _changed(leaves[first], fault)
     return jax.tree.unflatten(treedef, leaves)
 
 
 def _changed(array: jax.Array, fault: Fault) -> jax.Array:
-    """The array with the first number on the first device of this process changed; copies on other
-    devices are left alone.
+    """The array with the first number on the first device of this process changed.
 
-    Of a batch it is the weight of a target; a batch without targets, as of a step that is left out,
-    stays as it is.
+    Copies on other devices are left alone. Of a batch it is the weight of a target; a batch without
+    targets, as of a step that is left out, stays as it is.
     """
     parts = [shard.data for shard in array.addressable_shards]
     first = np.array(parts[0])
     if fault.action == "nan":
-        weighs = np.flatnonzero(first)[:1] if fault.place == "data" else 0
-        first.flat[weighs] = np.nan
+        if fault.place == "data":
+            first.flat[np.flatnonzero(first)[:1]] = np.nan
+        else:
+            first.flat[0] = np.nan
     else:
         first.view(np.uint8).flat[0] ^= 1
     (device,) = parts[0].devices()
@@ -167,9 +177,8 @@ def _changed(array: jax.Array, fault: Fault) -> jax.Array:
 
 def _flip_file(folder: Path) -> None:
     """Changes a bit in the middle of the largest file below a directory."""
-    path = max(
-        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
-    )
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    path = max(files, key=lambda path: path.stat().st_size)
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
         (byte,) = file.read(1)

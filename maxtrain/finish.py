@@ -161,6 +161,14 @@ def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
         f"config={folder / 'config.yaml'}",
         *wider,
     ]
+    commands["give it to other programs (transformers, vLLM, ...)"] = [
+        _program("maxtrain") or "maxtrain",
+        "export",
+        str(folder),
+        str(Path("exported") / config.run_name),
+        "--format",
+        "hf",
+    ]
     return {what: shlex.join(words) for what, words in commands.items()}
 
 

@@ -15,31 +15,24 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key
 from rich.console import Console
 from rich.text import Text
 
 from data_pipeline.errors import UsageError, run_command
-from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.config.load import load_config
-from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
+from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
+from maxtrain.config.schema import MeshConfig, ObserveConfig
+from maxtrain.model_source import add_model_arguments, check_model_arguments, load_model
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.stack import Caches, cache_columns
 from maxtrain.parallel.distributed import start
-from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import batch_shards, constrain
-from maxtrain.run_folder import require_own_config
-from maxtrain.training.state import abstract_model
-from maxtrain.weights.hf import load_pretrained
 
 _PROMPT_UNIT = (
     64  # prompts are padded to a multiple, so that a few compiled programs serve all lengths
@@ -374,68 +367,12 @@ def describe_speed(speed: Speed) -> str:
     return f"{first}; then {speed.tokens:,} tokens in {speed.seconds:.2f} s ({speed.tokens / speed.seconds:,.0f} tokens/s)"
 
 
-def read_run_config(directory: str | Path) -> RunConfig:
-    """The config that a run was last launched with; UserError: `directory` is not a run, or
-    something is wrong with it."""
-    run = Path(directory).expanduser()
-    if not (run / "config.yaml").exists():
-        known = (
-            ", ".join(str(path.parent) for path in sorted(run.parent.glob("*/config.yaml"))[:5])
-            or "runs/quickstart"
-        )
-        raise UsageError(
-            f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}."
-        )
-    require_own_config(run)
-    return load_config([f"config={run / 'config.yaml'}"])
-
-
-def load_run(
-    directory: str | Path, step: int | None = None, mesh: Mesh | None = None
-) -> tuple[Decoder, Tokenizer]:
-    """The model of a training run at a step (None: the newest checkpoint), and its tokenizer.
-
-    `mesh`: that the parameters are split over; None: all on this process's first device.
-
-    Raises:
-        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints
-            or its data.
-    """
-    config, run = read_run_config(directory), Path(directory).expanduser()
-    tokenizer = load_tokenizer(next(iter(config.data.sources.values())).path)
-    mesh = mesh or make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
-    graphdef, params = abstract_model(config.model, config.precision, mesh)
-    checkpoints = Checkpoints(run / "checkpoints", config.checkpoint)
-    try:
-        if config.optimizer.ema_decay is None:
-            params = checkpoints.restore({"params": params}, step, partial=True)[0]["params"]
-        else:
-            average = jax.tree.map(
-                lambda p: jax.ShapeDtypeStruct(p.shape, "float32", sharding=p.sharding), params
-            )
-            average = checkpoints.restore({"opt_state": {"average": average}}, step, partial=True)[
-                0
-            ]["opt_state"]["average"]
-            params = jax.tree.map(lambda x, p: x.astype(p.dtype), average, params)
-    finally:
-        checkpoints.close()
-    return nnx.merge(graphdef, params), tokenizer
-
-
 def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=prog, allow_abbrev=False, description="Continue text with a trained model."
     )
     add = parser.add_argument
-    add("run", metavar="RUN", nargs="?", help="directory of a training run")
-    add(
-        "--hf",
-        metavar="DIR",
-        help="instead of RUN: a Hugging Face directory with weights and tokenizer.json",
-    )
-    add(
-        "--dtype", choices=["float32", "bfloat16"], help="number format for --hf (default: float32)"
-    )
+    add_model_arguments(parser)
     add(
         "--prompt",
         metavar="TEXT",
@@ -478,22 +415,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         default=[],
         help="end a completion before this text",
     )
-    add("--step", metavar="N", type=int, help="checkpoint of RUN (default: the newest)")
     arguments = parser.parse_args(argv)
-    if (arguments.run is None) == (arguments.hf is None):
-        parser.error("name what generates: either RUN or --hf DIR")
-    if arguments.hf is not None and arguments.step is not None:
-        raise UsageError(
-            f"--step {arguments.step}: is a checkpoint of RUN, but --hf is what generates. Leave one out."
-        )
-    if arguments.run is not None and arguments.dtype is not None:
-        raise UsageError(
-            f"--dtype {arguments.dtype}: belongs to --hf; RUN has its own. Leave it out."
-        )
-    if arguments.step is not None and arguments.step < 0:
-        raise UsageError(
-            f"--step {arguments.step}: must be at least 0. Leave it out for the newest checkpoint."
-        )
+    check_model_arguments(parser, arguments, "generates")
     if "" in arguments.stop:
         raise UsageError(
             "--stop '': every text begins with nothing, so nothing would come. Give some text, or leave it out."
@@ -531,6 +454,13 @@ def _check_text(option: str, text: str) -> None:
         ) from error
 
 
+def _beginning(tokenizer: Tokenizer) -> list[int]:
+    """The ids that a Hugging Face tokenizer puts before every text."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.inner.encode("", add_special_tokens=True).ids
+    return []
+
+
 def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.generate") -> int:
     """Run the command `prog` with `argv` (None: the process's): completions to stdout, the rest to
     stderr; the exit code."""
@@ -538,19 +468,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.gene
     def job() -> None:
         asked = _parse(sys.argv[1:] if argv is None else argv, prog)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+        model, tokenizer = load_model(asked)
         begin = None
-        if asked.hf is None:
-            model, tokenizer = load_run(asked.run, asked.step)
-        else:
-            tokenizer, (model, _) = (
-                load_tokenizer(asked.hf),
-                load_pretrained(asked.hf, asked.dtype or "float32"),
-            )
-            begin = (
-                tokenizer.inner.encode("", add_special_tokens=True).ids
-                if isinstance(tokenizer, JsonTokenizer)
-                else []
-            )
+        if asked.hf is not None:
+            begin = _beginning(tokenizer)
         options = {
             name: getattr(asked, name)
             for name in ("stop", "max_tokens", "temperature", "top_k", "top_p", "seed")

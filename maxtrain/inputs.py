@@ -16,8 +16,8 @@ from maxtrain.config.keys import show
 
 # What of the section `data` decides which tokens are read; where they are does not.
 _DECIDES = re.compile(
-    r"data\.(sources\.[^.]+\.(weight|epochs)|stages|on_exhausted|seq_length|batch_size|packing|on_long|corruption\..*"
-    r"|attend_across_documents|restart_positions)"
+    r"data\.(sources\.[^.]+\.(weight|epochs)|stages|on_exhausted|seq_length|batch_size|packing"
+    r"|on_long|corruption\..*|attend_across_documents|restart_positions)"
 )
 
 
@@ -29,44 +29,63 @@ def open_data(
     `saved` is the record of the checkpoint to go on from: what was read before it must be what this
     config says, unless the config accepts that it was not.
     """
-    data = resume_training(
-        config.data, data_seed(config), config.steps, saved, _changes_of_data(config, saved)
-    )
-    rows = config.eval.batch_size or config.data.batch_size
-    like = dataclasses.replace(
-        config.data, seq_length=config.eval.seq_length or config.data.seq_length
-    )
-    sets = {
-        name: open_evaluation(s.path, like, s.batch_size or rows, name)
-        for name, s in config.eval.sets.items()
-    }
+    data = open_training_data(config, saved)
+    sets = _open_sets(config)
+    for name, eval_set in sets.items():
+        _require_held_out(name, eval_set, data)
     first = next(iter(config.data.sources))
     opened = {f"data.sources.{first}": data.shards[data.plan.names.index(first)]}
     for name, eval_set in sets.items():
-        held_out = {shard.sha256 for shard in eval_set.manifest.shards}
-        for source, shards in zip(data.plan.names, data.shards):
-            if seen := [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]:
-                rule = f"holds {len(seen):,} shards that data.sources.{source} trains on, such as {seen[0]}"
-                mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
-                raise ConfigError(
-                    f"eval.sets.{name}={eval_set.shards.path} {rule}: its loss would say nothing. {mend}."
-                )
-    require_one_tokenizer(
-        opened | {f"eval.sets.{name}": eval_set.shards for name, eval_set in sets.items()}
-    )
-    if config.observe.prompts:  # whose mistakes would else come out when all is trained
+        opened[f"eval.sets.{name}"] = eval_set.shards
+    require_one_tokenizer(opened)
+    # Their mistakes would else come out when all is trained.
+    if config.observe.prompts:
         require_prompts(config.observe.prompts, data.tokenizer)
     return data, sets
 
 
+def open_training_data(config: RunConfig, saved: dict[str, Any] | None) -> TrainingData:
+    """The training data of a run with its plan solved; `saved` as for `open_data`."""
+    changes = _changes_of_data(config, saved)
+    return resume_training(config.data, data_seed(config), config.steps, saved, changes)
+
+
+def _open_sets(config: RunConfig) -> dict[str, EvaluationData]:
+    """The evaluation sets by name."""
+    length = config.eval.seq_length or config.data.seq_length
+    like = dataclasses.replace(config.data, seq_length=length)
+    rows = config.eval.batch_size or config.data.batch_size
+    sets = {}
+    for name, section in config.eval.sets.items():
+        sets[name] = open_evaluation(section.path, like, section.batch_size or rows, name)
+    return sets
+
+
+def _require_held_out(name: str, eval_set: EvaluationData, data: TrainingData) -> None:
+    """ConfigError: an evaluation set holds shards that are trained on."""
+    held_out = {shard.sha256 for shard in eval_set.manifest.shards}
+    for source, shards in zip(data.plan.names, data.shards):
+        seen = [shard.path for shard in shards.manifest.shards if shard.sha256 in held_out]
+        if seen:
+            key = f"eval.sets.{name}={eval_set.shards.path}"
+            where = f"data.sources.{source} trains on, such as {seen[0]}"
+            rule = f"holds {len(seen):,} shards that {where}: its loss would say nothing"
+            mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
+            raise ConfigError(f"{key} {rule}. {mend}.")
+
+
 def data_seed(config: RunConfig) -> int:
-    """The seed of the order of rows."""
-    return config.seed if config.data.seed is None else config.data.seed
+    """The seed of the order of rows: data.seed, or the run's if that is null."""
+    if config.data.seed is None:
+        return config.seed
+    return config.data.seed
 
 
 def _changes_of_data(config: RunConfig, saved: dict[str, Any] | None) -> list[str]:
-    """Settings that decide what is read and are not those that a checkpoint was made with: both
-    values, by their keys."""
+    """Settings that decide what is read and are not those that a checkpoint was made with.
+
+    Both values, by their keys.
+    """
     try:
         before = yaml.safe_load((saved or {}).get("config", ""))
     except yaml.YAMLError:
@@ -75,44 +94,46 @@ def _changes_of_data(config: RunConfig, saved: dict[str, Any] | None) -> list[st
         return []
     now = yaml.safe_load(to_yaml(config))
     changes = []
-    was = before["data"].get("seed")
-    seed = before.get("seed") if was is None else was
-    if seed != data_seed(config):
-        changes.append(
-            f"{'seed' if config.data.seed is None else 'data.seed'} was {seed} and is {data_seed(config)}"
-        )
+    seed_before = before["data"].get("seed")
+    if seed_before is None:
+        seed_before = before.get("seed")
+    if seed_before != data_seed(config):
+        key = "seed" if config.data.seed is None else "data.seed"
+        changes.append(f"{key} was {seed_before} and is {data_seed(config)}")
+    # Stages that are fractions of the run depend on its steps.
     stages = [*(before["data"].get("stages") or ()), *now["data"]["stages"]]
-    if (
-        any(stage.get("unit") == "fraction" for stage in stages)
-        and before.get("steps") != now["steps"]
-    ):
-        changes.append(
-            f"steps was {before.get('steps')} and is {now['steps']}"
-        )  # which such stages are fractions of
+    in_fractions = any(stage.get("unit") == "fraction" for stage in stages)
+    if in_fractions and before.get("steps") != now["steps"]:
+        changes.append(f"steps was {before.get('steps')} and is {now['steps']}")
     default = yaml.safe_load(to_yaml(RunConfig()))
-    then, today = (_by_path(default["data"] | tree["data"], "data") for tree in (before, now))
-    for key, value in today.items():
-        if _DECIDES.fullmatch(key) and key in then and then[key] != value:
-            changes.append(f"{key} was {show(then[key])} and is {show(value)}")
-    gone = [name for name in before["data"].get("sources") or {} if name not in config.data.sources]
-    return [*changes, *(f"data.sources.{name} is gone" for name in gone)]
+    values_before = _by_path(default["data"] | before["data"], "data")
+    values_now = _by_path(default["data"] | now["data"], "data")
+    for key, value in values_now.items():
+        if not _DECIDES.fullmatch(key) or key not in values_before:
+            continue
+        if values_before[key] != value:
+            changes.append(f"{key} was {show(values_before[key])} and is {show(value)}")
+    for name in before["data"].get("sources") or {}:
+        if name not in config.data.sources:
+            changes.append(f"data.sources.{name} is gone")
+    return changes
 
 
 def _by_path(tree: Any, path: str) -> dict[str, Any]:
     """Plain values by their dotted path."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}
-    return {
-        key: value
-        for name, inner in tree.items()
-        for key, value in _by_path(inner, f"{path}.{name}").items()
-    }
+    found = {}
+    for name, inner in tree.items():
+        found |= _by_path(inner, f"{path}.{name}")
+    return found
 
 
 def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
-    """Raises ConfigError if one of observe.prompts has no token to go on from, or is not what the
-    tokenizer knows."""
-    begin = 0 if tokenizer.eod_id is None else 1  # the end of the document before
+    """ConfigError: one of observe.prompts has no token to go on from, or is unknown to the
+    tokenizer."""
+    # Before a prompt comes the end of another document, if the tokenizer has a token for that.
+    begin = 0 if tokenizer.eod_id is None else 1
     for i, prompt in enumerate(prompts):
         key = f"observe.prompts[{i}]={show(repr(prompt))}"
         try:
@@ -126,14 +147,14 @@ def require_prompts(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
 
 
 def with_vocabulary(config: RunConfig, vocab_size: int) -> RunConfig:
-    """The config with model.vocab_size filled in from the data; raises ConfigError if it is too
-    small for the data."""
+    """The config with model.vocab_size filled in from the data.
+
+    ConfigError: it is too small for the data.
+    """
     asked = config.model.vocab_size
     if asked is not None and asked < vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={asked} is smaller than the data's tokenizer, which has {vocab_size} entries. "
-            f"Set model.vocab_size to {vocab_size} or more, or to null."
-        )
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, vocab_size=asked or vocab_size)
-    )
+        rule = f"is smaller than the data's tokenizer, which has {vocab_size} entries"
+        mend = f"Set model.vocab_size to {vocab_size} or more, or to null"
+        raise ConfigError(f"model.vocab_size={asked} {rule}. {mend}.")
+    model = dataclasses.replace(config.model, vocab_size=asked or vocab_size)
+    return dataclasses.replace(config, model=model)

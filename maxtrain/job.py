@@ -1,8 +1,7 @@
-"""What a run is made of: its data and plan, the devices, the model, the optimizer and the step;
-nothing that changes meanwhile.
+"""What a run is made of: data and plan, devices, model, optimizer and step.
 
-Whatever goes through steps of a run, to train, to try something or to look again, begins with
-`open_job`.
+Nothing of it changes meanwhile. Whatever goes through steps of a run, to train, to try something or
+to look again, begins with `open_job`.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
-from maxtrain.config.checks import fit_warmup
+from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary
@@ -53,7 +52,8 @@ from maxtrain.weights.start import starting_params
 class Parts:
     """What trains, without the data. To be used inside `jax.set_mesh(parts.mesh)`."""
 
-    config: RunConfig  # with the mesh filled in for the devices here
+    # With the mesh filled in for the devices here.
+    config: RunConfig
     mesh: jax.sharding.Mesh
     num_steps: int
     graphdef: nnx.GraphDef
@@ -63,49 +63,58 @@ class Parts:
     abstract: TrainState
 
     def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
-        """The state before the first step: weights from elsewhere if the config says so, told of,
-        else random ones."""
+        """The state before the first step.
+
+        Its weights are from elsewhere if the config says so, and then told of; else random ones.
+        """
         config = self.config
-        seed = config.seed if config.init.seed is None else config.init.seed
-
-        def fresh() -> TrainState:
-            return create_state(
-                self.abstract,
-                config.model,
-                config.precision,
-                self.optimizer,
-                seed,
-                self.loss_scale,
-                config.init,
-            )
-
         if config.checkpoint.init_from is None:
-            state = fresh()
-            if bad := non_finite_names({"params": state.params}):
+            state = self._random_state()
+            bad = non_finite_names({"params": state.params})
+            if bad:
                 mend = "Lower init.scale or init.std"
                 raise ConfigError(
                     f"init: the initial weights are not finite, first those of {bad[0]}. {mend}."
                 )
             return state
+
+        def random_params() -> nnx.State:
+            return self._random_state().params
+
         params = starting_params(
-            self.abstract.params, config.checkpoint, config.model, lambda: fresh().params, tell
+            self.abstract.params, config.checkpoint, config.model, random_params, tell
         )
         return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
 
+    def _random_state(self) -> TrainState:
+        config = self.config
+        seed = config.init.seed
+        if seed is None:
+            seed = config.seed
+        return create_state(
+            self.abstract,
+            config.model,
+            config.precision,
+            self.optimizer,
+            seed,
+            self.loss_scale,
+            config.init,
+        )
+
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
-        """Digests of parameters and batch, to be put among the metrics of the step that made this
-        state of this batch."""
+        """Digests of parameters and batch, for the metrics of the step that made this state."""
         return {"params_hash": digests(state.params), "batch_hash": digests(batch)}
 
     def make_step(self) -> jax.stages.Wrapped:
         """The jitted step (state, batch) -> (state, metrics)."""
         config = self.config
+        rate = make_schedule(config.schedule, config.optimizer.learning_rate, self.num_steps)
         return make_train_step(
             self.abstract,
             self.graphdef,
             self.objective,
             self.optimizer,
-            make_schedule(config.schedule, config.optimizer.learning_rate, self.num_steps),
+            rate,
             config.optimizer.accumulation,
             seed=config.seed,
             accumulate=config.precision.accumulate,
@@ -120,11 +129,14 @@ class Parts:
 class Job(Parts):
     """The parts of a run."""
 
-    asked: RunConfig  # with the vocabulary of the data and a warm-up that fits the plan; fits other machines, too
+    # With the vocabulary of the data and a warm-up that fits the plan; fits other machines, too.
+    asked: RunConfig
     data: TrainingData
     sets: dict[str, EvaluationData]
-    kept: dict[str, Any] = dataclasses.field(default_factory=dict)  # see config/older.py
-    notes: tuple[str, ...] = ()  # what to tell of the config, a line each
+    # See config/older.py.
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # What to tell of the config, a line each.
+    notes: tuple[str, ...] = ()
 
     @functools.cached_property
     def layouts(self) -> dict[tuple[int, int], BatchLayout]:
@@ -134,7 +146,8 @@ class Job(Parts):
 
     def layout(self, step: int) -> BatchLayout:
         """How the batch of a step lies on the mesh."""
-        return self.layouts[self.data.plan.span(step)[3:]]
+        span = self.data.plan.span(step)
+        return self.layouts[span.batch_size, span.seq_length]
 
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()
@@ -148,26 +161,26 @@ class Job(Parts):
         """
 
         def place(batch: HostBatch) -> tuple[Batch, HostBatch]:
-            mask = batch.arrays["loss_mask"]
-            arrays = batch.arrays | (
-                {"loss_mask": np.zeros_like(mask)} if batch.step in left_out else {}
-            )
+            arrays = batch.arrays
+            if batch.step in left_out:
+                arrays = arrays | {"loss_mask": np.zeros_like(arrays["loss_mask"])}
             return self.layout(batch.step).to_global(arrays), batch._replace(arrays={})
 
-        stop = self.data.plan.num_steps if stop is None else stop
-        host = self.data.iterate(
-            start, {shape: layout.part for shape, layout in self.layouts.items()}, stop
-        )
+        if stop is None:
+            stop = self.data.plan.num_steps
+        parts = {shape: layout.part for shape, layout in self.layouts.items()}
+        host = self.data.iterate(start, parts, stop)
         if jax.process_count() > 1:
             host = carry_errors(host, range(start, stop), lambda step: self.layout(step).part)
         return prefetch(map(place, host), self.config.data.prefetch)
 
 
 def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool = False) -> Job:
-    """Opens the data, then starts the devices; `saved` is the record of the checkpoint to go on
-    from, if there is one.
+    """Opens the data, then starts the devices.
 
-    `as_launched`: the config is that of a launch on record, which is as it is.
+    Args:
+        saved: the record of the checkpoint to go on from, if there is one.
+        as_launched: the config is that of a launch on record, which is as it is.
 
     Raises:
         UserError: data, config and devices do not fit together.
@@ -175,26 +188,25 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool 
     kept = kept_settings(saved)
     data, sets = open_data(config, saved)
     asked = with_vocabulary(config, data.vocab_size)
-    notes = []
+    num_steps = data.plan.num_steps
+    notes: list[str] = []
     if not as_launched:
-        asked, note = with_kept(asked, kept)
-        notes += [note] if note else []
-        asked, note = _with_warmup_of_plan(asked, data.plan.num_steps, kept)
-        notes += [note] if note else []
-    had = distributed.start(
-        config.mesh,
-        config.observe.compilation_cache,
-        config.determinism == "full",
-        lambda had, count: fit_to_fewer(asked, had, count, usual_devices(config)) is not None,
-    )
-    if (count := jax.process_count()) < had:  # no device gets more rows at a time than it had
+        asked, of_kept = with_kept(asked, kept)
+        asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
+        notes = [note for note in (of_kept, of_warmup) if note]
+    asked_for = asked
+
+    def suffices(had: int, count: int) -> bool:
+        return fit_to_fewer(asked_for, had, count, usual_devices(config)) is not None
+
+    cache = config.observe.compilation_cache
+    had = distributed.start(config.mesh, cache, config.determinism == "full", suffices)
+    count = jax.process_count()
+    # No device gets more rows at a time than it had.
+    if count < had:
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
-    parts = make_parts(
-        fit_to_devices(asked, jax.device_count()),
-        jax.devices(),
-        data.plan.num_steps,
-        len(data.plan.names),
-    )
+    fitted = fit_to_devices(asked, jax.device_count())
+    parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
 
 
@@ -212,25 +224,23 @@ def _with_warmup_of_plan(
     fitted = fit_warmup(config, num_steps)
     if fitted is config:
         return config, ""
+    now = fitted.schedule.warmup_steps
     rule = f"schedule.warmup_steps={was} does not fit into the plan of {num_steps:,} steps"
-    return (
-        fitted,
-        f"warm-up: {rule} and is {fitted.schedule.warmup_steps}. Set schedule.warmup_steps for another.",
-    )
+    return fitted, f"warm-up: {rule} and is {now}. Set schedule.warmup_steps for another."
 
 
 def make_parts(
     config: RunConfig, devices: Sequence[Any], num_steps: int, num_sources: int
 ) -> Parts:
-    """What trains on these devices, which may be descriptions of some that are elsewhere, as
-    shapes: nothing is computed.
+    """What trains on these devices, as shapes: nothing is computed.
 
-    The config fits the devices and knows its vocabulary. ConfigError: a dim that the mesh does not
-    divide.
+    The devices may be descriptions of some that are elsewhere. The config fits the devices and
+    knows its vocabulary. ConfigError: a dim that the mesh does not divide.
     """
     require_platform(config.model.attention, devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
-    num_sources = num_sources if config.loss.by_source else 0
+    if not config.loss.by_source:
+        num_sources = 0
     objective = next_token(
         config.loss, config.optimizer.normalize, num_sources, config.regularization
     )
@@ -239,7 +249,9 @@ def make_parts(
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
-        rule = "sgd" if config.optimizer.name in ("sgd", "momentum", "nesterov") else "adam"
+        rule = "adam"
+        if config.optimizer.name in ("sgd", "momentum", "nesterov"):
+            rule = "sgd"
         factors = learning_rate_factors(params, config.init, config.model, rule)
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, params, factors)
         abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
@@ -247,19 +259,19 @@ def make_parts(
 
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
-    """What all processes must have in common before the first step; where a host keeps the data is
-    its own affair."""
+    """What all processes must have in common before the first step.
+
+    Where a host keeps the data is its own affair.
+    """
     mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
     own = re.compile(rf"observe\..*|{mesh}|.*\.path|data\.cache(_bytes)?")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
-    fields |= {f"eval.sets.{name}": eval_set.manifest.uid for name, eval_set in job.sets.items()}
-    versions = {
-        name: importlib.metadata.version(name)
-        for name in ("maxtrain", "jax", "jaxlib", "numpy", "grain")
-    }
-    step = f"step {saved['step']}" if saved else "none"
-    return (
-        fields
-        | versions
-        | {"data": job.data.fingerprint_at(job.data.plan.num_steps), "checkpoint": step}
-    )
+    for name, eval_set in job.sets.items():
+        fields[f"eval.sets.{name}"] = eval_set.manifest.uid
+    for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
+        fields[package] = importlib.metadata.version(package)
+    fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
+    fields["checkpoint"] = "none"
+    if saved:
+        fields["checkpoint"] = f"step {saved['step']}"
+    return fields

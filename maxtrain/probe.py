@@ -52,51 +52,60 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, judge
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
-from maxtrain.parallel.memory import compile_for_bytes, largest, memory_limit, size
+from maxtrain.parallel.memory import (
+    bytes_on_device,
+    compile_for_bytes,
+    largest,
+    memory_limit,
+    size,
+)
 
-_SECONDS_OF_A_TRY = 1.0  # in which steps are made to measure their speed
-_SLOWEST_STEP = 10.0  # seconds; no larger batch is tried then
-_MOST_TOKENS = 1 << 26  # in a step: more than anybody trains with
+# In which steps are made to measure their speed.
+_SECONDS_OF_A_TRY = 1.0
+# In seconds: no larger batch is tried then.
+_SLOWEST_STEP = 10.0
+# In a step: more than anybody trains with.
+_MOST_TOKENS = 1 << 26
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class StepMemory:
-    """The bytes that the training step of a config needs on each of some devices, for batches of
-    different shapes."""
+    """The bytes that a training step needs on each device, for batches of different shapes."""
 
     def __init__(self, config: RunConfig, devices: Sequence[Any]):
-        self.config, self.devices = config, devices
-        data = dataclasses.replace(
-            config.data, stages=(), batch_size=len(devices) * config.optimizer.accumulation
-        )
-        bare = dataclasses.replace(
-            config, data=data, eval=dataclasses.replace(config.eval, sets={}, batch_size=None)
-        )
-        random = dataclasses.replace(
-            config.checkpoint, init_from=None, init_partial=()
-        )  # speed is the same
-        bare = dataclasses.replace(bare, checkpoint=random)
-        fitted = fit_to_devices(bare, len(devices))  # any mesh divides that batch
+        self.config = config
+        self.devices = devices
+        # A batch that any mesh divides.
+        rows = len(devices) * config.optimizer.accumulation
+        data = dataclasses.replace(config.data, stages=(), batch_size=rows)
+        evaluation = dataclasses.replace(config.eval, sets={}, batch_size=None)
+        # Random weights are as fast as others.
+        random = dataclasses.replace(config.checkpoint, init_from=None, init_partial=())
+        bare = dataclasses.replace(config, data=data, eval=evaluation, checkpoint=random)
+        fitted = fit_to_devices(bare, len(devices))
         self.parts = make_parts(fitted, devices, 1 << 20, len(config.data.sources))
         self.step = self.parts.make_step()
 
     @property
     def unit(self) -> int:
-        """The rows of a batch are a multiple of this: of the parts that rows are split into, times
-        accumulation."""
+        """The rows of a batch are a multiple of this.
+
+        It is the number of parts that rows are split into, times accumulation.
+        """
         mesh = self.parts.config.mesh
         return mesh.data * mesh.fsdp * self.config.optimizer.accumulation
 
     def bytes(self, rows: int, length: int) -> int | None:
-        """What a step needs, and the batches that wait for it; None: more than the compiler
-        allows."""
+        """What a step needs, and the batches that wait for it.
+
+        None: more than the compiler allows.
+        """
         batch = abstract_batch(self.parts.mesh, rows, length)
         with jax.set_mesh(self.parts.mesh):
             needed = compile_for_bytes(self.step.lower(self.parts.abstract, batch))
-        share = sum(
-            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in batch.values()
-        )
-        return None if needed is None else needed + self.config.data.prefetch * share
+        if needed is None:
+            return None
+        return needed + self.config.data.prefetch * bytes_on_device(batch)
 
 
 def measured_speeds(
@@ -105,8 +114,8 @@ def measured_speeds(
     length: int,
     show: Callable[[int, float], None] = lambda rows, speed: None,
 ) -> dict[int, float]:
-    """Tokens per second of batches of twice as many rows each time, up to `most`, while that makes
-    them faster.
+    """Tokens per second of batches, by rows: twice as many each time, up to `most`, while that
+    makes them faster.
 
     `show` gets rows and speed of each.
     """
@@ -118,7 +127,8 @@ def measured_speeds(
             batch = _made_up_batch(memory, rows, length)
             compiled = memory.step.lower(state, batch).compile()
             state, _ = jax.block_until_ready(compiled(state, batch))
-            begin, steps = time.perf_counter(), 0
+            begin = time.perf_counter()
+            steps = 0
             while steps < 2 or (time.perf_counter() - begin < _SECONDS_OF_A_TRY and steps < 50):
                 state, _ = jax.block_until_ready(compiled(state, batch))
                 steps += 1
@@ -133,8 +143,10 @@ def measured_speeds(
 
 
 def _made_up_batch(memory: StepMemory, rows: int, length: int) -> dict[str, jax.Array]:
-    """A batch of one document a row, whose every token is a target: speed does not depend on what
-    they say."""
+    """A batch of one document a row, whose every token is a target.
+
+    Speed does not depend on what they say.
+    """
     size = memory.parts.config.model.vocab_size
     assert size is not None
     numbers = np.broadcast_to(np.arange(length), (rows, length)) % size
@@ -146,27 +158,25 @@ def _made_up_batch(memory: StepMemory, rows: int, length: int) -> dict[str, jax.
         "positions": np.arange(length),
     }
     shapes = abstract_batch(memory.parts.mesh, rows, length)
-    return {
-        name: jax.device_put(
-            np.broadcast_to(np.asarray(values.get(name, 0), x.dtype), x.shape), x.sharding
-        )
-        for name, x in shapes.items()
-    }
+    batch = {}
+    for name, shape in shapes.items():
+        value = np.asarray(values.get(name, 0), shape.dtype)
+        batch[name] = jax.device_put(np.broadcast_to(value, shape.shape), shape.sharding)
+    return batch
 
 
 def data_of(config: RunConfig) -> Data:
     """What the sources of a config hold. UserError: they are not here, or can't be planned."""
-    data, _ = open_data(
-        dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets={})), None
-    )
-    sources = zip(data.plan.names, data.plan.sources)
-    one_pass = sum(
-        source.num_tokens * min(1.0, config.data.sources[name].epochs or 1.0)
-        for name, source in sources
-    )
+    without_sets = dataclasses.replace(config, eval=dataclasses.replace(config.eval, sets={}))
+    data, _ = open_data(without_sets, None)
+    one_pass = 0.0
+    for name, source in zip(data.plan.names, data.plan.sources):
+        epochs = config.data.sources[name].epochs or 1.0
+        one_pass += source.num_tokens * min(1.0, epochs)
     try:
         plan = open_training(config.data, data_seed(config), "auto").plan
-    except ConfigError:  # no source ends
+    # No source ends.
+    except ConfigError:
         return Data(None, one_pass)
     return Data(float(plan.tokens_at(plan.num_steps)), one_pass)
 
@@ -174,10 +184,10 @@ def data_of(config: RunConfig) -> Data:
 def probe_batch(
     memory: StepMemory, limit: int, length: int, show: Callable[[list[Try], int], None]
 ) -> list[Try]:
-    """Tries batch sizes; the largest that fits is the one to use, to the row below 100 times
-    `unit`, and to 1 % above.
+    """Tries batch sizes; the largest that fits is the one to use.
 
-    `show` gets the tries so far, and the rows tried now or 0.
+    It is found to the row below 100 times `unit`, and to 1 % above. `show` gets the tries so far,
+    and the rows tried now or 0.
 
     Raises:
         ConfigError: the smallest batch does not fit.
@@ -193,8 +203,13 @@ def probe_batch(
         return needed
 
     if not largest(measure, limit, max(1, _MOST_TOKENS // (memory.unit * length)), within=0.01):
-        needed = "more" if tries[0].num_bytes is None else size(tries[0].num_bytes)
-        rule = f"is the smallest batch that mesh and accumulation divide, but a step needs {needed} of {size(limit)} a device"
+        needed = "more"
+        if tries[0].num_bytes is not None:
+            needed = size(tries[0].num_bytes)
+        rule = (
+            "is the smallest batch that mesh and accumulation divide, "
+            f"but a step needs {needed} of {size(limit)} a device"
+        )
         mend = "Set model.remat=full, a higher mesh.fsdp or mesh.tensor, or a lower data.seq_length"
         raise ConfigError(f"data.batch_size={memory.unit} {rule}. {mend}.")
     show(tries, 0)
@@ -207,11 +222,10 @@ def fitting_tokens(
     multiple: int = 128,
     show: Callable[[int], None] = lambda tokens: None,
 ) -> int:
-    """The most tokens in one row of each device that fit: the max_tokens of
-    data_pipeline.balance.pack.
+    """The most tokens in one row of each device that fit.
 
-    A multiple of `multiple`, at most model.max_length; `show` gets those tried now. ConfigError:
-    not even `multiple` fit.
+    That is the max_tokens of data_pipeline.balance.pack: a multiple of `multiple`, at most
+    model.max_length. `show` gets those tried now. ConfigError: not even `multiple` fit.
     """
     multiple = min(multiple, memory.config.model.max_length)
 
@@ -219,17 +233,18 @@ def fitting_tokens(
         show(n * multiple)
         return memory.bytes(memory.unit, n * multiple)
 
-    if found := largest(measure, limit, memory.config.model.max_length // multiple):
+    found = largest(measure, limit, memory.config.model.max_length // multiple)
+    if found:
         return found * multiple
+    rule = f"not even {multiple} tokens in a row of each device fit into {size(limit)}"
     mend = "Set model.remat=full, or a higher mesh.fsdp or mesh.tensor"
-    raise ConfigError(
-        f"max_tokens=auto: not even {multiple} tokens in a row of each device fit into {size(limit)}. {mend}."
-    )
+    raise ConfigError(f"max_tokens=auto: {rule}. {mend}.")
 
 
 def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) -> RangeTest:
-    """A run from fresh weights over the first batches, whose learning rate grows exponentially from
-    `low` to `high`.
+    """A run from fresh weights over the first batches, whose learning rate grows.
+
+    It grows exponentially from `low` to `high`.
 
     Raises:
         UserError: the loss never fell, or was not finite from the start; data and config do not fit
@@ -237,17 +252,20 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
     """
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
-    growth = ScheduleConfig(
-        "pieces", 0, pieces=(PieceConfig("exponential", start=low / high, end=1.0),)
-    )
+    piece = PieceConfig("exponential", start=low / high, end=1.0)
+    growth = ScheduleConfig("pieces", 0, pieces=(piece,))
     # Nothing may keep weights or rate as they are: that the loss goes up is what is looked for.
     blind = AnomalyConfig(loss_spike="off", grad_spike="off", dead="off", diverging="off")
     asked = dataclasses.replace(config, optimizer=optimizer, schedule=growth, anomaly=blind)
     asked = with_vocabulary(asked, data.vocab_size)
-    steps, devices = min(steps, data.plan.num_steps), jax.devices()
-    parts = make_parts(fit_to_devices(asked, len(devices)), devices, steps, len(data.plan.names))
+    steps = min(steps, data.plan.num_steps)
+    devices = jax.devices()
+    fitted = fit_to_devices(asked, len(devices))
+    parts = make_parts(fitted, devices, steps, len(data.plan.names))
     job = Job(**vars(parts), asked=asked, data=data, sets={})
-    rates, losses, step = [], [], job.make_step()
+    step = job.make_step()
+    rates: list[float] = []
+    losses: list[float] = []
     with jax.set_mesh(job.mesh), Progress(config.observe.progress, steps) as progress:
         progress.phase("compiling the step")
         state = job.initial_state()
@@ -257,23 +275,27 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
             losses.append(float(metrics["loss"]))
             if diverged(losses):
                 break
-            progress.update(len(losses), {"loss": losses[-1]} if len(losses) % 10 == 0 else None)
+            told = None
+            if len(losses) % 10 == 0:
+                told = {"loss": losses[-1]}
+            progress.update(len(losses), told)
     finite = np.isfinite(losses).nonzero()[0]
     if len(finite) < 8:
         mend = "Set --low to a tenth of it, or look at the data"
-        raise DivergedError(
-            f"the loss was finite for {len(finite)} steps only, from learning rate {low:.3g} on. {mend}."
-        )
-    return judge(
-        np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]]
-    )  # a loss is that of the updates before it
+        rule = f"the loss was finite for {len(finite)} steps only, from learning rate {low:.3g} on"
+        raise DivergedError(f"{rule}. {mend}.")
+    # A loss is that of the updates before it.
+    return judge(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])
 
 
 def described_devices(topology: str) -> Sequence[Any]:
     """The devices of a TPU topology such as v5e:2x4, to compile for; needs libtpu, but no TPU.
-    UsageError: no such thing."""
+
+    UsageError: there is no such topology.
+    """
     load_package("libtpu", "tpu", f"--topology {topology}")
-    from jax.experimental import topologies  # noqa: PLC0415 - its import starts nothing, but takes its time
+    # Its import starts nothing, but takes its time.
+    from jax.experimental import topologies  # noqa: PLC0415
 
     # It looks for the TPU of this machine, and complains: any answer will do, as the topology is
     # given.
@@ -281,135 +303,166 @@ def described_devices(topology: str) -> Sequence[Any]:
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_MIN_LOG_LEVEL": "3",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-    quiet |= {"TPU_MIN_LOG_LEVEL": "3", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    os.environ.update(quiet | {name: os.environ[name] for name in quiet if name in os.environ})
-    jax.config.update(
-        "jax_enable_compilation_cache", False
-    )  # what is compiled for devices elsewhere can't be read here
+    for name, value in quiet.items():
+        os.environ.setdefault(name, value)
+    # What is compiled for devices elsewhere can't be read here.
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except Exception as error:  # jax passes on whatever the plugin raises
+    # jax passes on whatever the plugin raises.
+    except Exception as error:
+        what = str(error).splitlines()[0][:200]
         mend = "Write KIND:CHIPS, for example v5e:2x4, v5p:2x2x1 or v6e:4x4"
-        raise UsageError(
-            f"--topology {topology}: libtpu knows no such: {str(error).splitlines()[0][:200]}. {mend}."
-        ) from error
+        raise UsageError(f"--topology {topology}: libtpu knows no such: {what}. {mend}.") from error
 
 
 def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """What the command does; `arguments` are those of the config, to be printed with what was
-    found."""
-    console, found, record = Console(highlight=False), {}, {}
-    what = asked.what or ("batch" if asked.topology else "both")
-    tries, test, limit, length = [], None, 0, 0
-    devices = described_devices(asked.topology) if asked.topology else None
-    start = (
-        dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None)
-        if devices
-        else config.mesh
-    )
-    distributed.start(start, config.observe.compilation_cache, config.determinism == "full")
+    """What the command does.
+
+    Args:
+        arguments: those of the config, to be printed with what was found.
+    """
+    console = Console(highlight=False)
+    what = asked.what
+    if what is None:
+        what = "batch" if asked.topology else "both"
+    devices = None
+    mesh = config.mesh
+    if asked.topology:
+        devices = described_devices(asked.topology)
+        mesh = dataclasses.replace(config.mesh, platform="cpu", simulated_devices=None)
+    distributed.start(mesh, config.observe.compilation_cache, config.determinism == "full")
     if jax.process_count() > 1:
         raise UsageError(
-            "probe runs in one process, on one machine. Start it once, with --topology for devices elsewhere."
+            "probe runs in one process, on one machine. "
+            "Start it once, with --topology for devices elsewhere."
         )
+    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
+    tries: list[Try] = []
+    test = None
+    limit = 0
+    length = 0
     if what != "learning_rate":
         if config.model.vocab_size is None:
-            config = with_vocabulary(config, open_data(config, None)[0].vocab_size)
+            data, _ = open_data(config, None)
+            config = with_vocabulary(config, data.vocab_size)
         memory = StepMemory(config, devices or jax.devices())
         limit = asked.memory or memory_limit(memory.devices[0], described=bool(devices))
-        length = max(
-            [config.data.seq_length, *(s.seq_length for s in config.data.stages if s.seq_length)]
-        )
-        name = f"{len(memory.devices)} x {memory.devices[0].device_kind}"
         if what == "max_tokens":
-            console.print(
-                Text(
-                    f"max_tokens: {name}, {size(limit)} each; one row on each, at most model.max_length"
-                )
-            )
-            tokens = fitting_tokens(
-                memory, limit, show=lambda n: console.print(f"compiling {n:,} tokens")
-            )
-            console.print(f"  pack(lengths, max_tokens={tokens})", style="cyan")
+            _print_max_tokens(memory, limit, console)
             return
-        console.print(
-            Text(
-                f"batch: {name}, {size(limit)} each; rows of {length:,} tokens, multiples of {memory.unit:,}"
-            )
+        of_stages = [stage.seq_length for stage in config.data.stages if stage.seq_length]
+        length = max([config.data.seq_length, *of_stages])
+        tries, record["batch"] = _look_for_batch(
+            config, memory, limit, length, measure=devices is None, console=console
         )
-        with (
-            Live(console=console, transient=True)
-            if console.is_terminal
-            else contextlib.nullcontext() as live
-        ):
-
-            def show(tries: list[Try], pending: int) -> None:
-                if live:
-                    live.update(table(tries, limit, length, pending))
-                    return
-                if tries:
-                    console.print(f"{tries[-1].rows:,} rows: {tries[-1].words(limit)[0]}")
-                if pending:
-                    console.print(f"compiling {pending:,} rows")
-
-            tries = probe_batch(memory, limit, length, show)
-        console.print(table(tries, limit, length))
-        most = max(t.rows for t in tries if t.fits)
-        advice, speeds = _advise(
-            config, memory, most, length, measure=devices is None, console=console
-        )
-        found["data.batch_size"] = advice.rows
-        record["batch"] = {
-            "devices": name,
-            "limit_bytes": limit,
-            "seq_length": length,
-            "unit": memory.unit,
-        }
-        record["batch"] |= {
-            "batch_size": advice.rows,
-            "why": advice.why,
-            "largest": most,
-            "tokens_per_second": speeds,
-        }
-        record["batch"]["tries"] = [t._asdict() for t in tries]
+        found["data.batch_size"] = record["batch"]["batch_size"]
     if what != "batch":
         of = f"{config.data.batch_size:,} rows a step, as data.batch_size says"
-        console.print(
-            Text(
-                f"learning rate: {asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps, {of}"
-            )
-        )
+        rates = f"{asked.low:.3g} to {asked.high:.3g} in {asked.steps:,} steps"
+        console.print(Text(f"learning rate: {rates}, {of}"))
         test = probe_learning_rate(config, asked.low, asked.high, asked.steps)
         found["optimizer.learning_rate"] = float(f"{test.suggestion:.2g}")
-        record["learning_rate"] = {
-            k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in test._asdict().items()
-        }
+        record["learning_rate"] = _plain(test._asdict())
         record["learning_rate"]["batch_size"] = config.data.batch_size
     folder = Path(config.output_dir, config.run_name)
     folder.mkdir(parents=True, exist_ok=True)
-    draw(folder / "probe.png", config.run_name, tries, limit, length, test)
-    write_atomic(
-        folder / "probe.json", json.dumps(record | {"overrides": found}, indent=1).encode()
-    )
-    console.print(
-        Text(f"picture: {folder / 'probe.png'}   record: {folder / 'probe.json'}", "dim"),
-        soft_wrap=True,
-    )
+    picture = folder / "probe.png"
+    draw(picture, config.run_name, tries, limit, length, test)
+    written = folder / "probe.json"
+    record["overrides"] = found
+    write_atomic(written, json.dumps(record, indent=1).encode())
+    console.print(Text(f"picture: {picture}   record: {written}", "dim"), soft_wrap=True)
     rows = config.data.batch_size
-    if test is not None and found.get("data.batch_size", rows) != rows:
-        mend = f"Add data.batch_size={found['data.batch_size']} --what learning_rate to look for that of the recommended batch."
-        console.print(
-            Text(f"The rate is for {rows:,} rows a step. {mend}", "yellow"), soft_wrap=True
-        )
-    kept = [a for a in arguments if a.partition("=")[0] not in found]
-    command = ["maxtrain", "train", *kept, *(f"{key}={value}" for key, value in found.items())]
-    console.print(
-        Text.assemble(
-            ("to train with what was found:\n", "dim"), (f"  {shlex.join(command)}", "cyan")
-        ),
-        soft_wrap=True,
-    )
+    recommended = found.get("data.batch_size", rows)
+    if test is not None and recommended != rows:
+        options = f"data.batch_size={recommended} --what learning_rate"
+        mend = f"Add {options} to look for that of the recommended batch."
+        said = Text(f"The rate is for {rows:,} rows a step. {mend}", "yellow")
+        console.print(said, soft_wrap=True)
+    _print_command(arguments, found, console)
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    """Arrays as lists, for JSON."""
+    plain = {}
+    for name, value in fields.items():
+        plain[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    return plain
+
+
+def _print_command(arguments: Sequence[str], found: dict[str, Any], console: Console) -> None:
+    """The training with what was found."""
+    kept = [word for word in arguments if word.partition("=")[0] not in found]
+    settings = [f"{key}={value}" for key, value in found.items()]
+    command = shlex.join(["maxtrain", "train", *kept, *settings])
+    text = Text.assemble(("to train with what was found:\n", "dim"), (f"  {command}", "cyan"))
+    console.print(text, soft_wrap=True)
+
+
+def _name(memory: StepMemory) -> str:
+    return f"{len(memory.devices)} x {memory.devices[0].device_kind}"
+
+
+def _print_max_tokens(memory: StepMemory, limit: int, console: Console) -> None:
+    """Finds the max_tokens of pack, and prints it."""
+    rule = "one row on each, at most model.max_length"
+    console.print(Text(f"max_tokens: {_name(memory)}, {size(limit)} each; {rule}"))
+
+    def show(tokens: int) -> None:
+        console.print(f"compiling {tokens:,} tokens")
+
+    tokens = fitting_tokens(memory, limit, show=show)
+    console.print(f"  pack(lengths, max_tokens={tokens})", style="cyan")
+
+
+def _look_for_batch(
+    config: RunConfig,
+    memory: StepMemory,
+    limit: int,
+    length: int,
+    *,
+    measure: bool,
+    console: Console,
+) -> tuple[list[Try], dict[str, Any]]:
+    """Finds the batch to use, and prints how; the batches tried, and the record of it."""
+    rows = f"rows of {length:,} tokens, multiples of {memory.unit:,}"
+    console.print(Text(f"batch: {_name(memory)}, {size(limit)} each; {rows}"))
+    with contextlib.ExitStack() as shown:
+        live = None
+        if console.is_terminal:
+            live = shown.enter_context(Live(console=console, transient=True))
+
+        def show(tries: list[Try], pending: int) -> None:
+            if live:
+                live.update(table(tries, limit, length, pending))
+                return
+            if tries:
+                fits, *_ = tries[-1].words(limit)
+                console.print(f"{tries[-1].rows:,} rows: {fits}")
+            if pending:
+                console.print(f"compiling {pending:,} rows")
+
+        tries = probe_batch(memory, limit, length, show)
+    console.print(table(tries, limit, length))
+    most = max(one.rows for one in tries if one.fits)
+    advice, speeds = _advise(config, memory, most, length, measure=measure, console=console)
+    record = {
+        "devices": _name(memory),
+        "limit_bytes": limit,
+        "seq_length": length,
+        "unit": memory.unit,
+        "batch_size": advice.rows,
+        "why": advice.why,
+        "largest": most,
+        "tokens_per_second": speeds,
+        "tries": [one._asdict() for one in tries],
+    }
+    return tries, record
 
 
 def _advise(
@@ -421,92 +474,90 @@ def _advise(
     measure: bool,
     console: Console,
 ) -> tuple[Advice, dict[int, float]]:
-    """The batch to use of those that fit, told with the reason; and the speeds that were measured,
-    if they were."""
+    """The batch to use of those that fit, told with the reason; and the speeds, if measured."""
+    data = None
     try:
         data = data_of(config)
     except (ConfigError, DataError, StorageError) as error:
-        data = None
-        console.print(
-            Text(
-                f"not held against the size of the data, which is not here: {error}".splitlines()[
-                    0
-                ],
-                "yellow",
-            )
-        )
-    steps = None if config.steps == "auto" else config.steps
+        said = f"not held against the size of the data, which is not here: {error}"
+        console.print(Text(said.splitlines()[0], "yellow"))
+    steps = None
+    if config.steps != "auto":
+        steps = config.steps
     advice = fitting_data(most, memory.unit, length, data, steps, config.data.batch_size)
     speeds: dict[int, float] = {}
+
+    def show(rows: int, speed: float) -> None:
+        console.print(f"  {rows:,} rows: {human.count(speed)} tokens/s", style="dim")
+
     if measure:
-        speeds = measured_speeds(
-            memory,
-            advice.rows,
-            length,
-            lambda rows, speed: console.print(
-                f"  {rows:,} rows: {human.count(speed)} tokens/s", style="dim"
-            ),
-        )
+        speeds = measured_speeds(memory, advice.rows, length, show)
         advice = fast_enough(advice, config.data.batch_size, speeds)
-    because = f" ({advice.why})" if advice.why else ""
     tokens = human.count(advice.rows * length)
-    what = f"largest that fits: {most:,} rows; recommended: {advice.rows:,} rows, {tokens} tokens a step{because}"
-    console.print(Text(what), soft_wrap=True)
+    recommended = f"recommended: {advice.rows:,} rows, {tokens} tokens a step"
+    if advice.why:
+        recommended += f" ({advice.why})"
+    console.print(Text(f"largest that fits: {most:,} rows; {recommended}"), soft_wrap=True)
     return advice, speeds
 
 
 def _bytes(text: str) -> int:
-    if (
-        not (parts := re.fullmatch(r"([\d.]+(?:e\d+)?) ?([KMG]?)(i?B)?", text, re.IGNORECASE))
-        or not (number := float(parts[1])) > 0
-    ):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of bytes. Write for example 16e9, 16000000000 or 15.5GiB"
-        )
-    return int(number * _UNITS[parts[2].upper()])
+    parts = re.fullmatch(r"([\d.]+(?:e\d+)?) ?([KMG]?)(i?B)?", text, re.IGNORECASE)
+    if parts:
+        number = float(parts[1])
+        if number > 0:
+            return int(number * _UNITS[parts[2].upper()])
+    mend = "Write for example 16e9, 16000000000 or 15.5GiB"
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes. {mend}")
 
 
 def _rate(text: str) -> float:
-    if not 0 < (rate := float(text)) < math.inf:
+    rate = float(text)
+    if not 0 < rate < math.inf:
         raise argparse.ArgumentTypeError(f"{text} must be more than 0. Write for example 1e-5")
     return rate
 
 
 def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str]]:
-    about = "Find a batch that fits and is worth using, and a sensible learning rate. The config is as for `maxtrain train`."
     parser = argparse.ArgumentParser(
-        prog=prog, allow_abbrev=False, description=about, usage=f"{prog} [options] config=NAME ..."
+        prog=prog,
+        allow_abbrev=False,
+        description="Find a batch that fits and is worth using, and a sensible learning rate. "
+        "The config is as for `maxtrain train`.",
+        usage=f"{prog} [options] config=NAME ...",
     )
-    add = parser.add_argument
-    choices = ["batch", "learning_rate", "both", "max_tokens"]
-    about = "what to look for (default: both, with --topology batch); max_tokens: of pack, for ragged sequences"
-    add("--what", choices=choices, help=about)
-    add(
+    parser.add_argument(
+        "--what",
+        choices=["batch", "learning_rate", "both", "max_tokens"],
+        help="what to look for (default: both, with --topology batch); "
+        "max_tokens: of pack, for ragged sequences",
+    )
+    parser.add_argument(
         "--memory",
         metavar="BYTES",
         type=_bytes,
         help="of each device, such as 15.5GiB (default: what the device says)",
     )
-    add(
+    parser.add_argument(
         "--topology",
         metavar="NAME",
         help="compile for TPUs that need not be here, such as v5e:2x4; needs libtpu",
     )
-    add(
+    parser.add_argument(
         "--low",
         metavar="RATE",
         type=_rate,
         default=1e-5,
         help="first learning rate (default: %(default)s)",
     )
-    add(
+    parser.add_argument(
         "--high",
         metavar="RATE",
         type=_rate,
         default=1.0,
         help="last learning rate (default: %(default)s)",
     )
-    add(
+    parser.add_argument(
         "--steps",
         metavar="N",
         type=int,
@@ -516,25 +567,26 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     asked, rest = parser.parse_known_args(argv)
     if asked.topology and asked.what in ("learning_rate", "both"):
         parser.error(
-            "--topology has devices to compile for, not to run on: use --what batch, or leave --topology out"
+            "--topology has devices to compile for, not to run on: "
+            "use --what batch, or leave --topology out"
         )
     if asked.low >= asked.high:
-        parser.error(
-            f"--low {asked.low:g} must be less than --high {asked.high:g}. Set for example --low {asked.high / 1e5:g}"
-        )
+        mend = f"Set for example --low {asked.high / 1e5:g}"
+        parser.error(f"--low {asked.low:g} must be less than --high {asked.high:g}. {mend}")
     if asked.steps < 16:
-        parser.error(
-            f"--steps {asked.steps} are too few to see a curve. Set --steps to 16 or more, such as 100"
-        )
+        mend = "Set --steps to 16 or more, such as 100"
+        parser.error(f"--steps {asked.steps} are too few to see a curve. {mend}")
     return asked, rest
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.probe") -> int:
     """Run the command `prog` with `argv` (None: the process's); the exit code."""
-
+    if argv is None:
+        argv = sys.argv[1:]
     try:
-        asked, rest = _parse(sys.argv[1:] if argv is None else argv, prog)
-    except SystemExit as stop:  # argparse has said why
+        asked, rest = _parse(argv, prog)
+    # argparse has said why.
+    except SystemExit as stop:
         return UsageError.exit_code if stop.code else 0
     config = from_command_line(rest, prog, model_of)
     return run_command(lambda: probe(config, asked, rest), resumes=False)

@@ -39,30 +39,26 @@ from maxtrain.training.state import TrainState
 class Findings:
     """What was compared, and what was not the same; steps as in records, counted from 1."""
 
-    numbers: int = 0  # compared
-    arrays: int = 0  # compared
-    last: int = (
-        0  # the last step of which anything was compared; 0: only the state to begin with was
-    )
-    fields: dict[int, dict[str, tuple[Any, Any]]] = dataclasses.field(
-        default_factory=dict
-    )  # recorded and now, by step
-    leaves: dict[int, list[str]] = dataclasses.field(
-        default_factory=dict
-    )  # not as they were when that step was saved
-    damaged: dict[int, list[str]] = dataclasses.field(
-        default_factory=dict
-    )  # not what the checkpoint says it holds
+    # Counts of what was compared.
+    numbers: int = 0
+    arrays: int = 0
+    # The last step of which anything was compared; 0: only the state to begin with was.
+    last: int = 0
+    # Numbers that differ, by step and name: recorded and now.
+    fields: dict[int, dict[str, tuple[Any, Any]]] = dataclasses.field(default_factory=dict)
+    # Arrays that are not as they were when that step was saved.
+    leaves: dict[int, list[str]] = dataclasses.field(default_factory=dict)
+    # Arrays that are not what the checkpoint says it holds.
+    damaged: dict[int, list[str]] = dataclasses.field(default_factory=dict)
 
     def compare(self, step: int, recorded: dict[str, Any], now: dict[str, Any]) -> None:
         """The numbers that a record and a step have in common."""
         common = [name for name in now if recorded.get(name) is not None]
         self.numbers += len(common)
-        different = {
-            name: (recorded[name], now[name])
-            for name in common
-            if not same(recorded[name], now[name])
-        }
+        different = {}
+        for name in common:
+            if not same(recorded[name], now[name]):
+                different[name] = (recorded[name], now[name])
         if different:
             self.fields[step] = different
 
@@ -76,16 +72,19 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
 
     Raises:
         DifferentError: something differs; says what, where first, and what the likely cause is.
-        DataError: nothing could be compared. UsageError: the run does not have these steps.
+        DataError: nothing could be compared.
+        UsageError: the run does not have these steps.
     """
-    records = {
-        record["step"]: record for record in read_metrics(folder) if record["kind"] == "train"
-    }
+    records = {}
+    for record in read_metrics(folder):
+        if record["kind"] == "train":
+            records[record["step"]] = record
     if not 0 <= first < end <= max(records, default=0):
-        known = f"0 to {max(records):,}" if records else "none"
-        raise UsageError(
-            f"--steps={first}:{end}: {folder} has steps {known}. Use A:B with 0 <= A < B, both among these."
-        )
+        known = "none"
+        if records:
+            known = f"0 to {max(records):,}"
+        mend = "Use A:B with 0 <= A < B, both among these"
+        raise UsageError(f"--steps={first}:{end}: {folder} has steps {known}. {mend}.")
     steps = saved_steps(folder / "checkpoints")
     begin = max((step for step in steps if step <= first), default=0)
     steps = {step: both for step, both in steps.items() if begin <= step <= end}
@@ -97,66 +96,77 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     accepting = dataclasses.replace(
         config, data=dataclasses.replace(config.data, accept_changes=True)
     )
-    job = open_job(accepting, steps[begin][1] if begin in steps else None, as_launched=True)
+    record = None
+    if begin in steps:
+        _, record = steps[begin]
+    job = open_job(accepting, record, as_launched=True)
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
-        now = launch_record(
-            config, job.mesh, job.data.fingerprint_at(job.data.plan.num_steps), begin
-        )
+        fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
+        now = launch_record(config, job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
         _go(job, state, begin, end, without, records, saved, findings)
-    differences = launch_differences(launch, now) if launch else {}
+    differences = {}
+    if launch:
+        differences = launch_differences(launch, now)
     if findings.first() or findings.damaged:
         raise DifferentError(_verdict(folder, begin, findings, differences))
     if not findings.last:
         mend = "Replay up to a step that has a record: multiples of its log_interval"
-        raise DataError(
-            f"--steps={first}:{end}: {folder} has no record of a step after {begin:,} up to {end:,}. {mend}."
-        )
-    others = "".join(f"\n  although {line}" for line in _lines(differences))
+        rule = f"has no record of a step after {begin:,} up to {end:,}"
+        raise DataError(f"--steps={first}:{end}: {folder} {rule}. {mend}.")
+    lines = [f"although {line}" for line in _lines(differences)]
     if findings.last < end:
-        others = f"\n  nothing was recorded after step {findings.last:,} up to {end:,}" + others
-    what = f"{findings.numbers:,} numbers" + (
-        f" and {findings.arrays:,} arrays" if findings.arrays else ""
-    )
-    return f"{folder}: steps {begin + 1:,} to {findings.last:,} again: {what} compared, all the same bit for bit.{others}"
+        lines.insert(0, f"nothing was recorded after step {findings.last:,} up to {end:,}")
+    what = f"{findings.numbers:,} numbers"
+    if findings.arrays:
+        what += f" and {findings.arrays:,} arrays"
+    others = "".join(f"\n  {line}" for line in lines)
+    steps_again = f"steps {begin + 1:,} to {findings.last:,} again"
+    return f"{folder}: {steps_again}: {what} compared, all the same bit for bit.{others}"
 
 
 def _one_launch(launches: list[dict[str, Any]], begin: int, end: int) -> dict[str, Any] | None:
-    """The launch that made all these steps, or one like it; UsageError: launches with different
-    settings made them."""
+    """The launch that made all these steps, or one like it.
+
+    UsageError: launches with different settings made them.
+    """
     made = [launch_of(launches, step) for step in range(begin + 1, end + 1)]
+    first = made[0]
     for step, launch in enumerate(made, begin + 1):
-        changed = (
-            launch_differences(made[0], launch)
-            if made[0] and launch and launch is not made[0]
-            else {}
-        )
-        if settings := [
-            name.removeprefix("config.") for name in changed if name.startswith("config.")
-        ]:
+        if not first or not launch or launch is first:
+            continue
+        changed = launch_differences(first, launch)
+        settings = [name.removeprefix("config.") for name in changed if name.startswith("config.")]
+        if settings:
             rule = f"from step {step:,} on the run had another {', '.join(settings)}"
-            raise UsageError(
-                f"--steps up to {end}: {rule}. Replay up to step {step - 1:,}, and then from a checkpoint on."
-            )
-    return made[0]
+            mend = f"Replay up to step {step - 1:,}, and then from a checkpoint on"
+            raise UsageError(f"--steps up to {end}: {rule}. {mend}.")
+    return first
 
 
 def _start(
     job: Job, folder: Path, begin: int, saved: dict[int, dict[str, str]], findings: Findings
 ) -> TrainState:
-    """The state to begin with; on the way to it, every checkpoint of the window is held against its
-    own digests."""
-    checkpoints, state = Checkpoints(folder / "checkpoints", job.config.checkpoint), job.abstract
+    """The state to begin with.
+
+    On the way to it, every checkpoint of the window is held against its own digests.
+    """
+    checkpoints = Checkpoints(folder / "checkpoints", job.config.checkpoint)
+    state = job.abstract
     for step, then in sorted(saved.items(), reverse=True):
-        del state  # one at a time in memory
+        # One at a time in memory.
+        del state
         state, _ = checkpoints.restore(job.abstract, step, check=False)
         found = tree_digests(state)
-        if wrong := [name for name, digest in then.items() if found.get(name) != digest]:
+        wrong = [name for name, digest in then.items() if found.get(name) != digest]
+        if wrong:
             findings.damaged[step] = wrong
     checkpoints.close()
-    return state if begin in saved else job.initial_state()
+    if begin in saved:
+        return state
+    return job.initial_state()
 
 
 def _go(
@@ -178,21 +188,23 @@ def _go(
         done = origin.step + 1
         if done in records:
             values = jax.device_get(metrics | job.hashes(state, batch))
-            now = {name: value.item() for name, value in values.items() if value.ndim == 0} | {
-                "batch": origin.digest
-            }
-            if "step_loss" in records[done]:  # else the record's loss is that of the step
+            now = {name: value.item() for name, value in values.items() if value.ndim == 0}
+            now["batch"] = origin.digest
+            # Else the record's loss is that of the step.
+            if "step_loss" in records[done]:
                 now["step_loss"] = now.pop("loss")
-            now |= {
-                name: hash_text(words) for name, words in values.items() if name.endswith("_hash")
-            }
+            for name, words in values.items():
+                if name.endswith("_hash"):
+                    now[name] = hash_text(words)
             findings.compare(done, records[done], now)
             findings.last = done
-        if then := saved.get(done):
+        then = saved.get(done)
+        if then:
             found = tree_digests(state)
             findings.arrays += len(then)
             findings.last = done
-            if wrong := [name for name in then | found if then.get(name) != found.get(name)]:
+            wrong = [name for name in then | found if then.get(name) != found.get(name)]
+            if wrong:
                 findings.leaves[done] = wrong
 
 
@@ -200,7 +212,8 @@ def _verdict(
     folder: Path, begin: int, findings: Findings, differences: dict[str, tuple[str, str]]
 ) -> str:
     """What differs, where first, and why that may be."""
-    lines, first = [], findings.first()
+    lines = []
+    first = findings.first()
     for step, names in sorted(findings.damaged.items()):
         lines.append(
             f"the checkpoint of step {step:,} does not hold what was saved: {_names(names)}"
@@ -211,31 +224,38 @@ def _verdict(
             lines.append(f"  {name}: {_exact(then)} then, {_exact(now)} now")
     for step, names in sorted(findings.leaves.items())[:1]:
         lines.append(f"arrays that are not those saved at step {step:,}: {_names(names)}")
-    different = findings.fields.get(first, {})
-    if findings.damaged:
-        bad = min(findings.damaged)
-        cause = "a damaged file or memory"
-        mend = f"Remove {folder / 'checkpoints' / f'{bad:08d}'}, so that nothing goes on from it"
-    elif first == begin and begin:
-        cause, mend = (
-            "the checkpoint is not of this run, or its record is",
-            "Replay from another checkpoint",
-        )
-    elif "batch" in different or "data" in differences:
-        cause, mend = (
-            "other data: another manifest, or other settings of it",
-            "Bring back the data that the run has read",
-        )
-    elif "batch_hash" in different:
-        cause, mend = "the same rows hold other tokens", "Run `prepare verify` on the sources"
-    elif differences:
-        cause, mend = "what is listed here is not as it was", "Replay with what the run had"
-    else:
-        cause = "nothing that is on record has changed, so a program that does not repeat, or a device that computes wrongly"
-        mend = "Replay again: another result each time is the former; train with determinism=full"
     lines += [f"the launch had {line}" for line in _lines(differences)]
     text = "".join(f"\n  {line}" for line in lines)
-    return f"{folder}, from step {begin:,}: not the same as it was.{text}\n  likely cause: {cause}. {mend}."
+    cause, mend = _likely_cause(folder, begin, findings, differences)
+    said = f"{folder}, from step {begin:,}: not the same as it was.{text}"
+    return f"{said}\n  likely cause: {cause}. {mend}."
+
+
+def _likely_cause(
+    folder: Path, begin: int, findings: Findings, differences: dict[str, tuple[str, str]]
+) -> tuple[str, str]:
+    """Why a replay differs, and what to do about it."""
+    first = findings.first()
+    different = findings.fields.get(first, {})
+    if findings.damaged:
+        path = folder / "checkpoints" / f"{min(findings.damaged):08d}"
+        return "a damaged file or memory", f"Remove {path}, so that nothing goes on from it"
+    if first == begin and begin:
+        cause = "the checkpoint is not of this run, or its record is"
+        return cause, "Replay from another checkpoint"
+    if "batch" in different or "data" in differences:
+        cause = "other data: another manifest, or other settings of it"
+        return cause, "Bring back the data that the run has read"
+    if "batch_hash" in different:
+        return "the same rows hold other tokens", "Run `prepare verify` on the sources"
+    if differences:
+        return "what is listed here is not as it was", "Replay with what the run had"
+    cause = (
+        "nothing that is on record has changed, so a program that does not repeat, "
+        "or a device that computes wrongly"
+    )
+    mend = "Replay again: another result each time is the former; train with determinism=full"
+    return cause, mend
 
 
 def _lines(differences: dict[str, tuple[str, str]]) -> list[str]:
@@ -244,25 +264,23 @@ def _lines(differences: dict[str, tuple[str, str]]) -> list[str]:
 
 def _names(names: Sequence[str], most: int = 8) -> str:
     names = sorted(names, key=lambda name: (not name.startswith("params."), name))
-    return ", ".join(names[:most]) + (
-        f" and {len(names) - most:,} more" if len(names) > most else ""
-    )
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        listed += f" and {len(names) - most:,} more"
+    return listed
 
 
 def _exact(value: Any) -> str:
-    return (
-        f"{value!r} ({value.hex()})"
-        if isinstance(value, float) and math.isfinite(value)
-        else str(value)
-    )
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value!r} ({value.hex()})"
+    return str(value)
 
 
 def _step_number(text: str) -> int:
     """UsageError: it is not the number of a step."""
     if not re.fullmatch(r"[1-9]\d{0,17}", text):
-        raise UsageError(
-            f"--step={text} must be the number of a step, counted from 1. Use for example --step 100."
-        )
+        rule = "must be the number of a step, counted from 1"
+        raise UsageError(f"--step={text} {rule}. Use for example --step 100.")
     return int(text)
 
 
@@ -288,11 +306,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             last = _step_number(arguments.step)
             print(replay(arguments.run, last - 1, last, arguments.overrides))
             return
-        window = re.fullmatch(r"(\d+):(\d+)", arguments.steps)
+        steps = arguments.steps
+        window = re.fullmatch(r"(\d+):(\d+)", steps)
         if not window:
-            raise UsageError(
-                f"--steps={arguments.steps} must be two whole numbers. Use for example --steps 100:200."
-            )
+            mend = "Use for example --steps 100:200"
+            raise UsageError(f"--steps={steps} must be two whole numbers. {mend}.")
         print(replay(arguments.run, int(window[1]), int(window[2]), arguments.overrides))
 
     return run_command(job, resumes=False)

@@ -1,5 +1,4 @@
-"""A run's folder is one thing: each of its files carries the run's id, and a launch compares them
-before it does anything.
+"""A run's folder is one thing: each of its files carries the run's id, and a launch compares them.
 
 The id is made up when a run is launched first, and kept in RUN/run.json together with the newest
 step that ever counted. What decides over steps and records (checkpoints, rollbacks.json,
@@ -47,22 +46,19 @@ class RunFolder:
 
     def __init__(self, path: Path, second: Path | None = None):
         self.path = path
-        self._steps = [
-            step
-            for place in (path / "checkpoints", second)
-            if place
-            for step in complete(place).values()
-        ]
-        self.told: list[str] = []  # what was found, and does not stop the run
+        self._steps = list(complete(path / "checkpoints").values())
+        if second:
+            self._steps += complete(second).values()
+        # What was found, and does not stop the run.
+        self.told: list[str] = []
         content = self._read()
-        self.saved = int(
-            content.get("saved", 0)
-        )  # the newest step that is known to have counted; 0: none
-        self._adopted = [
-            int(step) for step in content.get("adopted", ())
-        ]  # steps by a version without ids
+        # The newest step that is known to have counted; 0: none.
+        self.saved = int(content.get("saved", 0))
+        # Steps by a version without ids.
+        self._adopted = [int(step) for step in content.get("adopted", ())]
         self.id = _one_run(path, self._owners(str(content.get("run", ""))))
-        if not content:  # an older version has kept no such file: a launch that did not begin at 0 had a checkpoint
+        # An older version has kept no such file: a launch that did not begin at 0 had a checkpoint.
+        if not content:
             self.saved = max((launch["step"] for launch in launches.read_launches(path)), default=0)
         # Steps were saved and none is left: if that is meant, nothing of before counts any more.
         self.starts_over = self.saved > 0 and not self._steps
@@ -72,36 +68,39 @@ class RunFolder:
         try:
             return _read_identity(self.path)
         except (OSError, ValueError, TypeError) as error:
-            file = self.path / FILE_NAME
-            self.told.append(
-                f"{file} can't be read ({error}). It is made anew from the other files of the run."
-            )
+            what = f"{self.path / FILE_NAME} can't be read ({error})"
+            self.told.append(f"{what}. It is made anew from the other files of the run.")
             return {}
 
     def _owners(self, own: str) -> Iterator[tuple[str, str]]:
-        """The files that decide, and the id that each carries; empty for one that carries none and
-        should."""
+        """The files that decide, and the id that each carries.
+
+        The id is empty for one that carries none and should.
+        """
         if own:
             yield FILE_NAME, own
-        if theirs := metrics.metrics_owner(self.path):
-            yield metrics.FILE_NAME, theirs
+        of_metrics = metrics.metrics_owner(self.path)
+        if of_metrics:
+            yield metrics.FILE_NAME, of_metrics
         ids = {path: str(read_record(path).get("run", "")) for path in self._steps}
-        for path, theirs in ids.items():
-            if theirs or (own and int(path.name) not in self._adopted):
-                yield str(path), theirs
-        if (theirs := rollback.owner(self.path)) is not None and (
-            theirs or own or any(ids.values())
-        ):
-            yield rollback.FILE_NAME, theirs
+        for path, of_step in ids.items():
+            if of_step or (own and int(path.name) not in self._adopted):
+                yield str(path), of_step
+        of_rollbacks = rollback.owner(self.path)
+        if of_rollbacks is None:
+            return
+        if of_rollbacks or own or any(ids.values()):
+            yield rollback.FILE_NAME, of_rollbacks
 
     def require_checkpoints(self, start_over: bool) -> None:
         """StorageError: steps were saved and are gone, and the run is not meant to start over."""
         if self.starts_over and not start_over:
             rule = f"has no checkpoint, although step {self.saved:,} was saved; nothing is changed"
-            mend = "Mount or bring back that folder to go on. To begin again at step 1, set checkpoint.start_over=true, which"
             raise StorageError(
-                f"{self.path / 'checkpoints'} {rule}. {mend} keeps what is left of the run in its folder, or set run_name to "
-                "another name."
+                f"{self.path / 'checkpoints'} {rule}. "
+                "Mount or bring back that folder to go on. "
+                "To begin again at step 1, set checkpoint.start_over=true, which keeps what is "
+                "left of the run in its folder, or set run_name to another name."
             )
 
     def begin(self, tell: Callable[[str], object]) -> None:
@@ -122,30 +121,30 @@ class RunFolder:
         self._mend_books(tell)
 
     def _mend_books(self, tell: Callable[[str], object]) -> None:
-        supervisors = [
-            number
-            for number in range(_MOST_SUPERVISORS)
-            if (self.path / attempts(number).name).exists()
-        ]
-        for book in (CLOCK, launches.LAUNCHES, *map(attempts, supervisors)):
+        """Puts aside what only tells of the run and is of another one."""
+        books = [CLOCK, launches.LAUNCHES]
+        for number in range(_MOST_SUPERVISORS):
+            book = attempts(number)
+            if (self.path / book.name).exists():
+                books.append(book)
+        for book in books:
             try:
                 for text in book.mend(self.path, self.id):
                     tell(text)
             except OSError as error:
-                tell(
-                    f"{self.path / book.name} can't be mended ({error.strerror}); the run goes on."
-                )
+                what = f"{self.path / book.name} can't be mended ({error.strerror})"
+                tell(f"{what}; the run goes on.")
         file = self.path / CONFIG
         theirs = config_owner(self.path)
         if theirs not in ("", self.id):
-            tell(
-                f"{file} is of another run, {theirs}. It is kept as {put_aside(file).name}, and written anew."
-            )
+            kept = put_aside(file).name
+            tell(f"{file} is of another run, {theirs}. It is kept as {kept}, and written anew.")
 
     def note_saved(self, step: int) -> None:
         """A checkpoint of this step counts from now on."""
         self.saved = max(self.saved, step)
-        with contextlib.suppress(OSError):  # the checkpoint counts all the same
+        # If that can't be written, the checkpoint counts all the same.
+        with contextlib.suppress(OSError):
             self._write()
 
     def note_discarded_after(self, step: int) -> None:
@@ -163,8 +162,10 @@ class RunFolder:
         write_atomic(self.path / FILE_NAME, json.dumps(content).encode() + b"\n")
 
     def _set_aside(self) -> Path:
-        """Moves all files but the lock to a folder of their own, run.json last: it is what says
-        that this is to be done."""
+        """Moves all files but the lock to a folder of their own.
+
+        run.json comes last: it is what says that this is to be done.
+        """
         target = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         target.mkdir()
         stay = {"lock", FILE_NAME, "checkpoints"}
@@ -172,27 +173,35 @@ class RunFolder:
             if entry.name not in stay and not entry.name.startswith("before-"):
                 entry.rename(target / entry.name)
         (self.path / FILE_NAME).rename(target / FILE_NAME)
-        self.id, self.saved, self._adopted = "", 0, []
+        self.id = ""
+        self.saved = 0
+        self._adopted = []
         return target
 
 
 def _read_identity(run: Path) -> dict[str, Any]:
-    """The content of RUN/run.json, empty if there is none; OSError, ValueError or TypeError: it is
-    not as it should be."""
+    """The content of RUN/run.json, empty if there is none.
+
+    OSError, ValueError or TypeError: it is not as it should be.
+    """
     file = run / FILE_NAME
     if not file.exists():
         return {}
     content = strict_json.loads(file.read_bytes())
     if not isinstance(content, dict) or not isinstance(content.get("run"), str):
         raise ValueError("it has no id of a run")
+    # These raise if they are no numbers.
     int(content.get("saved", 0))
-    [int(step) for step in content.get("adopted", ())]
+    for step in content.get("adopted", ()):
+        int(step)
     return content
 
 
 def run_id(run: Path) -> str:
-    """The id of the run in this folder, empty if it has none or can't be read; for books about
-    it."""
+    """The id of the run in this folder, for books about it.
+
+    Empty if it has none or can't be read.
+    """
     try:
         return str(_read_identity(run).get("run", ""))
     except (OSError, ValueError, TypeError):
@@ -201,7 +210,8 @@ def run_id(run: Path) -> str:
 
 def require_own_config(run: Path) -> None:
     """StorageError: RUN/config.yaml is not of the run that the other files of the folder are of."""
-    folder, theirs = RunFolder(run), config_owner(run)
+    folder = RunFolder(run)
+    theirs = config_owner(run)
     if folder.id and theirs not in ("", folder.id):
         rule = f"is of run {theirs}, and the checkpoints beside it are of run {folder.id}"
         raise StorageError(f"{run / CONFIG} {rule}. Bring back the one that belongs there.")
@@ -214,21 +224,25 @@ def config_owner(run: Path) -> str:
             found = _HEADER.match(file.readline())
     except OSError:
         return ""
-    return found[1] if found else ""
+    if not found:
+        return ""
+    return found[1]
 
 
 def _one_run(path: Path, owners: Iterator[tuple[str, str]]) -> str:
-    """The one id that all these files carry, empty if there are none; StorageError: they are of
-    several runs."""
+    """The one id that all these files carry, empty if there are none.
+
+    StorageError: they are of several runs.
+    """
     files = defaultdict[str, list[str]](list)
     for name, run in owners:
         files[run].append(name)
     if len(files) <= 1:
         return next(iter(files), "")
-    lines = [
-        f"\n  {f'of run {run}' if run else 'of no run'}: {', '.join(names[:8])}"
-        for run, names in files.items()
-    ]
+    lines = []
+    for run, names in files.items():
+        whose = f"of run {run}" if run else "of no run"
+        lines.append(f"\n  {whose}: {', '.join(names[:8])}")
     mend = "Move away what is not of this run, or set run_name to another name"
     raise StorageError(
         f"{path} holds files of several runs; nothing is changed.{''.join(lines)}\n{mend}."

@@ -1,5 +1,4 @@
-"""`maxtrain plan config=NAME key=value ...`: what a run would read and when, as a table and a
-timeline; starts no device.
+"""`maxtrain plan config=NAME key=value ...`: what a run would read and when; starts no device.
 
 `maxtrain plan RUN --step N`: which rows and documents a step reads, or has read, and the beginning
 of their text.
@@ -23,12 +22,12 @@ from rich.table import Table
 from rich.text import Text
 
 from data_pipeline.errors import DataError, UsageError, UserError, run_command
-from data_pipeline.loader import TrainingData, open_training, resume_training
+from data_pipeline.loader import TrainingData, open_training
 from data_pipeline.plan import Plan
 from data_pipeline.preview import describe_step
 from maxtrain.checkpoint.listing import complete, latest_record, read_record, second_of
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
-from maxtrain.inputs import open_data, with_vocabulary
+from maxtrain.inputs import data_seed, open_data, open_training_data, with_vocabulary
 from maxtrain.observe.human import count
 from maxtrain.observe.launches import launch_of, launched_config, read_launches
 from maxtrain.observe.metrics import read_metrics
@@ -37,52 +36,56 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def table(plan: Plan) -> Table:
-    """A line for each stretch of the run with one mixture and shape of batch: shares, and epochs at
-    its end."""
+    """A line for each stretch of the run with one mixture and shape of batch.
+
+    It has the share of each source, and its epochs at the end of the stretch.
+    """
     result = Table(box=None, header_style="bold", pad_edge=False)
-    for head in (
-        "steps",
-        "tokens",
-        "rows x length",
-        *(f"{name}\nshare, epochs" for name in plan.names),
-    ):
+    of_sources = [f"{name}\nshare, epochs" for name in plan.names]
+    for head in ("steps", "tokens", "rows x length", *of_sources):
         result.add_column(head, justify="right", overflow="fold")
     for first, end in itertools.pairwise(plan.changes()):
-        shares, epochs, span = plan.shares_at(first), plan.epochs_at(end), plan.span(first)
-        cells = [
-            f"{shares[name]:.1%}  {epochs[name]:5.3g}" if shares[name] else "-"
-            for name in plan.names
-        ]
+        shares = plan.shares_at(first)
+        epochs = plan.epochs_at(end)
+        span = plan.span(first)
+        steps = f"{first:,} to {end:,}"
         tokens = count(plan.tokens_at(end) - plan.tokens_at(first))
-        result.add_row(
-            f"{first:,} to {end:,}", tokens, f"{span.batch_size:,} x {span.seq_length:,}", *cells
-        )
+        cells = []
+        for name in plan.names:
+            if shares[name]:
+                cells.append(f"{shares[name]:.1%}  {epochs[name]:5.3g}")
+            else:
+                cells.append("-")
+        result.add_row(steps, tokens, f"{span.batch_size:,} x {span.seq_length:,}", *cells)
     return result
 
 
 def timeline(plan: Plan, width: int) -> str:
-    """The share of each source over the steps of the run, as bars in `width` columns; the last line
-    says which steps."""
-    label = max(map(len, (*plan.names, "step")))
-    first, end = plan.changes()[0], f"{plan.num_steps:,}"
+    """The share of each source over the steps of the run, as bars in `width` columns.
+
+    The last line says which steps.
+    """
+    label = max(len(word) for word in (*plan.names, "step"))
+    first = plan.changes()[0]
+    end = f"{plan.num_steps:,}"
     columns = max(len(end) + 2, width - label - 2)
-    shares = [
-        plan.shares_at(first + i * (plan.num_steps - first) // columns) for i in range(columns)
-    ]
-    lines = [
-        f"{name:>{label}}  {''.join(_BARS[math.ceil(8 * at[name])] for at in shares)}"
-        for name in plan.names
-    ]
-    return "\n".join([*lines, f"{'step':>{label}}  {first:<{columns - len(end)},}{end}"])
+    steps = [first + i * (plan.num_steps - first) // columns for i in range(columns)]
+    shares = [plan.shares_at(step) for step in steps]
+    lines = []
+    for name in plan.names:
+        bars = [_BARS[math.ceil(8 * at[name])] for at in shares]
+        lines.append(f"{name:>{label}}  {''.join(bars)}")
+    lines.append(f"{'step':>{label}}  {first:<{columns - len(end)},}{end}")
+    return "\n".join(lines)
 
 
 def show(config: RunConfig, run: Path) -> None:
-    """Print the plan of a run: the one that it goes on with, if it has begun. UserError: what can't
-    be planned."""
+    """Print the plan of a run: the one that it goes on with, if it has begun.
+
+    UserError: what can't be planned.
+    """
     console = Console(highlight=False)
-    folder = run / "checkpoints"
-    saved = latest_record(folder, second=second_of(folder, config.checkpoint))
-    data, _ = open_data(config, saved)
+    data, _ = open_data(config, _newest_record(run, config))
     with_vocabulary(config, data.vocab_size)
     plan = data.plan
     console.print(Text(data.describe()), soft_wrap=True)
@@ -91,8 +94,10 @@ def show(config: RunConfig, run: Path) -> None:
 
 
 def show_step(options: PlanOptions, run: Path, step: int) -> None:
-    """Print what a step, counted from 1, reads or has read. UserError: there is none, or that can't
-    be told any more."""
+    """Print what a step, counted from 1, reads or has read.
+
+    UserError: there is none, or that can't be told any more.
+    """
     console = Console(highlight=False)
     data, known = step_data(options, run, step)
     for line in describe_step(data, step - 1, options.rows, min(max(console.width, 80), 160)):
@@ -102,9 +107,16 @@ def show_step(options: PlanOptions, run: Path, step: int) -> None:
         console.print("A rollback has left this step out: none of its targets counts.")
 
 
+def _newest_record(run: Path, config: RunConfig) -> dict[str, Any] | None:
+    """The record of the checkpoint that a run goes on from; None: it has none."""
+    folder = run / "checkpoints"
+    return latest_record(folder, second=second_of(folder, config.checkpoint))
+
+
 def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData, str]:
-    """The data of a run as the launch had it that made a step, counted from 1, or as the run will
-    go on; and how that is known.
+    """The data that a step, counted from 1, reads or has read; and how that is known.
+
+    It is the data as the launch had it that made the step, or as the run will go on.
 
     Raises:
         UsageError: the run ends before that step.
@@ -114,45 +126,66 @@ def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData,
     recorded = _recorded_batches(run)
     if step > max(recorded, default=0):
         config = options.config
-        folder = run / "checkpoints"
-        saved = latest_record(folder, second=second_of(folder, config.checkpoint))
-        data = resume_training(config.data, config.seed, config.steps, saved)
+        data = open_training_data(config, _newest_record(run, config))
         _require_step(data, run, step)
         return data, "To be read, unless data or settings change before."
+    return _data_as_read(options, run, step, recorded)
+
+
+def _data_as_read(
+    options: PlanOptions, run: Path, step: int, recorded: dict[int, str]
+) -> tuple[TrainingData, str]:
+    """As `step_data`, of a step that has been made; `recorded`: digests of batches by step."""
     launches = read_launches(run)
     launch = launch_of(launches, step)
-    config = launched_config(run, launch, options.overrides) if launch else options.config
+    config = options.config
+    if launch:
+        config = launched_config(run, launch, options.overrides)
     recorded = {n: batch for n, batch in recorded.items() if launch_of(launches, n) is launch}
+    near = {n: recorded[n] for n in _nearest(recorded, step)}
     problems: list[UserError] = []
     for start in _starts(run, config, step):
         try:
-            data = open_training(config.data, config.seed, config.steps, start)
+            data = open_training(config.data, data_seed(config), config.steps, start)
         except UserError as error:
             problems.append(error)
             continue
-        near = _nearest(recorded, step)
-        first, end = data.plan.spans[0].step, data.plan.num_steps
-        if first < step <= end and all(
-            first < n <= end and data.digest_at(n - 1) == recorded[n] for n in near
-        ):
-            return data, _how_known(near, step)
+        if _has_step(data, step) and _gives(data, near):
+            return data, _how_known(list(near), step)
     if problems:
         raise problems[0]
-    raise DataError(
-        f"--step={step}: the data and settings of {run} do not give the batches that are on record around that step. "
-        "Bring back the data that the run has read, and leave out settings that it did not have."
+    rule = "do not give the batches that are on record around that step"
+    mend = "Bring back the data that the run has read, and leave out settings that it did not have"
+    raise DataError(f"--step={step}: the data and settings of {run} {rule}. {mend}.")
+
+
+def _has_step(data: TrainingData, step: int) -> bool:
+    """Whether a plan has a step, counted from 1."""
+    return data.plan.spans[0].step < step <= data.plan.num_steps
+
+
+def _gives(data: TrainingData, recorded: dict[int, str]) -> bool:
+    """Whether the batches of these steps, counted from 1, are those of these digests."""
+    return all(
+        _has_step(data, step) and data.digest_at(step - 1) == digest
+        for step, digest in recorded.items()
     )
 
 
 def _recorded_batches(run: Path) -> dict[int, str]:
     """The digests of the rows that steps have read, as far as they are on record, by step."""
-    trained = (record for record in read_metrics(run) if record["kind"] == "train")
-    return {record["step"]: record["batch"] for record in trained if "batch" in record}
+    digests = {}
+    for record in read_metrics(run):
+        if record["kind"] == "train" and "batch" in record:
+            digests[record["step"]] = record["batch"]
+    return digests
 
 
 def _starts(run: Path, config: RunConfig, step: int) -> Iterator[dict[str, Any] | None]:
-    """Where the plan that a step was part of may have begun: at the start of the run, or at a
-    change that was accepted."""
+    """Where the plan that a step was part of may have begun.
+
+    That is the start of the run, or a change that was accepted.
+    """
     yield None
     folder = run / "checkpoints"
     seen = []
@@ -165,8 +198,7 @@ def _starts(run: Path, config: RunConfig, step: int) -> Iterator[dict[str, Any] 
 
 
 def _nearest(recorded: dict[int, str], step: int) -> list[int]:
-    """The recorded steps before and after a step that are nearest; only that step, if it is
-    recorded."""
+    """The nearest recorded steps before and after a step; only that step, if it is recorded."""
     before = max((n for n in recorded if n <= step), default=None)
     after = min((n for n in recorded if n >= step), default=None)
     return sorted({n for n in (before, after) if n is not None})
@@ -178,28 +210,36 @@ def _how_known(near: list[int], step: int) -> str:
     if near:
         steps = " and ".join(f"step {n:,}" for n in near)
         return f"Read by the run, as the batches on record of {steps} show."
-    return "Read by the run, if data and settings are what they were: no batch of that launch is on record to compare with."
+    return (
+        "Read by the run, if data and settings are what they were: "
+        "no batch of that launch is on record to compare with."
+    )
 
 
 def _require_step(data: TrainingData, run: Path, step: int) -> None:
     """UsageError: the plan ends before a step. DataError: it begins after it."""
-    if step > data.plan.num_steps:
-        rule = f"is after the end of {run}, at step {data.plan.num_steps:,} because {data.plan.ends_because}"
-        raise UsageError(
-            f"--step={step} {rule}. Use a step from 1 to {data.plan.num_steps}, or set steps higher."
-        )
-    if step <= data.plan.spans[0].step:
+    end = data.plan.num_steps
+    if step > end:
+        rule = f"is after the end of {run}, at step {end:,} because {data.plan.ends_because}"
+        mend = f"Use a step from 1 to {end}, or set steps higher"
+        raise UsageError(f"--step={step} {rule}. {mend}.")
+    first = data.plan.spans[0].step
+    if step <= first:
         rule = f"was read with other settings, which {run} has no record of"
-        raise DataError(f"--step={step} {rule}. Use a step after {data.plan.spans[0].step}.")
+        raise DataError(f"--step={step} {rule}. Use a step after {first}.")
 
 
 def main(options: PlanOptions) -> int:
     """Runs the command; the exit code."""
     run = options.run or Path(options.config.output_dir, options.config.run_name)
-    step = options.step
-    return run_command(
-        lambda: show(options.config, run) if step is None else show_step(options, run, step)
-    )
+
+    def job() -> None:
+        if options.step is None:
+            show(options.config, run)
+        else:
+            show_step(options, run, options.step)
+
+    return run_command(job)
 
 
 if __name__ == "__main__":

@@ -29,8 +29,18 @@ import jax
 from data_pipeline.errors import TryAgainError, end_by_signal
 from maxtrain.parallel.agreement import gather
 
-_PACE = 3.0  # seconds after which processes ask each other
-_AT_ONCE = 2.0  # seconds that Python has for it, before the thread does it
+# Seconds after which processes ask each other.
+_PACE = 3.0
+# Seconds that Python has to end at once, before the thread does it.
+_AT_ONCE = 2.0
+
+
+class StopRequested(KeyboardInterrupt):
+    """Somebody asks to stop, and there may be steps to save first.
+
+    It is raised in a signal's handler too, inside other packages' code, so that it must not be an
+    Exception, which these may catch.
+    """
 
 
 class StopRequest:
@@ -45,9 +55,12 @@ class StopRequest:
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
     def __init__(self, grace_seconds: float = 0.0, ends_process: bool = False):
-        self.name, self._old = "", {}
+        self.name = ""
+        self._old = {}
         self._ends_process = ends_process
-        self._patience = grace_seconds - min(5.0, grace_seconds / 10) if grace_seconds else math.inf
+        self._patience = math.inf
+        if grace_seconds:
+            self._patience = grace_seconds - min(5.0, grace_seconds / 10)
         self._grace = grace_seconds
         self._doing: Callable[[], str] | None = None
         self._interrupts = False
@@ -55,37 +68,37 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._ours, theirs = socket.socketpair()
-            theirs.setblocking(False)
-            self._theirs, self._old_fd = (
-                theirs,
-                signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False),
-            )
+            self._ours, self._theirs = socket.socketpair()
+            self._theirs.setblocking(False)
+            descriptor = self._theirs.fileno()
+            self._old_fd = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
             self._old = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
             threading.Thread(target=self._watch, name="signals", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, old in self._old.items():
-            signal.signal(
-                number, signal.SIG_DFL if old is end_by_signal else old
-            )  # Python's waits while jax says goodbye
+            # A handler of Python's would wait while jax says goodbye.
+            if old is end_by_signal:
+                old = signal.SIG_DFL
+            signal.signal(number, old)
         if self._old:
             signal.set_wakeup_fd(self._old_fd)
             self._theirs.close()
 
     def save_first(self, doing: Callable[[], str] | None) -> None:
-        """From now on there are steps to save before the process ends; `doing` tells what it does.
-        None: there are none."""
+        """From now on there are steps to save before the process ends; None: there are none.
+
+        `doing` tells what the process does.
+        """
         self._doing = doing
 
     def agreed(self, what: str = "step", save: bool = False) -> tuple[bool, bool]:
-        """Whether to stop here, as any process asks; and whether to save, as process 0 does, whose
-        clock alone counts.
+        """Whether to stop here, as any process asks; and whether to save, as process 0 asks.
 
-        The same answer in all processes, which call this equally often for each `what`. They ask
-        each other every few seconds, since they have to wait for their devices each time; between,
-        the answer is no.
+        The clock of process 0 alone counts. The same answer in all processes, which call this
+        equally often for each `what`. They ask each other every few seconds, since they have to
+        wait for their devices each time; between, the answer is no.
         """
         if jax.process_count() == 1:
             return bool(self.name), save
@@ -94,79 +107,95 @@ class StopRequest:
         if pace.left > 0:
             return False, False
         calls = int(pace.calls * _PACE / (time.monotonic() - pace.since + 1e-9))
-        said = gather(
-            {"stop": bool(self.name), "save": save, "calls": max(1, min(calls, 4 * pace.calls))}, 64
-        )
-        pace.calls = pace.left = said[0]["calls"]
+        calls = max(1, min(calls, 4 * pace.calls))
+        said = gather({"stop": bool(self.name), "save": save, "calls": calls}, 64)
+        of_first = said[0]
+        pace.calls = of_first["calls"]
+        pace.left = pace.calls
         pace.since = time.monotonic()
-        return any(theirs["stop"] for theirs in said), said[0]["save"]
+        return any(theirs["stop"] for theirs in said), of_first["save"]
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """A signal raises KeyboardInterrupt in here, also one that came before; not where others
-        would be left alone."""
+        """A signal raises StopRequested in here, also one that came before.
+
+        Not where other processes would be left alone.
+        """
         self._interrupts = jax.process_count() == 1
         try:
             if self._interrupts and self.name:
-                raise KeyboardInterrupt
+                raise StopRequested
             yield
         finally:
             self._interrupts = False
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        # What the second one asks for, the thread does.
         if self.name:
-            return  # the thread does what the second one asks for
+            return
         self.name = signal.Signals(number).name
-        if self._interrupts or not self._doing:
+        if self._interrupts:
+            raise StopRequested
+        if not self._doing:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
         """Ends the process at the second signal, or when its time after the first one is over."""
-        name, deadline = "", math.inf
+        name = ""
+        deadline = math.inf
         while True:
             left = max(0.0, deadline - time.monotonic())
             if not left:
-                doing = self._doing and self._doing()
-                rule = f"checkpoint.grace_seconds={self._grace:g} are over, in: {doing}. The last whole checkpoint counts"
-                self._end(
-                    TryAgainError.exit_code,
-                    f"{name}: {rule if doing else 'nothing is left to save'}.",
-                )
-            if not select.select([self._ours], [], [], None if math.isinf(left) else left)[0]:
+                self._end(TryAgainError.exit_code, f"{name}: {self._why_over()}.")
+            timeout = None
+            if not math.isinf(left):
+                timeout = left
+            ready, _, _ = select.select([self._ours], [], [], timeout)
+            if not ready:
                 continue
             received = self._ours.recv(1)
-            if not received:  # after the `with`
+            # The other end is closed after the `with`.
+            if not received:
                 self._ours.close()
                 if math.isinf(left) or not self._ends_process:
                     return
                 time.sleep(left)
-            elif received[0] in self.SIGNALS:
-                if name:
-                    self._end(
-                        128 + received[0],
-                        f"{name}, then {signal.Signals(received[0]).name}: ended at once.",
-                    )
-                name = signal.Signals(received[0]).name
-                patience = (
-                    self._patience
-                    if self._doing
-                    else 0
-                    if jax.distributed.is_initialized()
-                    else _AT_ONCE
-                )
-                deadline = time.monotonic() + patience
+                continue
+            number = received[0]
+            if number not in self.SIGNALS:
+                continue
+            before = name
+            name = signal.Signals(number).name
+            if before:
+                self._end(128 + number, f"{before}, then {name}: ended at once.")
+            deadline = time.monotonic() + self._seconds_left()
+
+    def _why_over(self) -> str:
+        """Why the process is ended when its time after the first signal is over."""
+        doing = self._doing and self._doing()
+        if not doing:
+            return "nothing is left to save"
+        rule = f"checkpoint.grace_seconds={self._grace:g} are over, in: {doing}"
+        return f"{rule}. The last whole checkpoint counts"
+
+    def _seconds_left(self) -> float:
+        """How long the process may go on after the first signal."""
+        if self._doing:
+            return self._patience
+        # jax would wait for the others.
+        if jax.distributed.is_initialized():
+            return 0
+        return _AT_ONCE
 
     @staticmethod
     def _end(code: int, text: str) -> None:
         """Ends the process, even if whoever reads stderr does not."""
         text += " Run the same command again: it goes on from the last checkpoint."
-        show_cursor = "\033[?25h" if sys.stderr.isatty() else ""
-        teller = threading.Thread(
-            target=print,
-            args=(show_cursor + text,),
-            kwargs={"file": sys.stderr, "flush": True},
-            daemon=True,
-        )
+        # A progress line may have hidden the cursor.
+        if sys.stderr.isatty():
+            text = "\033[?25h" + text
+        where = {"file": sys.stderr, "flush": True}
+        teller = threading.Thread(target=print, args=(text,), kwargs=where, daemon=True)
         teller.start()
         teller.join(_AT_ONCE)
         os._exit(code)
@@ -176,4 +205,6 @@ class _Pace:
     """After how many calls processes ask each other again, and since when they have not."""
 
     def __init__(self) -> None:
-        self.left, self.calls, self.since = 0, 1, time.monotonic()
+        self.left = 0
+        self.calls = 1
+        self.since = time.monotonic()

@@ -6,6 +6,7 @@ import datetime
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,7 +30,8 @@ _ABOUT = {
     "save": "waiting for checkpoints",
     "restore": "reading checkpoints",
 }
-_MOST = 20  # attempts, and launches with changes, that are shown
+# Attempts, and launches with changes, that are shown.
+_MOST = 20
 
 
 def status(folder: Path, console: Console) -> None:
@@ -38,59 +40,66 @@ def status(folder: Path, console: Console) -> None:
     Raises:
         DataError: there is no run in this folder.
     """
-    launches, attempts = read_clock(folder), read_attempts(folder)
+    launches = read_clock(folder)
+    attempts = read_attempts(folder)
     if not launches and not attempts:
         raise DataError(
-            f"{folder} has neither clock.jsonl nor attempts.jsonl. Name the folder of a run, as runs/NAME."
+            f"{folder} has neither clock.jsonl nor attempts.jsonl. "
+            "Name the folder of a run, as runs/NAME."
         )
-    console.print(
-        f"{folder}: step {reached_step(folder):,} on record, step {saved_step(folder)[0]:,} saved"
-    )
-    seconds = goodput(launches)
-    if total := sum(seconds.values()):
-        table = Table(box=None)
-        for name in ("seconds", "share"):
-            table.add_column(name, justify="right")
-        table.add_column("of")
-        for cause, spent in seconds.items():
-            table.add_row(
-                f"{spent:,.1f}", f"{spent / total:.1%}", f"{cause}: {_ABOUT.get(cause, cause)}"
-            )
-        console.print(table)
-        count = f"{len(launches)} launches" if len(launches) > 1 else "one launch"
-        console.print(
-            f"goodput: {seconds.get('step', 0.0) / total:.1%} of {total:,.1f} s in {count}"
-        )
+    saved, _ = saved_step(folder)
+    console.print(f"{folder}: step {reached_step(folder):,} on record, step {saved:,} saved")
+    _print_goodput(launches, console)
     if attempts:
-        table = Table(box=None)
-        for name in (
-            "attempt",
-            "processes",
-            "began",
-            "from step",
-            "to step",
-            "saved",
-            "lost s",
-            "ended with",
-        ):
-            table.add_column(name, justify="left" if name in ("began", "ended with") else "right")
-        for a in attempts[-_MOST:]:
-            began = datetime.datetime.fromtimestamp(a["start"]).isoformat(" ", "seconds")
-            steps = [f"{a[name]:,}" for name in ("from_step", "reached_step", "saved_step")]
-            table.add_row(
-                str(a["attempt"]),
-                str(a.get("processes", 1)),
-                began,
-                *steps,
-                f"{a['lost_seconds']:,.0f}",
-                a["reason"],
-            )
-        console.print(table)
+        console.print(_table_of_attempts(attempts[-_MOST:]))
     for line in history(folder)[-_MOST:]:
         console.print(line, soft_wrap=True, markup=False)
     for book in (CLOCK, LAUNCHES, book_of_attempts()):
         for problem in book.problems(folder)[:_MOST]:
             console.print(f"{problem}; left out here", style="yellow", soft_wrap=True, markup=False)
+
+
+def _print_goodput(launches: list[dict[str, Any]], console: Console) -> None:
+    """Where the time of all launches went."""
+    seconds = goodput(launches)
+    total = sum(seconds.values())
+    if not total:
+        return
+    table = Table(box=None)
+    for name in ("seconds", "share"):
+        table.add_column(name, justify="right")
+    table.add_column("of")
+    for cause, spent in seconds.items():
+        what = f"{cause}: {_ABOUT.get(cause, cause)}"
+        table.add_row(f"{spent:,.1f}", f"{spent / total:.1%}", what)
+    console.print(table)
+    count = "one launch"
+    if len(launches) > 1:
+        count = f"{len(launches)} launches"
+    share = seconds.get("step", 0.0) / total
+    console.print(f"goodput: {share:.1%} of {total:,.1f} s in {count}")
+
+
+def _table_of_attempts(attempts: list[dict[str, Any]]) -> Table:
+    table = Table(box=None)
+    for name in ("attempt", "processes"):
+        table.add_column(name, justify="right")
+    table.add_column("began")
+    for name in ("from step", "to step", "saved", "lost s"):
+        table.add_column(name, justify="right")
+    table.add_column("ended with")
+    for attempt in attempts:
+        table.add_row(
+            str(attempt["attempt"]),
+            str(attempt.get("processes", 1)),
+            datetime.datetime.fromtimestamp(attempt["start"]).isoformat(" ", "seconds"),
+            f"{attempt['from_step']:,}",
+            f"{attempt['reached_step']:,}",
+            f"{attempt['saved_step']:,}",
+            f"{attempt['lost_seconds']:,.0f}",
+            attempt["reason"],
+        )
+    return table
 
 
 def overview(folder: Path, console: Console) -> None:
@@ -103,55 +112,50 @@ def overview(folder: Path, console: Console) -> None:
     if not runs:
         raise DataError(f"{folder}/ has no runs. Name the folder of one: maxtrain status RUN.")
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("run", "step", "saved", "loss", "launched"):
-        table.add_column(
-            name,
-            justify="right" if name in ("step", "saved", "loss") else "left",
-            no_wrap=name != "run",
-        )
-    starts = {
-        run: max((launch["start"] for launch in read_clock(run)), default=0.0) for run in runs
-    }
+    table.add_column("run")
+    for name in ("step", "saved", "loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("launched", no_wrap=True)
+    starts = {}
+    for run in runs:
+        starts[run] = max((launch["start"] for launch in read_clock(run)), default=0.0)
     for run in sorted(runs, key=lambda run: -starts[run]):
-        began = (
-            datetime.datetime.fromtimestamp(starts[run]).isoformat(" ", "minutes")
-            if starts[run]
-            else "-"
-        )
-        table.add_row(
-            Text(str(run)),
-            f"{reached_step(run):,}",
-            f"{saved_step(run)[0]:,}",
-            _last_loss(run),
-            began,
-        )
+        began = "-"
+        if starts[run]:
+            began = datetime.datetime.fromtimestamp(starts[run]).isoformat(" ", "minutes")
+        reached = f"{reached_step(run):,}"
+        saved, _ = saved_step(run)
+        table.add_row(Text(str(run)), reached, f"{saved:,}", _last_loss(run), began)
     console.print(table)
 
 
 def _last_loss(run: Path) -> str:
+    """The loss on record last; ? if the records can't be read."""
+    losses = []
     try:
-        losses = [
-            record["loss"]
-            for record in read_metrics(run)
-            if record["kind"] == "train" and record["loss"] is not None
-        ]
+        for record in read_metrics(run):
+            if record["kind"] == "train" and record["loss"] is not None:
+                losses.append(record["loss"])
     except (DataError, KeyError):
         return "?"
-    return f"{losses[-1]:.4f}" if losses else "-"
+    if not losses:
+        return "-"
+    return f"{losses[-1]:.4f}"
 
 
 def history(folder: Path) -> list[str]:
-    """A line for each launch that was not like the one before it: config, versions, devices,
-    flags."""
+    """A line for each launch that was not like the one before it.
+
+    It tells of config, versions, devices and flags.
+    """
     lines = []
     for before, after in itertools.pairwise(read_launches(folder)):
-        changes = [
-            f"{name} {old} -> {new}" for name, (old, new) in launch_changes(before, after).items()
-        ]
+        changes = []
+        for name, (old, new) in launch_changes(before, after).items():
+            changes.append(f"{name} {old} -> {new}")
         if changes:
-            lines.append(
-                f"changed at step {after['step']:,}, {after['time']}: {'; '.join(changes)}"
-            )
+            what = "; ".join(changes)
+            lines.append(f"changed at step {after['step']:,}, {after['time']}: {what}")
     return lines
 
 
@@ -159,9 +163,8 @@ def main(argv: Sequence[str], prog: str) -> int:
     """Prints the status of a run; the exit code."""
 
     def job() -> None:
-        parser = argparse.ArgumentParser(
-            prog=prog, description=" ".join((__doc__ or "").partition(": ")[2].split())
-        )
+        _, _, about = (__doc__ or "").partition(": ")
+        parser = argparse.ArgumentParser(prog=prog, description=" ".join(about.split()))
         parser.add_argument(
             "run",
             type=Path,
@@ -169,7 +172,11 @@ def main(argv: Sequence[str], prog: str) -> int:
             nargs="?",
             help="folder of a run; without it, those of runs/ are listed",
         )
-        run, console = parser.parse_args(argv).run, Console(highlight=False)
-        status(run, console) if run else overview(Path("runs"), console)
+        run = parser.parse_args(argv).run
+        console = Console(highlight=False)
+        if run:
+            status(run, console)
+        else:
+            overview(Path("runs"), console)
 
     return run_command(job, resumes=False)

@@ -1,5 +1,4 @@
-"""`maxtrain supervise -- python -m maxtrain.train ...`: starts the command again while trying again
-can help. Imports no jax.
+"""`maxtrain supervise -- COMMAND` starts a training again while that can help. Imports no jax.
 
     75, 74              try again: stopped after saving, stalled, another process lost; storage that
                         failed may be back
@@ -28,6 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from data_pipeline.errors import StorageError, TryAgainError, UsageError, UserError, run_command
 from maxtrain import ATTEMPT, SLOT
@@ -39,10 +39,10 @@ from maxtrain.observe.launches import usual_devices
 from maxtrain.run_folder import run_id
 
 _AGAIN = (TryAgainError.exit_code, StorageError.exit_code)
-_POLL = 0.1  # seconds
-_SETTLE = (
-    10.0  # seconds that the other processes of a job have to end by themselves after the first one
-)
+# Seconds between two looks at the processes.
+_POLL = 0.1
+# Seconds that the other processes of a job have to end by themselves after the first one.
+_SETTLE = 10.0
 
 
 def main(argv: Sequence[str], prog: str) -> int:
@@ -54,9 +54,8 @@ def main(argv: Sequence[str], prog: str) -> int:
         own, command = _split(argv)
         options = _parse(own, prog)
         if not command:
-            raise UsageError(
-                f"{prog} needs a command after --. Write: {prog} -- python -m maxtrain.train config=NAME"
-            )
+            mend = f"Write: {prog} -- python -m maxtrain.train config=NAME"
+            raise UsageError(f"{prog} needs a command after --. {mend}")
         code = Supervisor(options, command, _config(command)).run()
 
     failed = run_command(job)
@@ -68,16 +67,16 @@ class Supervisor:
 
     def __init__(self, options: argparse.Namespace, command: Sequence[str], config: RunConfig):
         if options.processes > 1 and (config.mesh.coordinator or config.mesh.num_processes):
-            raise UsageError(
-                f"--processes {options.processes} sets mesh.coordinator and mesh.num_processes. Leave them out."
-            )
-        self._options, self._command, self._config = options, list(command), config
-        self._least = options.min_processes or config.mesh.min_processes or options.processes
-        self._slots, self._lost = (
-            list(range(options.processes)),
-            None,
-        )  # of this machine; the one that ended an attempt
+            rule = "sets mesh.coordinator and mesh.num_processes"
+            raise UsageError(f"--processes {options.processes} {rule}. Leave them out.")
+        self._options = options
+        self._command = list(command)
+        self._config = config
         self._folder = Path(config.output_dir, config.run_name)
+        self._least = options.min_processes or config.mesh.min_processes or options.processes
+        # The processes of this machine, by number, and the one that ended the last attempt.
+        self._slots = list(range(options.processes))
+        self._lost: int | None = None
         index = (
             config.mesh.process_id
             or os.environ.get("JAX_PROCESS_ID")
@@ -86,66 +85,95 @@ class Supervisor:
         )
         self._index = int(index)
         self._children: list[subprocess.Popen] = []
-        self._asked, self._deadline, self._stop = "", float("inf"), threading.Event()
+        # The signal that asked to stop, and when the processes are ended after it.
+        self._asked = ""
+        self._deadline = float("inf")
+        self._stop = threading.Event()
 
     def run(self) -> int:
         """Attempts until one is the last; its exit code."""
-        old = {
-            number: signal.signal(number, self._pass_on)
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, self._pass_on)
         try:
             return self._attempts()
         finally:
-            for number, handler in old.items():
+            for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _attempts(self) -> int:
-        options, furthest, standing, lost = self._options, reached_step(self._folder), 0, []
+        options = self._options
+        furthest = reached_step(self._folder)
+        # Of the attempts in a row that came no further: their number, and which process was the
+        # first to end in each.
+        standing = 0
+        lost: list[int | None] = []
         first = len(read_attempts(self._folder, self._index)) + 1
         for restart in range(options.max_restarts + 1):
             code = self._attempt(first + restart, restart)
-            if self._asked or not (code in _AGAIN or code < 0 or code > 128):
+            if self._asked or not _may_go_better(code):
                 return code if code >= 0 else 128 - code
             reached = reached_step(self._folder)
-            standing, furthest = (0 if reached > furthest else standing + 1), max(furthest, reached)
-            lost = [*lost, self._lost] if standing else []
-            if (
-                standing >= options.crash_loop
-                and len({*lost}) == 1
-                and self._go_on_without(lost[0])
-            ):
-                standing, lost = 0, []
+            if reached > furthest:
+                furthest = reached
+                standing = 0
+                lost = []
+            else:
+                standing += 1
+                lost.append(self._lost)
             if standing >= options.crash_loop:
-                rule = f"{standing} attempts in a row ended with no step after {furthest:,} (--crash-loop {options.crash_loop})"
-                error = UserError(
-                    f"{rule}; the last with {_words(code)}. See the log above and {self._folder}, and mend that."
-                )
-                error.exit_code = code if code == StorageError.exit_code else UserError.exit_code
-                raise error
+                is_one = len(set(lost)) == 1
+                if not is_one or not self._go_on_without(lost[0]):
+                    raise self._crash_loop(standing, furthest, code)
+                standing = 0
+                lost = []
             if restart < options.max_restarts:
-                wait = min(options.max_backoff, options.backoff * 2**standing) * random.uniform(
-                    0.5, 1
-                )
-                self._tell(
-                    f"ended with {_words(code)} at step {reached:,}; starts again in {wait:.1f} s"
-                )
-                self._stop.wait(wait)
+                self._back_off(standing, reached, code)
             if self._asked:
                 return TryAgainError.exit_code
-        rule = f"--max-restarts {options.max_restarts}: the last attempt ended with {_words(code)} at step {furthest:,}"
-        raise TryAgainError(f"{rule}. Run the same command again to go on.")
+        rule = f"the last attempt ended with {_words(code)} at step {furthest:,}"
+        raise TryAgainError(
+            f"--max-restarts {options.max_restarts}: {rule}. Run the same command again to go on."
+        )
+
+    def _crash_loop(self, standing: int, furthest: int, code: int) -> UserError:
+        """The error to raise when attempts in a row, the last with this exit code, came no
+        further."""
+        option = f"--crash-loop {self._options.crash_loop}"
+        rule = f"{standing} attempts in a row ended with no step after {furthest:,} ({option})"
+        mend = f"See the log above and {self._folder}, and mend that"
+        error = UserError(f"{rule}; the last with {_words(code)}. {mend}.")
+        if code == StorageError.exit_code:
+            error.exit_code = code
+        return error
+
+    def _back_off(self, standing: int, reached: int, code: int) -> None:
+        """Waits before the next attempt: twice as long after each that came no further."""
+        longest = min(self._options.max_backoff, self._options.backoff * 2**standing)
+        wait = longest * random.uniform(0.5, 1)
+        ended = f"ended with {_words(code)} at step {reached:,}"
+        self._tell(f"{ended}; starts again in {wait:.1f} s")
+        self._stop.wait(wait)
 
     def _attempt(self, number: int, restart: int) -> int:
         """One attempt, on record when it has ended; its exit code, negative for a signal."""
-        start, before = time.time(), reached_step(self._folder)
+        start = time.time()
+        before = reached_step(self._folder)
         self._children = []
         for extra in self._environments(restart + 1):
             self._children.append(self._start(extra))
-        if self._asked:  # while they were started; a child that is not yet in the list was not told
+        # A child that was not yet in the list when the signal came was not told.
+        if self._asked:
             self._tell_children(signal.SIGTERM)
         code = self._wait()
-        end, (saved, since) = time.time(), saved_step(self._folder)
+        end = time.time()
+        saved, since = saved_step(self._folder)
+        reason = _words(code)
+        if self._asked:
+            reason = f"asked to stop by {self._asked}"
+        lost_seconds = 0.0
+        if code != 0:
+            lost_seconds = max(0.0, end - max(start, since))
         record = {
             "attempt": number,
             "host": platform.node(),
@@ -155,65 +183,68 @@ class Supervisor:
             "start": start,
             "end": end,
             "code": code,
-            "reason": f"asked to stop by {self._asked}" if self._asked else _words(code),
+            "reason": reason,
             "from_step": before,
             "reached_step": reached_step(self._folder),
             "saved_step": saved,
-            "lost_seconds": 0.0 if code == 0 else max(0.0, end - max(start, since)),
+            "lost_seconds": lost_seconds,
         }
-        if run := run_id(self._folder):
+        run = run_id(self._folder)
+        if run:
             record[RUN] = run
         append_attempt(self._folder, record, self._index)
         return code
 
     def _go_on_without(self, slot: int | None) -> bool:
-        """Whether the job can do without a process, as it then will: no device gets more rows at a
-        time than it had."""
-        had, each, rest = (
-            self._options.processes,
-            usual_devices(self._config),
-            [other for other in self._slots if other != slot],
-        )
+        """Whether the job can do without a process, as it then will.
+
+        No device gets more rows at a time than it had.
+        """
+        had = self._options.processes
+        devices = usual_devices(self._config)
+        rest = [other for other in self._slots if other != slot]
         for count in range(len(rest), self._least - 1, -1):
-            if fewer := fit_to_fewer(self._config, had, count, each):
-                name, accumulation = "optimizer.accumulation=", fewer.optimizer.accumulation
-                self._command = [
-                    *(word for word in self._command if not word.startswith(name)),
-                    f"{name}{accumulation}",
-                ]
-                self._slots = rest[:count]
-                self._tell(
-                    f"process {slot} is lost; goes on with {count} of {had} processes, {name}{accumulation}"
-                )
-                return True
+            fewer = fit_to_fewer(self._config, had, count, devices)
+            if not fewer:
+                continue
+            name = "optimizer.accumulation="
+            setting = f"{name}{fewer.optimizer.accumulation}"
+            self._command = [word for word in self._command if not word.startswith(name)]
+            self._command.append(setting)
+            self._slots = rest[:count]
+            self._tell(
+                f"process {slot} is lost; goes on with {count} of {had} processes, {setting}"
+            )
+            return True
         return False
 
     def _environments(self, attempt: int) -> list[dict[str, str]]:
         """What each process of an attempt finds in its environment, beside ours."""
-        count, common = len(self._slots), {ATTEMPT: str(attempt)}
+        common = {ATTEMPT: str(attempt)}
+        count = len(self._slots)
         if count == 1:
             return [common]
         with socket.socket() as free:
             free.bind(("localhost", 0))
-            common |= {
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{free.getsockname()[1]}",
-                "JAX_NUM_PROCESSES": str(count),
-            }
-        return [
-            common | {"JAX_PROCESS_ID": str(index), SLOT: str(slot)}
-            for index, slot in enumerate(self._slots)
-        ]
+            _, port = free.getsockname()
+        common["JAX_COORDINATOR_ADDRESS"] = f"localhost:{port}"
+        common["JAX_NUM_PROCESSES"] = str(count)
+        environments = []
+        for index, slot in enumerate(self._slots):
+            environments.append(common | {"JAX_PROCESS_ID": str(index), SLOT: str(slot)})
+        return environments
 
     def _start(self, extra: dict[str, str]) -> subprocess.Popen:
-        """A group of its own: ctrl-C comes to it once, from us; and what it leaves behind can be
-        ended."""
+        """Starts one process, in a group of its own.
+
+        So ctrl-C comes to it once, from us; and what it leaves behind can be ended.
+        """
         try:
             return subprocess.Popen(self._command, env=os.environ | extra, start_new_session=True)
         except OSError as error:
             self._end_all()
-            raise UsageError(
-                f"{self._command[0]}: {error.strerror}. Name a command that can be run after --."
-            ) from error
+            mend = "Name a command that can be run after --"
+            raise UsageError(f"{self._command[0]}: {error.strerror}. {mend}.") from error
 
     def _wait(self) -> int:
         """Until all processes have ended; once one has failed, the others have little time left.
@@ -221,19 +252,26 @@ class Supervisor:
         The code is of the first that failed by itself: 75 alone may only say that another one is
         lost.
         """
-        failed, deadline, silent = dict[int, int](), float("inf"), self._slots
+        failed: dict[int, int] = {}
+        running = self._slots
+        deadline = float("inf")
         try:
-            while silent and time.monotonic() <= min(deadline, self._deadline):
-                time.sleep(_POLL if failed or len(silent) == len(self._slots) else 0)
-                ended = {slot: child.poll() for slot, child in zip(self._slots, self._children)}
-                silent = [slot for slot, code in ended.items() if code is None]
-                failed |= {
-                    slot: code for slot, code in ended.items() if code and slot not in failed
-                }
-                deadline = min(deadline, time.monotonic() + _SETTLE) if failed else deadline
+            while running and time.monotonic() <= min(deadline, self._deadline):
+                time.sleep(_POLL)
+                running = []
+                for slot, child in zip(self._slots, self._children):
+                    code = child.poll()
+                    if code is None:
+                        running.append(slot)
+                    elif code != 0 and slot not in failed:
+                        failed[slot] = code
+                if failed:
+                    deadline = min(deadline, time.monotonic() + _SETTLE)
             own = [slot for slot, code in failed.items() if code != TryAgainError.exit_code]
-            self._lost = [*own, *(silent if len(silent) == 1 else ()), *failed, None][0]
-            return next((failed[slot] for slot in [*own, *failed]), 0)
+            self._lost = _lost_slot(own, running, failed)
+            for slot in [*own, *failed]:
+                return failed[slot]
+            return 0
         finally:
             self._end_all()
 
@@ -245,10 +283,8 @@ class Supervisor:
             child.wait()
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        self._asked, self._deadline = (
-            signal.Signals(number).name,
-            time.monotonic() + self._options.grace,
-        )
+        self._asked = signal.Signals(number).name
+        self._deadline = time.monotonic() + self._options.grace
         self._stop.set()
         self._tell_children(number)
 
@@ -261,94 +297,118 @@ class Supervisor:
         print(f"supervise: {self._folder}: {text}", file=sys.stderr, flush=True)
 
 
+def _may_go_better(code: int) -> bool:
+    """Whether an attempt with this exit code is worth another one."""
+    by_signal = code < 0 or code > 128
+    return by_signal or code in _AGAIN
+
+
+def _lost_slot(own: list[int], running: list[int], failed: dict[int, int]) -> int | None:
+    """The process that ended an attempt; None: it is not known.
+
+    The first that failed by itself; else the only one that has not ended, which the others wait
+    for; else the first that failed.
+    """
+    if own:
+        return own[0]
+    if len(running) == 1:
+        return running[0]
+    return next(iter(failed), None)
+
+
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our options, and the command after `--`."""
     words = list(argv)
-    return (
-        (words[: words.index("--")], words[words.index("--") + 1 :])
-        if "--" in words
-        else (words, [])
-    )
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def _config(command: Sequence[str]) -> RunConfig:
-    """The config of the run in a command, for its folder. ConfigError: as the run would say, but
-    before it is started."""
-    ends = [
-        i
-        for i, word in enumerate(command)
-        if word in ("maxtrain.train", "train") or word.endswith("maxtrain/train.py")
-    ]
-    if not ends:
-        raise UsageError(
-            f"{shlex.join(command)} is no training. Write -- python -m maxtrain.train ..., or -- maxtrain train ..."
-        )
-    return load_config(command[ends[0] + 1 :])
+    """The config of the run in a command, for its folder.
+
+    ConfigError: as the run would say, but before it is started.
+    """
+    for i, word in enumerate(command):
+        if word in ("maxtrain.train", "train") or word.endswith("maxtrain/train.py"):
+            return load_config(command[i + 1 :])
+    mend = "Write -- python -m maxtrain.train ..., or -- maxtrain train ..."
+    raise UsageError(f"{shlex.join(command)} is no training. {mend}")
 
 
 def _words(code: int) -> str:
     """An exit code for people."""
-    number = -code if code < 0 else code - 128 if code > 128 else 0
-    return signal.Signals(number).name if number in set(signal.Signals) else f"exit {code}"
+    number = 0
+    if code < 0:
+        number = -code
+    elif code > 128:
+        number = code - 128
+    if number in set(signal.Signals):
+        return signal.Signals(number).name
+    return f"exit {code}"
+
+
+class _Option(NamedTuple):
+    """An option with a number: its least value, and what --help says."""
+
+    name: str
+    kind: type
+    default: float | None
+    low: int
+    unit: str
+    help: str
+
+
+_OPTIONS = (
+    _Option("--processes", int, 1, 1, "N", "processes of a job on this machine"),
+    _Option(
+        "--min-processes",
+        int,
+        None,
+        1,
+        "N",
+        "go on with as few when one is lost for good; default: mesh.min_processes, or all of them",
+    ),
+    _Option("--max-restarts", int, 100, 0, "N", "default: %(default)s"),
+    _Option(
+        "--crash-loop", int, 3, 1, "N", "attempts without a further step; default: %(default)s"
+    ),
+    _Option(
+        "--backoff",
+        float,
+        5,
+        0,
+        "SECONDS",
+        "before a restart, doubled while no step is made (%(default)s)",
+    ),
+    _Option("--max-backoff", float, 300, 0, "SECONDS", "default: %(default)s"),
+    _Option(
+        "--grace", float, 300, 0, "SECONDS", "from a signal to the end of the command (%(default)s)"
+    ),
+)
 
 
 def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    usage = f"{prog} [OPTION ...] -- python -m maxtrain.train config=NAME key=value ..."
-    about = (__doc__ or "").partition("\n\n")[2]
     parser = argparse.ArgumentParser(
-        prog=prog, usage=usage, description=about, formatter_class=form
+        prog=prog,
+        usage=f"{prog} [OPTION ...] -- python -m maxtrain.train config=NAME key=value ...",
+        description=(__doc__ or "").partition("\n\n")[2],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="processes of a job on this machine"
-    )
-    parser.add_argument(
-        "--min-processes",
-        type=int,
-        metavar="N",
-        help="go on with as few when one is lost for good; default: mesh.min_processes, or all of them",
-    )
-    parser.add_argument(
-        "--max-restarts", type=int, default=100, metavar="N", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--crash-loop",
-        type=int,
-        default=3,
-        metavar="N",
-        help="attempts without a further step; default: %(default)s",
-    )
-    parser.add_argument(
-        "--backoff",
-        type=float,
-        default=5,
-        metavar="SECONDS",
-        help="before a restart, doubled while no step is made (%(default)s)",
-    )
-    parser.add_argument(
-        "--max-backoff", type=float, default=300, metavar="SECONDS", help="default: %(default)s"
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=300,
-        metavar="SECONDS",
-        help="from a signal to the end of the command (%(default)s)",
-    )
+    for option in _OPTIONS:
+        parser.add_argument(
+            option.name,
+            type=option.kind,
+            default=option.default,
+            metavar=option.unit,
+            help=option.help,
+        )
     options = parser.parse_args(argv)
-    lows = {
-        "processes": 1,
-        "min_processes": 1,
-        "max_restarts": 0,
-        "crash_loop": 1,
-        "backoff": 0,
-        "max_backoff": 0,
-        "grace": 0,
-    }
-    for name, low in lows.items():
-        if getattr(options, name) is not None and not getattr(options, name) >= low:
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(
-                f"{option} {getattr(options, name)} must be at least {low}. Set {option} to {low} or more."
-            )
+    for option in _OPTIONS:
+        value = getattr(options, option.name.removeprefix("--").replace("-", "_"))
+        # NaN is not at least anything.
+        if value is not None and not value >= option.low:
+            rule = f"{option.name} {value} must be at least {option.low}"
+            raise UsageError(f"{rule}. Set {option.name} to {option.low} or more.")
     return options

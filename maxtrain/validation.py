@@ -14,7 +14,7 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.signals import StopRequest
+from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch
 
@@ -62,6 +62,10 @@ class Validation:
                 )
                 self.best.pop(name, None)
                 self.stale.pop(name, None)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's record has to hold of it."""
+        return {"best": self.best, "stale": self.stale, "read": self.read}
 
     def _describe(self, name: str) -> str:
         """Losses of a set can be compared where this is the same."""
@@ -124,7 +128,7 @@ class Validation:
         def placed() -> Iterator[Batch]:
             for batch in host:
                 if self._stop.agreed("eval")[0]:
-                    raise KeyboardInterrupt
+                    raise StopRequested
                 errors.extend([batch.error] if batch.error else [])
                 yield layout.to_global(batch.arrays)
             raise_together(errors[0] if errors else None)

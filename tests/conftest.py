@@ -17,8 +17,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import jaxtyping
 import pytest
+
+from tests.shared import TINY_MODEL, WORDS
 
 TESTS = Path(__file__).parent
 ROOMS_WITHOUT_JAX = ("data_pipeline", "config")
@@ -31,24 +34,40 @@ COMPILED_QUICKLY = (
     "test_quickstart",
     "test_train",
 )
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-]
+# Minutes each: they are handed to the workers first, so that none is left alone with one at the end.
+LONGEST = (
+    "test_processes.py",
+    "test_docs_data.py",
+    "test_replay.py",
+    "test_supervise.py",
+    "test_train.py",
+    "test_chaos.py",
+    "test_anomalies.py",
+    "test_docs_reliability.py",
+    "test_docs_numerics.py",
+    "test_quickstart.py",
+    "test_benchmarks.py",
+    "training/test_products.py",
+    "training/test_step.py",
+    "test_signals.py",
+    "test_run_folder.py",
+    "test_kept.py",
+    "test_train_checkpoints.py",
+    "test_train_data.py",
+    "models/test_decoder.py",
+    "test_probe.py",
+    "test_generate.py",
+    "models/test_tpu.py",
+    "test_evaluation_sets.py",
+    "test_older_runs.py",
+    "test_train_fuzz.py",
+    "weights/test_hf.py",
+    "checkpoint/test_manager.py",
+    "data_pipeline/test_runner.py",
+    "data_pipeline/test_prepare_url.py",
+)
+# As many random examples as a test of `make test` gets; what says that it takes fewer, does.
+QUICK_EXAMPLES = 25
 CACHE = Path("~/.cache/maxtrain/jax-tests").expanduser()
 CACHE_DAYS = 30
 PLATFORM = os.environ.get("MAXTRAIN_TEST_PLATFORM", "cpu")
@@ -67,6 +86,34 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 jaxtyping.install_import_hook(
     "maxtrain", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 )
+
+# A busy machine is no failure, so no example has a deadline.
+hypothesis.settings.register_profile("quick", max_examples=QUICK_EXAMPLES, deadline=None)
+hypothesis.settings.register_profile("thorough", deadline=None)
+hypothesis.settings.load_profile("thorough")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`--hypothesis-profile quick` also holds for tests that ask for more examples by name."""
+    if hypothesis.settings.get_current_profile_name() != "quick":
+        return
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)
+    if own is not None and own.max_examples > QUICK_EXAMPLES:
+        fewer = hypothesis.settings(own, max_examples=QUICK_EXAMPLES)
+        test._hypothesis_internal_use_settings = fewer
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first; the tests of a file stay in their order."""
+
+    def place(item: pytest.Item) -> int:
+        name = item.path.relative_to(TESTS).as_posix()
+        if name in LONGEST:
+            return LONGEST.index(name)
+        return len(LONGEST)
+
+    items.sort(key=place)
 
 
 @functools.cache
@@ -154,14 +201,7 @@ def tiny_run() -> Callable[..., Path]:
             "output_dir": str(folder / "runs"),
             "log_interval": 1,
             "eval_interval": 0,
-            "model": {
-                "num_layers": 1,
-                "embed_dim": 16,
-                "mlp_dim": 32,
-                "num_heads": 2,
-                "num_kv_heads": 2,
-                "max_length": 32,
-            },
+            "model": TINY_MODEL,
             "data": {
                 "sources": {"text": {"path": str(train), "epochs": None}},
                 "seq_length": 32,

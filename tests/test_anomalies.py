@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from data_pipeline import prepare
 from data_pipeline.errors import StorageError
 from maxtrain import records
+from maxtrain import run as run_module
 from maxtrain import train as job
 from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
@@ -126,6 +127,7 @@ def taken_back(config):
     return folder_of(config, "back")
 
 
+@pytest.mark.long
 def test_a_spike_is_told_with_its_numbers_its_data_and_the_command_to_look_at_it(config, capsys):
     assert train(config, "warned") == 0
     out = capsys.readouterr().out
@@ -147,6 +149,7 @@ def test_a_spike_is_told_with_its_numbers_its_data_and_the_command_to_look_at_it
     ]
 
 
+@pytest.mark.long
 def test_a_rollback_leaves_the_steps_out_as_if_it_had_been_known_from_the_start(
     config, taken_back, capsys
 ):
@@ -192,11 +195,12 @@ def dying(original, call, before):
     return instead
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "owner, name, call, before",
     [
-        (job, "write_rollbacks", 1, True),
-        (job, "write_rollbacks", 1, False),
+        (run_module, "write_rollbacks", 1, True),
+        (run_module, "write_rollbacks", 1, False),
         (Checkpoints, "discard_after", 1, False),
         (Checkpoints, "restore", 1, False),
         (records, "MetricsLog", 2, True),
@@ -217,14 +221,16 @@ def test_killed_anywhere_in_a_rollback_the_same_command_goes_on_to_the_same_run(
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
 
 
+@pytest.mark.long
 def test_processes_that_see_different_checkpoints_do_not_go_back(config, monkeypatch, capsys):
     with monkeypatch.context() as patch:
-        patch.setattr(job, "gather", lambda values: [values, {"back": values["back"] - 1}])
+        patch.setattr(run_module, "gather", lambda values: [values, {"back": values["back"] - 1}])
         assert train(config, "views", *ROLLBACK) == 74
     assert "Give all hosts the same view of" in capsys.readouterr().err
     assert read_rollbacks(folder_of(config, "views")) is None, "nothing is changed"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
     """SIGKILL when the list is written and checkpoints of the way that was left are still there."""
@@ -252,6 +258,7 @@ def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
     assert numbers(folder) == numbers(taken_back) and state_at(folder) == state_at(taken_back)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy, first", [("skip", 10), ("rollback", 8)])
 def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(
     config, capsys, policy, first
@@ -294,6 +301,7 @@ def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(
     assert numbers(known)[-1]["skipped"] == 11 - first
 
 
+@pytest.mark.long
 def test_without_a_checkpoint_the_run_goes_back_to_its_start(config, taken_back, capsys):
     assert train(config, "start", *ROLLBACK, "checkpoint_interval=0") == 0
     assert (
@@ -304,6 +312,7 @@ def test_without_a_checkpoint_the_run_goes_back_to_its_start(config, taken_back,
     assert state_at(folder_of(config, "start")) == state_at(taken_back)
 
 
+@pytest.mark.long
 def test_stop_saves_the_run_as_before_the_step_and_another_policy_goes_on(config, capsys):
     assert train(config, "before", f"checkpoint_interval={BAD - 1}") == 0
     assert train(config, "stop", "anomaly.loss_spike=stop") == 70
@@ -325,6 +334,7 @@ def test_stop_saves_the_run_as_before_the_step_and_another_policy_goes_on(config
     assert numbers(folder_of(config, "stop"))[-1]["skipped"] == 1
 
 
+@pytest.mark.long
 def test_more_rollbacks_than_allowed_end_the_run_with_everything_named(config, capsys):
     assert train(config, "limit", *ROLLBACK, "anomaly.max_rollbacks=0") == 70
     error = capsys.readouterr().err
@@ -336,6 +346,7 @@ def test_more_rollbacks_than_allowed_end_the_run_with_everything_named(config, c
     assert train(config, "limit", *ROLLBACK) == 0 and read_rollbacks(folder_of(config, "limit"))
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):
     """Weights that a Hugging Face directory, say, brought along: nothing can be trained, and
     nothing is."""
@@ -380,6 +391,7 @@ def test_a_list_that_is_no_list_is_refused_with_a_mend(config, tmp_path):
         read_rollbacks(tmp_path)
 
 
+@pytest.mark.long
 def test_what_is_not_finite_is_saved_with_the_sums_by_source(config, monkeypatch):
     """Step 7 is skipped, and step 8 is saved, before there is a record of both."""
     monkeypatch.setenv("MAXTRAIN_FAILPOINT", "data:nan:7")

@@ -33,11 +33,16 @@ FLOORS = {
     "configs": 2,
     **dict.fromkeys(["maxtrain.parallel", "maxtrain.failpoints"], 2),
     "maxtrain.ops": 3,
+    # What families say of other formats is written in its steps.
+    "maxtrain.weights.codec": 3,
     "maxtrain.models": 4,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         [
             "maxtrain.train",
+            "maxtrain.run",
+            "maxtrain.hooks",
+            "maxtrain.programs",
             "maxtrain.job",
             "maxtrain.signals",
             "maxtrain.finish",
@@ -54,6 +59,7 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
+    **dict.fromkeys(["maxtrain.export", "maxtrain.model_source"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import pytest
 
 from benchmarks import (
     balance,
@@ -19,6 +20,7 @@ from benchmarks import (
 )
 
 
+@pytest.mark.long
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
     small = dataclasses.replace(
         train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2
@@ -34,6 +36,7 @@ def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
     assert "times as fast as float32" in shown
 
 
+@pytest.mark.long
 def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
     small = dataclasses.replace(
         train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2
@@ -93,6 +96,7 @@ def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
         assert what in shown
 
 
+@pytest.mark.long
 def test_prefetch_prints_a_row_for_each_way(tmp_path, monkeypatch, capsys):
     for name, value in {"ROWS": 2, "LENGTH": 64, "STEPS": 3, "REPEATS": 1}.items():
         monkeypatch.setattr(prefetch, name, value)
@@ -130,6 +134,7 @@ def test_prepare_prints_its_ratio_to_the_bare_loop(monkeypatch, capsys, tmp_path
     )
 
 
+@pytest.mark.long
 def test_balance_prints_a_row_for_each_way():
     lines = balance.measure(64, 2, 6.0, 8192, (1.0, 1e-4), slow=True)
     assert [line.split("|")[1].strip() for line in lines] == [
@@ -153,6 +158,7 @@ def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, 
     assert all(f"| {name} |" in shown for name in ("local", "cold cache", "warm cache"))
 
 
+@pytest.mark.long
 def test_zero_prints_a_row_for_each_stage_and_later_ones_hold_less(monkeypatch, capsys):
     small = dataclasses.replace(
         zero.MODEL,
@@ -176,6 +182,7 @@ def test_zero_prints_a_row_for_each_stage_and_later_ones_hold_less(monkeypatch, 
     ] > state[3]
 
 
+@pytest.mark.long
 def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(
     monkeypatch, capsys, tmp_path
 ):

@@ -58,6 +58,8 @@ def test_help_needs_no_jax(argv, part):
         (["train"], 64, "Add config=NAME"),
         (["train", "config=quickstart", "stepz=3"], 78, "steps"),
         (["generate"], 64, "required: --prompt"),
+        (["export"], 64, "required: RUN, OUT"),
+        (["exprot", "RUN"], 64, "Did you mean export?"),
     ],
 )
 def test_mistakes_are_named_with_their_exit_code(argv, code, message, capsys):

@@ -1,11 +1,12 @@
 """What the documents tell people to type works: every command of a ```bash block, every make
 target, every link.
 
-A command is FAST (it runs here, as it stands) or TESTED_ELSEWHERE (the file named runs it, perhaps
-with smaller numbers). Both kinds are also looked at without running them: `python -m` modules must
+A command is FAST (it runs here, as it stands) or TESTED_ELSEWHERE (the test named runs it, perhaps
+with smaller numbers: every word of it must be there). Both kinds are also looked at without running them: `python -m` modules must
 exist and answer --help, make targets must exist.
 """
 
+import ast
 import functools
 import importlib.util
 import re
@@ -33,34 +34,45 @@ FAST = [
     "python -m maxtrain.train config=quickstart --print-config",
     "python -m maxtrain.train quickstart --print-config",
 ]
+# The test that runs each of the other commands, perhaps with smaller numbers or another config.
+QUICKSTART = "tests/test_quickstart.py::test_quickstart_does_the_whole_job_and_says_so"
+VARIANTS = "tests/test_quickstart.py::test_readme_variants_train"
+CHARACTERS = "tests/test_train_data.py::test_the_character_model_of_the_readme"
 TESTED_ELSEWHERE = {
-    "make quickstart": "tests/test_quickstart.py",
-    "make bench": "tests/test_benchmarks.py",
-    "python -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05": (
-        "tests/test_quickstart.py"
-    ),
-    "python -m maxtrain.train config=quickstart": "tests/test_quickstart.py",
+    "make quickstart": QUICKSTART,
+    "python -m maxtrain.train config=quickstart": QUICKSTART,
     "python -m data_pipeline.prepare data/shakespeare_char --text input.txt --tokenizer chars --holdout 0.1 "
-    "--holdout-by tail": "tests/test_train_data.py",
-    "python -m maxtrain.train config=shakespeare_char": "tests/test_train_data.py",
-    'maxtrain generate runs/quickstart --prompt "def main("': "tests/test_quickstart.py",
+    "--holdout-by tail": CHARACTERS,
+    "python -m maxtrain.train config=shakespeare_char": CHARACTERS,
+    'maxtrain generate runs/quickstart --prompt "def main("': (
+        "tests/test_quickstart.py::test_a_finished_run_writes_text"
+    ),
+    "maxtrain export runs/quickstart exported/quickstart --format hf": (
+        "tests/test_quickstart.py::test_a_finished_run_is_exported_as_it_offers"
+    ),
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
-        "tests/test_quickstart.py"
+        VARIANTS
     ),
     "python -m maxtrain.train config=quickstart run_name=mixed data.sources.docs.path=data/docs/train "
-    "data.sources.docs.weight=0.2": "tests/test_quickstart.py",
+    "data.sources.docs.weight=0.2": VARIANTS,
     "python -m maxtrain.train config=quickstart run_name=meshed mesh.simulated_devices=4 mesh.fsdp=2 mesh.tensor=2": (
-        "tests/test_quickstart.py"
+        VARIANTS
     ),
-    "maxtrain replay runs/quickstart --steps 160:200": "tests/test_docs_numerics.py",
-    "maxtrain probe config=quickstart": "tests/test_probe.py",
-    "maxtrain probe config=llama3_1b --topology v5e:4x4": "tests/test_probe.py",
-    "python -m maxtrain.train config=quickstart anomaly.loss_spike=rollback anomaly.grad_spike=skip": "tests/test_anomalies.py",
-    "make setup": ".ci/run",
-    "make test": ".ci/run",
-    "make lint": ".ci/run",
-    ".venv/bin/pre-commit install": ".pre-commit-config.yaml",
+    "maxtrain replay runs/quickstart --steps 160:200": (
+        "tests/test_quickstart.py::test_steps_of_a_finished_run_are_the_same_again"
+    ),
+    "maxtrain probe config=quickstart": (
+        "tests/test_probe.py::test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train"
+    ),
 }
+# What a recipe of the Makefile says, and the test or the check that runs that target.
+IN_THE_MAKEFILE = {
+    "python -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05": (
+        "quickstart"
+    ),
+}
+CI = re.search(r"^make --keep-going (.+)$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+CI_TARGETS = CI[1].split() if CI else []
 
 PYTHON = [sys.executable]
 PROGRAMS = {
@@ -106,25 +118,113 @@ def test_the_documents_have_commands():
     )
 
 
+def source_of(test: str) -> str:
+    """The text of a test with its decorators, and of what its file has outside of tests."""
+    file, name = test.split("::")
+    text = (ROOT / file).read_text()
+    tree = ast.parse(text)
+    others = []
+    found = []
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+            others.append(ast.unparse(node))
+        elif node.name == name:
+            found.append(ast.unparse(node))
+    assert found, f"{test} does not exist: name the test that runs the command"
+    marks = re.findall(r"pytest\.mark\.(slow|gpu|skip)\b", found[0])
+    assert not marks, f"{test} is not run by `make test-all`, since it is marked {marks}"
+    return "\n".join([*found, *others])
+
+
+def pattern_of(word: str) -> str:
+    """A pattern of a word of a command in which numbers, and the config, may be other ones."""
+    if word.startswith("config="):
+        return "config="
+    return re.sub(r"\d[\d.]*(e-\d+)?", r"\\d[\\d.]*(e-\\d+)?", re.escape(word).replace("\\.", "."))
+
+
+def missing_words(command: str, source: str) -> list[str]:
+    """The words of a command that are nowhere in the source of the test that is said to run it."""
+    words = shlex.split(command)
+    if words[:2] == ["python", "-m"]:
+        words = words[3:]
+    return [word for word in words[1:] if not re.search(pattern_of(word), source)]
+
+
+def test_a_test_that_runs_something_else_is_seen():
+    command = "maxtrain replay runs/one --steps 160:200 mesh.fsdp=2"
+    assert (
+        missing_words(command, "run('replay', 'runs/one', '--steps', '4:6', 'mesh.fsdp=4')") == []
+    )
+    assert missing_words(command, "run('replay', 'runs/one', '--steps', '4')") == [
+        "160:200",
+        "mesh.fsdp=2",
+    ]
+    with pytest.raises(AssertionError, match="name the test that runs the command"):
+        source_of("tests/test_docs.py::test_that_there_is_not")
+    with pytest.raises(AssertionError, match="is not run by `make test-all`"):
+        source_of("tests/test_chaos.py::test_a_dose_of_what_happens_to_one_of_four_processes")
+
+
+def test_nothing_is_listed_that_no_document_says():
+    said = {command for _, command in COMMANDS}
+    assert [c for c in (*TESTED_ELSEWHERE, *IN_THE_MAKEFILE) if c not in said] == []
+
+
+@pytest.mark.parametrize(("document", "test"), RUN_WHOLE.items())
+def test_a_document_that_is_run_whole_is_read_by_its_test(document, test):
+    """It finds all blocks, and each command in them is run."""
+    source = (ROOT / test).read_text()
+    assert f'"docs" / "{document}"' in source and "mark.slow" not in source
+    text = (ROOT / "docs" / document).read_text()
+    found = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    assert commands("".join(f"```bash\n{block}```\n" for block in found)) == commands(text)
+    assert re.search(r"for command in (COMMANDS|commands):\n", source)
+    assert "result.returncode == " in source
+
+
 @pytest.mark.parametrize(("document", "command"), COMMANDS)
 def test_command_runs_here_or_in_another_test(document, command):
     if document in RUN_WHOLE:
-        assert (ROOT / RUN_WHOLE[document]).exists()
-    elif command in FAST:
+        return  # the test above
+    if command in FAST:
         first, *rest = shlex.split(command)
         result = run(*PROGRAMS.get(first, [first]), *rest)
         assert result.returncode == 0, result.stderr
+    elif command in TESTED_ELSEWHERE:
+        test = TESTED_ELSEWHERE[command]
+        missing = missing_words(command, source_of(test))
+        assert not missing, f"`{command}` is said to be run by {test}, which has no {missing}"
+    elif command in IN_THE_MAKEFILE:
+        target = IN_THE_MAKEFILE[command]
+        assert command.removeprefix("python ") in recipe(target)
+        assert f"make {target}" in TESTED_ELSEWHERE
+    elif command == "make bench":
+        modules = re.findall(r"-m benchmarks\.(\w+)", recipe("bench"))
+        source = (ROOT / "tests" / "test_benchmarks.py").read_text()
+        assert modules and all(f"{module}.main(" in source for module in modules)
+    elif command == "make setup":
+        assert "$(READY_DEV)" in recipe("setup"), "it is what the other targets need, too"
+    elif command in ("make test", "make test-gpu", "make bench-gpu"):
+        assert f'"{command.removeprefix("make ")}"' in (ROOT / "tests/test_suite.py").read_text()
+    elif command == ".venv/bin/pre-commit install":
+        result = run(sys.executable, "-m", "pre_commit", "validate-config")
+        assert result.returncode == 0, result.stdout + result.stderr
     else:
-        assert command in TESTED_ELSEWHERE, (
+        assert command.removeprefix("make ") in CI_TARGETS, (
             f"{document}: nothing shows that `{command}` works. Add it to FAST in tests/test_docs.py if it takes seconds, "
-            f"else to TESTED_ELSEWHERE with the file that runs it."
-        )
-        where = TESTED_ELSEWHERE[command]
-        assert (ROOT / where).exists(), (
-            f"`{command}` is said to be tested by {where}, which does not exist: name the file that does"
+            f"else to TESTED_ELSEWHERE with the test that runs it."
         )
 
 
+def recipe(target: str) -> str:
+    """A target of the Makefile: its line and its commands."""
+    found = re.search(rf"^{target}:.*\n(\t.*\n)+", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found, f"the Makefile has no target {target}"
+    return found[0]
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("module", MODULES)
 def test_module_exists_and_answers_help(module):
     assert importlib.util.find_spec(module) is not None, (

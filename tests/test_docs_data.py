@@ -56,6 +56,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_every_command_works_in_order(folder):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "120"}

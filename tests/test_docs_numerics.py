@@ -25,6 +25,7 @@ def test_the_example_works(title, program):
     assert len(names) > 1, "it did something"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_commands_work_in_order(tmp_path):
     rng = random.Random(0)

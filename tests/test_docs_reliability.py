@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "reliability.md").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_commands_work_in_order(tmp_path):
     rng = random.Random(0)

@@ -53,6 +53,7 @@ def saved(config, run_name):
     return list(saved_steps(config.parent / "runs" / run_name / "checkpoints"))
 
 
+@pytest.mark.long
 def test_a_run_ends_when_evaluations_get_no_better_and_says_so_again(config, capsys):
     code, records = train(config, "stuck", *STUCK)
     said = " ".join(capsys.readouterr().out.split())
@@ -74,6 +75,7 @@ def test_a_run_ends_when_evaluations_get_no_better_and_says_so_again(config, cap
     assert code == 0 and evaluated(records)[-1] == 20 and saved(config, "stuck")[-1] == 20
 
 
+@pytest.mark.long
 def test_a_run_that_is_killed_in_between_ends_at_the_same_step(config, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv(failpoints.VARIABLE, "after_step:nan:5")
@@ -83,6 +85,7 @@ def test_a_run_that_is_killed_in_between_ends_at_the_same_step(config, monkeypat
     assert code == 0 and evaluated(records) == [2, 4, 6]
 
 
+@pytest.mark.long
 def test_the_set_may_be_chosen_and_one_that_gets_better_ends_nothing(config):
     code, records = train(
         config, "chosen", *STUCK[:2], "eval.stop_patience=1", "eval.stop_set=other"
@@ -92,6 +95,7 @@ def test_the_set_may_be_chosen_and_one_that_gets_better_ends_nothing(config):
     assert code == 0 and evaluated(records)[-1] == 8 and records[-1]["kind"] != "end"
 
 
+@pytest.mark.long
 def test_what_is_due_every_half_epoch_is_due_after_the_step_that_completes_it(config):
     keys = (
         "steps=auto",

@@ -59,6 +59,7 @@ def run(config, name, *overrides):
     return train.main(load_config([f"config={config}", f"run_name={name}", *overrides]))
 
 
+@pytest.mark.long
 def test_a_set_that_is_new_to_a_finished_run_is_read_once(config, finished, again):
     other = f"eval.sets.other.path={config.parent}/more/data/eval"
     steps = saved_steps(finished / "checkpoints")
@@ -75,6 +76,7 @@ def test_a_set_that_is_new_to_a_finished_run_is_read_once(config, finished, agai
     assert "Nothing to do" in said and len(evaluations) == 2
 
 
+@pytest.mark.long
 def test_a_set_that_is_another_text_now_is_read_as_that(config, finished, again):
     said, evaluations = again(f"eval.sets.val.path={config.parent}/more/data/eval")
     assert (
@@ -90,6 +92,7 @@ def test_a_set_that_is_another_text_now_is_read_as_that(config, finished, again)
     assert "Nothing to do" in said and len(evaluations) == 2
 
 
+@pytest.mark.long
 def test_evaluation_before_the_first_step(config, capsys):
     assert run(config, "start", "eval_at_start=true", "eval_interval=2") == 0
     records = read_metrics(config.parent / "runs/start")
@@ -102,6 +105,7 @@ def test_evaluation_before_the_first_step(config, capsys):
     ] == [0, 2, 4, 6]
 
 
+@pytest.mark.long
 def test_samples_are_shown_while_it_trains_and_change_nothing(config, finished, capsys):
     options = ["observe.prompts=[the, of]", "observe.sample_interval=2", "init.mup_base_width=16"]
     assert run(config, "samples", *options) == 0
@@ -134,6 +138,7 @@ def command(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.long
 def test_the_command_gives_what_the_run_has_on_record(config, finished, command):
     record = next(r for r in read_metrics(finished) if r["kind"] == "eval")
     code, out, err = command(finished, "--json")
@@ -154,6 +159,7 @@ def test_the_command_gives_what_the_run_has_on_record(config, finished, command)
     assert f"{record['nll']:.4f}" in words and "more" in words and f"{record['tokens']:,}" in words
 
 
+@pytest.mark.long
 def test_other_rows_steps_and_a_part_of_a_set(finished, command):
     def nll(*argv):
         code, out, err = command(finished, "--json", *argv)
@@ -167,6 +173,7 @@ def test_other_rows_steps_and_a_part_of_a_set(finished, command):
     assert nll("--seq-length", 16)["nll"] != whole["nll"]
 
 
+@pytest.mark.long
 def test_a_hugging_face_directory(tmp_path, command, capsys):
     source = Path(__file__).parent / "data/parity/llama3"
     shutil.copytree(source, tmp_path / "hf")
@@ -184,6 +191,7 @@ def test_a_hugging_face_directory(tmp_path, command, capsys):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -204,6 +212,8 @@ def test_a_hugging_face_directory(tmp_path, command, capsys):
         (["nowhere"], 64, "RUN=nowhere: has no config.yaml"),
         (["--hf", "nowhere"], 64, "Name one with --set NAME=DIR"),
         (["--hf", "x", "--step", "1"], 64, "Leave one out"),
+        (["RUN", "--step", "-1"], 64, "--step -1: must be at least 0"),
+        (["RUN", "--dtype", "bfloat16"], 64, "belongs to --hf; RUN has its own. Leave it out"),
     ],
 )
 def test_what_the_command_refuses(finished, command, argv, code, message):
@@ -211,6 +221,7 @@ def test_what_the_command_refuses(finished, command, argv, code, message):
     assert found == code and message in err
 
 
+@pytest.mark.long
 def test_a_set_of_another_tokenizer_is_refused(finished, tmp_path, command):
     (tmp_path / "text.txt").write_text("some text " * 40)
     assert (

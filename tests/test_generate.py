@@ -17,10 +17,12 @@ from data_pipeline.errors import StorageError, UsageError
 from data_pipeline.prepare import main as prepare
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
 from maxtrain import generate as job
+from maxtrain import model_source
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config, to_yaml
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
-from maxtrain.generate import complete, generate, load_run
+from maxtrain.generate import complete, generate
+from maxtrain.model_source import load_run
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model, shardings
@@ -84,6 +86,7 @@ def test_a_prompt_gets_the_same_tokens_in_any_company():
     assert [others[i] for i in (0, 1, 3, 4)] == [sampled[i] for i in (0, 1, 3, 4)]
 
 
+@pytest.mark.long
 def test_bfloat16_goes_all_the_way():
     config = dataclasses.replace(CONFIG, scan_layers=False)
     model = jax.jit(lambda: build_model(config, PrecisionConfig(params="bfloat16"), 3))()
@@ -91,6 +94,7 @@ def test_bfloat16_goes_all_the_way():
     assert [len(row) for row in made] == [5] * len(PROMPTS)
 
 
+@pytest.mark.long
 def test_more_tokens_of_the_same_seed_begin_with_the_fewer():
     model = tiny()
     assert [row[:5] for row in generate(model, PROMPTS, max_tokens=12, seed=7)] == generate(
@@ -106,6 +110,7 @@ def test_the_seed_decides_and_equal_prompts_differ():
     assert len({tuple(row) for row in first}) == 5
 
 
+@pytest.mark.long
 def test_top_k_of_one_is_greedy():
     model = tiny()
     assert generate(model, PROMPTS, max_tokens=12, top_k=1) == generate(
@@ -113,12 +118,14 @@ def test_top_k_of_one_is_greedy():
     )
 
 
+@pytest.mark.long
 def test_a_text_beyond_the_models_length_goes_on_from_its_second_half():
     model = tiny(max_length=24)
     made = generate(model, PROMPTS, max_tokens=60, temperature=0.0)
     assert made == [greedy_without_cache(model, prompt, 60) for prompt in PROMPTS]
 
 
+@pytest.mark.long
 def test_windows_change_nothing_about_company_length_and_stops():
     model = tiny(max_length=24)
     free = generate(model, PROMPTS, max_tokens=60, seed=3)
@@ -138,6 +145,7 @@ def test_windows_change_nothing_about_company_length_and_stops():
     assert min(map(len, made)) < 60
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_the_shortest_windows(length):
     model = tiny(max_length=length)
@@ -158,6 +166,7 @@ def frequencies(choice, logits, draws=4000):
     return np.bincount(np.asarray(picked), minlength=logits.shape[-1]) / draws
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -242,6 +251,7 @@ def test_bad_input_is_refused(prompts, options, message):
         generate(tiny(), prompts, **options)
 
 
+@pytest.mark.long
 def test_on_a_mesh_the_tokens_are_the_same():
     mesh, single = make_mesh(MeshConfig(fsdp=2, tensor=2, data=2)), tiny(vocab_size=258)
     expected = generate(single, PROMPTS[:3], max_tokens=5, temperature=0.0)
@@ -325,6 +335,7 @@ def run(tmp_path_factory):
     return folder, params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("step", [None, 1, 2])
 def test_a_run_is_loaded_from_its_newest_checkpoint_or_the_one_asked_for(run, step):
     folder, params = run
@@ -336,6 +347,7 @@ def test_a_run_is_loaded_from_its_newest_checkpoint_or_the_one_asked_for(run, st
     assert tokenizer.vocab_size == 257
 
 
+@pytest.mark.long
 def test_averaged_weights_are_what_is_loaded_if_there_are_such(run, tmp_path):
     folder, params = run
     config = load_config(
@@ -363,6 +375,7 @@ def command(monkeypatch, capsys):
     return call
 
 
+@pytest.mark.long
 def test_the_command_prints_prompts_with_completions(run, command):
     folder, _ = run
     asked = [
@@ -394,6 +407,7 @@ def test_the_command_prints_prompts_with_completions(run, command):
     assert command(folder, *asked)[1] == out
 
 
+@pytest.mark.long
 def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
     source = Path(__file__).parent / "data" / "parity" / "qwen3"
     tensors, config = load_file(source / "model.safetensors"), (source / "config.json").read_text()
@@ -410,6 +424,7 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
     assert code == 0 and out.startswith("abc") and "tokens/s" in err and "forgotten" not in err
 
 
+@pytest.mark.long
 def test_the_command_says_when_it_forgets(run, command):
     code, _, err = command(run[0], "--prompt", "some", "--max-tokens", "197")
     assert code == 0 and err.startswith(
@@ -419,6 +434,7 @@ def test_the_command_says_when_it_forgets(run, command):
     assert code == 0 and "forgotten" not in err, "one token begins the document"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -485,8 +501,8 @@ def test_what_no_model_could_do_is_refused_before_one_is_loaded(
     def load(*args):
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr(job, "load_run", load)
-    monkeypatch.setattr(job, "load_pretrained", load)
+    monkeypatch.setattr(model_source, "load_run", load)
+    monkeypatch.setattr(model_source, "load_pretrained", load)
     monkeypatch.setattr(job, "start", load)
     run = [] if "--hf" in argv else ["RUN"]
     code, out, err = command(*run, "--prompt", "a", *argv)
@@ -500,6 +516,7 @@ def test_help_says_what_there_is(command):
     )
 
 
+@pytest.mark.long
 def test_a_run_without_a_checkpoint_says_so(run, tmp_path):
     (tmp_path / "config.yaml").write_text((run[0] / "config.yaml").read_text())
     with pytest.raises(StorageError, match="has no complete checkpoint"):

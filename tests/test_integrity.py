@@ -39,6 +39,7 @@ def train(config, monkeypatch, run_name, faults):
     return code, saved_digests(config.parent / "runs" / run_name / "checkpoints")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "said", "saved"),
     [

@@ -53,6 +53,7 @@ def weights(folder, run_name):
     return saved_digests(folder / "runs" / run_name / "checkpoints")[9]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "poison",
     [["optimizer.learning_rate=3e38"], ["optimizer.eps=1e-37", "optimizer.clip_norm=3e38"]],
@@ -71,6 +72,7 @@ def test_poisoned_updates_never_take_the_place_of_good_steps(folder, poison, cap
         assert kept[6] == good[6] and len(kept) == 2
 
 
+@pytest.mark.long
 def test_weights_that_memory_damaged_are_not_saved_and_the_same_command_goes_on(
     folder, monkeypatch, capsys
 ):
@@ -92,6 +94,7 @@ def test_weights_that_memory_damaged_are_not_saved_and_the_same_command_goes_on(
     assert weights(folder, "memory") == weights(folder, "whole")
 
 
+@pytest.mark.long
 def test_nothing_is_saved_or_removed_while_steps_are_not_finite(folder, monkeypatch, capsys):
     monkeypatch.setenv(failpoints.VARIABLE, "data:nan:5,data:nan:6")
     assert train(folder, "postponed") == 0
@@ -103,6 +106,7 @@ def test_nothing_is_saved_or_removed_while_steps_are_not_finite(folder, monkeypa
     assert re.findall(r"checkpoint: step (\d+)$", said, re.MULTILINE) == ["3", "7", "9"]
 
 
+@pytest.mark.long
 def test_a_run_that_ends_with_steps_that_were_not_finite_says_so(folder, monkeypatch, capsys):
     monkeypatch.setenv(failpoints.VARIABLE, "data:nan:8,data:nan:9")
     for _ in range(2):
@@ -113,6 +117,7 @@ def test_a_run_that_ends_with_steps_that_were_not_finite_says_so(folder, monkeyp
         assert steps(folder, "bad-end") == [3, 6]
 
 
+@pytest.mark.long
 def test_a_run_that_hardly_trained_does_not_end_with_0(folder, monkeypatch, capsys):
     """All steps but the last were skipped: that one is saved, and the run is no success, however
     often it is started."""
@@ -129,6 +134,7 @@ def test_a_run_that_hardly_trained_does_not_end_with_0(folder, monkeypatch, caps
     assert steps(folder, "idle") == [20]
 
 
+@pytest.mark.long
 def test_an_evaluation_that_is_not_finite_ends_the_run_and_its_step_is_not_saved(
     folder, monkeypatch, capsys
 ):
@@ -147,6 +153,7 @@ def test_an_evaluation_that_is_not_finite_ends_the_run_and_its_step_is_not_saved
     assert steps(folder, "nan-eval") == []
 
 
+@pytest.mark.long
 def test_with_keep_1_the_step_before_is_kept_until_the_newest_is_known_to_be_good(
     folder, monkeypatch
 ):
@@ -160,6 +167,7 @@ def test_with_keep_1_the_step_before_is_kept_until_the_newest_is_known_to_be_goo
     assert [3, 6] in left and steps(folder, "one") == [9]
 
 
+@pytest.mark.long
 def test_training_goes_on_when_old_steps_can_not_be_removed(folder, monkeypatch, capfd):
     def refuse(path, before_files):
         raise PermissionError(13, "Permission denied", str(path))
@@ -173,6 +181,7 @@ def test_training_goes_on_when_old_steps_can_not_be_removed(folder, monkeypatch,
     )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_prune_leaves_a_run_alone_that_is_being_trained(folder, capsys):
     run = folder / "runs" / "whole"
@@ -193,6 +202,7 @@ def test_prune_leaves_a_run_alone_that_is_being_trained(folder, capsys):
     assert steps(folder, "whole") == before
 
 
+@pytest.mark.long
 def test_fewer_steps_than_there_are_is_an_end_not_a_wait_for_ever(folder, capsys):
     assert train(folder, "lowered") == 0
     before = read_metrics(folder / "runs" / "lowered")

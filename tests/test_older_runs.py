@@ -48,6 +48,7 @@ def numbers(folder, run_name):
     return [[record[key] for key in keys] for record in read_metrics(folder / "runs" / run_name)]
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on_with_the_defaults_of_then(folder, monkeypatch, capsys):
     assert train(folder, "whole", *THEN) == 0
     with monkeypatch.context() as patch:
@@ -75,6 +76,7 @@ def test_the_same_command_goes_on_with_the_defaults_of_then(folder, monkeypatch,
     )
 
 
+@pytest.mark.long
 def test_a_new_run_has_the_defaults_of_now(folder, capsys):
     assert train(folder, "new", "steps=2", "schedule.warmup_steps=1") == 0
     assert "begun with" not in capsys.readouterr().out
@@ -88,6 +90,7 @@ def test_a_key_that_a_version_did_not_have_is_no_difference(folder):
     assert older != launch and launch_differences(older, launch) == {}
 
 
+@pytest.mark.long
 def test_a_warmup_longer_than_the_plan_is_shortened_and_recorded(folder, capsys):
     auto = (
         "steps=auto",
@@ -108,6 +111,7 @@ def test_a_warmup_longer_than_the_plan_is_shortened_and_recorded(folder, capsys)
     assert rates[-1] < rates[steps // 10] and max(rates) == pytest.approx(1e-2)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_a_tracker_whose_package_is_missing(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     assert (

@@ -53,6 +53,7 @@ class Remembering(StepMemory):
         return super().bytes(rows, length)
 
 
+@pytest.mark.long
 def test_the_batch_is_the_largest_of_a_linear_scan_and_nothing_is_executed(config):
     memory = Remembering(
         loaded(config, "optimizer.accumulation=2", "mesh.data=1", "mesh.fsdp=2"), jax.devices()[:2]
@@ -95,6 +96,7 @@ def test_batches_as_shapes_are_those_of_the_loader(config):
     )
 
 
+@pytest.mark.long
 def test_the_most_tokens_of_a_row_are_the_room_of_a_group(config):
     memory = Remembering(loaded(config, "mesh.data=1", "mesh.fsdp=1"), jax.devices()[:1])
     tokens = fitting_tokens(memory, memory.bytes(1, 384))
@@ -110,6 +112,7 @@ def test_the_most_tokens_of_a_row_are_the_room_of_a_group(config):
         fitting_tokens(memory, 1000)
 
 
+@pytest.mark.long
 def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config, capsys):
     folder = config.parent / "runs" / "tiny"
     (folder / "checkpoints" / "00000001").mkdir(parents=True)
@@ -157,6 +160,7 @@ def test_probing_both_writes_a_picture_and_a_record_and_says_how_to_train(config
     assert min(test["losses"]) < test["losses"][0] - 1 and sorted({*test["rates"]}) == test["rates"]
 
 
+@pytest.mark.long
 def test_the_room_of_a_group_is_printed_as_pack_takes_it(config, capsys):
     alone = ["mesh.data=1", "mesh.fsdp=-1", "model.max_length=256", f"config={config}"]
     assert main(["probe", "--what", "max_tokens", "--memory", "1GiB", *alone]) == 0

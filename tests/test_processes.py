@@ -32,31 +32,14 @@ from maxtrain.checkpoint.listing import latest_record, saved_digests
 from maxtrain.observe.launches import read_launches
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import read_metrics
+from tests.shared import TINY_MODEL, WORDS
 
 REPOSITORY = Path(__file__).parents[1]
 DEVICES = 4
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-]
 EVAL_BATCHES = (4, 12)
 SECONDS = 700  # for a job; one that is killed here has hung
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
@@ -79,21 +62,13 @@ def config(tmp_path_factory) -> Path:
     sources = {
         name: {"path": str(folder / f"data-{name}"), "epochs": 3} for name in ("large", "small")
     }
-    model = {
-        "num_layers": 1,
-        "embed_dim": 16,
-        "mlp_dim": 32,
-        "num_heads": 2,
-        "num_kv_heads": 2,
-        "max_length": 32,
-    }
     values = {
         "output_dir": str(folder / "runs"),
         "steps": "auto",
         "log_interval": 1,
         "eval_interval": 0,
         "checkpoint_interval": 5,
-        "model": model,
+        "model": TINY_MODEL,
         "data": {
             "sources": sources,
             "on_exhausted": "renormalize",

@@ -2,6 +2,7 @@
 evaluate, save, write text."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def quickstart(clone: Path, *more: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=clone, capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_quickstart_does_the_whole_job_and_says_so(clone):
     first = quickstart(clone)
@@ -53,7 +55,13 @@ def test_quickstart_does_the_whole_job_and_says_so(clone):
     assert evals[-1]["nll"] < evals[0]["nll"] < 8.5
     assert "gzip -9 reaches" in shown and "bits per byte" in shown
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert shown.count("def __init__(self,") >= 1 and "maxtrain generate" in shown
+    assert "maxtrain generate" in shown
+    for prompt in ("def __init__(self, ", "import os\n"):
+        # Each prompt with its completion is above a line that is drawn.
+        completion = shown.split(prompt, 1)[1].split("\u2500")[0]
+        assert completion.removesuffix("\n"), f"nothing was written after {prompt!r}"
+    offered = [line.strip() for line in shown.splitlines() if line.strip()]
+    assert offered[-1].endswith("export runs/quickstart exported/quickstart --format hf")
     again = quickstart(clone)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "Nothing to do" in again.stdout
@@ -65,6 +73,7 @@ def python(clone: Path, *command: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "more",
@@ -95,17 +104,47 @@ def test_readme_variants_train(clone, more):
     assert "2 steps" in result.stdout
 
 
+def written(clone: Path, *options: str) -> str:
+    """What a finished run writes after the prompt."""
+    command = ["maxtrain.cli", "generate", "runs/quickstart", "--prompt", "def main(", *options]
+    result = python(clone, *command)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (before, *after) = result.stdout.split("def main(", 1)
+    assert after and not before.strip(), "it begins with the prompt"
+    # A character whose last bytes were not written yet is shown as U+FFFD.
+    return after[0].removesuffix("\n").rstrip("\ufffd")
+
+
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_finished_run_writes_text(clone):
-    result = python(
-        clone,
-        "maxtrain.cli",
-        "generate",
-        "runs/quickstart",
-        "--prompt",
-        "def main(",
-        "--max-tokens",
-        "8",
-    )
+    """More than the prompt: the more tokens, the more text, which begins with the same."""
+    short = written(clone, "--max-tokens", "8")
+    longer = written(clone, "--max-tokens", "16")
+    assert short
+    assert longer.startswith(short) and len(longer) > len(short)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_steps_of_a_finished_run_are_the_same_again(clone):
+    result = python(clone, "maxtrain.cli", "replay", "runs/quickstart", "--steps", "3:6")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "def main(" in result.stdout
+    assert re.search(r"[1-9]\d* numbers .*all the same bit for bit", result.stdout)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_finished_run_is_exported_as_it_offers(clone):
+    words = ["runs/quickstart", "exported/quickstart", "--format", "hf"]
+    result = python(clone, "maxtrain.cli", "export", *words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "bit for bit" in result.stdout
+    found = {path.name for path in (clone / "exported/quickstart").iterdir()}
+    assert found == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }

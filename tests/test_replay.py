@@ -24,29 +24,13 @@ from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig
+from maxtrain.observe import launches
 from maxtrain.observe.launches import FILE_NAME, read_launches
 from maxtrain.observe.metrics import MetricsLog, read_metrics, same
 from maxtrain.parallel import distributed
+from tests.shared import WORDS
 
 STEPS = 24
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-]
 REPOSITORY = Path(__file__).parents[1]
 SAME = r"[1-9]\d+ numbers and [1-9]\d+ arrays compared, all the same bit for bit"
 KINDS = {
@@ -68,11 +52,17 @@ KINDS = {
 }
 
 
+def same_revision(folder):
+    return "0" * 40
+
+
 @pytest.fixture(scope="module", autouse=True)
 def this_process():
     level = logging.getLogger("absl").level
     with pytest.MonkeyPatch.context() as patch, jax.numpy_dtype_promotion("standard"):
         patch.setattr(distributed, "keep_host_memory", lambda: "")
+        # Who commits while the tests run has not changed what is replayed here.
+        patch.setattr(launches, "git_revision", same_revision)
         before = jax.config.jax_default_matmul_precision
         yield
         jax.config.update("jax_default_matmul_precision", before)
@@ -148,7 +138,15 @@ def everything(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.parametrize("steps", ["0:20", "4:24", "8:16", "15:17"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "0:20",
+        pytest.param("4:24", marks=pytest.mark.long),
+        pytest.param("8:16", marks=pytest.mark.long),
+        pytest.param("15:17", marks=pytest.mark.long),
+    ],
+)
 def test_the_same_bit_for_bit_on_eight_devices_and_nothing_is_written(finished, steps, capsys):
     before = everything(finished)
     code, text = replayed(finished, steps, capsys)
@@ -160,6 +158,7 @@ def test_the_same_bit_for_bit_on_eight_devices_and_nothing_is_written(finished, 
     assert everything(finished) == before
 
 
+@pytest.mark.long
 def test_one_step_by_its_number(finished, capsys):
     assert replay.main([str(finished), "--step", "15"]) == 0
     one = capsys.readouterr().out
@@ -167,6 +166,7 @@ def test_one_step_by_its_number(finished, capsys):
     assert capsys.readouterr().out == one and "steps 9 to 15 again" in one
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -184,6 +184,7 @@ def test_one_step_that_is_none(finished, capsys, arguments, message):
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"dense"}))
 def test_other_kinds_are_the_same_on_eight_devices_too(config, kind, capsys):
     assert train.main(load_config([f"config={config}", f"run_name={kind}", *KINDS[kind]])) == 0
@@ -196,6 +197,7 @@ def test_other_kinds_are_the_same_on_eight_devices_too(config, kind, capsys):
         ), "and z of the attacked"
 
 
+@pytest.mark.long
 def test_without_hashes_the_other_numbers_are_compared(config, capsys):
     keys = ["determinism=off", "steps=4", "schedule.warmup_steps=1", "checkpoint_interval=0"]
     assert train.main(load_config([f"config={config}", "run_name=off", *keys])) == 0
@@ -215,6 +217,7 @@ sys.exit(code or replay.main([sys.argv[1], "--steps", "2:22"]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bit_for_bit_on_one_device(config, kind):
@@ -249,6 +252,7 @@ def flip(folder, step, leaf):
     (path / "commit.json").write_bytes(encode_commit(read_commit(path) | {"arrays": saved}))
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_the_checkpoint_it_begins_with_is_found_and_named(dense, capsys):
     flip(dense, 8, "params.layers.0.mlp.up.kernel")
     code, text = replayed(dense, "10:20", capsys)
@@ -261,6 +265,7 @@ def test_a_flipped_bit_of_the_checkpoint_it_begins_with_is_found_and_named(dense
     assert f"Remove {dense / 'checkpoints' / '00000008'}, so that nothing goes on from it." in text
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_a_checkpoint_on_the_way_is_found_and_named(dense, capsys):
     names = saved_digests(dense / "checkpoints")[16]
     leaf = next(
@@ -284,6 +289,7 @@ def rewrite(folder, change):
     log.close()
 
 
+@pytest.mark.long
 def test_the_first_step_that_differs_is_named_with_both_numbers(dense, capsys):
     """By the last bit of a loss, as another device would; nothing on record explains it."""
 
@@ -302,6 +308,7 @@ def test_the_first_step_that_differs_is_named_with_both_numbers(dense, capsys):
     assert "nothing that is on record has changed" in text and "train with determinism=full" in text
 
 
+@pytest.mark.long
 def test_what_a_launch_had_otherwise_is_the_likely_cause(dense, capsys):
     launch = read_launches(dense)[0]
     launch["versions"]["jaxlib"], launch["git"] = "0.0.1", "abc"
@@ -317,6 +324,7 @@ def test_what_a_launch_had_otherwise_is_the_likely_cause(dense, capsys):
     )
 
 
+@pytest.mark.long
 def test_another_mesh_is_named_with_the_arrays_that_differ(dense, capsys):
     code, text = replayed(dense, "3:16", capsys, "mesh.data=8", "mesh.fsdp=1")
     assert code == 70 and "arrays that are not those saved at step 8: params." in text
@@ -326,6 +334,7 @@ def test_another_mesh_is_named_with_the_arrays_that_differ(dense, capsys):
     )
 
 
+@pytest.mark.long
 def test_other_tokens_under_the_same_manifest_are_found(dense, config, tmp_path, capsys):
     data = tmp_path / "data"
     shutil.copytree(config.parent / "data", data)
@@ -341,12 +350,14 @@ def test_other_tokens_under_the_same_manifest_are_found(dense, config, tmp_path,
     assert "the same rows hold other tokens. Run `prepare verify` on the sources." in text
 
 
+@pytest.mark.long
 def test_other_data_is_found_and_named(dense, config, capsys):
     for window in ("0:3", "9:12"):
         code, text = replayed(dense, window, capsys, "seed=5", "data.batch_size=16")
         assert code == 70 and "other data: another manifest, or other settings of it" in text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("steps", "code", "message"),
     [
@@ -360,6 +371,7 @@ def test_windows_that_the_run_does_not_have_are_refused(dense, capsys, steps, co
     assert found == code and message in text
 
 
+@pytest.mark.long
 def test_records_between_which_nothing_is_compared_are_refused(dense, capsys):
     lines = (dense / "metrics.jsonl").read_text().splitlines(keepends=True)
     (dense / "metrics.jsonl").write_text(
@@ -381,6 +393,7 @@ def test_records_between_which_nothing_is_compared_are_refused(dense, capsys):
     )
 
 
+@pytest.mark.long
 def test_steps_of_launches_with_other_settings_are_replayed_apart(dense, capsys):
     launches = read_launches(dense)
     other = launches[0] | {

@@ -149,6 +149,7 @@ ATTEMPT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "damage", [b'{"torn": ', b"[" * 100_000, b"\xff\x00", b"[]\n", b'{"run": "0000000000000000"}']
 )
@@ -177,6 +178,7 @@ def test_a_book_that_can_not_be_read_is_put_aside(folder, run, capsys, name, dam
     assert len(said) == 1
 
 
+@pytest.mark.long
 def test_lines_of_another_run_are_put_aside(folder, run, capsys):
     other = folder / "runs" / "other"
     for name in ("clock.jsonl", "launches.jsonl", "config.yaml"):
@@ -192,6 +194,7 @@ def test_lines_of_another_run_are_put_aside(folder, run, capsys):
     )
 
 
+@pytest.mark.long
 def test_checkpoints_that_are_gone_do_not_start_the_run_over(folder, run, capsys):
     (run / "checkpoints").rename(run.parent / "elsewhere")
     said = refused(folder, run, capsys)
@@ -218,6 +221,7 @@ def test_a_run_that_never_saved_begins_again_without_a_word(folder, run, capsys)
     assert "starts over" not in goes_on(folder, run, capsys)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("left", [None, 0, 4])
 def test_records_that_are_gone_below_the_step_are_told(folder, run, capsys, left):
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -232,6 +236,7 @@ def test_records_that_are_gone_below_the_step_are_told(folder, run, capsys, left
     assert "records up to" not in goes_on(folder, run, capsys), "it is told once"
 
 
+@pytest.mark.long
 def test_records_that_are_others_are_told_and_torn_ones_put_aside(folder, run, capsys):
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -249,6 +254,7 @@ def test_records_that_are_others_are_told_and_torn_ones_put_aside(folder, run, c
     )
 
 
+@pytest.mark.long
 def test_an_evaluation_set_that_was_exchanged_begins_another_series(folder, run, capsys):
     (folder / "text").mkdir(exist_ok=True)
     (folder / "text" / "a.txt").write_text(
@@ -301,6 +307,7 @@ def test_a_config_of_another_run_is_not_generated_with(folder, run, capsys):
     assert "config.yaml is of run" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_run_of_the_version_before_goes_on(tmp_path):
     """Its files carry no id, and its steps no word on whether they are finite."""

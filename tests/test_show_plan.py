@@ -18,6 +18,7 @@ from data_pipeline.plan import Plan, PlanSource
 from data_pipeline.preview import preview_rows
 from data_pipeline.shards import TokenShards
 from maxtrain.config import load_config
+from maxtrain.inputs import open_data
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.show_plan import timeline
 
@@ -133,6 +134,22 @@ def test_a_step_shows_its_rows_documents_and_text_without_a_device(config):
     assert lines[-1] == "To be read, unless data or settings change before."
 
 
+def test_a_step_is_of_the_seed_of_the_data_as_in_training(config, tmp_path):
+    words = [f"config={config}", "data.seed=5"]
+    loaded = load_config(words)
+    data, _ = open_data(loaded, None)
+    digest = data.digest_at(11)
+    assert digest != open_training(loaded.data, loaded.seed, loaded.steps).digest_at(11)
+    code, said, _ = plan(*words, "--step", "12")
+    assert code == 0 and f"  batch {digest}" in said.splitlines()
+    shutil.copy(config, tmp_path / "config.yaml")
+    record = {"kind": "train", "step": 12, "batch": digest}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    code, said, error = plan(str(tmp_path), "data.seed=5", "--step", "12")
+    assert code == 0 and f"  batch {digest}" in said.splitlines(), error
+    assert said.endswith("Read by the run: its record of this step names the same batch.\n")
+
+
 @pytest.mark.parametrize("packing", ["stream", "bins", "pad"])
 def test_the_documents_of_a_row_are_those_whose_tokens_it_has(tmp_path, packing):
     folder = tmp_path / "many"
@@ -202,6 +219,7 @@ def finished(config):
     return config.parent / "runs" / "one"
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_steps_of_a_run_are_those_that_it_has_read(finished, tmp_path):
     records = {

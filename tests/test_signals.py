@@ -28,6 +28,7 @@ from maxtrain.observe.metrics import read_metrics
 from maxtrain.records import Records
 from maxtrain.signals import StopRequest
 from maxtrain.train import main
+from tests.shared import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
 
@@ -199,6 +200,7 @@ def test_a_process_ends_even_if_python_does_not_get_to_it(grace, phase, sent, co
     assert process.returncode == code and said in err
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("number", StopRequest.SIGNALS, ids=lambda n: n.name)
 @pytest.mark.parametrize(
@@ -283,14 +285,7 @@ def config(tmp_path_factory):
         "eval_interval": 3,
         "checkpoint_interval": 0,
         "checkpoint": {"grace_seconds": 0, "keep_best": True},
-        "model": {
-            "num_layers": 1,
-            "embed_dim": 16,
-            "mlp_dim": 32,
-            "num_heads": 2,
-            "num_kv_heads": 2,
-            "max_length": 32,
-        },
+        "model": TINY_MODEL,
         "data": {
             "sources": {"text": {"path": str(folder / "data"), "epochs": None}},
             "seq_length": 32,
@@ -328,6 +323,7 @@ def numbers(folder):
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "saved", "left"),
     [
@@ -357,6 +353,7 @@ def test_stopped_anywhere_and_started_again_is_as_never_stopped(
     assert ours == theirs
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_taken_back_to_before_an_evaluation_it_is_on_record_once(config, monkeypatch):
     code, folder = train(config, monkeypatch, "back", "before_step:term:6")

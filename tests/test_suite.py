@@ -1,12 +1,17 @@
 """The tests themselves: one that takes its process with it, or that stands still, ends them with a
 message."""
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from benchmarks import gpu_environment
 
 ROOT = Path(__file__).parents[1]
 FINE = "def test_one(): pass\ndef test_two(): pass\n"
@@ -22,6 +27,7 @@ def test_stands_still(): threading.Event().wait()
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("last", "said"),
@@ -61,3 +67,149 @@ def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, 
         result.stdout + result.stderr
     )
     assert "1 failed" in result.stdout
+
+
+ALWAYS = [
+    "tests/test_train.py::test_two_processes_are_as_one",
+    "tests/test_train.py::test_interrupted_and_killed_is_as_never_stopped",
+    "tests/test_supervise.py::test_a_run_that_dies_at_several_places_ends_with_the_same_numbers",
+]
+
+
+def dry_run(target, *variables):
+    """The commands of a target, which are not run."""
+    command = ["make", "--dry-run", "-o", ".venv/.ready-dev", target, *variables]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.replace("\\\n", " ")
+
+
+def marked_long(node):
+    """Whether a test, or what is assigned to `pytestmark`, says that it is left out by `make test`."""
+    return re.search(r"pytest\.mark\.(long|slow|gpu)\b", ast.unparse(node)) is not None
+
+
+def short_tests():
+    """The tests that `make test` runs, read from the files: collecting them takes half a minute."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+        whole = [node for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
+        if any(marked_long(node) for node in whole):
+            continue
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef) or not node.name.startswith("test_"):
+                continue
+            if not any(marked_long(decorator) for decorator in node.decorator_list):
+                found.append(f"{path.relative_to(ROOT).as_posix()}::{node.name}")
+    return found
+
+
+def test_make_test_leaves_out_the_long_tests_and_nothing_else():
+    assert "-n 2 -m 'not long and not slow and not gpu' --hypothesis-profile quick" in dry_run(
+        "test"
+    )
+    assert "-n 2 -m 'not slow and not gpu' --hypothesis-profile thorough" in dry_run("test-all")
+    assert "make --keep-going lint test-all\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_make_test_visits_every_room():
+    """And has a job of two processes, a kill and a resume, and a supervised restart."""
+    packages = set()
+    for core in ("data_pipeline", "maxtrain"):
+        for path in (ROOT / core).rglob("*.py"):
+            packages.add("/".join(path.relative_to(ROOT).parts[:-1][:2]))
+    assert len(packages) > 10
+    tests = short_tests()
+    for package in sorted(packages):
+        if package in ("data_pipeline", "maxtrain"):
+            beginning = f"tests/{package}/test_".replace("/maxtrain/", "/")
+        else:
+            beginning = f"tests/{package}/".replace("/maxtrain/", "/")
+        assert any(test.startswith(beginning) for test in tests), (
+            f"{package} has no test in {beginning}* that is not marked long: `make test` skips it"
+        )
+    assert [test for test in ALWAYS if test not in tests] == []
+
+
+def test_files_that_come_first_exist():
+    text = (ROOT / "tests" / "conftest.py").read_text()
+    (listed,) = re.findall(r"^LONGEST = \((.*?)^\)", text, re.DOTALL | re.MULTILINE)
+    names = re.findall(r'"([^"]+)"', listed)
+    assert len(names) == len(set(names)) > 20
+    assert [name for name in names if not (ROOT / "tests" / name).exists()] == []
+
+
+COUNTED = """
+from hypothesis import given, settings, strategies
+calls = []
+@settings(max_examples=200)
+@given(strategies.integers())
+def test_many(number): calls.append(number)
+@settings(max_examples=5)
+@given(strategies.integers())
+def test_few(number): calls.append(number)
+@given(strategies.integers())
+def test_as_many_as_there_are(number): calls.append(number)
+def test_count():
+    with open("count", "w") as file: file.write(str(len(calls)))
+"""
+
+
+@pytest.mark.parametrize(("profile", "count"), [("quick", 55), ("thorough", 305)])
+def test_make_test_takes_fewer_examples(tmp_path, profile, count):
+    (tmp_path / "tests").mkdir()
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for name in ("conftest.py", "shared.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
+    (tmp_path / "tests" / "config").mkdir()
+    (tmp_path / "tests" / "config" / "test_counted.py").write_text(COUNTED)
+    options = ["-n", "0", "-p", "no:cacheprovider", "--hypothesis-profile", profile]
+    command = [sys.executable, "-m", "pytest", *options]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert int((tmp_path / "count").read_text()) == count
+
+
+@pytest.mark.parametrize(
+    ("target", "program"),
+    [
+        ("test-gpu", "MAXTRAIN_TEST_PLATFORM=cuda timeout 1200 .venv-gpu/bin/python -m pytest"),
+        ("bench-gpu", "timeout 1200 .venv-gpu/bin/python -m benchmarks.train_step"),
+    ],
+)
+def test_a_machine_with_a_gpu_gets_what_it_lacks_and_keeps_what_it_has(target, program):
+    from_registry = dry_run(target, "GPU_PYTHON=/there/python")
+    assert "/there/python -m venv --clear --system-site-packages .venv-gpu\n" in from_registry
+    assert "--constraint .venv-gpu/present.txt --requirement .venv-gpu/needed.txt" in from_registry
+    assert program in from_registry
+    assert "--no-index" not in from_registry
+    assert "--no-index --find-links /wheels " in dry_run(target, "WHEELS=/wheels")
+    if target == "test-gpu":
+        assert "-m gpu tests/ops " in from_registry
+
+
+def test_the_environment_of_a_gpu_has_the_packages_of_the_machine(tmp_path):
+    packages = tmp_path / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+    packages.mkdir(parents=True)
+    assert gpu_environment.main([str(tmp_path)]) == 0
+    needed = (tmp_path / "needed.txt").read_text().splitlines()
+    names = {re.split("[>=]", line)[0] for line in needed}
+    assert {"jax", "grain", "ml-collections", "pytest", "pytest-xdist", "beartype"} <= names
+    assert not {"ray", "ruff", "moto[s3]"} & names
+    present = (tmp_path / "present.txt").read_text().splitlines()
+    assert f"jax=={jax.__version__}" in present
+    (listed,) = packages.glob("*.pth")
+    assert Path(jax.__file__).parents[1] == Path(listed.read_text().strip())
+
+
+def test_every_file_that_needs_a_gpu_is_below_what_make_test_gpu_collects():
+    folders = re.findall(r"^GPU_TESTS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    folders = folders[0].split()
+    found = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if re.search(r"^@pytest\.mark\.gpu$", path.read_text(), re.MULTILINE):
+            found.append(path.relative_to(ROOT).as_posix())
+    assert found
+    assert all(path.startswith(tuple(folders)) for path in found)

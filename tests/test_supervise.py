@@ -20,6 +20,7 @@ from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.compare import compare_records
 from maxtrain.observe.attempts import reached_step, read_attempts, saved_step
 from maxtrain.observe.metrics import read_metrics
+from tests.shared import TINY_MODEL
 
 ROOT = Path(__file__).parents[1]
 # Does what its attempt's word says: an exit code, or s9 to die by signal 9; +STEP is a step on
@@ -42,6 +43,9 @@ if end == "slot2":  # that one is broken for good; the others only see that it i
     end = "s9" if os.environ["MAXTRAIN_SLOT"] == "2" else "0" if os.environ["JAX_NUM_PROCESSES"] in sys.argv[3] else "75"
 if end == "peer":
     end = "s9"
+if end == "late":
+    time.sleep(1.5 if index == "0" else 0)
+    end = "0"
 os.kill(os.getpid(), int(end[1:])) if end[0] == "s" else sys.exit(int(end))
 """
 
@@ -138,6 +142,21 @@ def test_the_processes_of_a_job_know_each_other_and_end_together(tiny, capfd, mo
     assert sorted(capfd.readouterr().out.split("\n")[:-1]) == sorted(
         f"process {i} of 3 localhost:" for i in (0, 1, 2, 0, 1, 2)
     )
+
+
+def test_it_sleeps_while_some_processes_have_ended_and_others_run(tiny, monkeypatch):
+    looks = []
+    real = subprocess.Popen.poll
+
+    def poll(child):
+        looks.append(child.pid)
+        return real(child)
+
+    monkeypatch.setattr(subprocess.Popen, "poll", poll)
+    started = time.monotonic()
+    assert supervise.main(command(tiny, "late", "--processes", "2"), "supervise") == 0
+    seconds = time.monotonic() - started
+    assert seconds > 1.5 and len(looks) <= 2 * (seconds / supervise._POLL + 2)
 
 
 @pytest.mark.parametrize(
@@ -269,14 +288,7 @@ def config(tmp_path_factory):
         "checkpoint": {
             "asynchronous": False
         },  # so that it is known what is saved when a process dies
-        "model": {
-            "num_layers": 1,
-            "embed_dim": 16,
-            "mlp_dim": 32,
-            "num_heads": 2,
-            "num_kv_heads": 2,
-            "max_length": 32,
-        },
+        "model": TINY_MODEL,
         "data": {
             "sources": {"text": {"path": str(data), "epochs": None}},
             "seq_length": 32,
@@ -362,6 +374,7 @@ def test_a_run_that_dies_at_several_places_ends_with_the_same_numbers(config):
     assert "in: data_wait" in (folder / "stalled-0.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_when_one_process_dies_all_are_started_again(config):
     undisturbed = train(config, "two", "", "--processes", "2", devices=1)
@@ -372,6 +385,7 @@ def test_when_one_process_dies_all_are_started_again(config):
     assert [(launch["step"], launch["processes"]) for launch in launches] == [(0, 2), (4, 2)]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_job_goes_on_with_fewer_processes_to_the_same_losses(config):
     """Three processes with a device each, of which the last one always dies at step 7; then two,

@@ -294,6 +294,7 @@ def test_going_on_with_something_else_is_refused(config, finished, capsys, overr
     ) == before
 
 
+@pytest.mark.long
 def test_more_steps_go_on_where_fewer_ended(config, finished, capsys):
     shutil.copytree(finished, folder_of(config, "longer"))
     assert train(config, "longer", f"steps={STEPS + 4}", "eval_interval=0") == 0
@@ -312,6 +313,7 @@ def test_more_steps_go_on_where_fewer_ended(config, finished, capsys):
 SHORT = ("steps=6", "eval_interval=0", "schedule.warmup_steps=1")
 
 
+@pytest.mark.long
 def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(
     config, finished, capsys
 ):
@@ -341,6 +343,7 @@ def test_changed_data_is_accepted_from_the_checkpoint_on_if_the_config_says_so(
     assert tokens[STEPS:].min() > 1.5 * tokens[: STEPS - 1].max()
 
 
+@pytest.mark.long
 def test_stages_may_change_the_shape_of_a_batch(config, capsys):
     stages = "data.stages=[{until: 2, batch_size: 16}, {until: 4, seq_length: 16}, {}]"
     assert train(config, "shapes", *SHORT, stages, "log_interval=1") == 0
@@ -353,6 +356,7 @@ def test_stages_may_change_the_shape_of_a_batch(config, capsys):
     )
 
 
+@pytest.mark.long
 def test_numbers_that_are_not_finite_end_the_run_after_max_skipped(config, capsys):
     assert (
         train(
@@ -389,6 +393,7 @@ def test_a_batch_without_targets_is_an_error(config, without_targets, capsys):
     assert "or set data.zero_weight to stop or warn" in error
 
 
+@pytest.mark.long
 def test_what_ends_a_run_that_is_asked_to_stop_is_written_down(
     config, without_targets, monkeypatch
 ):
@@ -405,6 +410,7 @@ def test_what_ends_a_run_that_is_asked_to_stop_is_written_down(
     assert [record["step"] for record in numbers(folder_of(config, "both"), "end")] == [3]
 
 
+@pytest.mark.long
 def test_or_it_ends_the_run_in_good_order(config, without_targets, capsys):
     assert train(config, "stop", *without_targets, "data.zero_weight=stop") == 0
     printed = capsys.readouterr().out
@@ -441,6 +447,7 @@ def test_or_it_ends_the_run_in_good_order(config, without_targets, capsys):
     assert [r["step"] for r in numbers(folder_of(config, "stop"))] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.long
 def test_or_it_is_told_and_changes_nothing(config, without_targets, capsys):
     assert (
         train(
@@ -542,6 +549,7 @@ def test_two_processes_are_as_one(config):
     )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_processes_that_are_not_about_to_do_the_same_all_end_and_name_the_odd_one(config):
     shutil.copytree(
@@ -628,12 +636,13 @@ def test_only_errors_of_our_own_show_a_traceback(config, monkeypatch, capsys, er
     def run(config, ends_process):
         raise error
 
-    monkeypatch.setattr("maxtrain.train.run", run)
+    monkeypatch.setattr("maxtrain.train.run_from_config", run)
     assert train(config, "broken") == code
     text = capsys.readouterr().err
     assert message in text and ("Traceback" in text) == (code == 70)
 
 
+@pytest.mark.long
 def test_sets_of_another_tokenizer_are_refused(config, capsys):
     other = config.parent / "characters"
     assert (

@@ -60,6 +60,7 @@ def flip(step, pattern="arrays/**/*"):
     return file
 
 
+@pytest.mark.long
 def test_damaged_steps_are_put_aside_and_the_run_ends_at_the_same_weights(trained, capfd):
     checkpoints = copied(trained, "flipped")
     names = [flip(checkpoints / step).name for step in ("00000008", "00000012")]
@@ -82,6 +83,7 @@ def empty(step):
     step.mkdir()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -102,6 +104,7 @@ def test_incomplete_steps_are_put_aside_with_a_message(trained, capfd, spoil):
     assert len(list(checkpoints.glob("00000012.damaged-*"))) == 1
 
 
+@pytest.mark.long
 def test_a_run_without_a_good_checkpoint_ends_and_never_starts_over(trained, capfd):
     checkpoints = copied(trained, "lost")
     for step in checkpoints.iterdir():
@@ -126,6 +129,7 @@ def test_a_full_disk_ends_the_run_before_its_first_step(trained, capfd, monkeypa
     assert train(trained, "whole") == 0, "a finished run needs no space"
 
 
+@pytest.mark.long
 def test_saves_by_the_clock_are_as_good_to_go_on_from(trained, monkeypatch, capsys):
     """The clock is looked at once a step and once a save, and has gone on by 12 s each time."""
     ticks = itertools.count(step=12)
@@ -145,6 +149,7 @@ def test_saves_by_the_clock_are_as_good_to_go_on_from(trained, monkeypatch, caps
     assert digests(checkpoints) == digests(trained / "runs" / "whole" / "checkpoints")
 
 
+@pytest.mark.long
 def test_a_new_machine_goes_on_from_the_second_directory(trained, capfd, monkeypatch):
     """Killed in the step after a save; then its own disk is empty, or its newest checkpoint is
     damaged."""
@@ -182,6 +187,7 @@ def test_a_new_machine_goes_on_from_the_second_directory(trained, capfd, monkeyp
     )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_another_run_of_the_same_name_that_copies_to_the_same_place_is_refused(trained, capsys):
     far = trained / "shared"
@@ -204,6 +210,7 @@ def test_another_run_of_the_same_name_that_copies_to_the_same_place_is_refused(t
     )
 
 
+@pytest.mark.long
 def test_a_process_that_is_lost_while_a_damaged_step_is_put_aside_is_no_error_of_this_one(
     trained, monkeypatch, capsys
 ):
@@ -220,6 +227,7 @@ def test_a_process_that_is_lost_while_a_damaged_step_is_put_aside_is_no_error_of
     assert "can't reach another process of this job" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_lock_that_can_not_be_written_is_an_error_of_all(trained, monkeypatch, capsys):
     def full(lock):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

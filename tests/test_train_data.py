@@ -12,7 +12,8 @@ from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import ByteTokenizer
 from maxtrain.config import load_config
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.train import Loop, main
+from maxtrain.run import Run
+from maxtrain.train import main
 
 pytestmark = pytest.mark.usefixtures("this_process")
 
@@ -46,6 +47,7 @@ def train(config, run_name, *overrides):
     return code, read_metrics(config.parent / "runs" / run_name)
 
 
+@pytest.mark.long
 def test_a_run_that_the_guard_has_ended_ends_there_again_with_the_same_words(config, capsys):
     """Little fill over four steps, found one step after the last checkpoint, by what was before it;
     and the same tokens."""
@@ -64,6 +66,7 @@ def test_a_run_that_the_guard_has_ended_ends_there_again_with_the_same_words(con
     assert said[0][2] == [1, 2, 3, 4, 5, 6], "it stops at step 7, of which steps 5 to 7 have little"
 
 
+@pytest.mark.long
 def test_evaluation_may_have_rows_of_another_length(config):
     ours, theirs = (
         train(config, f"rows-{n}", f"eval.seq_length={n}", "steps=2")[1][-1] for n in ("64", "null")
@@ -80,33 +83,36 @@ def test_evaluation_may_have_rows_of_another_length(config):
         load_config([f"config={config}", "eval.seq_length=65"])
 
 
+@pytest.mark.long
 def test_records_say_how_long_a_step_waited_for_its_batch(config):
     code, records = train(config, "waits", "eval_interval=4")
     waits = [(r["data_wait_seconds"], r["step_seconds"]) for r in records if r["kind"] == "train"]
     assert code == 0 and len(waits) == 12 and all(0 < wait < step for wait, step in waits)
 
 
+@pytest.mark.long
 def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config, monkeypatch):
     ones = [
         f"data.sources.ones.path={config.parent / 'ones'}",
         "data.sources.ones.epochs=null",
         "data.zero_weight=stop",
     ]
-    stages, save = "data.stages=[{until: 3, weights: {text: 1}}, {weights: {ones: 1}}]", Loop.save
+    stages, save = "data.stages=[{until: 3, weights: {text: 1}}, {weights: {ones: 1}}]", Run.save
 
-    def interrupted(loop, state):
-        save(loop, state)
-        if loop.records.ending:
+    def interrupted(run):
+        save(run)
+        if run.records.ending:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Loop, "save", interrupted)
+        patch.setattr(Run, "save", interrupted)
         assert train(config, "late", *ones, stages)[0] == 75
     code, records = train(config, "late", *ones, stages)
     assert code == 0 and [(record["kind"], record["step"]) for record in records][-1] == ("end", 4)
     assert [record["kind"] for record in records].count("end") == 1
 
 
+@pytest.mark.long
 def test_the_character_model_of_the_readme(tmp_path, monkeypatch, capsys):
     """With other text, and four steps."""
     monkeypatch.chdir(tmp_path)
@@ -128,6 +134,7 @@ def test_the_character_model_of_the_readme(tmp_path, monkeypatch, capsys):
     assert "4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_changed_setting_is_named_with_both_values(config, capsys):
     """It was `another data set, seed, batch size, row length or mixture`."""
     keys = ["steps=4", "checkpoint_interval=0"]
@@ -167,6 +174,7 @@ def test_a_changed_setting_is_named_with_both_values(config, capsys):
     assert train(config, "changed", "steps=6", "checkpoint_interval=0", *accepted)[0] == 0
 
 
+@pytest.mark.long
 def test_data_and_initial_weights_may_have_seeds_of_their_own(config):
     """And the root's seed is theirs where they have none: the same bits as when there was only that
     one."""

@@ -20,6 +20,7 @@ def scene(tmp_path_factory):
     return fuzz_configs.make_scene(tmp_path_factory.mktemp("fuzz"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TRIALS)
 def test_a_random_config(scene, name, capsys):
     def run(words):

@@ -40,24 +40,7 @@ from maxtrain.observe.metrics import FILE_NAME, read_metrics
 ROOT = Path(__file__).parents[2]
 PATIENCE = 300.0  # seconds for an attempt; one that takes longer hangs
 POLL = 0.004
-WORDS = (
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-)
+WORDS = "the of and to in is that it was for on are as with his they".split()
 CONFIG = {
     "steps": 240,
     "log_interval": 1,

@@ -23,9 +23,12 @@ from data_pipeline.shards import files
 from data_pipeline.shards.checked import MAPPED, CheckedFiles, Wanted, touched
 from data_pipeline.shards.manifest import Manifest
 
-_REQUEST_BLOCKS = 16  # neighbours that one request gets, at the most
-_AT_ONCE_BLOCKS = 128  # that are in memory
-_TRIES = 10  # a file can be removed from the cache while it is filled
+# Neighbours that one request gets, at most.
+_REQUEST_BLOCKS = 16
+# Blocks that are in memory at a time.
+_AT_ONCE_BLOCKS = 128
+# A file can be removed from the cache while it is filled: so often it is filled again.
+_TRIES = 10
 
 
 class _Mapping(NamedTuple):
@@ -50,11 +53,11 @@ class CachedFiles(CheckedFiles):
 
     def __init__(self, path: RemotePath, manifest: Manifest, verify: Verify, cache: Cache):
         super().__init__(path, manifest, verify)
-        self._cache, self._generation = cache, cache.generation()
+        self._cache = cache
+        self._generation = cache.generation()
         self._mapping = functools.lru_cache(MAPPED)(self._map_sparse)
-        self._tables: dict[
-            int, np.ndarray
-        ] = {}  # crc32 of each block of a shard: a few bytes a MiB
+        # The crc32 of each block of a shard: a few bytes a MiB.
+        self._tables: dict[int, np.ndarray] = {}
         self._checks = self._table
 
     def checked(
@@ -62,44 +65,33 @@ class CachedFiles(CheckedFiles):
     ) -> np.ndarray:
         """See `CheckedFiles.checked`."""
         mapping = self._mapping(number, suffix)
-        return (
-            self._fetch([(number, suffix, starts, length)])[0] if mapping.pending else mapping.data
-        )
+        if not mapping.pending:
+            return mapping.data
+        return self._fetch([(number, suffix, starts, length)])[0]
 
     def expect(self, wanted: Callable[[], list[Wanted]]) -> None:
         """Fetch what is wanted next together: one after the other would wait for the network each
         time."""
-        if (generation := self._cache.generation()) != self._generation:
+        generation = self._cache.generation()
+        if generation != self._generation:
             self._generation = generation
-            self._mapping.cache_clear()  # the space of removed files is free when nobody maps them
+            # The space of removed files is free only when nobody maps them.
+            self._mapping.cache_clear()
         self._fetch(wanted())
 
     def _fetch(self, wanted: list[Wanted]) -> list[np.ndarray]:
+        """The mapped files, with what is wanted of each in it, and compared."""
         for _ in range(_TRIES):
             mappings = [self._mapping(number, suffix) for number, suffix, *_ in wanted]
-            todo: dict[int, tuple[_Mapping, set[int]]] = {}
-            for mapping, (_, _, starts, length) in zip(mappings, wanted):
-                if mapping.pending:
-                    blocks = touched(starts, mapping.data.nbytes if length is None else length)
-                    todo.setdefault(id(mapping), (mapping, set()))[1].update(
-                        mapping.pending.intersection(blocks)
-                    )
             try:
-                self._fill(
-                    [
-                        (mapping, block)
-                        for mapping, blocks in todo.values()
-                        for block in sorted(blocks)
-                    ]
-                )
+                self._fill(_missing(mappings, wanted))
             except _Removed:
                 self._mapping.cache_clear()
                 continue
             return [mapping.data for mapping in mappings]
         what = f"files were removed {_TRIES} times while they were filled"
-        raise StorageError(
-            f"{self._cache.folder}: {what}. Set data.cache_bytes={self._cache.limit} higher, or run it again."
-        )
+        mend = f"Set data.cache_bytes={self._cache.limit} higher, or run it again"
+        raise StorageError(f"{self._cache.folder}: {what}. {mend}.")
 
     def _fill(self, todo: list[tuple[_Mapping, int]]) -> None:
         """Make blocks be there, and right; DataError: they are not, behind the URL."""
@@ -134,20 +126,23 @@ class CachedFiles(CheckedFiles):
         second time, too."""
         runs: list[list[tuple[_Mapping, int]]] = []
         for mapping, block in wanted:
-            last = runs[-1][-1] if runs and len(runs[-1]) < _REQUEST_BLOCKS else None
-            if last and last[0] is mapping and last[1] + 1 == block:
+            if runs and _goes_on(runs[-1], mapping, block):
                 runs[-1].append((mapping, block))
             else:
                 runs.append([(mapping, block)])
+        requests = []
+        for run in runs:
+            mapping, first_block = run[0]
+            requests.append(self._range(mapping, first_block, len(run)))
         found = []
-        for run, data in zip(
-            runs, read_ranges([self._range(run[0][0], run[0][1], len(run)) for run in runs])
-        ):
+        for run, data in zip(runs, read_ranges(requests)):
             for nth, (mapping, block) in enumerate(run):
-                content = memoryview(data)[nth * files.BLOCK_BYTES : (nth + 1) * files.BLOCK_BYTES]
+                start = nth * files.BLOCK_BYTES
+                content = memoryview(data)[start : start + files.BLOCK_BYTES]
                 try:
                     self._compare(mapping.number, mapping.suffix, block, content)
-                except DataError:  # perhaps on its way
+                except DataError:
+                    # It may have been damaged on its way: once more.
                     content = memoryview(read_ranges([self._range(mapping, block, 1)])[0])
                     self._compare(mapping.number, mapping.suffix, block, content)
                 found.append(content)
@@ -155,21 +150,16 @@ class CachedFiles(CheckedFiles):
 
     def _range(self, mapping: _Mapping, block: int, count: int) -> tuple[RemotePath, int, int]:
         start = block * files.BLOCK_BYTES
-        return (
-            self._remote(mapping.number, mapping.suffix),
-            start,
-            min(start + count * files.BLOCK_BYTES, mapping.data.nbytes),
-        )
+        stop = min(start + count * files.BLOCK_BYTES, mapping.data.nbytes)
+        return self._remote(mapping.number, mapping.suffix), start, stop
 
     def _remote(self, number: int, suffix: str) -> RemotePath:
         return (self.path / self.manifest.shards[number].path).with_suffix(suffix)
 
     def _name(self, number: int, suffix: str) -> str:
         entry = self.manifest.shards[number]
-        return (
-            hashlib.sha256(f"{entry.sha256} {entry.checks_sha256}".encode()).hexdigest()[:40]
-            + suffix
-        )
+        content = f"{entry.sha256} {entry.checks_sha256}"
+        return hashlib.sha256(content.encode()).hexdigest()[:40] + suffix
 
     def _map_sparse(self, number: int, suffix: str) -> _Mapping:
         size = self.manifest.shards[number].sizes[suffix]
@@ -193,25 +183,24 @@ class CachedFiles(CheckedFiles):
         """Have the crc32 tables of shards: from the cache, or fetched together; DataError: one is
         damaged."""
         missing = []
-        for number in (number for number in numbers if number not in self._tables):
-            descriptor = self._cache.open(
-                self._name(number, ".crc"), size := self.manifest.shards[number].sizes[".crc"]
-            )
+        for number in numbers:
+            if number in self._tables:
+                continue
+            entry = self.manifest.shards[number]
+            size = entry.sizes[".crc"]
+            descriptor = self._cache.open(self._name(number, ".crc"), size)
             try:
                 data = os.pread(descriptor, size, 0)
             finally:
                 os.close(descriptor)
-            if hashlib.sha256(data).hexdigest() == self.manifest.shards[number].checks_sha256:
+            if hashlib.sha256(data).hexdigest() == entry.checks_sha256:
                 self._tables[number] = np.frombuffer(data, "<u4")
             else:
                 missing.append((number, size))
-        for (number, size), data in zip(
-            missing, read_ranges([(self._remote(n, ".crc"), 0, size) for n, size in missing])
-        ):
-            expected, found = (
-                self.manifest.shards[number].checks_sha256,
-                hashlib.sha256(data).hexdigest(),
-            )
+        requests = [(self._remote(number, ".crc"), 0, size) for number, size in missing]
+        for (number, size), data in zip(missing, read_ranges(requests)):
+            expected = self.manifest.shards[number].checks_sha256
+            found = hashlib.sha256(data).hexdigest()
             if found != expected:
                 what = f"expected sha256 {expected}, found {found}: changed after it was built"
                 raise self._damage(self._remote(number, ".crc"), what)
@@ -232,31 +221,52 @@ class CachedFiles(CheckedFiles):
         return {found.path.name: found.size for found in self.path.files(depth=1)}
 
     def _check_size(self, number: int, suffix: str) -> None:
-        path, expected = self._remote(number, suffix), self.manifest.shards[number].sizes[suffix]
-        if (found := self._listing.get(path.name)) is None:
+        path = self._remote(number, suffix)
+        found = self._listing.get(path.name)
+        if found is None:
             raise self._damage(path, "can't be read (No such file or directory)")
-        if found != expected:
-            raise self._damage(
-                path,
-                f"expected {expected} bytes, found {found}: cut short or changed after it was built",
-            )
+        self._compare_size(path, self.manifest.shards[number].sizes[suffix], found)
 
     def _check_content(self, number: int) -> str:
         """See `CheckedFiles._check_content`; what is behind the URL is compared, and nothing put
         into the cache."""
         digest = hashlib.sha256()
         for suffix, size in self.manifest.shards[number].sizes.items():
-            for block, data in self._stream(number, suffix, size) if suffix != ".crc" else ():
+            if suffix == ".crc":
+                continue
+            for block, data in self._stream(number, suffix, size):
                 self._compare(number, suffix, block, data)
                 if suffix == ".bin":
                     digest.update(data)
         return digest.hexdigest()
 
     def _stream(self, number: int, suffix: str, size: int) -> Iterator[tuple[int, memoryview]]:
+        """The blocks of a file behind the URL, each with its number."""
+        path = self._remote(number, suffix)
         step = _REQUEST_BLOCKS * files.BLOCK_BYTES
         for at in range(0, size, step):
-            data = memoryview(
-                read_ranges([(self._remote(number, suffix), at, min(at + step, size))])[0]
-            )
+            (content,) = read_ranges([(path, at, min(at + step, size))])
+            data = memoryview(content)
             for start in range(0, len(data), files.BLOCK_BYTES):
                 yield (at + start) // files.BLOCK_BYTES, data[start : start + files.BLOCK_BYTES]
+
+
+def _missing(mappings: list[_Mapping], wanted: list[Wanted]) -> list[tuple[_Mapping, int]]:
+    """The blocks that are wanted of mapped files, and were not compared yet."""
+    blocks_of: dict[int, set[int]] = {}
+    by_id = {}
+    for mapping, (_, _, starts, length) in zip(mappings, wanted):
+        if not mapping.pending:
+            continue
+        if length is None:
+            length = mapping.data.nbytes
+        by_id[id(mapping)] = mapping
+        blocks = blocks_of.setdefault(id(mapping), set())
+        blocks.update(mapping.pending.intersection(touched(starts, length)))
+    return [(by_id[key], block) for key, blocks in blocks_of.items() for block in sorted(blocks)]
+
+
+def _goes_on(run: list[tuple[_Mapping, int]], mapping: _Mapping, block: int) -> bool:
+    """Whether a block is the next one of a request that is not too large already."""
+    last_mapping, last_block = run[-1]
+    return len(run) < _REQUEST_BLOCKS and last_mapping is mapping and last_block + 1 == block

@@ -15,7 +15,8 @@ from data_pipeline.errors import StorageError
 from data_pipeline.remote import RemotePath
 
 BLOCK_BYTES = 1 << 20
-ATTEMPT = ".attempt-"  # begins the names of folders that hold what one attempt at some work has not finished yet
+# Begins the names of folders that hold what one attempt at some work has not finished yet.
+ATTEMPT = ".attempt-"
 
 
 def write_atomic(path: Path | RemotePath, data: bytes) -> None:
@@ -66,16 +67,13 @@ def num_blocks(size: int) -> int:
 @functools.cache
 def _libc() -> ctypes.CDLL:
     """The C library, with the types of what is called here."""
-    libc, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
-    libc.mmap.argtypes = (
-        ctypes.c_void_p,
-        size,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_ssize_t,
-    )
-    libc.mmap.restype, libc.munmap.argtypes = ctypes.c_void_p, (ctypes.c_void_p, size)
+    libc = ctypes.CDLL(None, use_errno=True)
+    pointer = ctypes.c_void_p
+    size = ctypes.c_size_t
+    integer = ctypes.c_int
+    libc.mmap.argtypes = (pointer, size, integer, integer, integer, ctypes.c_ssize_t)
+    libc.mmap.restype = pointer
+    libc.munmap.argtypes = (pointer, size)
     return libc
 
 
@@ -90,9 +88,8 @@ def map_read_only(path: Path | int, size: int) -> np.ndarray:
         address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-    memory = (ctypes.c_ubyte * size).from_address(
-        address
-    )  # lives as long as any array that looks at it
+    # It lives as long as any array that looks at it.
+    memory = (ctypes.c_ubyte * size).from_address(address)
     weakref.finalize(memory, libc.munmap, address, size).atexit = False
     data = np.frombuffer(memory, np.uint8)
     data.flags.writeable = False

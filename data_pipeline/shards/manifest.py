@@ -19,13 +19,12 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 PARTS = ("train", "eval")  # folders that prepare makes, if something is held out
 _DERIVED = ("num_tokens", "num_documents", "num_targets", "uid")
-_MOST = (
-    1 << 48
-)  # bytes or tokens of one directory: sums of such numbers and offsets into them fit into int64
-_MOST_IDS = 1 << 31  # batches have ids as int32
-_Rule = tuple[
-    Callable[[Any], bool], str
-]  # whether a value is good, and what a good one is, in words
+# Bytes or tokens of one directory: sums of such numbers and offsets into them fit into int64.
+_MOST = 1 << 48
+# Batches have ids as int32.
+_MOST_IDS = 1 << 31
+# Whether a value is good, and what a good one is, in words.
+_Rule = tuple[Callable[[Any], bool], str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +51,10 @@ class ShardEntry:
         """Bytes of each file of the shard, by suffix; the .crc, last, has the blocks of the others
         in this order."""
         sizes = {".bin": self.bytes, ".idx": 8 * (self.documents + 1)}
-        sizes |= {} if self.targets is None else {".mask": -(-self.tokens // 8)}
-        return sizes | {".crc": 4 * sum(map(num_blocks, sizes.values()))}
+        if self.targets is not None:
+            sizes[".mask"] = -(-self.tokens // 8)
+        sizes[".crc"] = 4 * sum(map(num_blocks, sizes.values()))
+        return sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,25 +87,33 @@ class Manifest:
     def num_targets(self) -> int:
         """Tokens that are targets in an epoch; where documents have no end mark, nothing announces
         their first tokens."""
-        targets = sum(s.tokens if s.targets is None else s.targets for s in self.shards)
-        first = sum(
-            s.documents if s.first_targets is None else s.first_targets for s in self.shards
-        )
-        return targets - (first if self.eod == "none" else 0)
+        count = 0
+        for shard in self.shards:
+            targets = shard.targets
+            first_targets = shard.first_targets
+            if targets is None:
+                targets = shard.tokens
+            if first_targets is None:
+                first_targets = shard.documents
+            count += targets
+            if self.eod == "none":
+                count -= first_targets
+        return count
 
     @property
     def uid(self) -> str:
         """Hex digest over tokens, document borders, loss masks, tokenizer and end-of-document
         policy."""
-        shards = [[s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256] for s in self.shards]
-        for shard, content in zip(
-            self.shards, shards
-        ):  # the uid of shards without masks must stay what it always was
-            content += [] if shard.targets is None else [shard.targets]
+        shards = []
+        for s in self.shards:
+            entry = [s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256]
+            # The uid of shards without masks must stay what it always was.
+            if s.targets is not None:
+                entry.append(s.targets)
+            shards.append(entry)
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
-        return digest_of([self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards])[
-            :16
-        ]
+        content = [self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards]
+        return digest_of(content)[:16]
 
     def save(self, directory: Path | RemotePath) -> None:
         """Write manifest.json; the last thing a builder does."""
@@ -136,45 +145,49 @@ class Manifest:
                 "Update the program, or build the data again with `prepare --overwrite`."
             )
         expected = content.pop("digest")
-        if (found := digest_of(content)) != expected:
-            raise DataError(
-                f"{path}: expected digest {expected}, found {found}: changed after it was built. {mend()}"
-            )
-        for place, value, rule in _violations(
-            content
-        ):  # the digest holds, so whoever wrote it wrote it so
+        found = digest_of(content)
+        if found != expected:
+            what = f"expected digest {expected}, found {found}: changed after it was built"
+            raise DataError(f"{path}: {what}. {mend()}")
+        # The digest holds, so whoever wrote the manifest wrote it so.
+        for place, value, rule in _violations(content):
             found = json.dumps(value)
-            found = found if len(found) <= 80 else f"{found[:80]} ..."
+            if len(found) > 80:
+                found = f"{found[:80]} ..."
             raise DataError(f"{path}: {place}={found} must be {rule}. {mend()}")
         content["shards"] = tuple(ShardEntry(**shard) for shard in content["shards"])
         manifest = cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
         for name in _DERIVED:
             expected = getattr(manifest, name)
             if content.get(name, expected) != expected:
-                raise DataError(
-                    f"{path}: {name}={content[name]} must be {expected}, by its shards. {mend()}"
-                )
+                rule = f"must be {expected}, by its shards"
+                raise DataError(f"{path}: {name}={content[name]} {rule}. {mend()}")
         return manifest
 
 
 def _why_absent(directory: Path | RemotePath, error: OSError) -> str:
     """Why a directory has no manifest that can be read, and what to do about it."""
-    if parts := sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST}")):
+    parts = sorted(path.parent.name for path in directory.glob(f"*/{MANIFEST}"))
+    if parts:
+        names = ", ".join(parts)
         listed = " and ".join(str(directory / part) for part in parts)
-        return f"has no {MANIFEST}, but its folders {', '.join(parts)} have. Name one of them: {listed}."
+        return f"has no {MANIFEST}, but its folders {names} have. Name one of them: {listed}."
     if directory.is_dir():
         what = f"{MANIFEST}: {error.strerror}"
     else:
         what = "is not a directory of token shards"
-        what += f": {error.strerror}" if isinstance(directory, RemotePath) else ""
+        if isinstance(directory, RemotePath):
+            what += f": {error.strerror}"
     program = "python -m data_pipeline.prepare"
     if directory.name not in PARTS:
         return f"{what}. Make one with `{program} {directory} --text 'GLOB'`."
-    above = directory.parent  # what prepare is to be told: it makes both parts itself
+    # prepare is told the folder above: it makes both parts itself.
+    above = directory.parent
     if (above / MANIFEST).exists():
-        return f"{what}, but {above} is, made without --holdout. Name that, or make both parts by `prepare --holdout`."
-    parts = " and ".join(PARTS)
-    return f"{what}. Make one with `{program} {above} --text 'GLOB' --holdout 0.05`, which makes {parts} in it."
+        mend = "Name that, or make both parts by `prepare --holdout`"
+        return f"{what}, but {above} is, made without --holdout. {mend}."
+    command = f"{program} {above} --text 'GLOB' --holdout 0.05"
+    return f"{what}. Make one with `{command}`, which makes {' and '.join(PARTS)} in it."
 
 
 def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
@@ -201,24 +214,20 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield from _differing(f"{place}.", {"targets": None, "first_targets": None} | shard, _SHARD)
         if unknown := shard.keys() - _SHARD.keys():
             yield place, sorted(unknown), f"without keys other than {', '.join(_SHARD)}"
-        targets, first_targets = shard.get("targets"), shard.get("first_targets")
+        targets = shard.get("targets")
+        first_targets = shard.get("first_targets")
         if (targets is None) != (first_targets is None):
-            yield (
-                f"{place}.first_targets",
-                first_targets,
-                "an integer where targets is one, and else null",
-            )
+            rule = "an integer where targets is one, and else null"
+            yield f"{place}.first_targets", first_targets, rule
         if targets is not None and targets > shard["tokens"]:
             yield f"{place}.targets", targets, f"at most {shard['tokens']}, its tokens"
         if not id_rule[0](shard["max_id"]):
             yield f"{place}.max_id", shard["max_id"], id_rule[1]
-        size = shard["tokens"] * (2 if content["dtype"] == "uint16" else 4)
+        token_bytes = {"uint16": 2, "uint32": 4}[content["dtype"]]
+        size = shard["tokens"] * token_bytes
         if shard["bytes"] != size:
-            yield (
-                f"{place}.bytes",
-                shard["bytes"],
-                f"{size}, for {shard['tokens']} tokens of {content['dtype']}",
-            )
+            rule = f"{size}, for {shard['tokens']} tokens of {content['dtype']}"
+            yield f"{place}.bytes", shard["bytes"], rule
 
 
 def _differing(
@@ -226,9 +235,9 @@ def _differing(
 ) -> Iterator[tuple[str, Any, str]]:
     """The values of an object that break its rules."""
     for name, (is_good, rule) in rules.items():
-        value = content.get(name, _ABSENT)
-        if not is_good(value):
-            yield f"{place}{name}", None if value is _ABSENT else value, rule
+        # A value that is not there is never good, whatever the rule: `object()` is of no type.
+        if not is_good(content.get(name, _ABSENT)):
+            yield f"{place}{name}", content.get(name), rule
 
 
 _ABSENT = object()
@@ -310,4 +319,5 @@ def digest_of(value: Any) -> str:
 
 def mend(command: str = "") -> str:
     """What to do about a directory that is not what it was when it was built."""
-    return f"Restore it from a copy, or build it again: `{command or 'python -m data_pipeline.prepare ...'} --overwrite`."
+    command = command or "python -m data_pipeline.prepare ..."
+    return f"Restore it from a copy, or build it again: `{command} --overwrite`."

@@ -18,8 +18,11 @@ from data_pipeline.shards.manifest import Manifest
 
 def _grouped(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     """Each shard among these, int [n], and where it stands."""
+    if not shard.size:
+        return
     order = np.argsort(shard, kind="stable")
-    for which in np.split(order, np.flatnonzero(np.diff(shard[order])) + 1) if order.size else ():
+    borders = np.flatnonzero(np.diff(shard[order])) + 1
+    for which in np.split(order, borders):
         yield int(shard[which[0]]), which
 
 
@@ -38,13 +41,15 @@ class TokenShards:
         verify: Verify,
         cache: Cache | None = None,
     ):
-        self.path, self.manifest, self.verify, self.cache = path, manifest, verify, cache
-        self.num_tokens, self.num_documents = manifest.num_tokens, manifest.num_documents
-        self.text_bytes, self.vocab_size, self.uid = (
-            manifest.text_bytes,
-            manifest.tokenizer["vocab_size"],
-            manifest.uid,
-        )
+        self.path = path
+        self.manifest = manifest
+        self.verify = verify
+        self.cache = cache
+        self.num_tokens = manifest.num_tokens
+        self.num_documents = manifest.num_documents
+        self.text_bytes = manifest.text_bytes
+        self.vocab_size = manifest.tokenizer["vocab_size"]
+        self.uid = manifest.uid
         self.masked = any(shard.targets is not None for shard in manifest.shards)
         self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
@@ -69,8 +74,9 @@ class TokenShards:
         shards = cls(place(path), Manifest.load(place(path)), verify, cache)
         if not shards.num_tokens:
             raise DataError(f"{path}: holds 0 tokens. Prepare it from at least one document.")
-        if verify != "off" and (problem := next(shards.problems(full=verify == "full"), None)):
-            raise DataError(problem)
+        if verify != "off":
+            for problem in shards.problems(full=verify == "full"):
+                raise DataError(problem)
         return shards
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,7 +96,8 @@ class TokenShards:
     def fill(self, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """Write windows, as `windows` reads them, into these rows of `tokens`, int32 [B, length];
         returns flat indices into it where documents begin."""
-        length, borders = tokens.shape[1], [np.empty(0, np.int64)]
+        length = tokens.shape[1]
+        borders = [np.empty(0, np.int64)]
         self._files.expect(lambda: list(self._wanted_windows(starts, length)))
         for which, at, number, first, size in self._parts(starts, length):
             to = rows[which]
@@ -101,13 +108,9 @@ class TokenShards:
 
     def _wanted_windows(self, starts: np.ndarray, length: int) -> Iterator[Wanted]:
         for _, _, number, first, tokens in self._parts(starts, length):
+            size = self._files.itemsize
             yield number, ".idx", (0,), None
-            yield (
-                number,
-                ".bin",
-                (first * self._files.itemsize).tolist(),
-                tokens * self._files.itemsize,
-            )
+            yield number, ".bin", (first * size).tolist(), tokens * size
             if self.manifest.shards[number].targets is not None:
                 yield number, ".mask", (first // 8).tolist(), (tokens + 14) // 8
 
@@ -142,12 +145,17 @@ class TokenShards:
         for number in dict.fromkeys(shard[inside].tolist()):
             (rows,) = (inside & (shard == number)).nonzero()
             yield rows, 0, number, starts[rows] - self._starts[number], length
-        for row in (~inside).nonzero()[0].tolist():  # these go on in the next shard, or in many
-            number, at, first = int(shard[row]), 0, starts[row] - self._starts[shard[row]]
+        # The others go on in the next shard, or in many.
+        for row in (~inside).nonzero()[0].tolist():
+            number = int(shard[row])
+            first = starts[row] - self._starts[number]
+            at = 0
             while at < length:
                 size = int(min(length - at, self.manifest.shards[number].tokens - first))
                 yield np.array([row]), at, number, np.array([first]), size
-                number, at, first = (number + 1) % len(self.manifest.shards), at + size, 0
+                number = (number + 1) % len(self.manifest.shards)
+                first = 0
+                at += size
 
     def read(self, start: int, length: int) -> np.ndarray:
         """One window, int32 [length]; see `windows`."""
@@ -162,22 +170,22 @@ class TokenShards:
     def documents(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """First tokens in the stream and lengths of documents, both int64 [n], by their numbers;
         see `document`."""
-        if (wrong := (numbers < 0) | (numbers >= self.num_documents)).any():
-            number = numbers[wrong][0]
-            raise DataError(
-                f"{self.path}: document {number} does not exist. Choose one of 0 to {self.num_documents - 1}."
-            )
-        first, lengths = np.empty_like(numbers), np.empty_like(numbers)
+        wrong = numbers[(numbers < 0) | (numbers >= self.num_documents)]
+        if wrong.size:
+            mend = f"Choose one of 0 to {self.num_documents - 1}"
+            raise DataError(f"{self.path}: document {wrong[0]} does not exist. {mend}.")
+        first = np.empty_like(numbers)
+        lengths = np.empty_like(numbers)
         shards = np.searchsorted(self._document_starts, numbers, "right") - 1
         self._files.expect(
             lambda: [(shard, ".idx", (0,), None) for shard in np.unique(shards).tolist()]
         )
         for shard, which in _grouped(shards):
-            index, nth = self._index(shard), numbers[which] - self._document_starts[shard]
-            first[which], lengths[which] = (
-                self._starts[shard] + index[nth],
-                index[nth + 1] - index[nth],
-            )
+            index = self._index(shard)
+            nth = numbers[which] - self._document_starts[shard]
+            begins = index[nth]
+            first[which] = self._starts[shard] + begins
+            lengths[which] = index[nth + 1] - begins
         return first, lengths
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
@@ -185,23 +193,25 @@ class TokenShards:
         num_tokens), belong to."""
         result = np.empty_like(tokens)
         for shard, which in _grouped(np.searchsorted(self._starts, tokens, "right") - 1):
-            before = (
-                np.searchsorted(self._index(shard), tokens[which] - self._starts[shard], "right")
-                - 1
-            )
-            result[which] = self._document_starts[shard] + before
+            offsets = tokens[which] - self._starts[shard]
+            nth = np.searchsorted(self._index(shard), offsets, "right") - 1
+            result[which] = self._document_starts[shard] + nth
         return result
 
     def spans(self, starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Parts of documents, int64 [n] starts in the stream and lengths, back to back: tokens,
         int32, and loss mask, bool."""
-        total, begins, size = int(lengths.sum()), np.cumsum(lengths) - lengths, self._files.itemsize
-        tokens, mask = np.empty(total, np.int32), np.ones(total, bool)
+        size = self._files.itemsize
+        total = int(lengths.sum())
+        begins = np.cumsum(lengths) - lengths
+        tokens = np.empty(total, np.int32)
+        mask = np.ones(total, bool)
         self._files.expect(lambda: list(self._wanted_spans(starts, lengths)))
         for shard, which in _grouped(np.searchsorted(self._starts, starts, "right") - 1):
             first = starts[which] - self._starts[shard]
             last = first + lengths[which] - 1
-            at, to = ranges(first, lengths[which]), ranges(begins[which], lengths[which])
+            at = ranges(first, lengths[which])
+            to = ranges(begins[which], lengths[which])
             data = self._files.checked(shard, ".bin", block_starts(first * size, last * size), 1)
             tokens[to] = data[at]
             if self.manifest.shards[shard].targets is not None:
@@ -212,7 +222,8 @@ class TokenShards:
     def _wanted_spans(self, starts: np.ndarray, lengths: np.ndarray) -> Iterator[Wanted]:
         for shard, which in _grouped(np.searchsorted(self._starts, starts, "right") - 1):
             first = starts[which] - self._starts[shard]
-            last, size = first + lengths[which] - 1, self._files.itemsize
+            last = first + lengths[which] - 1
+            size = self._files.itemsize
             yield shard, ".bin", block_starts(first * size, last * size), 1
             if self.manifest.shards[shard].targets is not None:
                 yield shard, ".mask", block_starts(first // 8, last // 8), 1
@@ -233,7 +244,8 @@ class TokenShards:
         """For each document that begins in a window inside one shard: which window, and where in
         it."""
         index = self._index(number)
-        low, high = index.searchsorted(starts), index.searchsorted(starts + length)
+        low = index.searchsorted(starts)
+        high = index.searchsorted(starts + length)
         counts = high - low
         which = np.arange(len(starts)).repeat(counts)
         nth = np.arange(which.size) - (counts.cumsum() - counts)[which]
@@ -252,12 +264,12 @@ class TokenShards:
 
     def _read_mask(self, number: int, starts: np.ndarray, length: int) -> np.ndarray:
         """The mask of windows inside one shard that has one, bool [n, length]."""
-        first, size = starts // 8, (length + 14) // 8  # bytes that a window touches, at the most
+        first = starts // 8
+        # Bytes that a window touches, at most. Past the end of the file, where no bit is used, the
+        # last byte stands for them.
+        size = (length + 14) // 8
         bits = self._files.checked(number, ".mask", first.tolist(), size)
-        touched = bits.take(
-            first[:, None] + np.arange(size), mode="clip"
-        )  # past the end, where no bit is used
+        touched = bits.take(first[:, None] + np.arange(size), mode="clip")
         unpacked = np.unpackbits(touched, axis=1, bitorder="little")
-        return sliding_window_view(unpacked, length, axis=1)[
-            np.arange(len(starts)), starts % 8
-        ].view(bool)
+        windows = sliding_window_view(unpacked, length, axis=1)
+        return windows[np.arange(len(starts)), starts % 8].view(bool)

@@ -18,7 +18,8 @@ from data_pipeline.sources.document import (
 from data_pipeline.sources.reading import open_file
 
 _BATCH_BYTES = 1 << 22
-_PADDING_BYTES = 1 << 17  # about: records and what ends a file are padded to 64 KiB each
+# About: records and what ends a file are padded to 64 KiB each.
+_PADDING_BYTES = 1 << 17
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
@@ -47,9 +48,8 @@ def _open(path: str) -> Any:
         "array_record.python.array_record_module", "arrayrecord", f"--arrayrecord {path}"
     )
     open_file(path).close()
-    reader = package.ArrayRecordReader(
-        path, "readahead_buffer_size:0"
-    )  # one batch at a time, in this thread
+    # One batch at a time, in this thread.
+    reader = package.ArrayRecordReader(path, "readahead_buffer_size:0")
     if reader.ok():
         return reader
     try:
@@ -58,9 +58,8 @@ def _open(path: str) -> Any:
     except RuntimeError as error:
         blame_storage(path, error)
         reason = str(error) or "its end is missing"
-    raise DataError(
-        f"{path}: is not an ArrayRecord file ({reason}). Restore it from a copy, or leave it out."
-    )
+    mend = "Restore it from a copy, or leave it out"
+    raise DataError(f"{path}: is not an ArrayRecord file ({reason}). {mend}.")
 
 
 def _records(piece: Piece) -> Iterator[bytes]:

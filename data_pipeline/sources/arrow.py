@@ -21,19 +21,20 @@ from data_pipeline.sources.document import (
 )
 from data_pipeline.strict_json import loads
 
-_STATE, _SPLITS = (
-    "state.json",
-    "dataset_dict.json",
-)  # what save_to_disk leaves in the folder of a Dataset, of a DatasetDict
-_FILE_MAGIC, _STREAM_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+# What save_to_disk leaves in the folder of a Dataset, and of a DatasetDict.
+_STATE = "state.json"
+_SPLITS = "dataset_dict.json"
+_FILE_MAGIC = b"ARROW1"
+_STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
     """The files of a folder that save_to_disk made, or of a glob, in rows.
 
-    DataError: a folder of several splits, of selected rows, or of something else; a file is
-        damaged, or has no such column.
-    UsageError: pyarrow is missing.
+    Raises:
+        DataError: a folder of several splits, of selected rows, or of something else; a file is
+            damaged, or has no such column.
+        UsageError: pyarrow is missing.
     """
     pyarrow, errors = arrow("ipc", f"--arrow {pattern}")
     pieces = []
@@ -56,35 +57,38 @@ def _saved(folder: str, options: Options) -> list[Piece]:
     """The files that a dataset on disk consists of; none if the folder is no dataset."""
     if is_url(folder) and glob.has_magic(folder):
         return []
-    splits, state = (os.path.join(folder, name) for name in (_SPLITS, _STATE))
+    splits = os.path.join(folder, _SPLITS)
     if place(splits).exists():
-        names = _load(
-            splits,
-            lambda content: " or ".join(
-                f"--arrow {os.path.join(folder, name)}" for name in content["splits"]
-            ),
-        )
-        raise DataError(
-            f"--arrow {folder}: is a DatasetDict of several splits. Name one of them: {names}."
-        )
+        folders = [os.path.join(folder, name) for name in _load(splits, _split_names)]
+        names = " or ".join(f"--arrow {path}" for path in folders)
+        rule = "is a DatasetDict of several splits"
+        raise DataError(f"--arrow {folder}: {rule}. Name one of them: {names}.")
+    state = os.path.join(folder, _STATE)
     if not place(state).exists():
         return []
-    if _load(state, lambda content: content.get("_indices_files")):
-        raise DataError(
-            f"--arrow {folder}: selects rows of its files. Save it with flatten_indices().save_to_disk(DIR)."
-        )
+    if _load(state, _indices_files):
+        mend = "Save it with flatten_indices().save_to_disk(DIR)"
+        raise DataError(f"--arrow {folder}: selects rows of its files. {mend}.")
     pieces = []
     for name in _load(state, _data_files):
         path = os.path.join(folder, name)
         if not place(path).exists():
-            raise DataError(
-                f"{path}: is missing, but {state} lists it. Restore it from a copy, or save the dataset again."
-            )
-        pieces += [
-            piece._replace(name=name, beside=(state,))
-            for piece in find_files(glob.escape(path), "arrow", options)
-        ]
+            mend = "Restore it from a copy, or save the dataset again"
+            raise DataError(f"{path}: is missing, but {state} lists it. {mend}.")
+        for piece in find_files(glob.escape(path), "arrow", options):
+            pieces.append(piece._replace(name=name, beside=(state,)))
     return pieces
+
+
+def _split_names(content: Any) -> list[str]:
+    """The names of the splits of a dataset_dict.json. TypeError, LookupError: it is of another
+    shape."""
+    return [os.fspath(name) for name in content["splits"]]
+
+
+def _indices_files(content: Any) -> Any:
+    """The files of a state.json that say which rows were selected."""
+    return content.get("_indices_files")
 
 
 def _data_files(content: Any) -> list[str]:
@@ -118,14 +122,15 @@ def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
     schema = opener(source).schema
     check_column(schema, piece)
     source.seek(0)
-    options = pyarrow.ipc.IpcReadOptions(
-        included_fields=[schema.get_field_index(piece.options.key)]
-    )
+    field = schema.get_field_index(piece.options.key)
+    options = pyarrow.ipc.IpcReadOptions(included_fields=[field])
     reader = opener(source, options=options)
-    batches = (
-        map(reader.get_batch, range(reader.num_record_batches)) if whole_file else iter(reader)
-    )
-    yield from (batch.column(0) for batch in batches)
+    if whole_file:
+        batches = map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        batches = iter(reader)
+    for batch in batches:
+        yield batch.column(0)
 
 
 FORMAT = Format(

@@ -86,11 +86,11 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise ChatError("a message is not a JSON object")
         role = row.get("role", row.get("from"))
-        role = _SHAREGPT.get(role, role) if isinstance(role, str) else role
+        if isinstance(role, str):
+            role = _SHAREGPT.get(role, role)
         if role not in _ROLES:
-            raise ChatError(
-                f"unknown role {str(role)[:40]!r}, not one of {', '.join((*_ROLES, *_SHAREGPT))}"
-            )
+            known = ", ".join((*_ROLES, *_SHAREGPT))
+            raise ChatError(f"unknown role {str(role)[:40]!r}, not one of {known}")
         content = row.get("content", row.get("value"))
         if content is None and not row.get("tool_calls"):
             raise ChatError("content of a message is null or missing")
@@ -106,10 +106,13 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
 def _tools(record: dict[str, Any]) -> list[Any] | None:
     """The tools of a row, a list or a list in JSON; None: none. ChatError: something else."""
     tools = record.get("tools")
-    try:
-        tools = loads(tools) if isinstance(tools, str) and tools else tools or None
-    except ValueError as error:
-        raise ChatError("tools is not JSON") from error
+    if not tools:
+        return None
+    if isinstance(tools, str):
+        try:
+            tools = loads(tools)
+        except ValueError as error:
+            raise ChatError("tools is not JSON") from error
     if not isinstance(tools, list | None):
         raise ChatError("tools is not a list")
     return tools or None

@@ -28,7 +28,9 @@ def native(package: Any, piece: Piece, mapped: bool = False) -> Any:
     open."""
     if is_url(piece.path):
         return package.PythonFile(open_piece(piece), mode="r")
-    return package.memory_map(piece.path) if mapped else piece.path
+    if mapped:
+        return package.memory_map(piece.path)
+    return piece.path
 
 
 def damaged(path: str, error: Exception, what: str) -> DataError:
@@ -43,14 +45,16 @@ def check_column(schema: Any, piece: Piece) -> None:
     """DataError: the file has no column of text by this name."""
     key = piece.options.key
     if key not in schema.names:
-        raise DataError(
-            f"{piece.path}: has no column {key!r}, but {', '.join(schema.names)}. Name one of them with --key."
-        )
+        names = ", ".join(schema.names)
+        mend = "Name one of them with --key"
+        raise DataError(f"{piece.path}: has no column {key!r}, but {names}. {mend}.")
     kind = schema.field(key).type
-    if str(kind.value_type if str(kind).startswith("dictionary") else kind) not in _BYTES:
-        raise DataError(
-            f"{piece.path}: column {key!r} holds {kind}, not text. Name a column of text with --key."
-        )
+    value_kind = kind
+    if str(kind).startswith("dictionary"):
+        value_kind = kind.value_type
+    if str(value_kind) not in _BYTES:
+        mend = "Name a column of text with --key"
+        raise DataError(f"{piece.path}: column {key!r} holds {kind}, not text. {mend}.")
 
 
 def batch_rows(piece: Piece) -> int:
@@ -63,7 +67,8 @@ def values(piece: Piece, first: int, columns: Iterable[Any]) -> Iterator[bytes |
     `first`."""
     step = batch_rows(piece)
     for column in columns:
-        low, high = max(piece.start - first, 0), min(piece.stop - first, len(column))
+        low = max(piece.start - first, 0)
+        high = min(piece.stop - first, len(column))
         for at in range(low, high, step):
             yield from _as_bytes(column.slice(at, min(step, high - at)))
         first += len(column)

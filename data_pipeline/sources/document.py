@@ -3,7 +3,6 @@ nor shards."""
 
 import glob
 import hashlib
-import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -19,8 +18,10 @@ from data_pipeline.remote import is_url
 from data_pipeline.sources.reading import open_file
 
 BOM = b"\xef\xbb\xbf"
-EMPTY, MARKED = "empty, or only whitespace", "byte order mark removed"
-HARMLESS = (EMPTY, MARKED)  # counted, but never an error
+EMPTY = "empty, or only whitespace"
+MARKED = "byte order mark removed"
+# Counted, but never an error.
+HARMLESS = (EMPTY, MARKED)
 
 
 class Options(NamedTuple):
@@ -139,8 +140,18 @@ def any_record(piece: Piece, at: int) -> int:
 def held_out(name: str | bytes, share: float) -> bool:
     """Whether what has this name belongs to the held-out share: the same answer for ever, whatever
     else there is."""
-    data = name.encode(errors="surrogateescape") if isinstance(name, str) else name
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest()) < share * 2**64
+    if isinstance(name, str):
+        name = name.encode(errors="surrogateescape")
+    digest = hashlib.blake2b(name, digest_size=8).digest()
+    return int.from_bytes(digest) < share * 2**64
+
+
+def _fixed_parts(parts: Iterable[str]) -> Iterator[str]:
+    """The folders of a glob before the first that has a wildcard."""
+    for part in parts:
+        if glob.has_magic(part):
+            return
+        yield part
 
 
 def find_files(pattern: str, format: str, options: Options, ending: str = "") -> list[Piece]:
@@ -153,18 +164,14 @@ def find_files(pattern: str, format: str, options: Options, ending: str = "") ->
         raise DataError(
             f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'"
         )
-    fixed = Path(
-        *itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts[:-1])
-    )
-    found = {
-        os.path.relpath(path, fixed): path
-        for path in glob.glob(pattern, recursive=True)
-        if os.path.isfile(path)
-    }
+    fixed = Path(*_fixed_parts(Path(pattern).parts[:-1]))
+    found = {}
+    for path in glob.glob(pattern, recursive=True):
+        if os.path.isfile(path):
+            found[os.path.relpath(path, fixed)] = path
     if not found:
-        raise DataError(
-            f"--{format} {pattern}: matches no file. Check the path; quote globs, and use ** to look into folders."
-        )
+        mend = "Check the path; quote globs, and use ** to look into folders"
+        raise DataError(f"--{format} {pattern}: matches no file. {mend}.")
     return [
         Piece(format, name, found[name], 0, os.path.getsize(found[name]), options)
         for name in sorted(found)
@@ -174,16 +181,14 @@ def find_files(pattern: str, format: str, options: Options, ending: str = "") ->
 def _find_remote(pattern: str, format: str, options: Options, ending: str) -> list[Piece]:
     found = remote.find(pattern)
     if not found and remote.RemotePath(pattern).is_dir():
+        files = f"{pattern.rstrip('/')}/**/*{ending}"
         raise DataError(
-            f"--{format} {pattern}: is a directory. Name its files: --{format} '{pattern.rstrip('/')}/**/*{ending}'"
+            f"--{format} {pattern}: is a directory. Name its files: --{format} '{files}'"
         )
     if not found:
-        raise DataError(
-            f"--{format} {pattern}: matches no file. Check bucket and path; quote globs; ** looks into folders."
-        )
-    fixed = "/".join(
-        itertools.takewhile(lambda part: not glob.has_magic(part), pattern.split("/")[:-1])
-    )
+        mend = "Check bucket and path; quote globs; ** looks into folders"
+        raise DataError(f"--{format} {pattern}: matches no file. {mend}.")
+    fixed = "/".join(_fixed_parts(pattern.split("/")[:-1]))
     named = {file.path.url.removeprefix(f"{fixed}/"): file for file in found}
     return [
         Piece(format, name, str(f.path), 0, f.size, options, stamp=f.stamp)
@@ -198,19 +203,19 @@ def record_documents(
     its part.
 
     `damage` is what reading the next record raises when there is any: the rest of the piece is then
-    one bad document.
-    StorageError: the record can't be read now.
+    one bad document. StorageError: the record can't be read now.
     """
-    row, field = piece.start - 1, repr(piece.options.key)
+    row = piece.start - 1
     try:
         for row, record in enumerate(records, piece.start):
-            raw = record.encode(errors="surrogatepass") if isinstance(record, str) else record
-            text = isinstance(raw, bytes)
-            if piece.holds(raw if text else b""):
-                problem = f"{field} is null" if raw is None else f"{field} is not a string"
-                document = (
-                    decode(raw, "", 0, keep_mark=True) if text else Document(None, "", problem)
-                )
+            if isinstance(record, str):
+                record = record.encode(errors="surrogatepass")
+            if isinstance(record, bytes):
+                is_here = piece.holds(record)
+            else:
+                is_here = piece.holds(b"")
+            if is_here:
+                document = _record_document(record, piece.options.key)
                 yield document._replace(where=f"{piece.path}, row {row}")
     except damage as error:
         blame_storage(piece.path, error)
@@ -218,22 +223,30 @@ def record_documents(
         yield Document(None, f"{piece.path}, row {row + 1}", f"can't be read ({reason})")
 
 
+def _record_document(record: Any, key: str) -> Document:
+    """The document of a record's field, bytes if it is text; it does not say where it is."""
+    if isinstance(record, bytes):
+        return decode(record, "", 0, keep_mark=True)
+    if record is None:
+        return Document(None, "", f"{key!r} is null")
+    return Document(None, "", f"{key!r} is not a string")
+
+
 def decode(raw: bytes, path: str, line: int = 1, keep_mark: bool = False) -> Document:
-    """Bytes to text; `line` is the number of the first line. A byte order mark is one of files, and
-    `keep_mark` of records."""
-    body = raw if keep_mark else raw.removeprefix(BOM)
+    """Bytes to text; `line` is the number of the first line. A byte order mark belongs to a file
+    and is removed; `keep_mark`: it is part of a record."""
+    body = raw
+    if not keep_mark:
+        body = raw.removeprefix(BOM)
     try:
         document = judge(body.decode(), path, line)
     except UnicodeDecodeError as error:
         at = line + body.count(b"\n", 0, error.start)
-        return Document(
-            body.decode(errors="replace").replace("\0", "\ufffd"), f"{path}:{at}", "not UTF-8"
-        )
-    return (
-        document._replace(problem=MARKED)
-        if len(body) < len(raw) and not document.problem
-        else document
-    )
+        mended = body.decode(errors="replace").replace("\0", "\ufffd")
+        return Document(mended, f"{path}:{at}", "not UTF-8")
+    if len(body) < len(raw) and not document.problem:
+        return document._replace(problem=MARKED)
+    return document
 
 
 def judge(text: str, path: str, line: int) -> Document:
@@ -244,9 +257,8 @@ def judge(text: str, path: str, line: int) -> Document:
         return Document(text.replace("\0", "\ufffd"), f"{path}:{line}", "NUL character")
     if not text or text.isspace():
         return Document(None, f"{path}:{line}", EMPTY)
-    if (
-        not text.isascii()
-        and (mended := text.encode(errors="surrogatepass").decode(errors="replace")) != text
-    ):
-        return Document(mended, f"{path}:{line}", "lone surrogate")
+    if not text.isascii():
+        mended = text.encode(errors="surrogatepass").decode(errors="replace")
+        if mended != text:
+            return Document(mended, f"{path}:{line}", "lone surrogate")
     return Document(text, f"{path}:{line}")

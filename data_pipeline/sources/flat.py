@@ -18,10 +18,13 @@ from data_pipeline.remote import is_url
 from data_pipeline.sources.document import Document, Format, Options, Piece, find_files, open_piece
 from data_pipeline.sources.token_ids import document, file_size, ids, need_tokenizer, numbers
 
-_NUMPY, _LLM_C = b"\x93NUMPY", np.array([20240520], "<i4").tobytes()
+_NUMPY = b"\x93NUMPY"
+_LLM_C = np.array([20240520], "<i4").tobytes()
 _HEAD_BYTES = 1 << 16
-_WINDOW = 1 << 20  # tokens that are searched for an end of document at a time
-_LONGEST = 1 << 25  # tokens of a document, so that memory stays bounded
+# Tokens that are searched for an end of document at a time.
+_WINDOW = 1 << 20
+# Tokens of a document, so that memory stays bounded.
+_LONGEST = 1 << 25
 
 
 def find_nanogpt(pattern: str, options: Options) -> list[Piece]:
@@ -40,8 +43,8 @@ def _find(name: str, ending: str, pattern: str, options: Options) -> list[Piece]
     need_tokenizer(f"--{name} {pattern}", options)
     if options.eod_id is None:
         raise UsageError(
-            f"--{name} {pattern}: documents end with an end-of-document id, and the tokenizer has none. Name it as eos_token "
-            "in a tokenizer_config.json beside the tokenizer."
+            f"--{name} {pattern}: documents end with an end-of-document id, and the tokenizer has "
+            "none. Name it as eos_token in a tokenizer_config.json beside the tokenizer."
         )
     pieces = []
     for piece in find_files(pattern, name, options, ending):
@@ -55,32 +58,42 @@ def _open(piece: Piece) -> Any:
     with open_piece(piece) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(_LLM_C):
-        raise DataError(
-            f"{piece.path}: begins with llm.c's header of 1024 bytes. Take it off: tail -c +1025 FILE > NEW"
-        )
+        mend = "Take it off: tail -c +1025 FILE > NEW"
+        raise DataError(f"{piece.path}: begins with llm.c's header of 1024 bytes. {mend}")
     if head.startswith(_NUMPY):
-        try:
-            tokens = _load(piece, head)
-        except (UserError, OSError):
-            raise
-        except (
-            Exception
-        ) as error:  # a damaged header is parsed as Python, which ends in errors of many kinds
-            raise DataError(
-                f"{piece.path}: has numpy's header, but {error}. Restore it from a copy, or make it again."
-            ) from error
-        if getattr(tokens, "ndim", 1) != 1 or tokens.dtype.kind not in "iu":
-            raise DataError(
-                f"{piece.path}: holds {tokens.dtype} {tokens.shape}. Save ids as one row of integers: ids.ravel()."
-            )
-        return tokens
-    width, values = 2, np.frombuffer(head[: len(head) // 8 * 8], "<u2")
-    while width < 8 and (
-        (piece.options.vocab_size or 0) > 1 << 8 * width
-        or (len(values) >= 32 and not values[1::2].any())
-    ):
-        width, values = 2 * width, values[::2]
-    return ids(piece, np.dtype(f"<u{width}"))
+        return _open_numpy(piece, head)
+    return ids(piece, np.dtype(f"<u{_width(head, piece.options.vocab_size or 0)}"))
+
+
+def _width(head: bytes, vocab_size: int) -> int:
+    """Bytes of an id in a file that begins with `head`: 2, or more where the vocabulary needs them,
+    or the upper halves of all ids are 0."""
+    width = 2
+    values = np.frombuffer(head[: len(head) // 8 * 8], "<u2")
+    while width < 8:
+        is_needed = vocab_size > 1 << 8 * width
+        halves_are_zero = len(values) >= 32 and not values[1::2].any()
+        if not is_needed and not halves_are_zero:
+            break
+        width *= 2
+        values = values[::2]
+    return width
+
+
+def _open_numpy(piece: Piece, head: bytes) -> Any:
+    """The ids of a file with numpy's header."""
+    try:
+        tokens = _load(piece, head)
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        # A damaged header is parsed as Python, which ends in errors of many kinds.
+        mend = "Restore it from a copy, or make it again"
+        raise DataError(f"{piece.path}: has numpy's header, but {error}. {mend}.") from error
+    if getattr(tokens, "ndim", 1) != 1 or tokens.dtype.kind not in "iu":
+        mend = "Save ids as one row of integers: ids.ravel()"
+        raise DataError(f"{piece.path}: holds {tokens.dtype} {tokens.shape}. {mend}.")
+    return tokens
 
 
 def _load(piece: Piece, head: bytes) -> Any:
@@ -89,12 +102,11 @@ def _load(piece: Piece, head: bytes) -> Any:
     if not is_url(piece.path):
         return np.load(piece.path, mmap_mode="r", allow_pickle=False)
     file = io.BytesIO(head)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if np.lib.format.read_magic(file)[0] == 1
-        else np.lib.format.read_array_header_2_0
-    )
-    shape, _, dtype = read(file)
+    version, _ = np.lib.format.read_magic(file)
+    if version == 1:
+        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
     count = int(np.prod(shape))
     if len(shape) != 1 or dtype.kind not in "iu":
         return np.empty(shape and (0,) * len(shape), dtype)
@@ -107,31 +119,34 @@ def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:
     """Where end-of-document ids are, from `start` to the piece's stop; nothing is held but a
     window."""
     for at in range(start, piece.stop, _WINDOW):
-        yield from (
-            at + np.flatnonzero(tokens[at : min(at + _WINDOW, piece.stop)] == piece.options.eod_id)
-        ).tolist()
+        window = tokens[at : min(at + _WINDOW, piece.stop)]
+        ends = at + np.flatnonzero(window == piece.options.eod_id)
+        yield from ends.tolist()
 
 
 def cut(piece: Piece, at: int) -> int:
     """Behind the first end of a document from token `at` - 1 on."""
-    return next(
-        (end + 1 for end in _ends(_open(piece), max(at - 1, piece.start), piece)), piece.stop
-    )
+    for end in _ends(_open(piece), max(at - 1, piece.start), piece):
+        return end + 1
+    return piece.stop
 
 
 def documents(piece: Piece) -> Iterator[Document]:
     """Documents of the piece that belong to its part. DataError: an id too large, or a document too
     long."""
-    tokens, first = _open(piece), piece.start
+    tokens = _open(piece)
     header_bytes = file_size(piece.path) - tokens.nbytes
+    first = piece.start
     for end in itertools.chain(_ends(tokens, piece.start, piece), [piece.stop]):
         if end - first > _LONGEST:
+            what = f"{end - first:,} tokens from token {first} on hold no {piece.options.eod_id}"
             raise DataError(
-                f"{piece.path}: {end - first:,} tokens from token {first} on hold no {piece.options.eod_id}, the tokenizer's "
-                f"end of a document; at most {_LONGEST:,} may. Give --tokenizer the one that these ids belong to."
+                f"{piece.path}: {what}, the tokenizer's end of a document; at most {_LONGEST:,} "
+                "may. Give --tokenizer the one that these ids belong to."
             )
         if first < piece.stop:
-            where, offset = f"{piece.path}, token {first}", header_bytes + first * tokens.itemsize
+            where = f"{piece.path}, token {first}"
+            offset = header_bytes + first * tokens.itemsize
             yield from document(piece, tokens[first:end], where, offset)
         first = end + 1
 

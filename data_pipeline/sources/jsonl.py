@@ -27,9 +27,14 @@ from data_pipeline.sources.document import (
 from data_pipeline.strict_json import StrictJsonError, loads
 
 _PACKED = (".gz", ".zst")
-LONGEST_LINE = 1 << 28  # bytes, with the line break
-_MOST_KEYS, _LONGEST_KEY = 12, 60  # of a record, in a message
-_AT_ONCE, _BYTES_AT_ONCE = 64, 1 << 20  # lines that are parsed together
+# Bytes, with the line break.
+LONGEST_LINE = 1 << 28
+# Of a record, in a message: keys, and characters of each.
+_MOST_KEYS = 12
+_LONGEST_KEY = 60
+# Lines that are parsed together, and their bytes.
+_AT_ONCE = 64
+_BYTES_AT_ONCE = 1 << 20
 
 
 def find(pattern: str, options: Options, format: str = "jsonl") -> list[Piece]:
@@ -48,7 +53,9 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 def cut(piece: Piece, at: int) -> int | None:
     """The first line from byte `at` on; None: the file is compressed."""
-    return None if piece.path.endswith(_PACKED) else line_start(piece, at)
+    if piece.path.endswith(_PACKED):
+        return None
+    return line_start(piece, at)
 
 
 def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> Iterator[Document]:
@@ -70,12 +77,12 @@ def read_lines(piece: Piece, parse: Callable[[list[bytes]], list[Document]]) -> 
                 size += len(raw)
             if len(lines) == _AT_ONCE or size >= _BYTES_AT_ONCE:
                 yield from _parse_lines(piece, lines, parse)
-                lines, size = [], 0
+                lines = []
+                size = 0
     except (OSError, EOFError, damage) as error:
         reason = getattr(error, "strerror", None) or error
-        problem = Document(
-            None, f"{piece.path}:{_before(piece) + index + 2}", f"can't be read ({reason})"
-        )
+        where = f"{piece.path}:{_before(piece) + index + 2}"
+        problem = Document(None, where, f"can't be read ({reason})")
     yield from _parse_lines(piece, lines, parse)
     if problem:
         yield problem
@@ -91,15 +98,15 @@ def _parse_lines(
     except DataError as error:
         if len(lines) == 1:
             raise DataError(f"{piece.path}:{_before(piece) + lines[0][0] + 1}: {error}") from error
-        for line in lines:  # which of them it is about
+        # Which of them is it about? One by one.
+        for line in lines:
             yield from _parse_lines(piece, [line], parse)
         return
     for (index, _), document in zip(lines, documents, strict=True):
-        place = (
-            _before(piece) + index + 1
-            if document.problem
-            else f"line {index + 1} after byte {piece.start}"
-        )
+        # The lines before the piece are counted only for a document that a message is about.
+        place = f"line {index + 1} after byte {piece.start}"
+        if document.problem:
+            place = str(_before(piece) + index + 1)
         yield document._replace(where=f"{piece.path}:{place}")
 
 
@@ -116,23 +123,23 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
         return error.kind
     except ValueError:
         return "broken JSON"
-    return record if isinstance(record, dict) else "not a JSON object"
+    if not isinstance(record, dict):
+        return "not a JSON object"
+    return record
 
 
 def _reader(path: str) -> tuple[Callable[..., Any], type[Exception]]:
     """What makes of a file the one to read lines from, and what that raises if the file is
     damaged."""
     if path.endswith(".gz"):
-        return gzip.open, zlib.error  # for reading, as it is for all of them
+        return gzip.open, zlib.error
     if path.endswith(".zst"):
-        zstd = load_package(
-            "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd",
-            "zstd",
-            f"--jsonl {path}",
-        )
-        wide = {
-            zstd.DecompressionParameter.window_log_max: 31
-        }  # some corpora are packed with `zstd --long=31`
+        package = "backports.zstd"
+        if sys.version_info >= (3, 14):
+            package = "compression.zstd"
+        zstd = load_package(package, "zstd", f"--jsonl {path}")
+        # Some corpora are packed with `zstd --long=31`.
+        wide = {zstd.DecompressionParameter.window_log_max: 31}
         return functools.partial(zstd.open, options=wide), zstd.ZstdError
     return contextlib.nullcontext, OSError
 
@@ -154,11 +161,12 @@ def _lines(piece: Piece, reader: Callable[..., Any]) -> Iterator[bytes]:
 @functools.lru_cache(maxsize=1)
 def _before(piece: Piece) -> int:
     """Lines of the file before the piece: counted only when a message needs it."""
+    step = 1 << 20
+    count = 0
     with open_piece(piece) as file:
-        return sum(
-            file.read(min(1 << 20, piece.start - at)).count(b"\n")
-            for at in range(0, piece.start, 1 << 20)
-        )
+        for at in range(0, piece.start, step):
+            count += file.read(min(step, piece.start - at)).count(b"\n")
+    return count
 
 
 def _parse(raw: bytes, key: str) -> Document:
@@ -167,15 +175,16 @@ def _parse(raw: bytes, key: str) -> Document:
         return Document(None, "", record)
     if key not in record:
         return Document(None, "", f"no key {key!r}", detail=list_keys(record, "--key"))
-    if not isinstance(record[key], str):
-        problem = f"key {key!r} is null" if record[key] is None else f"key {key!r} is not a string"
+    text = record[key]
+    if text is None:
+        return Document(None, "", f"key {key!r} is null", detail=list_keys(record, "--key"))
+    if not isinstance(text, str):
+        problem = f"key {key!r} is not a string"
         return Document(None, "", problem, detail=list_keys(record, "--key"))
-    document = judge(record[key], "", 0)
-    return (
-        document._replace(problem="not UTF-8")
-        if document.text is not None and not is_utf8(raw)
-        else document
-    )
+    document = judge(text, "", 0)
+    if document.text is not None and not is_utf8(raw):
+        return document._replace(problem="not UTF-8")
+    return document
 
 
 def list_keys(record: dict[str, Any], option: str = "") -> str:
@@ -184,11 +193,14 @@ def list_keys(record: dict[str, Any], option: str = "") -> str:
     if not record:
         return ", and no other"
     listed = ", ".join(key[:_LONGEST_KEY] for key in list(record)[:_MOST_KEYS])
-    words = f"; its keys are {listed}" + (" and more" if len(record) > _MOST_KEYS else "")
+    words = f"; its keys are {listed}"
+    if len(record) > _MOST_KEYS:
+        words += " and more"
     texts = {key: value for key, value in record.items() if isinstance(value, str)}
     if option and texts:
         longest = max(texts, key=lambda key: len(texts[key]))
-        words += f". Name the one that holds the text, such as {option} {shlex.quote(longest[:_LONGEST_KEY])}"
+        example = f"{option} {shlex.quote(longest[:_LONGEST_KEY])}"
+        words += f". Name the one that holds the text, such as {example}"
     return words
 
 

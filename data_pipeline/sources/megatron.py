@@ -42,14 +42,14 @@ def find(pattern: str, options: Options) -> list[Piece]:
     need_tokenizer(f"--megatron {pattern}", options)
     prefix = pattern.removesuffix(".bin").removesuffix(".idx")
     pieces = []
-    for piece in find_files(
-        prefix if os.path.isdir(prefix) else f"{prefix}.bin", "megatron", options, ".bin"
-    ):
+    files = f"{prefix}.bin"
+    if os.path.isdir(prefix):
+        files = prefix
+    for piece in find_files(files, "megatron", options, ".bin"):
         index = _open(piece)
         count = len(index.firsts) - 1
-        pieces.append(
-            piece._replace(stop=count, scale=piece.size / max(count, 1), beside=(index.path,))
-        )
+        scale = piece.size / max(count, 1)
+        pieces.append(piece._replace(stop=count, scale=scale, beside=(index.path,)))
     return pieces
 
 
@@ -57,20 +57,20 @@ def _open(piece: Piece) -> _Index:
     path = piece.path
     index = path.removesuffix(".bin") + ".idx"
     if not place(index).exists():
-        raise DataError(
-            f"{path}: has no {os.path.basename(index)} beside it. Name a data set of Megatron's preprocess_data.py."
-        )
+        mend = "Name a data set of Megatron's preprocess_data.py"
+        raise DataError(f"{path}: has no {os.path.basename(index)} beside it. {mend}.")
     with open_file(index) as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise _damaged(index, f"does not begin with {_MAGIC!r} and counts")
     _, version, code, sequences, documents = _HEADER.unpack(header)
-    if version != 1 or code not in _TYPES:
-        what = f"version {version}" if version != 1 else f"ids of type {code}"
-        raise DataError(
-            f"{index}: has {what}, but this program reads version 1 and types {sorted(_TYPES)}. Make it with those."
-        )
-    at, size = _HEADER.size, file_size(index)
+    readable = f"this program reads version 1 and types {sorted(_TYPES)}"
+    if version != 1:
+        raise DataError(f"{index}: has version {version}, but {readable}. Make it with those.")
+    if code not in _TYPES:
+        raise DataError(f"{index}: has ids of type {code}, but {readable}. Make it with those.")
+    at = _HEADER.size
+    size = file_size(index)
     expected = at + 12 * sequences + 8 * documents
     if size not in (expected, expected + sequences):
         raise _damaged(index, f"has {size} bytes, but its counts ask for {expected}")
@@ -82,10 +82,8 @@ def _open(piece: Piece) -> _Index:
     pointers = numbers(piece, index, "<i8", at + 4 * sequences, sequences)
     firsts = numbers(piece, index, "<i8", at + 12 * sequences, documents)
     if firsts[0] != 0 or firsts[-1] != sequences:
-        raise _damaged(
-            index,
-            f"lists documents from sequence {firsts[0]} to {firsts[-1]}, but there are 0 to {sequences}",
-        )
+        what = f"lists documents from sequence {firsts[0]} to {firsts[-1]}"
+        raise _damaged(index, f"{what}, but there are 0 to {sequences}")
     if size > expected and numbers(piece, index, "i1", expected, sequences)[:].any():
         raise DataError(f"{index}: some sequences are not text. Make it again without them.")
     return _Index(index, sizes, pointers, firsts, ids(piece, np.dtype(_TYPES[code])))
@@ -94,32 +92,33 @@ def _open(piece: Piece) -> _Index:
 def documents(piece: Piece) -> Iterator[Document]:
     """Documents of the piece that belong to its part, without their end marks. DataError: damage,
     or an id too large."""
-    index, eod = _open(piece), piece.options.eod_id
+    index = _open(piece)
     for number in range(piece.start, piece.stop):
         first, last = index.firsts[number : number + 2].tolist()
         if not 0 <= first <= last <= len(index.sizes):
-            raise _damaged(
-                index.path,
-                f"document {number} is sequences {first} to {last} of {len(index.sizes)}",
-            )
+            what = f"document {number} is sequences {first} to {last} of {len(index.sizes)}"
+            raise _damaged(index.path, what)
         parts = [_sequence(index, at) for at in range(first, last)]
-        tokens = parts[0] if len(parts) == 1 else np.concatenate([index.tokens[:0], *parts])
-        tokens = tokens[:-1] if len(tokens) and tokens[-1] == eod else tokens
-        offset = int(index.pointers[first]) if len(tokens) else 0
+        if len(parts) == 1:
+            tokens = parts[0]
+        else:
+            tokens = np.concatenate([index.tokens[:0], *parts])
+        if len(tokens) and tokens[-1] == piece.options.eod_id:
+            tokens = tokens[:-1]
+        offset = 0
+        if len(tokens):
+            offset = int(index.pointers[first])
         yield from document(piece, tokens, f"{piece.path}, document {number}", offset)
 
 
 def _sequence(index: _Index, number: int) -> np.ndarray:
     """Ids of a sequence [T]."""
-    size, (first, rest) = (
-        int(index.sizes[number]),
-        divmod(int(index.pointers[number]), index.tokens.itemsize),
-    )
+    size = int(index.sizes[number])
+    pointer = int(index.pointers[number])
+    first, rest = divmod(pointer, index.tokens.itemsize)
     if rest or size < 0 or not 0 <= first <= first + size <= len(index.tokens):
-        raise _damaged(
-            index.path,
-            f"sequence {number} is {size} tokens from byte {index.pointers[number]}, outside the .bin",
-        )
+        what = f"sequence {number} is {size} tokens from byte {pointer}, outside the .bin"
+        raise _damaged(index.path, what)
     return index.tokens[first : first + size]
 
 

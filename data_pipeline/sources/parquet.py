@@ -15,9 +15,8 @@ from data_pipeline.sources.document import (
     record_documents,
 )
 
-_BUFFER_BYTES = (
-    1 << 20
-)  # of the compressed file; else a column of a whole row group would be read at once
+# Of the compressed file; else a column of a whole row group would be read at once.
+_BUFFER_BYTES = 1 << 20
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
@@ -28,20 +27,18 @@ def find(pattern: str, options: Options) -> list[Piece]:
     for piece in find_files(pattern, "parquet", options, ".parquet"):
         try:
             with pyarrow.parquet.ParquetFile(native(pyarrow, piece)) as file:
-                schema, metadata = file.schema_arrow, file.metadata
+                schema = file.schema_arrow
+                metadata = file.metadata
         except errors as error:
             raise damaged(piece.path, error, "a Parquet file") from error
         check_column(schema, piece)
-        number = [metadata.schema.column(at).path for at in range(metadata.num_columns)].index(
-            options.key
-        )
-        columns = [
-            metadata.row_group(group).column(number) for group in range(metadata.num_row_groups)
-        ]
-        size = sum(column.total_uncompressed_size for column in columns)
-        pieces.append(
-            piece._replace(stop=metadata.num_rows, scale=size / max(metadata.num_rows, 1))
-        )
+        paths = [metadata.schema.column(at).path for at in range(metadata.num_columns)]
+        number = paths.index(options.key)
+        size = 0
+        for group in range(metadata.num_row_groups):
+            size += metadata.row_group(group).column(number).total_uncompressed_size
+        rows = metadata.num_rows
+        pieces.append(piece._replace(stop=rows, scale=size / max(rows, 1)))
     return pieces
 
 

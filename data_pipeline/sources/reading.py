@@ -35,7 +35,6 @@ def open_file(path: str, stamp: str = "") -> BinaryIO:
 
     StorageError, then or later: it can't be read now.
     """
-    return cast(
-        BinaryIO,
-        RemotePath(path).open(stamp) if is_url(path) else io.BufferedReader(_LocalFile(path)),
-    )
+    if is_url(path):
+        return cast(BinaryIO, RemotePath(path).open(stamp))
+    return cast(BinaryIO, io.BufferedReader(_LocalFile(path)))

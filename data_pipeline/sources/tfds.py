@@ -33,19 +33,20 @@ def find(value: str, options: Options) -> list[Piece]:
     """
     refuse_url("tfds", value)
     tfds = load_package("tensorflow_datasets", "tfds", f"--tfds {value}")
-    name, _, split = (value, "", "") if os.path.isdir(value) else value.partition(":")
+    name = value
+    split = ""
+    if not os.path.isdir(value):
+        name, _, split = value.partition(":")
     split = split or "train"
     try:
-        folder = (
-            name
-            if os.path.isdir(name)
-            else tfds.core.read_only_builder.builder_from_files(name).data_dir
-        )
+        folder = name
+        if not os.path.isdir(name):
+            folder = tfds.core.read_only_builder.builder_from_files(name).data_dir
         builder = tfds.builder_from_directory(folder)
-        info, layout = builder.info, builder.info.file_format
-    except (
-        Exception
-    ) as error:  # of many kinds, from finding the folder to parsing what describes it
+        info = builder.info
+        layout = info.file_format
+    except Exception as error:
+        # Of many kinds, from finding the folder to parsing what describes it.
         blame_storage(name, error)
         reason = str(error).partition("\n")[0]
         raise DataError(
@@ -54,21 +55,21 @@ def find(value: str, options: Options) -> list[Piece]:
         ) from error
     if layout is None or layout.value != "array_record":
         found = layout and layout.value
+        mend = "Build it with --file_format=array_record"
         raise DataError(
-            f"--tfds {value}: is stored as {found}, which has no random access. Build it with --file_format=array_record."
+            f"--tfds {value}: is stored as {found}, which has no random access. {mend}."
         )
     if split not in list(info.splits):
-        raise DataError(
-            f"--tfds {value}: has no split {split!r}. Name one: {', '.join(f'{name}:{s}' for s in info.splits)}."
-        )
+        splits = ", ".join(f"{name}:{other}" for other in info.splits)
+        raise DataError(f"--tfds {value}: has no split {split!r}. Name one: {splits}.")
     if options.key not in info.features:
-        raise DataError(
-            f"--tfds {value}: has no feature {options.key!r}, but {', '.join(sorted(info.features))}. Name one with --key."
-        )
-    pieces, about = [], tuple(os.path.join(str(builder.data_dir), file) for file in _DESCRIPTION)
-    for path, examples in zip(
-        map(str, info.splits[split].filepaths), info.splits[split].shard_lengths
-    ):
+        features = ", ".join(sorted(info.features))
+        mend = "Name one with --key"
+        raise DataError(f"--tfds {value}: has no feature {options.key!r}, but {features}. {mend}.")
+    about = tuple(os.path.join(str(builder.data_dir), file) for file in _DESCRIPTION)
+    pieces = []
+    paths = map(str, info.splits[split].filepaths)
+    for path, examples in zip(paths, info.splits[split].shard_lengths):
         scale = os.path.getsize(path) / max(examples, 1)
         pieces.append(
             Piece("tfds", os.path.basename(path), path, 0, examples, options, scale, beside=about)
@@ -84,9 +85,8 @@ def documents(piece: Piece) -> Iterator[Document]:
 def _examples(piece: Piece) -> Iterator[Any]:
     """The feature of each example; a piece counts them in its file, but the library in the whole
     split."""
-    builder = load_package("tensorflow_datasets", "tfds", piece.path).builder_from_directory(
-        os.path.dirname(piece.path)
-    )
+    package = load_package("tensorflow_datasets", "tfds", piece.path)
+    builder = package.builder_from_directory(os.path.dirname(piece.path))
     split, info = next(
         item for item in builder.info.splits.items() if piece.name in item[1].filenames
     )

@@ -16,8 +16,8 @@ def need_tokenizer(option: str, options: Options) -> None:
     """UsageError: no tokenizer was given that exists already."""
     if options.vocab_size is None:
         raise UsageError(
-            f"{option}: holds the ids of a tokenizer, so it can't be read by one that is trained here, or not named. "
-            "Give --tokenizer the tokenizer.json that they were made with."
+            f"{option}: holds the ids of a tokenizer, so it can't be read by one that is trained "
+            "here, or not named. Give --tokenizer the tokenizer.json that they were made with."
         )
 
 
@@ -26,8 +26,12 @@ class RemoteArray:
     mapped array."""
 
     def __init__(self, file: BinaryIO, dtype: np.dtype, start: int, count: int):
-        self._file, self.dtype, self._start, self._count = file, dtype, start, count
-        self.itemsize, self.nbytes = dtype.itemsize, dtype.itemsize * count
+        self._file = file
+        self._start = start
+        self._count = count
+        self.dtype = dtype
+        self.itemsize = dtype.itemsize
+        self.nbytes = dtype.itemsize * count
 
     def __len__(self) -> int:
         return self._count
@@ -43,26 +47,32 @@ class RemoteArray:
 def numbers(piece: Piece, path: str, dtype: np.dtype | str, start: int, count: int) -> Any:
     """`count` numbers from byte `start` of a file of a piece on, mapped into memory or a
     `RemoteArray`."""
-    if not is_url(path):
-        return np.memmap(path, dtype, "r", start, (count,)) if count else np.empty(0, dtype)
-    return RemoteArray(
-        open_file(path, piece.stamp if path == piece.path else ""), np.dtype(dtype), start, count
-    )
+    if is_url(path):
+        # The stamp is that of the piece's own file, not of one beside it.
+        stamp = ""
+        if path == piece.path:
+            stamp = piece.stamp
+        return RemoteArray(open_file(path, stamp), np.dtype(dtype), start, count)
+    if not count:
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r", start, (count,))
 
 
 def file_size(path: str) -> int:
     """Bytes of a file, wherever it is. FileNotFoundError: it is not there."""
-    return RemotePath(path).found().size if is_url(path) else os.path.getsize(path)
+    if is_url(path):
+        return RemotePath(path).found().size
+    return os.path.getsize(path)
 
 
 def ids(piece: Piece, dtype: np.dtype) -> Any:
     """The ids of a file [T], see `numbers`. DataError: it ends within an id."""
-    path, size = piece.path, file_size(piece.path)
+    path = piece.path
+    size = file_size(path)
     if size % dtype.itemsize:
-        raise DataError(
-            f"{path}: has {size} bytes, which are no whole number of {dtype.name} ids: cut short, or of another type. "
-            "Restore it from a copy, or make it again."
-        )
+        rule = f"has {size} bytes, which are no whole number of {dtype.name} ids"
+        mend = "Restore it from a copy, or make it again"
+        raise DataError(f"{path}: {rule}: cut short, or of another type. {mend}.")
     return numbers(piece, path, dtype, 0, size // dtype.itemsize)
 
 
@@ -72,10 +82,14 @@ def document(piece: Piece, ids: np.ndarray, where: str, offset: int) -> list[Doc
     vocab_size = piece.options.vocab_size or 0
     if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
         at = int(np.argmax((ids >= vocab_size) | (ids < 0)))
+        what = f"id {ids[at]} at byte {offset + at * ids.itemsize}"
         raise DataError(
-            f"{piece.path}: id {ids[at]} at byte {offset + at * ids.itemsize} is outside [0, {vocab_size}), the tokenizer's "
-            "vocabulary. Give --tokenizer the one that these ids belong to."
+            f"{piece.path}: {what} is outside [0, {vocab_size}), the tokenizer's vocabulary. "
+            "Give --tokenizer the one that these ids belong to."
         )
     tokens = ids.astype("<i4")
-    document = Document(None, where, tokens=tokens) if len(ids) else Document(None, where, EMPTY)
-    return [document] if piece.holds(tokens.tobytes()) else []
+    if not piece.holds(tokens.tobytes()):
+        return []
+    if not len(ids):
+        return [Document(None, where, EMPTY)]
+    return [Document(None, where, tokens=tokens)]

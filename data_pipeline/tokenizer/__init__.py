@@ -2,10 +2,9 @@
 trained here, a SentencePiece model, or a tiktoken file of ranks.
 
 Each is saved as one `tokenizer.json`, whose sha256 is its identity; `load_tokenizer` reads any of
-them back. Text is only ever
-text: a document that spells out a special token does not produce its id, so no document can forge
-    the end of a document.
-Only in what a chat template wrote (`encode_spans`) do special tokens become their ids.
+them back. Text is only ever text: a document that spells out a special token does not produce its
+id, so no document can forge the end of a document. Only in what a chat template wrote
+(`encode_spans`) do special tokens become their ids.
 """
 
 import base64
@@ -40,14 +39,17 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
     r50k_base, p50k_base, cl100k_base and o200k_base are known by the file's name; any other FILE
     needs a FILE.json beside it: {"pattern": "cl100k", "special_tokens": {"<|endoftext|>": 1000}},
     where the pattern is r50k, cl100k, o200k or a regular expression.
-    DataError: missing, unusable, or not the manifest's. StorageError: it can't be read now.
-        UsageError: the package that reads
-    it is not installed.
+
+    Raises:
+        DataError: missing, unusable, or not the manifest's.
+        StorageError: it can't be read now.
+        UsageError: the package that reads it is not installed.
     """
     if spec == "bytes":
         return ByteTokenizer()
     path = tokenizer_path(spec)
-    mend = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, a directory that has one, or `bytes`."
+    mend = "Name a tokenizer.json, a SentencePiece .model, a .tiktoken file, "
+    mend += "a directory that has one, or `bytes`."
     try:
         tokenizer = _read(path, path.read_bytes())
     except OSError as error:
@@ -56,21 +58,19 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
         raise DataError(f"tokenizer={spec}: can't be read ({error.strerror}). {mend}") from error
     except UserError:
         raise
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:  # the last three: JSON of another shape
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # The last three: JSON of another shape.
         raise DataError(f"tokenizer={spec}: is not usable ({error}). {mend}") from error
     if path.name == TOKENIZER and path.with_name(MANIFEST).exists():
         entry = Manifest.load(path.parent).tokenizer
         if entry["sha256"] != tokenizer.sha256:
+            what = f"expected sha256 {entry['sha256']}, found {tokenizer.sha256}"
             raise DataError(
-                f"{path}: expected sha256 {entry['sha256']}, found {tokenizer.sha256}: not the tokenizer that this data was "
-                "built with. Restore the file, or build the data again with `prepare --overwrite`."
+                f"{path}: {what}: not the tokenizer that this data was built with. "
+                "Restore the file, or build the data again with `prepare --overwrite`."
             )
-        tokenizer.name, tokenizer.eod_id = entry["name"], entry["special_ids"]["eod"]
+        tokenizer.name = entry["name"]
+        tokenizer.eod_id = entry["special_ids"]["eod"]
     return tokenizer
 
 
@@ -84,15 +84,20 @@ def tokenizer_path(spec: str | Path | RemotePath) -> Any:
         return path / TOKENIZER
     if (path / _MODEL).exists():
         return path / _MODEL
-    train = path / PARTS[0] / TOKENIZER  # of what prepare made with --holdout
-    return train if train.exists() else path / TOKENIZER
+    # What prepare made with --holdout has one in each part.
+    train = path / PARTS[0] / TOKENIZER
+    if train.exists():
+        return train
+    return path / TOKENIZER
 
 
 def read_settings(path: Path | RemotePath) -> dict[str, Any]:
     """The tokenizer_config.json beside a tokenizer, empty if there is none. ValueError: it is not a
     JSON object."""
     beside = path.with_name(SETTINGS)
-    content = beside.read_bytes() if beside.exists() else b"{}"
+    if not beside.exists():
+        return {}
+    content = beside.read_bytes()
     try:
         settings = loads(content)
     except ValueError as error:
@@ -106,7 +111,8 @@ def named_token(settings: dict[str, Any], key: str) -> str | None:
     """The token that a tokenizer_config.json gives for "eos_token" and the like; None: none.
     ValueError: not a token."""
     token = settings.get(key)
-    token = token.get("content", token) if isinstance(token, dict) else token
+    if isinstance(token, dict):
+        token = token.get("content", token)
     if token is not None and not isinstance(token, str):
         raise ValueError(f"{key} of {SETTINGS} is {token!r}, not a token")
     return token
@@ -118,7 +124,9 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
     name = path.parent.name or path.stem
     if content.lstrip(b" \t\r\n")[:1] in (b"{", b"["):
         record = loads(content)
-        kind = record.get("type") if isinstance(record, dict) else None
+        kind = None
+        if isinstance(record, dict):
+            kind = record.get("type")
         if kind == "bytes":
             return ByteTokenizer()
         if kind == "chars":
@@ -136,15 +144,19 @@ def _read(path: Path | RemotePath, content: bytes) -> Tokenizer:
             )
         return JsonTokenizer(content, name, named_token(read_settings(path), "eos_token"))
     settings = read_settings(path)
-    name, eod = name if path.name == _MODEL else path.stem, named_token(settings, "eos_token")
+    if path.name != _MODEL:
+        name = path.stem
+    eod = named_token(settings, "eos_token")
     if is_ranks(content):
-        return TiktokenTokenizer(content, name, *ranks_settings(path), eod)
-    special, plain = (_added_tokens(settings, special) for special in (True, False))
+        pattern, special = ranks_settings(path)
+        return TiktokenTokenizer(content, name, pattern, special, eod)
+    special = _added_tokens(settings, special=True)
     tokenizer = SentencePieceTokenizer(content, name, special, eod)
-    if beyond := [token for token, i in plain.items() if i >= tokenizer.inner.piece_size()]:
-        raise ValueError(
-            f"{SETTINGS} adds {beyond[0]!r} to be found in text, which only a tokenizer.json can do"
-        )
+    size = tokenizer.inner.piece_size()
+    for token, i in _added_tokens(settings, special=False).items():
+        if i >= size:
+            rule = "to be found in text, which only a tokenizer.json can do"
+            raise ValueError(f"{SETTINGS} adds {token!r} {rule}")
     return tokenizer
 
 

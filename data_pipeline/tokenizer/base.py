@@ -23,28 +23,35 @@ _KNOWN_ENDS = (
     "<|eot_id|>",
     "<｜end▁of▁sentence｜>",
 )
-LINE_CUT, SPACE_CUT = r"\S\n(?=\S)", r"[A-Za-z](?= [A-Za-z])"
+LINE_CUT = r"\S\n(?=\S)"
+SPACE_CUT = r"[A-Za-z](?= [A-Za-z])"
 # Where byte-level pre-tokenizers always split, so that a long text may be encoded in pieces, in
 # bounded memory.
 BYTE_LEVEL_CUT = re.compile(f"{LINE_CUT}|{SPACE_CUT}")
 _PIECE_CHARACTERS = 1 << 14
-MAX_VOCABULARY = (
-    1 << 24
-)  # entries: many times those of any tokenizer there is, and tables of them fit into memory
+# Entries: many times those of any tokenizer there is, and tables of them fit into memory.
+MAX_VOCABULARY = 1 << 24
 
-Located = tuple[
-    np.ndarray, np.ndarray, np.ndarray
-]  # ids int32 [T]; the characters that each stands for: starts, stops int64 [T]
+# Ids int32 [T]; the characters that each stands for: starts and stops, int64 [T].
+Located = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Tokenizer(abc.ABC):
-    """What all tokenizers share."""
+    """What all tokenizers share.
 
-    name: str  # short, for people
-    vocab_size: int  # ids are in [0, vocab_size)
-    eod_id: int | None  # ends a document
-    content: bytes  # of its tokenizer.json
-    special: dict[str, int]  # tokens that no text produces, by how a template spells them
+    Attributes:
+        name: short, for people.
+        vocab_size: ids are in [0, vocab_size).
+        eod_id: ends a document; None: there is none.
+        content: of its tokenizer.json.
+        special: tokens that no text produces, by how a template spells them.
+    """
+
+    name: str
+    vocab_size: int
+    eod_id: int | None
+    content: bytes
+    special: dict[str, int]
 
     @property
     def sha256(self) -> str:
@@ -74,12 +81,12 @@ class Tokenizer(abc.ABC):
         """
         text = "".join(part for part, _ in spans)
         ids, starts, stops = self.locate(text)
-        before = np.repeat([target for _, target in spans], [len(part) for part, _ in spans])
-        before = np.concatenate([[0], np.cumsum(before, dtype=np.int64)])
+        # How many characters before each are of a target.
+        is_target = np.repeat([target for _, target in spans], [len(part) for part, _ in spans])
+        before = np.concatenate([[0], np.cumsum(is_target, dtype=np.int64)])
         starts = np.minimum(starts, max(len(text) - 1, 0))
-        stops = np.maximum(
-            stops, starts + 1
-        )  # of bytes that make one character, all but one may count as empty
+        # Of bytes that make one character, all but one may count as empty.
+        stops = np.maximum(stops, starts + 1)
         return ids, before[stops] > before[starts]
 
     def plain(self, spans: list[tuple[str, bool]]) -> str:
@@ -89,16 +96,12 @@ class Tokenizer(abc.ABC):
     def locate(self, text: str) -> Located:
         """Ids of a template's text, special tokens among them, and the characters that each stands
         for."""
-        at, found = 0, [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
+        at = 0
+        found = [(np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int64))]
         for part in self._specials.split(text):
             if part in self.special:
-                found.append(
-                    (
-                        np.array([self.special[part]], np.int32),
-                        np.array([at]),
-                        np.array([at + len(part)]),
-                    )
-                )
+                ids = np.array([self.special[part]], np.int32)
+                found.append((ids, np.array([at]), np.array([at + len(part)])))
             elif part:
                 ids, starts, stops = self.locate_text(part, at == 0)
                 found.append((ids, starts + at, stops + at))
@@ -109,9 +112,9 @@ class Tokenizer(abc.ABC):
     @functools.cached_property
     def _specials(self) -> re.Pattern[str]:
         """Finds special tokens, longer ones first."""
-        return re.compile(
-            f"({'|'.join(map(re.escape, sorted(self.special, key=len, reverse=True))) or '(?!)'})"
-        )
+        longest_first = sorted(self.special, key=len, reverse=True)
+        pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
+        return re.compile(f"({pattern})")
 
     @abc.abstractmethod
     def locate_text(self, text: str, first: bool) -> Located:
@@ -128,18 +131,20 @@ def check_ids(vocabulary: dict[str, int]) -> None:
         raise ValueError("it has no tokens")
     for token, i in vocabulary.items():
         if type(i) is not int or not 0 <= i < MAX_VOCABULARY:
-            raise ValueError(
-                f"the token {token[:80]!r} has the id {i!r}, not an integer in [0, {MAX_VOCABULARY:,})"
-            )
+            rule = f"not an integer in [0, {MAX_VOCABULARY:,})"
+            raise ValueError(f"the token {token[:80]!r} has the id {i!r}, {rule}")
 
 
 def end_of_documents(vocabulary: dict[str, int], eod: str | None) -> int | None:
     """Id of the token `eod` or, for None, of the first usual one. ValueError: no such token."""
     if eod is not None and eod not in vocabulary:
         raise ValueError(f"it has no token {eod!r}")
-    return next(
-        (vocabulary[end] for end in ([eod] if eod else _KNOWN_ENDS) if end in vocabulary), None
-    )
+    if eod:
+        return vocabulary[eod]
+    for end in _KNOWN_ENDS:
+        if end in vocabulary:
+            return vocabulary[end]
+    return None
 
 
 def cut(
@@ -147,7 +152,8 @@ def cut(
 ) -> Iterator[str]:
     """Pieces of about `size` characters (None: 16 Ki) whose ids, joined, are those of the text, if
     it is split at `where`."""
-    start, size = 0, size or _PIECE_CHARACTERS
+    size = size or _PIECE_CHARACTERS
+    start = 0
     while len(text) - start > size and (found := where.search(text, start + size)):
         yield text[start : found.end()]
         start = found.end()

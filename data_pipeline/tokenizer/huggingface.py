@@ -23,9 +23,13 @@ from data_pipeline.tokenizer.base import (
 )
 
 _PIECES_AT_ONCE = 64
-_WORDS, _LONGEST_WORD = 1 << 17, 64  # whose ids are kept, and their characters: some 30 MB
-_CHUNK_CHARACTERS = 512  # of a piece that is not all ASCII
-_LARGE = 1 << 20  # characters of a piece that could not be cut: too many words at a time
+# Words whose ids are kept, and the most characters of one: some 30 MB.
+_WORDS = 1 << 17
+_LONGEST_WORD = 64
+# Characters of a part of a piece that is not all ASCII.
+_CHUNK_CHARACTERS = 512
+# Characters of a piece that could not be cut: too many words at a time.
+_LARGE = 1 << 20
 # How byte-level tokenizers divide text: the library's own, Llama 3's and Qwen's
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,7 +42,8 @@ class _Words(dict[str, bytes]):
 
     def __init__(self, inner: tokenizers.Tokenizer, pattern: re.Pattern[str]):
         super().__init__()
-        self.inner, self.pattern = inner, pattern
+        self.inner = inner
+        self.pattern = pattern
 
     def __missing__(self, word: str) -> bytes:
         ids = np.array(self.inner.encode(word, add_special_tokens=False).ids, np.int32).tobytes()
@@ -58,34 +63,40 @@ class JsonTokenizer(Tokenizer):
     ValueError: unusable, or no `eod`."""
 
     def __init__(self, content: bytes, name: str, eod: str | None = None):
-        self.content, self.name = content, name
+        self.content = content
+        self.name = name
         self.inner = self._load()
         self.inner.encode_special_tokens = True
         vocabulary = self.inner.get_vocab(with_added_tokens=True)
         check_ids(vocabulary)
-        self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
+        # Ids may have gaps.
+        self.vocab_size = max(vocabulary.values()) + 1
         self.eod_id = end_of_documents(vocabulary, eod)
         self.special = {
             token.content: i
             for i, token in self.inner.get_added_tokens_decoder().items()
             if token.special
         }
-        before, changes = self.inner.pre_tokenizer, self.inner.normalizer
+        before = self.inner.pre_tokenizer
+        changes = self.inner.normalizer
         self._divisible = (
             before is not None
             and isinstance(changes, tokenizers.normalizers.NFC | None)
             and splits_at_cuts(lambda text: [part for part, _ in before.pre_tokenize_str(text)])
         )
-        pattern = _ascii_pattern(self.inner) if self._divisible else None
-        self._words = _Words(self.inner, pattern) if pattern else None
+        self._words = None
+        if self._divisible:
+            pattern = _ascii_pattern(self.inner)
+            if pattern:
+                self._words = _Words(self.inner, pattern)
 
     def _load(self) -> tokenizers.Tokenizer:
         with _library_errors(ValueError, ""):
             inner = tokenizers.Tokenizer.from_str(self.content.decode())
-        if dropout := getattr(inner.model, "dropout", None):
-            raise ValueError(
-                f"its dropout={dropout:g} draws the ids of a text anew each time; set it to null in the file"
-            )
+        dropout = getattr(inner.model, "dropout", None)
+        if dropout:
+            rule = "draws the ids of a text anew each time"
+            raise ValueError(f"its dropout={dropout:g} {rule}; set it to null in the file")
         inner.no_padding()
         inner.no_truncation()
         return inner
@@ -95,27 +106,28 @@ class JsonTokenizer(Tokenizer):
             return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
-        words, ids = self._words, []
-        for batch in itertools.batched(cut(text) if self._divisible else [text], _PIECES_AT_ONCE):
+        words = self._words
+        ids = []
+        pieces: Iterable[str] = [text]
+        if self._divisible:
+            pieces = cut(text)
+        for batch in itertools.batched(pieces, _PIECES_AT_ONCE):
             parts = [part for piece in batch for part in self._parts(piece)]
             quick = [words is not None and len(part) < _LARGE and part.isascii() for part in parts]
             others = [part for part, easy in zip(parts, quick) if not easy]
             encodings = iter(self.inner.encode_batch_fast(others, add_special_tokens=False))
             for part, easy in zip(parts, quick):
-                ids.append(
-                    words.encode(part)
-                    if words is not None and easy
-                    else np.array(next(encodings).ids, np.int32)
-                )
+                if words is not None and easy:
+                    ids.append(words.encode(part))
+                else:
+                    ids.append(np.array(next(encodings).ids, np.int32))
         return np.concatenate(ids)
 
-    def _parts(self, piece: str) -> Iterator[str]:
+    def _parts(self, piece: str) -> Iterable[str]:
         """Parts of a piece, so that few are not all ASCII."""
-        return (
-            iter([piece])
-            if self._words is None or piece.isascii()
-            else cut(piece, size=_CHUNK_CHARACTERS)
-        )
+        if self._words is None or piece.isascii():
+            return [piece]
+        return cut(piece, size=_CHUNK_CHARACTERS)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.inner.decode(
@@ -195,19 +207,20 @@ def bpe_entries(spec: str) -> int:
         raise UsageError(
             f"--tokenizer {spec[:80]}: bpe takes its number of entries, such as bpe:4096."
         )
-    _check_entries(int(entries[:18]))  # the 18 first digits of a longer number are too many, too
+    # The first 18 digits of a longer number are too many, too.
+    _check_entries(int(entries[:18]))
     return int(entries)
 
 
 def _check_entries(count: int) -> None:
-    least = 257  # 256 bytes and the end of documents
-    if (
-        not least <= count <= MAX_VOCABULARY
-    ):  # the library allocates for all of them at once, and aborts if it can't
-        rule = f"must have at least {least} entries (256 bytes and {END_OF_DOCUMENT}) and at most {MAX_VOCABULARY:,}"
-        raise UsageError(
-            f"--tokenizer bpe:{count} {rule}. Give bpe:4096 or bpe:32000, for example."
-        )
+    """UsageError: the library would allocate for all of them at once, and abort where it can't; or
+    there is no room for 256 bytes and the end of documents."""
+    least = 257
+    if least <= count <= MAX_VOCABULARY:
+        return
+    rule = f"must have at least {least} entries (256 bytes and {END_OF_DOCUMENT})"
+    rule += f" and at most {MAX_VOCABULARY:,}"
+    raise UsageError(f"--tokenizer bpe:{count} {rule}. Give bpe:4096 or bpe:32000, for example.")
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:

@@ -12,7 +12,10 @@ from data_pipeline.tokenizer.base import Located, Tokenizer, character_of_bytes
 class ByteTokenizer(Tokenizer):
     """UTF-8 bytes; id 256 ends a document."""
 
-    name, vocab_size, eod_id, content = "bytes", 257, 256, b'{"type": "bytes"}\n'
+    name = "bytes"
+    vocab_size = 257
+    eod_id = 256
+    content = b'{"type": "bytes"}\n'
 
     def __init__(self) -> None:
         self.special = {}
@@ -37,8 +40,12 @@ class CharTokenizer(Tokenizer):
             raise ValueError(f"eod is {eod!r}, neither true nor false")
         self.special = {}
         self.characters = "".join(sorted(set(characters)))
-        self.name, self.eod_id = "chars", len(self.characters) if eod else None
-        self.vocab_size = len(self.characters) + eod
+        self.name = "chars"
+        self.vocab_size = len(self.characters)
+        self.eod_id = None
+        if eod:
+            self.eod_id = self.vocab_size
+            self.vocab_size += 1
         record = {"type": "chars", "characters": self.characters, "eod": eod}
         self.content = (json.dumps(record, ensure_ascii=False) + "\n").encode()
         self._table = np.full(0x110000, -1, np.int32)
@@ -48,9 +55,8 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text: str) -> np.ndarray:
         if unknown := self.unknown(text):
-            raise DataError(
-                f"character {unknown[0]!r} (U+{ord(unknown[0]):04X}) is not in the tokenizer's vocabulary"
-            )
+            character = f"{unknown[0]!r} (U+{ord(unknown[0]):04X})"
+            raise DataError(f"character {character} is not in the tokenizer's vocabulary")
         return self._table[np.frombuffer(text.encode("utf-32-le"), "<u4")]
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -20,7 +20,8 @@ from data_pipeline.tokenizer.base import (
     end_of_documents,
 )
 
-_NO_PREFIX = b"\x1a\x02\x18\x00"  # protobuf, to append to a model: normalizer_spec { add_dummy_prefix: false }
+# Protobuf, to append to a model: normalizer_spec { add_dummy_prefix: false }.
+_NO_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -36,12 +37,10 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, model: bytes, name: str, special: dict[str, int], eod: str | None = None):
         package = load_package("sentencepiece", "sentencepiece", f"tokenizer {name}")
         try:
-            self.inner: Any = package.SentencePieceProcessor(
-                model_proto=model or b"none"
-            )  # of b"" it makes a model
-            self._after = package.SentencePieceProcessor(
-                model_proto=model + _NO_PREFIX
-            )  # for what follows other text
+            # Of b"" the library would make a model.
+            self.inner: Any = package.SentencePieceProcessor(model_proto=model or b"none")
+            # For what follows other text.
+            self._after = package.SentencePieceProcessor(model_proto=model + _NO_PREFIX)
         except RuntimeError as error:
             raise ValueError(
                 "neither JSON, nor ranks of tiktoken, nor a SentencePiece model"
@@ -53,14 +52,14 @@ class SentencePieceTokenizer(Tokenizer):
                 raise ValueError(f"the model gives {token!r} another id than {i}")
         vocabulary |= special
         check_ids(vocabulary)
-        own = pieces[self.inner.eos_id()] if self.inner.eos_id() >= 0 else None
-        self.name, self.vocab_size, self.eod_id = (
-            name,
-            max(vocabulary.values()) + 1,
-            end_of_documents(vocabulary, eod or own),
-        )
+        if not eod and self.inner.eos_id() >= 0:
+            eod = pieces[self.inner.eos_id()]
+        self.name = name
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.eod_id = end_of_documents(vocabulary, eod or None)
         end = next((piece for piece, i in vocabulary.items() if i == self.eod_id), None)
-        special = special if end is None else special | {end: vocabulary[end]}
+        if end is not None:
+            special = special | {end: vocabulary[end]}
         record = {
             "type": "sentencepiece",
             "special": special,
@@ -70,18 +69,16 @@ class SentencePieceTokenizer(Tokenizer):
         self.content = (json.dumps(record, sort_keys=True) + "\n").encode()
         control = {piece: i for i, piece in enumerate(pieces) if self.inner.is_control(i)}
         self.special = special | control
-        self._size, self._hidden = len(pieces), set(special.values())
+        self._size = len(pieces)
+        self._hidden = set(special.values())
         # What the library would find in text: taken apart behind its first character.
-        found = [
-            token for token in special if token not in control and special[token] < len(pieces)
-        ]
-        if short := [token for token in found if len(token) < 2]:
-            raise ValueError(
-                f"the special token {short[0]!r} is one character, which text can't be kept from spelling"
-            )
-        self._apart = re.compile(
-            "|".join(f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in found) or "(?!)"
-        )
+        found = [t for t, i in special.items() if t not in control and i < len(pieces)]
+        for token in found:
+            if len(token) < 2:
+                rule = "is one character, which text can't be kept from spelling"
+                raise ValueError(f"the special token {token!r} {rule}")
+        borders = [f"(?<={re.escape(token[0])})(?={re.escape(token[1:])})" for token in found]
+        self._apart = re.compile("|".join(borders) or "(?!)")
         self._resumed, self._cuts = _how_to_cut(self.inner, self._after, pieces)
         self._has_bytes = any(map(self.inner.is_byte, range(len(pieces))))
         self._has_id = functools.cache(
@@ -104,12 +101,15 @@ class SentencePieceTokenizer(Tokenizer):
         )
 
     def unknown(self, text: str) -> str:
-        return (
-            "" if self._has_bytes else "".join(sorted(c for c in set(text) if not self._has_id(c)))
-        )
+        if self._has_bytes:
+            return ""
+        return "".join(sorted(c for c in set(text) if not self._has_id(c)))
 
     def locate_text(self, text: str, first: bool) -> Located:
-        found = (self.inner if first else self._after).encode(text, return_type="offset_mapping")
+        processor = self._after
+        if first:
+            processor = self.inner
+        found = processor.encode(text, return_type="offset_mapping")
         starts, stops = np.array(found["offsets"], np.int64).reshape(-1, 2).T
         return np.array(found["ids"], np.int32), starts, stops
 
@@ -136,9 +136,13 @@ def _how_to_cut(inner: Any, after: Any, pieces: list[str]) -> tuple[Any, re.Patt
         def joins(a: str, b: str, processor: Any = processor) -> bool:
             return inner.normalize(a + b) == inner.normalize(a) + processor.normalize(b)
 
-        if all(joins(*probe) and processor.normalize(probe[1]).startswith("▁") for probe in spaces):
-            cuts = [] if any(re.search("[^▁ ][▁ ]", piece) for piece in pieces) else [SPACE_CUT]
-            if all(joins(*probe) and inner.normalize(probe[0]).endswith("\n") for probe in lines):
-                cuts += [] if any(re.search(r"\n[^\n]", piece) for piece in pieces) else [LINE_CUT]
+        at_spaces = all(joins(a, b) and processor.normalize(b).startswith("▁") for a, b in spaces)
+        if at_spaces:
+            cuts = []
+            if not any(re.search("[^▁ ][▁ ]", piece) for piece in pieces):
+                cuts.append(SPACE_CUT)
+            at_lines = all(joins(a, b) and inner.normalize(a).endswith("\n") for a, b in lines)
+            if at_lines and not any(re.search(r"\n[^\n]", piece) for piece in pieces):
+                cuts.append(LINE_CUT)
             return processor, re.compile("|".join(cuts) or "(?!)")
     return after, re.compile("(?!)")

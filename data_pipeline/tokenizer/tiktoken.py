@@ -73,8 +73,9 @@ def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
         return ENCODINGS[path.stem]
     example = json.dumps({"pattern": "cl100k", "special_tokens": {END_OF_DOCUMENT: 100257}})
     raise DataError(
-        f"tokenizer={path}: is a file of ranks, which does not say how text is split nor which special tokens there are. "
-        f"Write {beside.name} beside it, such as {example}; pattern is {', '.join(PATTERNS)} or a regular expression."
+        f"tokenizer={path}: is a file of ranks, which does not say how text is split nor which "
+        f"special tokens there are. Write {beside.name} beside it, such as {example}; pattern is "
+        f"{', '.join(PATTERNS)} or a regular expression."
     )
 
 
@@ -112,7 +113,9 @@ class TiktokenTokenizer(Tokenizer):
             raise ValueError(f"its pattern is not a regular expression: {error}") from error
         if "".join(self._split(_EVERYTHING)) != _EVERYTHING:
             raise ValueError("its pattern leaves out characters of a text")
-        self.name, self.special, self.vocab_size = name, special, self.inner.max_token_value + 1
+        self.name = name
+        self.special = special
+        self.vocab_size = self.inner.max_token_value + 1
         self.eod_id = end_of_documents(special, eod)
         end = next((token for token, i in special.items() if i == self.eod_id), None)
         encoded = base64.b64encode(content).decode()
@@ -124,7 +127,8 @@ class TiktokenTokenizer(Tokenizer):
             "ranks": encoded,
         }
         self.content = (json.dumps(record, sort_keys=True) + "\n").encode()
-        self._sizes = np.zeros(self.vocab_size, np.int64)  # bytes of each id; 0: no such token
+        # Bytes of each id; 0: there is no such token.
+        self._sizes = np.zeros(self.vocab_size, np.int64)
         self._sizes[list(ranks.values())] = [len(token) for token in ranks]
         self._divisible = splits_at_cuts(self._split)
 
@@ -132,18 +136,19 @@ class TiktokenTokenizer(Tokenizer):
         return [found.group() for found in self._pattern.finditer(text)]
 
     def encode(self, text: str) -> np.ndarray:
-        return np.concatenate(
-            [self._encode(piece) for piece in (cut(text) if self._divisible else [text])]
-        )
+        if not self._divisible:
+            return self._encode(text)
+        return np.concatenate([self._encode(piece) for piece in cut(text)])
 
     def _encode(self, text: str) -> np.ndarray:
         try:
             return self.inner.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
-        except ValueError:  # its own matcher gives up on some hundred thousand spaces in a row
-            return np.array(
-                [i for part in self._split(text) for i in self.inner._encode_single_piece(part)],
-                np.int32,
-            )
+        except ValueError:
+            # Its own matcher gives up on some hundred thousand spaces in a row.
+            ids = []
+            for part in self._split(text):
+                ids += self.inner._encode_single_piece(part)
+            return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.inner.decode(
@@ -151,7 +156,8 @@ class TiktokenTokenizer(Tokenizer):
         )
 
     def locate_text(self, text: str, first: bool) -> Located:
-        ids, character = self.encode(text), character_of_bytes(text)
+        ids = self.encode(text)
+        character = character_of_bytes(text)
         stops = np.cumsum(self._sizes[ids])
         return ids, character[stops - self._sizes[ids]], character[stops - 1] + 1
 

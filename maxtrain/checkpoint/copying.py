@@ -1,5 +1,7 @@
-"""Whole steps as files: copied to another folder, whole or not at all, and removed. Needs no
-device."""
+"""Whole steps as files: copied to another folder, whole or not at all, and removed.
+
+Needs no device.
+"""
 
 import os
 import shutil
@@ -30,25 +32,27 @@ def copy_step(
         StorageError: the copy is not like it.
         OSError: reading or writing failed; nothing of the copy is left but the folder.
     """
-    final, partial = folder / source.name, folder / f".{source.name}.partial"
+    final = folder / source.name
+    partial = folder / f".{source.name}.partial"
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(partial, ignore_errors=True)  # of a copy that was killed
+    # What is left of a copy that was killed.
+    shutil.rmtree(partial, ignore_errors=True)
     try:
         try:
-            text, commit = (source / "commit.json").read_bytes(), read_commit(source)
+            text = (source / "commit.json").read_bytes()
+            commit = read_commit(source)
         except ValueError as error:
             raise DamagedError(source, f"commit.json: {error}") from error
         for name, entry in commit["files"].items():
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            if what := _copy_file(source / name, partial / name, entry):
-                raise DamagedError(source, f"{name}: {what}")
+            damage = _copy_file(source / name, partial / name, entry)
+            if damage:
+                raise DamagedError(source, f"{name}: {damage}")
         before_commit()
         (partial / "commit.json").write_bytes(text)
         sync(*sorted(partial.rglob("*")), partial)
-        if read_back and (what := find_damage(partial, read_commit(partial)["files"])):
-            raise StorageError(
-                f"{final}: the copy is not like {source}: {what}. Check that disk, then copy again."
-            )
+        if read_back:
+            _require_like(partial, source, final)
         if final.exists():
             remove_step(final)
         os.rename(partial, final)
@@ -59,10 +63,22 @@ def copy_step(
     return final
 
 
+def _require_like(copy: Path, source: Path, final: Path) -> None:
+    """StorageError: what is read of the copy, which is to become `final`, is not what was saved."""
+    damage = find_damage(copy, read_commit(copy)["files"])
+    if damage:
+        raise StorageError(
+            f"{final}: the copy is not like {source}: {damage}. Check that disk, then copy again."
+        )
+
+
 def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
-    """Copies one file; what is wrong with the source, by its size and, unless it is of format 1, by
-    its hashes."""
-    size, crcs = 0, []
+    """Copies one file, and returns what is wrong with the source; empty if nothing is.
+
+    That is known by its size and, unless it is of format 1, by its hashes.
+    """
+    size = 0
+    crcs: list[int] = []
     with source.open("rb", buffering=0) as read, target.open("wb", buffering=0) as written:
         while chunk := read.read(min(CHUNK_BYTES, BLOCK_BYTES - size % BLOCK_BYTES)):
             if size % BLOCK_BYTES == 0:
@@ -72,18 +88,17 @@ def _copy_file(source: Path, target: Path, entry: dict[str, Any]) -> str:
             while view:
                 view = view[written.write(view) :]
             size += len(chunk)
-    found, expected = [f"{crc:08x}" for crc in crcs], entry.get("crc32")
     if size != entry["bytes"]:
         return f"has {size:,} bytes instead of {entry['bytes']:,}"
-    return (
-        ""
-        if expected in (None, found)
-        else f"crc32 {expected} of its blocks was written, {found} is there"
-    )
+    expected = entry.get("crc32")
+    found = [f"{crc:08x}" for crc in crcs]
+    if expected is not None and expected != found:
+        return f"crc32 {expected} of its blocks was written, {found} is there"
+    return ""
 
 
 def remove_step(path: Path, before_files: Callable[[], object] = lambda: None) -> None:
-    """Removes a step, which ceases to be one first: half of it is never taken for one."""
+    """Removes a step. It is renamed first, so that half of it is never taken for a step."""
     partial = path.with_name(f".{path.name}.removed.partial")
     shutil.rmtree(partial, ignore_errors=True)
     os.rename(path, partial)

@@ -1,5 +1,7 @@
-"""Whether the arrays of a checkpoint are finite: bytes that are whole can be weights that are
-worthless. Needs no device."""
+"""Whether the arrays of a checkpoint are finite: intact bytes can still be worthless weights.
+
+Needs no device.
+"""
 
 import json
 import re
@@ -43,15 +45,16 @@ def find_non_finite(path: Path, commit: dict[str, Any]) -> str:
             return f"array {name} was not finite when it was saved"
         for file, numbers in _plain_numbers(path, commit, array.get("stored", name)):
             if numbers.any():
-                return f"array {name} is not finite: {file} holds {int(numbers.sum()):,} NaN or infinite numbers"
+                count = int(numbers.sum())
+                what = f"{file} holds {count:,} NaN or infinite numbers"
+                return f"array {name} is not finite: {what}"
     return ""
 
 
 def _plain_numbers(
     path: Path, commit: dict[str, Any], name: str
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The plain files of an array, piece by piece, and of each number there whether it is not
-    finite."""
+    """The plain files of an array, piece by piece; of each number, whether it is not finite."""
     header = f"arrays/{name}/.zarray"
     if header not in commit["files"]:
         return
@@ -61,7 +64,9 @@ def _plain_numbers(
     bits, exponent = _EXPONENTS[zarr["dtype"]]
     pattern = re.compile(re.escape(f"arrays/{name}/") + r"\d[\d.]*")
     for file in commit["files"]:
-        if pattern.fullmatch(file):
-            with (path / file).open("rb") as stream:
-                while chunk := stream.read(_CHUNK_BYTES):
-                    yield file, (np.frombuffer(chunk, bits) & bits(exponent)) == bits(exponent)
+        if not pattern.fullmatch(file):
+            continue
+        with (path / file).open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                numbers = np.frombuffer(chunk, bits)
+                yield file, (numbers & bits(exponent)) == bits(exponent)

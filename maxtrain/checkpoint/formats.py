@@ -16,29 +16,36 @@ Entries = dict[str, Any]
 
 
 def _without_hashes(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
-    """Format 1 had no hashes of files, and digests of arrays, if any, in the record: what is not
-    there is not checked."""
+    """Format 1 had no hashes of files, and digests of arrays, if any, in the record.
+
+    What is not there is not checked.
+    """
     digests = record.get("digests", {})
-    arrays = commit.get("arrays", {})
-    return commit | {
-        "arrays": {
-            n: a | ({"digest": digests[n]} if n in digests else {}) for n, a in arrays.items()
-        }
-    }, record
+    arrays = {}
+    for name, array in commit.get("arrays", {}).items():
+        arrays[name] = dict(array)
+        if name in digests:
+            arrays[name]["digest"] = digests[name]
+    return commit | {"arrays": arrays}, record
 
 
 def _of_no_run(commit: Entries, record: Entries) -> tuple[Entries, Entries]:
-    """Format 2 did not say of which run a step is, and whether arrays are finite: what is not there
-    is not checked."""
+    """Format 2 did not say of which run a step is, and whether arrays are finite.
+
+    What is not there is not checked.
+    """
     return commit, record
 
 
 def rename_arrays(commit: Entries, names: dict[str, str]) -> Entries:
-    """For migrations: the commit record with arrays under new names, given the new one of each old
-    one."""
-    moved = {
-        names.get(name, name): {"stored": name} | array for name, array in commit["arrays"].items()
-    }
+    """For migrations: the commit record with its arrays under new names.
+
+    Args:
+        names: the new name of each old one; an array that is not among them keeps its name.
+    """
+    moved = {}
+    for name, array in commit["arrays"].items():
+        moved[names.get(name, name)] = {"stored": name} | array
     return commit | {"arrays": moved}
 
 

@@ -1,5 +1,4 @@
-"""Whether a step directory is what was saved, known without a device: sizes and crc32 of every
-file, and who is put aside.
+"""Whether a step directory is what was saved: sizes and crc32 of every file. Needs no device.
 
 `commit.json` lists every other file with its size and the crc32 of each of its blocks, and has a
 crc32 of itself. The small files (commit and record) are checked whenever steps are listed; the
@@ -24,45 +23,49 @@ from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
 from maxtrain.checkpoint.record import wrong_type
 
-# 1 had only the sizes of files; 2 did not say whether arrays are finite, nor of which run they are;
-# 3 had layers without the number of their place, and matrices without `.kernel`.
+# Format 1 had only the sizes of files.
+# Format 2 did not say whether arrays are finite, nor of which run they are.
+# Format 3 had layers without the number of their place, and matrices without `.kernel`.
 FORMAT = 4
-BLOCK_BYTES = 64 << 20  # hashed at once; files of gigabytes are hashed by several threads
-CHUNK_BYTES = 1 << 20  # stays in a core's cache between reading and hashing
+# Hashed at once: files of gigabytes are hashed by several threads.
+BLOCK_BYTES = 64 << 20
+# Stays in a core's cache between reading and hashing.
+CHUNK_BYTES = 1 << 20
 SMALL_FILES = ("record.json",)
 
-Files = dict[
-    str, dict[str, Any]
-]  # by path below the step directory: `bytes`, and `crc32` of each block as 8 hex digits
+# By path below the step directory: `bytes`, and `crc32` of each block as 8 hex digits.
+Files = dict[str, dict[str, Any]]
 
 
 def encode_commit(commit: dict[str, Any]) -> bytes:
     """The text of a commit record, with the crc32 of the rest in front."""
     rest = {name: value for name, value in commit.items() if name != "crc32"}
-    return json.dumps(
-        {"crc32": f"{crc32(json.dumps(rest).encode()):08x}", **rest}, indent=1
-    ).encode()
+    crc = crc32(json.dumps(rest).encode())
+    return json.dumps({"crc32": f"{crc:08x}", **rest}, indent=1).encode()
 
 
 def read_commit(path: Path) -> dict[str, Any]:
-    """The commit record of a step directory; ValueError: it is not what was written. OSError: it
-    can't be read."""
+    """The commit record of a step directory.
+
+    Raises:
+        ValueError: it is not what was written.
+        OSError: it can't be read.
+    """
     text = (path / "commit.json").read_bytes()
     commit = strict_json.loads(text)
-    if (
-        not isinstance(commit, dict)
-        or type(commit.get("format")) is not int
-        or commit["format"] < 1
-    ):
+    if not isinstance(commit, dict):
         raise ValueError("it is not a commit record")
-    intact = (
-        encode_commit(commit) == text
-        if "crc32" in commit
-        else commit["format"] == 1 or commit["format"] > FORMAT
-    )
+    number = commit.get("format")
+    if type(number) is not int or number < 1:
+        raise ValueError("it is not a commit record")
+    if "crc32" in commit:
+        intact = encode_commit(commit) == text
+    else:
+        # Format 1 had no crc32; what a newer format has instead is not known here.
+        intact = number == 1 or number > FORMAT
     if not intact:
         raise ValueError("it is not what was written: its crc32 is another")
-    if commit["format"] <= FORMAT:
+    if number <= FORMAT:
         _check_types(commit)
     return commit
 
@@ -72,10 +75,7 @@ def _check_types(commit: dict[str, Any]) -> None:
     if type(commit.get("step")) is not int:
         raise ValueError("step must be a whole number")
     for field in ("files", "arrays"):
-        entries = commit.get(field)
-        if not isinstance(entries, dict) or not all(
-            isinstance(entry, dict) for entry in entries.values()
-        ):
+        if not _is_objects_by_name(commit.get(field)):
             raise ValueError(f"{field} must be objects by name")
     for name, entry in commit["files"].items():
         if type(entry.get("bytes")) is not int or not _is_list(entry.get("crc32", []), str):
@@ -87,21 +87,26 @@ def _check_types(commit: dict[str, Any]) -> None:
             raise ValueError(f"arrays: {name!r:.80} must have shape and dtype")
 
 
+def _is_objects_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(entry, dict) for entry in value.values())
+
+
 def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def survey(directory: Path) -> dict[int, str]:
-    """Steps that have a directory, in ascending order, and why they don't count; empty for those
-    that do.
+    """Steps that have a directory, ascending, and why they don't count; empty for those that do.
 
     One that a training removes meanwhile is passed over.
     """
     steps = sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal())
-    found = {step: defect(directory / f"{step:08d}") for step in steps}
-    return {
-        step: why for step, why in found.items() if not why or (directory / f"{step:08d}").exists()
-    }
+    defects = {step: defect(directory / f"{step:08d}") for step in steps}
+    found = {}
+    for step, why in defects.items():
+        if not why or (directory / f"{step:08d}").exists():
+            found[step] = why
+    return found
 
 
 def damaged(directory: Path) -> list[Path]:
@@ -111,13 +116,18 @@ def damaged(directory: Path) -> list[Path]:
 
 
 def defect(path: Path) -> str:
-    """Why a step directory is not a complete checkpoint; empty if it is one. Reads its small files
-    only."""
+    """Why a step directory is not a complete checkpoint; empty if it is one.
+
+    Reads its small files only.
+    """
     try:
         commit = read_commit(path)
+        step = commit["step"]
+        files: Files = {}
         # Only a newer version knows how to check its own format; the step still exists, and
         # restoring it is refused.
-        step, files = commit["step"], commit["files"] if commit["format"] <= FORMAT else {}
+        if commit["format"] <= FORMAT:
+            files = commit["files"]
     except FileNotFoundError:
         return "commit.json is missing, so it was never finished or not copied whole"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -126,12 +136,10 @@ def defect(path: Path) -> str:
         return f"it is a copy of step {step}"
     for name, entry in files.items():
         size = _size(path / name)
+        if size is None:
+            return f"{name} is missing"
         if size != entry["bytes"]:
-            return (
-                f"{name} is missing"
-                if size is None
-                else f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
-            )
+            return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
     try:
         damage = find_damage(path, {name: files[name] for name in SMALL_FILES if name in files})
         return damage or _worthless(path, commit)
@@ -145,7 +153,9 @@ def _size(path: Path) -> int | None:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return found.st_size
 
 
 def _worthless(path: Path, commit: dict[str, Any]) -> str:
@@ -153,92 +163,113 @@ def _worthless(path: Path, commit: dict[str, Any]) -> str:
     if commit["format"] > FORMAT or not (path / "record.json").exists():
         return ""
     record = strict_json.loads((path / "record.json").read_bytes())
-    if problem := wrong_type(record):
+    problem = wrong_type(record)
+    if problem:
         return problem
+    number = commit["format"]
     saved = record.get("format")
-    if type(saved) is int and saved > commit["format"]:
-        return f"commit.json says format {commit['format']}, but the step was saved with format {saved}"
-    if commit["format"] == 1 and not record.get("digests"):
-        return "commit.json says format 1 and has no hashes, and record.json no digests: nothing says that it is whole"
+    if type(saved) is int and saved > number:
+        return f"commit.json says format {number}, but the step was saved with format {saved}"
+    if number == 1 and not record.get("digests"):
+        return (
+            "commit.json says format 1 and has no hashes, and record.json no digests: "
+            "nothing says that it is whole"
+        )
     return ""
 
 
 def hash_files(path: Path, names: Iterable[str]) -> Files:
-    """Size and block hashes of files below a directory that were just written, by several
-    threads."""
-    files = {name: {"bytes": (path / name).stat().st_size, "crc32": []} for name in names}
-    blocks = [
-        (name, start)
-        for name, entry in files.items()
-        for start in range(0, entry["bytes"], BLOCK_BYTES)
-    ]
-    for (name, _), crc in zip(blocks, _hash_blocks(path, blocks, _hash_written), strict=True):
+    """Size and block hashes of files that were just written below a directory.
+
+    They are hashed by several threads.
+    """
+    files: Files = {}
+    blocks = []
+    for name in names:
+        size = (path / name).stat().st_size
+        files[name] = {"bytes": size, "crc32": []}
+        blocks += [(name, start) for start in range(0, size, BLOCK_BYTES)]
+    crcs = _hash_blocks(path, blocks, _hash_written)
+    for (name, _), crc in zip(blocks, crcs, strict=True):
         files[name]["crc32"].append(crc)
     return files
 
 
 def find_damage(path: Path, files: Files, part: int = 0, parts: int = 1) -> str:
-    """The first block that is not what was written, of every `parts`-th block from `part` on; empty
-    if there is none.
+    """The first block that is not what was written; empty if there is none.
 
-    Files of format 1 have no hashes and pass. OSError: one can't be read.
+    Of all blocks, every `parts`-th one is looked at, from `part` on. Files of format 1 have no
+    hashes and pass. OSError: one can't be read.
     """
-    expected = [
-        (name, i, crc)
-        for name, entry in files.items()
-        for i, crc in enumerate(entry.get("crc32", []))
-    ][part::parts]
-    found = _hash_blocks(path, [(name, i * BLOCK_BYTES) for name, i, _ in expected], _hash_block)
-    told = (
-        describe_damage(name, files[name], i, now)
-        for (name, i, _), now in zip(expected, found, strict=True)
-    )
-    return next(filter(None, told), "")
+    blocks = []
+    for name, entry in files.items():
+        blocks += [(name, number) for number in range(len(entry.get("crc32", [])))]
+    blocks = blocks[part::parts]
+    starts = [(name, number * BLOCK_BYTES) for name, number in blocks]
+    found = _hash_blocks(path, starts, _hash_block)
+    for (name, number), crc in zip(blocks, found, strict=True):
+        damage = describe_damage(name, files[name], number, crc)
+        if damage:
+            return damage
+    return ""
 
 
 def describe_damage(name: str, entry: dict[str, Any], block: int, now: str) -> str:
-    """What is wrong with a block of a file whose crc32 is `now`; empty: nothing, or it is of format
-    1 and has no hashes."""
-    crc = entry["crc32"][block] if "crc32" in entry else now
-    start, end = block * BLOCK_BYTES, min((block + 1) * BLOCK_BYTES, entry["bytes"])
-    return (
-        f"{name}, bytes {start:,} to {end:,}: crc32 {crc} was written, {now} is there"
-        if crc != now
-        else ""
-    )
+    """What is wrong with a block of a file whose crc32 is `now`; empty if nothing is.
+
+    A file of format 1 has no hashes: nothing is known to be wrong with it.
+    """
+    if "crc32" not in entry or entry["crc32"][block] == now:
+        return ""
+    written = entry["crc32"][block]
+    start = block * BLOCK_BYTES
+    end = min(start + BLOCK_BYTES, entry["bytes"])
+    return f"{name}, bytes {start:,} to {end:,}: crc32 {written} was written, {now} is there"
 
 
 def _hash_blocks(
     path: Path, blocks: list[tuple[str, int]], hash_block: Callable[[Path, int], str]
 ) -> list[str]:
+    files = [path / name for name, _ in blocks]
+    starts = [start for _, start in blocks]
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        return list(threads.map(lambda block: hash_block(path / block[0], block[1]), blocks))
+        return list(threads.map(hash_block, files, starts))
 
 
 def _hash_written(path: Path, start: int) -> str:
-    """As `_hash_block`, where the kernel has it: a third faster than a copy. What a disk doesn't
-    give would end the process."""
-    with contextlib.suppress(OSError), path.open("rb") as file:  # not all file systems can do that
+    """As `_hash_block`, but of the kernel's own copy, which is a third faster.
+
+    Only for files that were just written: a page that the disk can't give would end the process.
+    """
+    # Not all file systems can map files.
+    with contextlib.suppress(OSError), path.open("rb") as file:
         length = min(BLOCK_BYTES, path.stat().st_size - start)
-        with mmap.mmap(
-            file.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start
-        ) as block:
+        mapped = mmap.mmap(file.fileno(), length, mmap.MAP_PRIVATE, mmap.PROT_READ, offset=start)
+        with mapped as block:
             return f"{crc32(block):08x}"
     return _hash_block(path, start)
 
 
 def _hash_block(path: Path, start: int) -> str:
-    crc, left, buffer = 0, BLOCK_BYTES, memoryview(bytearray(CHUNK_BYTES))
+    crc = 0
+    left = BLOCK_BYTES
+    buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
-        while left and (count := file.readinto(buffer[: min(left, CHUNK_BYTES)])):
-            crc, left = crc32(buffer[:count], crc), left - count
+        while left:
+            count = file.readinto(buffer[: min(left, CHUNK_BYTES)])
+            if not count:
+                break
+            crc = crc32(buffer[:count], crc)
+            left -= count
     return f"{crc:08x}"
 
 
 def put_aside(path: Path) -> Path:
-    """Gives a step directory a name that nothing goes on from; nothing is deleted. StorageError: it
-    can't be renamed."""
+    """Gives a step directory a name that nothing goes on from; nothing is deleted.
+
+    StorageError: it can't be renamed.
+    """
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     try:
         return path.rename(aside)

@@ -1,5 +1,7 @@
-"""Which steps there are, in a directory and perhaps a second one, and their records: known without
-a device."""
+"""Which steps there are, in a directory and perhaps a second one, and their records.
+
+Needs no device.
+"""
 
 import contextlib
 import shutil
@@ -25,58 +27,71 @@ def second_of(directory: Path, config: CheckpointConfig) -> Path | None:
         return None
     root = Path(config.copy_to).expanduser().absolute()
     if not root.is_dir():
-        problem = f"checkpoint.copy_to={config.copy_to} is no directory here. Mount or make it, or set another one"
+        problem = (
+            f"checkpoint.copy_to={config.copy_to} is no directory here. "
+            "Mount or make it, or set another one"
+        )
         if not complete(directory):
             raise StorageError(f"{problem}: the run may have checkpoints there to go on from.")
-        print(
-            f"WARNING: {problem}; meanwhile the run goes on from {directory}.",
-            file=sys.stderr,
-            flush=True,
-        )
+        warning = f"WARNING: {problem}; meanwhile the run goes on from {directory}."
+        print(warning, file=sys.stderr, flush=True)
     return root / directory.parent.name / directory.name
 
 
 def complete(directory: Path, second: Path | None = None) -> dict[int, Path]:
-    """The complete steps by number, ascending; of one that is in both directories, that in the
-    first."""
-    directories = [second, directory] if second else [directory]
-    found = {
-        step: place / f"{step:08d}"
-        for place in directories
-        for step, why in survey(place).items()
-        if not why
-    }
+    """The complete steps by number, ascending.
+
+    Of a step that is in both directories, the one in the first counts.
+    """
+    found = {}
+    places = [directory]
+    if second:
+        places = [second, directory]
+    for place in places:
+        for step, why in survey(place).items():
+            if not why:
+                found[step] = place / f"{step:08d}"
     return dict(sorted(found.items()))
 
 
 def latest_record(
     directory: Path,
-    accept: Callable[[dict[str, Any]], bool] = lambda record: True,
+    accept: Callable[[dict[str, Any]], bool] | None = None,
     second: Path | None = None,
 ) -> dict[str, Any] | None:
-    """The record of the newest complete checkpoint below a directory, or a second one, that
-    `accept` takes.
+    """The record of the newest complete checkpoint below a directory, or a second one.
 
-    None: there is none. StorageError: one can't be read, or there are only damaged ones: starting
-        afresh would hide that.
+    Args:
+        accept: says whether a record will do; None: every one will.
+
+    Returns:
+        None if there is no such checkpoint.
+
+    Raises:
+        StorageError: one can't be read, or there are only damaged ones: starting afresh would hide
+            that.
     """
     directory = directory.expanduser()
-    records = (read_record(path) for path in reversed(complete(directory, second).values()))
-    found = next(filter(accept, records), None)
-    if found is None and (bad := damaged(directory) + (damaged(second) if second else [])):
+    for path in reversed(complete(directory, second).values()):
+        record = read_record(path)
+        if accept is None or accept(record):
+            return record
+    bad = damaged(directory)
+    if second:
+        bad += damaged(second)
+    if bad:
         lines = "".join(f"\n  {path}" for path in bad[:20])
         mend = "Copy a good one there, or start afresh with another run_name"
         raise StorageError(
             f"{directory} has no checkpoint to go on from, only damaged ones:{lines}\n{mend}."
         )
-    return found
+    return None
 
 
 def saved_steps(directory: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
-    """What `read_step` gives for all complete checkpoints below a directory, by step; StorageError:
-    one can't be read.
+    """What `read_step` gives for all complete checkpoints below a directory, by step.
 
-    One that a training removes meanwhile is passed over.
+    One that a training removes meanwhile is passed over. StorageError: one can't be read.
     """
     found = {}
     for step, path in complete(directory.expanduser()).items():
@@ -89,13 +104,16 @@ def saved_steps(directory: Path) -> dict[int, tuple[dict[str, Any], dict[str, An
 
 
 def saved_digests(directory: Path) -> dict[int, dict[str, str]]:
-    """The digests of all arrays by name, of each complete checkpoint below a directory that has
-    them, by step, ascending."""
-    return {
-        step: arrays
-        for step, (commit, _) in saved_steps(directory).items()
-        if (arrays := array_digests(commit))
-    }
+    """The digests of all arrays by name, of each complete checkpoint below a directory.
+
+    By step, ascending; a checkpoint without digests is left out.
+    """
+    found = {}
+    for step, (commit, _) in saved_steps(directory).items():
+        digests = array_digests(commit)
+        if digests:
+            found[step] = digests
+    return found
 
 
 def array_digests(commit: dict[str, Any]) -> dict[str, str]:
@@ -113,36 +131,44 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_step(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The commit record of a step, and what the caller saved beside the arrays; those of older
-    formats as of this one."""
+    """The commit record of a step, and what the caller saved beside the arrays.
+
+    Both are as this version writes them, whatever format the step has.
+    """
     with as_storage_error(f"reading {path}", "Check the file's permissions."):
         record = strict_json.loads((path / "record.json").read_bytes())
         if not isinstance(record, dict):
             raise ValueError("record.json is no JSON object")
-        record.pop("format", None)  # of the whole step: integrity.py looks at it
+        # The format is of the whole step: integrity.py looks at it.
+        record.pop("format", None)
         return migrate(read_commit(path), record)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The rows of a table as lines of an error or a message: columns as wide as they need be,
-    indented."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [f"    {'  '.join(map(str.ljust, row, widths)).rstrip()}" for row in rows]
+    """The rows of a table as indented lines of a message: columns as wide as they need be."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append(f"    {'  '.join(cells).rstrip()}")
+    return lines
 
 
 @contextlib.contextmanager
 def as_storage_error(doing: str, advice: str, unfinished: Path | None = None) -> Iterator[None]:
-    """Turn what Orbax, its array store and the system raise into one error with a mend; remove what
-    is left unfinished."""
+    """Turns what Orbax, its array store and the system raise into one error with a mend.
+
+    What is left `unfinished` is removed then: its space is needed.
+    """
     try:
         yield
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         if unfinished:
-            shutil.rmtree(unfinished, ignore_errors=True)  # its space is needed
+            shutil.rmtree(unfinished, ignore_errors=True)
         what = (str(error).strip() or type(error).__name__).splitlines()[0]
-        what = (
-            what if len(what) < 300 else f"{what[:100]} ... {what[-160:]}"
-        )  # the cause comes last
+        # The cause comes last.
+        if len(what) >= 300:
+            what = f"{what[:100]} ... {what[-160:]}"
         raise StorageError(f"{doing} failed: {what}. {advice}") from error

@@ -1,5 +1,6 @@
-"""Arrays in plain files, read and checked in one pass: no byte is read twice, none is copied that
-lies where it is needed.
+"""Arrays in plain files, read and checked in one pass.
+
+No byte is read twice, and none is copied that lies where it is needed.
 
 One process saves every shard of an array as a file of its own, `arrays/NAME/1.0` beside
 `arrays/NAME/.zarray`: zarr 2, not compressed, which Orbax and others read, too. What is not like
@@ -29,8 +30,10 @@ from maxtrain.checkpoint.integrity import (
     find_damage,
 )
 
-_ALIGNMENT = 64  # bytes; what lies so, a CPU device takes as it is
-Arrived = Callable[[str, jax.Array], object]  # is told the name of an array, and the array
+# In bytes: an array that begins at a multiple of it, a CPU device takes as it is.
+_ALIGNMENT = 64
+# Is told the name of an array, and the array.
+Arrived = Callable[[str, jax.Array], object]
 
 
 class Piece(NamedTuple):
@@ -46,14 +49,20 @@ def read_plain(
     targets: Mapping[str, jax.ShapeDtypeStruct],
     arrived: Arrived | None = None,
 ) -> tuple[dict[str, jax.Array] | None, str]:
-    """The arrays as asked for, None if they do not lie in plain files; and what is wrong with the
-    files, empty if nothing is.
+    """Reads arrays from plain files, and checks the files.
 
-    `arrived` is called with each array that is there while others are read; one of a damaged file
-    may be among them.
+    A process reads, of the large files, those with parts that its devices hold, and all small ones.
 
-    A process reads, of the large files, those with parts that its devices hold, and all small ones;
-    what it has read of damaged files is of no use. OSError: one can't be read.
+    Args:
+        arrived: is called with each array that is there while others are read; one of a damaged
+            file may be among them.
+
+    Returns:
+        The arrays as asked for, None if they do not lie in plain files; and what is wrong with the
+        files, empty if nothing is. What was read of damaged files is of no use.
+
+    Raises:
+        OSError: a file can't be read.
     """
     keys = any(jnp.issubdtype(target.dtype, jax.dtypes.prng_key) for target in targets.values())
     if keys or any(f"arrays/{name}/.zarray" not in files for name in targets):
@@ -63,26 +72,41 @@ def read_plain(
         for name, entry in files.items()
         if not re.fullmatch(r"arrays/.*/\d[\d.]*", name)
     }
-    if what := find_damage(path, small):
-        return None, what
-    found = {name: _pieces(path, files, name) for name in targets}
-    pieces = {name: pieces for name, pieces in found.items() if pieces is not None}
-    if len(pieces) < len(targets):
-        return None, ""
-    arrays, damage = {}, []
+    damage = find_damage(path, small)
+    if damage:
+        return None, damage
+    pieces = {}
+    for name in targets:
+        pieces_of_array = _pieces(path, files, name)
+        if pieces_of_array is None:
+            return None, ""
+        pieces[name] = pieces_of_array
+    return _read_pieces(path, files, targets, pieces, arrived)
+
+
+def _read_pieces(
+    path: Path,
+    files: Files,
+    targets: Mapping[str, jax.ShapeDtypeStruct],
+    pieces: Mapping[str, Sequence[Piece]],
+    arrived: Arrived | None,
+) -> tuple[dict[str, jax.Array], str]:
+    """The arrays, and what is wrong with their files; empty if nothing is."""
+    arrays = {}
+    damage: list[str] = []
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
         plans = {name: _Plan(target, pieces[name]) for name, target in targets.items()}
-        jobs = {
-            name: [
-                (piece, flat, _submit(threads, path, files, piece, flat))
-                for piece, flat in plan.reads
-            ]
-            for name, plan in plans.items()
-        }
+        jobs = {}
         for name, plan in plans.items():
-            for piece, flat, futures in jobs.pop(name):
-                damage += filter(None, [future.result() for future in futures])
-                plan.spread(piece, flat)
+            jobs[name] = [
+                (piece, memory, _submit(threads, path, files, piece, memory))
+                for piece, memory in plan.reads
+            ]
+        for name, plan in plans.items():
+            for piece, memory, futures in jobs.pop(name):
+                told = [future.result() for future in futures]
+                damage += [what for what in told if what]
+                plan.spread(piece, memory)
             arrays[name] = plan.to_array()
             if arrived:
                 arrived(name, arrays[name])
@@ -93,7 +117,9 @@ def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
     """The files of an array; None if it is compressed, or its files are not all there."""
     folder = f"arrays/{name}"
     zarr = json.loads((path / folder / ".zarray").read_bytes())
-    shape, chunks = zarr["shape"], zarr["chunks"]
+    shape = zarr["shape"]
+    chunks = zarr["chunks"]
+    separator = zarr.get("dimension_separator", ".")
     plain = (
         zarr["order"] == "C"
         and not zarr.get("compressor")
@@ -104,55 +130,54 @@ def _pieces(path: Path, files: Files, name: str) -> list[Piece] | None:
         return None
     pieces = []
     for place in itertools.product(*(range(n // c) for n, c in zip(shape, chunks))):
+        # An array without dims has one file, by the name of 0.
+        name = separator.join(map(str, place)) or "0"
         part = tuple(slice(i * c, (i + 1) * c) for i, c in zip(place, chunks))
-        pieces.append(
-            Piece(
-                f"{folder}/{zarr.get('dimension_separator', '.').join(map(str, place)) or '0'}",
-                part,
-            )
-        )
-    return pieces if all(piece.file in files for piece in pieces) else None
+        pieces.append(Piece(f"{folder}/{name}", part))
+    if any(piece.file not in files for piece in pieces):
+        return None
+    return pieces
 
 
 class _Plan:
-    """What of one array this process needs: a buffer for each part, and the files that fill
-    them."""
+    """What of one array this process needs: a buffer for each part, and the files to fill it."""
 
     def __init__(self, target: jax.ShapeDtypeStruct, pieces: Sequence[Piece]):
-        self.target, self.buffers = target, {}
+        self.target = target
+        # By the key of the part that a buffer holds: the part, and the buffer.
+        self.buffers = {}
         assert target.sharding is not None
         self.devices = target.sharding.addressable_devices_indices_map(target.shape)
         for index in self.devices.values():
             part = _part(index, target.shape)
             if _key(part) not in self.buffers:
-                self.buffers[_key(part)] = (
-                    part,
-                    _empty([s.stop - s.start for s in part], target.dtype),
-                )
+                self.buffers[_key(part)] = (part, _empty(_shape(part), target.dtype))
         self.reads: list[tuple[Piece, np.ndarray]] = []
         for piece in pieces:
-            if views := self._views(piece):
-                shape = [s.stop - s.start for s in piece.part]
-                fits = (
-                    len(views) == 1
-                    and list(views[0][0].shape) == shape
-                    and views[0][0].flags.c_contiguous
-                )
-                self.reads.append((piece, views[0][0] if fits else _empty(shape, target.dtype)))
+            views = [view for view, _ in self._views(piece)]
+            if views:
+                self.reads.append((piece, self._memory(piece, views)))
+
+    def _memory(self, piece: Piece, views: Sequence[np.ndarray]) -> np.ndarray:
+        """Where a piece is read to: at once to the one place that needs it, if it lies there in one
+        run; else to memory of its own."""
+        shape = _shape(piece.part)
+        if len(views) == 1:
+            view = views[0]
+            if list(view.shape) == shape and view.flags.c_contiguous:
+                return view
+        return _empty(shape, self.target.dtype)
 
     def _views(self, piece: Piece) -> list[tuple[np.ndarray, tuple[slice, ...]]]:
-        """Where the piece overlaps a buffer: that part of the buffer, and the same part of the
-        piece."""
+        """Where the piece overlaps a buffer: that part of it, and the same part of the piece."""
         found = []
         for part, buffer in self.buffers.values():
             both = [
                 slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(part, piece.part)
             ]
             if all(s.start < s.stop for s in both):
-                ours, theirs = (
-                    tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(both, origin))
-                    for origin in (part, piece.part)
-                )
+                ours = _relative(both, part)
+                theirs = _relative(both, piece.part)
                 found.append((buffer[(*ours, ...)], theirs))
         return found
 
@@ -165,9 +190,9 @@ class _Plan:
     def to_array(self) -> jax.Array:
         shards = []
         for device, index in self.devices.items():
-            shards.append(
-                jax.device_put(self.buffers[_key(_part(index, self.target.shape))][1], device)
-            )
+            key = _key(_part(index, self.target.shape))
+            _, buffer = self.buffers[key]
+            shards.append(jax.device_put(buffer, device))
         self.buffers.clear()
         return jax.make_array_from_single_device_arrays(
             self.target.shape, self.target.sharding, shards
@@ -176,7 +201,20 @@ class _Plan:
 
 def _part(index: tuple[slice, ...] | None, shape: Sequence[int]) -> tuple[slice, ...]:
     """What of an array a device has, with both ends of every slice."""
-    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape))
+    part = []
+    for dim, size in zip(index or (), shape):
+        start, stop, _ = dim.indices(size)
+        part.append(slice(start, stop))
+    return tuple(part)
+
+
+def _shape(part: Sequence[slice]) -> list[int]:
+    return [s.stop - s.start for s in part]
+
+
+def _relative(part: Sequence[slice], origin: Sequence[slice]) -> tuple[slice, ...]:
+    """A part, counted from where `origin` begins."""
+    return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(part, origin))
 
 
 def _key(part: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
@@ -193,7 +231,9 @@ def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
 def _submit(
     threads: concurrent.futures.Executor, path: Path, files: Files, piece: Piece, target: np.ndarray
 ) -> list[concurrent.futures.Future[str]]:
-    flat, entry = memoryview(target.reshape(-1).view(np.uint8)), files[piece.file]
+    """Has every block of a file read to its place, by several threads."""
+    flat = memoryview(target.reshape(-1).view(np.uint8))
+    entry = files[piece.file]
     assert entry["bytes"] == len(flat), piece.file
     blocks = range(0, len(flat), BLOCK_BYTES)
     return [
@@ -204,9 +244,15 @@ def _submit(
 
 def _read_block(path: Path, name: str, entry: dict[str, Any], flat: memoryview, number: int) -> str:
     """Reads one block of a file to its place; what is wrong with it."""
-    crc, at, stop = 0, number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, len(flat))
+    crc = 0
+    at = number * BLOCK_BYTES
+    stop = min(at + BLOCK_BYTES, len(flat))
     with (path / name).open("rb", buffering=0) as file:
         file.seek(at)
-        while at < stop and (count := file.readinto(flat[at : min(at + CHUNK_BYTES, stop)])):
-            crc, at = crc32(flat[at : at + count], crc), at + count
+        while at < stop:
+            count = file.readinto(flat[at : min(at + CHUNK_BYTES, stop)])
+            if not count:
+                break
+            crc = crc32(flat[at : at + count], crc)
+            at += count
     return describe_damage(name, entry, number, f"{crc:08x}")

@@ -1,5 +1,4 @@
-"""What a run has left out since anomalies took it back, and which checkpoints are of the run that
-it is now.
+"""What a run has left out since anomalies took it back, and which checkpoints still are of it.
 
 RUN/rollbacks.json has the id of the run and a list of {"step", "kind", "left_out": [first, last]},
 steps counted from 1. It is written before anything else is done about an anomaly. What is left out
@@ -19,52 +18,64 @@ from data_pipeline.errors import StorageError
 from data_pipeline.shards import write_atomic
 
 FILE_NAME = "rollbacks.json"
-_MOST_LEFT_OUT = 1_000_000  # steps of one rollback
+# Steps of one rollback.
+_MOST_LEFT_OUT = 1_000_000
 Rollback = Mapping[str, Any]
 
 
 def read_rollbacks(run: Path) -> list[Rollback] | None:
-    """Those of a run, in their order; None if it has no such file. StorageError: the file is not
-    readable."""
+    """Those of a run, in their order; None if it has no such file.
+
+    StorageError: the file is not readable.
+    """
     found = _read(run)
-    return None if found is None else found[1]
+    if found is None:
+        return None
+    _, rollbacks = found
+    return rollbacks
 
 
 def owner(run: Path) -> str | None:
-    """The id of the run that the file is of; empty if it does not say, None if there is no such
-    file.
+    """The id of the run that the file is of; empty if it does not say, None if there is no file.
 
     StorageError: it is not readable.
     """
     found = _read(run)
-    return None if found is None else found[0]
+    if found is None:
+        return None
+    run_id, _ = found
+    return run_id
 
 
 def _read(run: Path) -> tuple[str, list[Rollback]] | None:
+    """The id of the run, and its rollbacks; None if there is no such file."""
     path = run / FILE_NAME
     try:
         content = strict_json.loads(path.read_bytes())
-        if isinstance(content, list):  # by an older version
+        # An older version wrote the list alone.
+        if isinstance(content, list):
             content = {"run": "", "rollbacks": content}
         return str(content["run"]), [check_rollback(entry) for entry in content["rollbacks"]]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        what = error.strerror if isinstance(error, OSError) else str(error) or repr(error)
+        what = str(error) or repr(error)
+        if isinstance(error, OSError):
+            what = error.strerror
         mend = "Restore it, or remove it to go on as the newest checkpoint says"
         raise StorageError(f"{path} is not a list of rollbacks ({what}). {mend}.") from error
 
 
 def check_rollback(entry: Any) -> Rollback:
     """One entry, with the fields that count; ValueError: it can't be meant."""
-    step, kind, left = entry["step"], entry["kind"], entry["left_out"]
-    if (
-        not isinstance(left, list)
-        or len(left) != 2
-        or not all(type(number) is int for number in (step, *left))
-    ):
+    step = entry["step"]
+    kind = entry["kind"]
+    left = entry["left_out"]
+    is_pair = isinstance(left, list) and len(left) == 2
+    if not is_pair or not all(type(number) is int for number in (step, *left)):
         raise ValueError(
-            f"step and left_out must be whole numbers, as in 18 and [16, 18], not {step!r:.40} and {left!r:.60}"
+            "step and left_out must be whole numbers, as in 18 and [16, 18], "
+            f"not {step!r:.40} and {left!r:.60}"
         )
     first, last = left
     if not 1 <= first <= last or last - first >= _MOST_LEFT_OUT:
@@ -82,15 +93,21 @@ def write_rollbacks(run: Path, rollbacks: Sequence[Rollback], run_id: str) -> No
 
 def left_out(rollbacks: Sequence[Rollback]) -> frozenset[int]:
     """The steps that change nothing, counted from 0 as batches are."""
-    return frozenset(
-        step - 1 for r in rollbacks for step in range(r["left_out"][0], r["left_out"][1] + 1)
-    )
+    steps: set[int] = set()
+    for rollback in rollbacks:
+        first, last = rollback["left_out"]
+        steps.update(range(first - 1, last))
+    return frozenset(steps)
 
 
 def went_with(record: Mapping[str, Any], rollbacks: Sequence[Rollback] | None) -> bool:
-    """Whether the checkpoint of this record left out, of the steps before it, those that the run
-    leaves out; None: yes."""
-    theirs, ours = left_out(record.get("rollbacks", ())), left_out(rollbacks or ())
-    return rollbacks is None or {s for s in theirs if s < record["step"]} == {
-        s for s in ours if s < record["step"]
-    }
+    """Whether the checkpoint of this record left out, of the steps before it, what the run does.
+
+    A run without a list of rollbacks (None) can't say otherwise: True.
+    """
+    if rollbacks is None:
+        return True
+    step = record["step"]
+    theirs = {left for left in left_out(record.get("rollbacks", ())) if left < step}
+    ours = {left for left in left_out(rollbacks) if left < step}
+    return theirs == ours

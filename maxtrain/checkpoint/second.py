@@ -1,12 +1,13 @@
-"""The second directory: good steps are copied there in the background, and no failure there stops
-training.
+"""The second directory: good steps are copied there in the background.
+
+No failure there stops training.
 
 A thread of process 0 copies the newest complete step whenever there is a new one; what is saved
 while it copies is passed over for what is newest then, so a slow place gets fewer steps, not late
 ones. Steps below the second directory are like others.
 """
 
-import contextlib
+import functools
 import shutil
 import sys
 import threading
@@ -19,16 +20,26 @@ from maxtrain.checkpoint.listing import complete
 
 
 class SecondDirectory:
-    """Copies the newest step of `source` to `target` when told that there may be one, and keeps
-    `keep` of them there."""
+    """Copies the newest step of `source` to `target` when told that there may be one.
+
+    The newest `keep` steps are kept there.
+    """
 
     def __init__(self, source: Path, target: Path, keep: int):
-        self.source, self.target, self._keep = source, target, keep
-        self.copying: int | None = None  # this step is to be left where it is
-        self.copied = self.failed = 0  # steps
-        self._news, self._idle, self._ending = threading.Event(), threading.Event(), False
+        self.source = source
+        self.target = target
+        self._keep = keep
+        # This step is to be left where it is.
+        self.copying: int | None = None
+        # Counts of copies.
+        self.copied = 0
+        self.failed = 0
+        self._news = threading.Event()
+        self._idle = threading.Event()
         self._idle.set()
-        self._discard: int | None = None  # later steps than this are to go
+        self._ending = False
+        # Later steps than this are to go.
+        self._discard: int | None = None
         # As a daemon: a file system that hangs does not keep the process from ending, and what is
         # half copied does not count.
         self._thread = threading.Thread(target=self._work, name="second directory", daemon=True)
@@ -42,15 +53,21 @@ class SecondDirectory:
 
     def discard_after(self, step: int) -> None:
         """Have later steps removed, too; returns at once."""
-        self._discard = step if self._discard is None else min(step, self._discard)
+        earlier = self._discard
+        if earlier is not None:
+            step = min(step, earlier)
+        self._discard = step
         self.offer()
 
     def settle(self, seconds: float) -> bool:
-        """Waits so long for what is under way; whether the newest step is there, and nothing is
-        left to do."""
-        return self._idle.wait(seconds) and not self._unlike(
-            max(complete(self.source), default=None)
-        )
+        """Waits so long for what is under way.
+
+        Returns:
+            Whether the newest step is there, and nothing is left to do.
+        """
+        if not self._idle.wait(seconds):
+            return False
+        return not self._lacks(max(complete(self.source), default=None))
 
     def close(self) -> None:
         """Ends the thread when the newest step is copied; waits a minute at most."""
@@ -65,61 +82,77 @@ class SecondDirectory:
             self._news.clear()
             try:
                 self._catch_up()
-            except Exception as error:  # of any kind: training goes on
+            # Whatever it is, training goes on.
+            except Exception as error:
                 self._tell(error)
             finally:
                 self.copying = None
             if not self._news.is_set():
                 self._idle.set()
-                if self._news.is_set():  # it came between these two lines
+                # News may have come between the last look and this line.
+                if self._news.is_set():
                     self._idle.clear()
 
     def _catch_up(self) -> None:
-        if not (
-            root := self.target.parents[1]
-        ).is_dir():  # not mounted: what is made there would be on another disk
+        # One that is not mounted: what is made there would be on another disk.
+        root = self.target.parents[1]
+        if not root.is_dir():
             raise FileNotFoundError(f"{root} is no directory")
-        if (discard := self._discard) is not None:
-            for later in [path for step, path in complete(self.target).items() if step > discard]:
-                remove_step(later)
-            if self._discard == discard:
-                self._discard = None
-        self.copying = step = max(complete(self.source), default=None)
-        if step is None or not self._unlike(step):
+        self._remove_discarded()
+        step = max(complete(self.source), default=None)
+        self.copying = step
+        if step is None or not self._lacks(step):
             return
-        for leftover in self.target.glob(".*.partial"):  # of a process that was killed
+        # What is left of a process that was killed.
+        for leftover in self.target.glob(".*.partial"):
             shutil.rmtree(leftover)
         source = self.source / f"{step:08d}"
+        before_commit = functools.partial(failpoints.hit, "during_copy", step)
         try:
-            copy_step(
-                source, self.target, before_commit=lambda: failpoints.hit("during_copy", step)
-            )
+            copy_step(source, self.target, before_commit=before_commit)
         except FileNotFoundError:
             if source.exists():
                 raise
-            return  # retired, or taken back, before it was marked as being copied
+            # It was retired, or taken back, before it was marked as being copied.
+            return
         self.copied += 1
         failpoints.hit("after_copy", step)
         for old in list(complete(self.target).values())[: -self._keep]:
             remove_step(old)
 
-    def _unlike(self, step: int | None) -> bool:
+    def _remove_discarded(self) -> None:
+        """Removes the steps after the one that the run has gone back to."""
+        discard = self._discard
+        if discard is None:
+            return
+        for step, path in complete(self.target).items():
+            if step > discard:
+                remove_step(path)
+        # An earlier one may have been named meanwhile.
+        if self._discard == discard:
+            self._discard = None
+
+    def _lacks(self, step: int | None) -> bool:
         """Whether the second directory lacks this step, or has another one of its number."""
         if step is None:
             return False
-        here, there = (directory / f"{step:08d}" for directory in (self.source, self.target))
-        with contextlib.suppress(OSError):
-            return (
-                bool(defect(there))
-                or (here / "commit.json").read_bytes() != (there / "commit.json").read_bytes()
-            )
-        return True
+        here = self.source / f"{step:08d}"
+        there = self.target / f"{step:08d}"
+        try:
+            if defect(there):
+                return True
+            ours = (here / "commit.json").read_bytes()
+            theirs = (there / "commit.json").read_bytes()
+        except OSError:
+            return True
+        return ours != theirs
 
     def _tell(self, error: Exception) -> None:
         """After the first failure, the second, the fourth, and so on."""
         self.failed += 1
         if self.failed & (self.failed - 1) == 0:
-            what = f"copying to checkpoint.copy_to failed ({error}); so far {self.failed} copies failed, {self.copied} did not"
+            counts = f"so far {self.failed} copies failed, {self.copied} did not"
+            what = f"copying to checkpoint.copy_to failed ({error}); {counts}"
             _print(f"WARNING: {what}. Training goes on; mend {self.target}.")
 
 

@@ -1,7 +1,7 @@
 """The config of a run: schema, files, command line, checks. Imports no jax, so that help and config
 errors come at once."""
 
-from maxtrain.config.checks import fit_to_devices, fit_to_fewer
+from maxtrain.config.across.shapes import fit_to_devices, fit_to_fewer
 from maxtrain.config.load import (
     default_config,
     from_command_line,

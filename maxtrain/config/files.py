@@ -39,9 +39,8 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str):
         super().__init__(stream)
         self._depth = 0
-        self._sizes: dict[
-            int, int
-        ] = {}  # values in each node, by its id; the nodes live as long as the document
+        # Values in each node, by its id; the nodes live as long as the document.
+        self._sizes: dict[int, int] = {}
 
     def compose_node(self, parent: Any, index: Any) -> yaml.Node:
         event = self.peek_event()
@@ -56,9 +55,8 @@ class _Loader(yaml.SafeLoader):
         elif id(node) not in self._sizes:
             raise ComposerError(None, None, "an alias of what it is part of", mark)
         if self._sizes[id(node)] > _MAX_VALUES:
-            raise ComposerError(
-                None, None, f"more than {_MAX_VALUES:,} values, aliases included", mark
-            )
+            rule = f"more than {_MAX_VALUES:,} values, aliases included"
+            raise ComposerError(None, None, rule, mark)
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -73,9 +71,8 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        self.flatten_mapping(
-            node
-        )  # what << brings in comes first, so that the mapping's own values count
+        # What << brings in comes first, so that the mapping's own values count.
+        self.flatten_mapping(node)
         return {key.value: self.construct_object(value, deep) for key, value in node.value}
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -83,13 +80,11 @@ class _Loader(yaml.SafeLoader):
             return super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
-        except (
-            Exception
-        ) as error:  # PyYAML lets through whatever int(), datetime() and their like raise
+        except Exception as error:
+            # PyYAML lets through whatever int(), datetime() and their like raise.
             kind = node.tag.rpartition(":")[2]
-            raise ConstructorError(
-                None, None, f"not a value of type {kind}", node.start_mark
-            ) from error
+            rule = f"not a value of type {kind}"
+            raise ConstructorError(None, None, rule, node.start_mark) from error
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if not re.fullmatch(r"[-+]?(0|[1-9][0-9_]*)", node.value):
@@ -98,10 +93,10 @@ class _Loader(yaml.SafeLoader):
         return int(node.value)
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        if ":" in node.value:  # 1:30.5 is 90.5 in YAML 1.1
-            raise ConstructorError(
-                None, None, f"{node.value} must be a number or text in quotes", node.start_mark
-            )
+        # 1:30.5 is 90.5 in YAML 1.1.
+        if ":" in node.value:
+            rule = f"{node.value} must be a number or text in quotes"
+            raise ConstructorError(None, None, rule, node.start_mark)
         return super().construct_yaml_float(node)
 
 
@@ -123,7 +118,8 @@ def parse_yaml(text: str) -> Any:
         return loader.get_single_data()
     except yaml.YAMLError:
         raise
-    except Exception as error:  # a tag on what it is not for, such as !!map on a number
+    except Exception as error:
+        # A tag on what it is not for, such as !!map on a number.
         raise yaml.YAMLError(f"a value is not of the type that its tag says ({error})") from error
     finally:
         loader.dispose()
@@ -163,33 +159,53 @@ def _read_python(path: Path) -> dict:
     A config file runs as part of this process. So all that it raises is the file's mistake,
     SystemExit with code 0 too: a launch that did not train must not look as if it had.
     """
+    # Standard output is for what --print-config prints.
     try:
-        with (
-            _ending_at_ctrl_c(),
-            contextlib.redirect_stdout(sys.stderr),
-        ):  # stdout is for what --print-config prints
-            config = runpy.run_path(str(path)).get("get_config", dict)()
-            tree = config.to_dict() if isinstance(config, ConfigDict) else None
+        with _ending_at_ctrl_c(), contextlib.redirect_stdout(sys.stderr):
+            tree = _tree_of(path)
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-        line = lines[-1] if lines else getattr(error, "lineno", None)
-        where = f"config={path} line {line}" if line else f"config={path}"
-        if "ml_collections" in frames[-1].filename and (
-            name := re.search(r"\w+(?=\\?['\"])", _text(error))
-        ):
-            raise ConfigError(
-                f"{where}: {unknown(name[0])}"
-            ) from None  # not a key of the locked ConfigDict
-        said = _text(error)[:500].rstrip(".")
-        raise ConfigError(
-            f"{where}: {type(error).__name__}{f': {said}' if said else ''}. Correct it there."
-        ) from None
+        raise ConfigError(_what_it_raised(path, error)) from None
     if tree is None:
         raise ConfigError(
-            f"config={path} has no get_config() that returns a ConfigDict. Return default_config() with changes."
+            f"config={path} has no get_config() that returns a ConfigDict. "
+            "Return default_config() with changes."
         )
     return tree
+
+
+def _tree_of(path: Path) -> dict | None:
+    """The plain values of the file's `get_config()`; None if it has none, or one that returns
+    something else."""
+    get_config = runpy.run_path(str(path)).get("get_config")
+    if get_config is None:
+        return None
+    config = get_config()
+    if not isinstance(config, ConfigDict):
+        return None
+    return config.to_dict()
+
+
+def _what_it_raised(path: Path, error: BaseException) -> str:
+    """The mistake of a config file, with its line, if that is known."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    if lines:
+        line = lines[-1]
+    else:
+        line = getattr(error, "lineno", None)
+    where = f"config={path}"
+    if line:
+        where = f"{where} line {line}"
+    if "ml_collections" in frames[-1].filename:
+        # Not a key of the locked ConfigDict.
+        name = re.search(r"\w+(?=\\?['\"])", _text(error))
+        if name:
+            return f"{where}: {unknown(name[0])}"
+    kind = type(error).__name__
+    said = _text(error)[:500].rstrip(".")
+    if said:
+        return f"{where}: {kind}: {said}. Correct it there."
+    return f"{where}: {kind}. Correct it there."
 
 
 @contextlib.contextmanager
@@ -211,7 +227,8 @@ def _text(error: BaseException) -> str:
     """What an error says, if it can."""
     try:
         return " ".join(str(error).split())
-    except Exception:  # of a class of the file's own
+    except Exception:
+        # Of a class of the file's own.
         return ""
 
 
@@ -229,7 +246,8 @@ def _require_small(path: Path, tree: dict) -> None:
         count += 1
         if count > _MAX_VALUES:
             raise ConfigError(
-                f"config={path} has more than {_MAX_VALUES:,} values. Leave out what is not a key's value."
+                f"config={path} has more than {_MAX_VALUES:,} values. "
+                "Leave out what is not a key's value."
             )
         if depth > _MAX_DEPTH:
             raise ConfigError(
@@ -245,4 +263,6 @@ def _children(node: Any) -> list[yaml.Node]:
     """The nodes directly inside a node."""
     if isinstance(node, yaml.MappingNode):
         return [child for pair in node.value for child in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+    if isinstance(node, yaml.SequenceNode):
+        return list(node.value)
+    return []

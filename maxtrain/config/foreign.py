@@ -416,21 +416,28 @@ class Foreign(NamedTuple):
         """The answer to somebody who typed this name."""
         if not self.owner:
             return f"{name} is not a key: {self.note}."
-        *others, last = self.owner.split(" and ")
-        owners = f"{', '.join(others)} and {last}" if others else last
-        return f"{name} is a key of {owners}. Here {f'it is {self.ours}: ' if self.ours else ''}{self.note}."
+        *others, owners = self.owner.split(" and ")
+        if others:
+            owners = f"{', '.join(others)} and {owners}"
+        if self.ours:
+            return f"{name} is a key of {owners}. Here it is {self.ours}: {self.note}."
+        return f"{name} is a key of {owners}. Here {self.note}."
+
+
+_STACKS = {
+    "": _OURS_SOME_DAY,
+    "MaxText": _MAXTEXT,
+    "Hugging Face": _HUGGING_FACE,
+    "nanoGPT": _NANOGPT,
+    "torchtitan": _TORCHTITAN,
+    "Levanter": _LEVANTER,
+}
 
 
 def _table() -> dict[str, Foreign]:
+    """Every name; one that several stacks have for the same key is said to be of all of them."""
     found: dict[str, Foreign] = {}
-    for owner, rows in (
-        ("", _OURS_SOME_DAY),
-        ("MaxText", _MAXTEXT),
-        ("Hugging Face", _HUGGING_FACE),
-        ("nanoGPT", _NANOGPT),
-        ("torchtitan", _TORCHTITAN),
-        ("Levanter", _LEVANTER),
-    ):
+    for owner, rows in _STACKS.items():
         for ours, note, names in rows:
             for name in names.split():
                 known = found.setdefault(name, Foreign(owner, ours, note))

@@ -1,4 +1,5 @@
-"""The text of `--help` and `--help SECTION`: default, meaning and type of each key."""
+"""The text of `--help` and `--help SECTION`: default, meaning and type of each key, and what reads
+it."""
 
 import dataclasses
 import shutil
@@ -6,17 +7,23 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from data_pipeline.errors import UsageError
-from maxtrain.config.keys import Key, all_keys, describe, show, unknown
+from maxtrain.config.idle import readers_in_words
+from maxtrain.config.keys import Key, all_keys, describe, unknown
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.words import show
+
+# Columns where the output is no terminal, and the fewest for what a key means.
+_USUAL_COLUMNS = 120
+_LEAST_COLUMNS = 24
 
 
 def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
     """What to print for `--help [section]` of the command `prog` with these config files;
     UsageError: no such section."""
     sections = {
-        f.name: f.metadata["help"]
-        for f in dataclasses.fields(RunConfig)
-        if dataclasses.is_dataclass(f.type)
+        field.name: field.metadata["help"]
+        for field in dataclasses.fields(RunConfig)
+        if dataclasses.is_dataclass(field.type)
     }
     if section in sections:
         rows = [key for key in all_keys() if key.path.startswith(f"{section}.")]
@@ -43,18 +50,30 @@ sections
 
 def _table(rows: Sequence[Key]) -> str:
     """`key=default  meaning (type)`, the second column wrapped to the terminal's width."""
-    heads = [
-        f"  {key.path}={'' if 'NAME' in key.path and key.default is None else show(key.default)}"
-        for key in rows
-    ]
+    heads = [_head(key) for key in rows]
     indent = max(map(len, heads)) + 2
-    width = max(shutil.get_terminal_size((120, 24)).columns, indent + 24)
-    return "\n".join(
-        textwrap.fill(
-            f"{key.help} ({describe(key.kind)})",
-            width,
+    columns = shutil.get_terminal_size((_USUAL_COLUMNS, 24)).columns
+    lines = []
+    for key, head in zip(rows, heads):
+        line = textwrap.fill(
+            _meaning(key),
+            max(columns, indent + _LEAST_COLUMNS),
             initial_indent=f"{head:{indent}}",
             subsequent_indent=" " * indent,
         )
-        for key, head in zip(rows, heads)
-    )
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _head(key: Key) -> str:
+    if "NAME" in key.path and key.default is None:
+        return f"  {key.path}="
+    return f"  {key.path}={show(key.default)}"
+
+
+def _meaning(key: Key) -> str:
+    """What a key is, its type, and the settings that read it."""
+    details = describe(key.kind)
+    if key.used_by:
+        details = f"{details}; only with {readers_in_words(key.used_by)}"
+    return f"{key.help} ({details})"

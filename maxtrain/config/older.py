@@ -12,8 +12,10 @@ from typing import Any
 import yaml
 
 from maxtrain.config.schema import LossScaleConfig, RunConfig, ScheduleConfig
+from maxtrain.config.sections.schedule import TO_THE_LOWEST
 
-_LOSS_SCALE = {"initial": 2.0**32, "window": 5}  # the defaults that there were
+# The defaults that there were.
+_LOSS_SCALE = {"initial": 2.0**32, "window": 5}
 
 
 def kept_settings(record: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -29,59 +31,73 @@ def kept_settings(record: Mapping[str, Any] | None) -> dict[str, Any]:
         return dict(record["kept"])
     try:
         saved = yaml.safe_load(record.get("config", ""))
-        schedule, loss_scale = saved["schedule"], saved["loss_scale"]
-        kept = {"schedule.min_learning_rate": schedule["min_learning_rate"]}
-        kept |= {
-            f"loss_scale.{name}": value
-            for name, value in _LOSS_SCALE.items()
-            if loss_scale[name] == value
-        }
-        if saved["steps"] == "auto":  # a warm-up longer than the plan was cut off at its end
-            kept["schedule.warmup_steps"] = schedule["warmup_steps"]
-    except (yaml.YAMLError, KeyError, TypeError):  # of a version that had no such keys
+        return _settings_of(saved)
+    except (yaml.YAMLError, KeyError, TypeError):
+        # Of a version that had no such keys.
         return {}
+
+
+def _settings_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings of a saved config whose defaults were others, or did something else."""
+    schedule = saved["schedule"]
+    loss_scale = saved["loss_scale"]
+    kept = {"schedule.min_learning_rate": schedule["min_learning_rate"]}
+    for name, value in _LOSS_SCALE.items():
+        if loss_scale[name] == value:
+            kept[f"loss_scale.{name}"] = value
+    # A warm-up longer than the plan was cut off at its end.
+    if saved["steps"] == "auto":
+        kept["schedule.warmup_steps"] = schedule["warmup_steps"]
     return kept
 
 
 def with_kept(config: RunConfig, kept: Mapping[str, Any]) -> tuple[RunConfig, str]:
     """The config with what the run keeps where it says nothing else, and a line about what that
     changes, or nothing."""
+    told: list[str] = []
+    config = _with_lowest_rate(config, kept, told)
+    config = _with_loss_scale(config, kept, told)
+    if not told:
+        return config, ""
+    words = ", ".join(told)
+    return config, (
+        f"The run goes on with what it was begun with, where defaults are others now: {words}."
+    )
+
+
+def _with_lowest_rate(config: RunConfig, kept: Mapping[str, Any], told: list[str]) -> RunConfig:
+    """The config with the lowest rate of the run, if it says none itself; what that changes is
+    added to `told`."""
     schedule = config.schedule
-    told = []
     low = kept.get("schedule.min_learning_rate")
-    says_nothing = (
-        schedule.min_learning_rate is None
-        and schedule.min_lr_ratio == ScheduleConfig().min_lr_ratio
-    )
-    reads_it = schedule.name not in ("constant", "pieces")
     peak = config.optimizer.learning_rate
-    if low is not None and says_nothing and reads_it and low <= peak:
-        if abs(low - schedule.min_lr_ratio * peak) > 1e-6 * low:
-            told.append(f"schedule.min_learning_rate={low}")
-        config = dataclasses.replace(
-            config, schedule=dataclasses.replace(schedule, min_learning_rate=low)
-        )
-    scaled = config.loss_scale.mode == "dynamic" or (
-        config.loss_scale.mode == "auto" and config.precision.compute == "float16"
-    )
+    default_ratio = ScheduleConfig().min_lr_ratio
+    says_its_own = schedule.min_learning_rate is not None or schedule.min_lr_ratio != default_ratio
+    is_read = schedule.name in TO_THE_LOWEST
+    if low is None or says_its_own or not is_read or low > peak:
+        return config
+    if abs(low - schedule.min_lr_ratio * peak) > 1e-6 * low:
+        told.append(f"schedule.min_learning_rate={low}")
+    schedule = dataclasses.replace(schedule, min_learning_rate=low)
+    return dataclasses.replace(config, schedule=schedule)
+
+
+def _with_loss_scale(config: RunConfig, kept: Mapping[str, Any], told: list[str]) -> RunConfig:
+    """The config with the dynamic loss scale of the run, where it says nothing itself; what that
+    changes is added to `told`."""
+    loss_scale = config.loss_scale
+    is_auto = loss_scale.mode == "auto" and config.precision.compute == "float16"
+    if loss_scale.mode != "dynamic" and not is_auto:
+        return config
     default = LossScaleConfig()
     changes = {}
     for name in _LOSS_SCALE:
         value = kept.get(f"loss_scale.{name}")
-        if (
-            scaled
-            and value is not None
-            and getattr(config.loss_scale, name) == getattr(default, name)
-        ):
+        is_default = getattr(loss_scale, name) == getattr(default, name)
+        if value is not None and is_default:
             changes[name] = value
             told.append(f"loss_scale.{name}={value:g}")
-    if changes:
-        config = dataclasses.replace(
-            config, loss_scale=dataclasses.replace(config.loss_scale, **changes)
-        )
-    if not told:
-        return config, ""
-    return (
-        config,
-        f"The run goes on with what it was begun with, where defaults are others now: {', '.join(told)}.",
-    )
+    if not changes:
+        return config
+    loss_scale = dataclasses.replace(loss_scale, **changes)
+    return dataclasses.replace(config, loss_scale=loss_scale)

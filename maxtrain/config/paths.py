@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from data_pipeline.remote import is_url
-from maxtrain.config.keys import show
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.words import show
 
-_MADE = (
-    "output_dir",
-    "data.cache",
-    "checkpoint.copy_to",
-    "observe.compilation_cache",
-)  # directories that a run makes
-_MAX_NAME, _MAX_PATH = 255, 4000  # bytes; 4,096 with what is put below it
+# Directories that a run makes.
+_MADE = ("output_dir", "data.cache", "checkpoint.copy_to", "observe.compilation_cache")
+_MAX_NAME_BYTES = 255
+# Bytes that a path may have are 4,096, with what is put below it.
+_MAX_PATH = 4000
 _MOUNT = "where it is mounted (gcsfuse, mountpoint-s3, rclone mount)"
 
 
@@ -31,15 +29,23 @@ class PathKey(NamedTuple):
 def expand_paths(section: Any) -> Any:
     """A section of the config with a leading `~` or `~user` of every path replaced by that home
     directory."""
-    return _with_paths(section, lambda path, default: os.path.expanduser(path))
+
+    def expanded(path: str, default: str) -> str:
+        return os.path.expanduser(path)
+
+    return _with_paths(section, expanded)
 
 
 def with_default_paths(section: Any) -> Any:
     """A section with paths that are what `~` of their default means here as that default: so it
     means the same elsewhere."""
-    return _with_paths(
-        section, lambda path, default: default if path == os.path.expanduser(default) else path
-    )
+
+    def as_default(path: str, default: str) -> str:
+        if path == os.path.expanduser(default):
+            return default
+        return path
+
+    return _with_paths(section, as_default)
 
 
 def _with_paths(section: Any, change: Callable[[str, str], str]) -> Any:
@@ -50,15 +56,24 @@ def _with_paths(section: Any, change: Callable[[str, str], str]) -> Any:
         if dataclasses.is_dataclass(value):
             changes[field.name] = _with_paths(value, change)
         elif isinstance(value, dict):
-            named = {
-                n: _with_paths(v, change) if dataclasses.is_dataclass(v) else v
-                for n, v in value.items()
-            }
-            changes[field.name] = named
+            changes[field.name] = _named_with_paths(value, change)
         elif field.metadata["path"] and isinstance(value, str):
-            default = field.default if isinstance(field.default, str) else ""
+            default = ""
+            if isinstance(field.default, str):
+                default = field.default
             changes[field.name] = change(value, default)
     return dataclasses.replace(section, **changes)
+
+
+def _named_with_paths(named: dict[str, Any], change: Callable[[str, str], str]) -> dict[str, Any]:
+    """Sections by name, or other values, which have no paths."""
+    changed = {}
+    for name, value in named.items():
+        if dataclasses.is_dataclass(value):
+            changed[name] = _with_paths(value, change)
+        else:
+            changed[name] = value
+    return changed
 
 
 def path_keys(section: Any, prefix: str = "") -> Iterator[PathKey]:
@@ -78,26 +93,52 @@ def path_keys(section: Any, prefix: str = "") -> Iterator[PathKey]:
 
 def path_problems(config: RunConfig) -> Iterator[str]:
     """What is wrong with paths, as far as names and the folders above them say."""
-    for key, value, url in path_keys(config):
-        if "\0" in value:
-            yield f"{key}={value!r} must not have NUL characters, which no path has. Set {key} to a path without them."
-        elif is_url(value) and url:
-            continue
-        elif is_url(value):
-            yield f"{key}={value} must be a directory, not a URL. Set {key} to {_MOUNT}."
-        elif max(map(len, value.encode().split(b"/"))) > _MAX_NAME or len(value) > _MAX_PATH:
-            rule = f"is longer than a path can be: {_MAX_NAME} bytes in each name, {_MAX_PATH:,} in all"
-            yield f"{key}={show(value)} {rule}. Set {key} to a shorter one."
-        elif value.startswith("~"):
-            user = value.partition("/")[0]
-            mend = f"Write the whole path, or {key}=./{value} for a folder of that name"
-            yield f"{key}={value} must begin with the home of a user of this machine, and {user} is nobody's. {mend}."
-        elif key in _MADE and value and (file := file_above(value)):
-            yield f"{key}={value} must be a directory, and {file} is a file. Set {key} to another place, or move the file."
+    for path_key in path_keys(config):
+        problem = _problem(path_key)
+        if problem is not None:
+            yield problem
     run = os.path.join(config.output_dir, config.run_name)
     if os.path.isdir(config.output_dir) and "\0" not in run and file_above(run):
-        mend = "Set run_name to another name, or move the file"
-        yield f"run_name={config.run_name} must be the name of a folder in output_dir, and {run} is a file. {mend}."
+        yield (
+            f"run_name={config.run_name} must be the name of a folder in output_dir, and {run} is "
+            "a file. Set run_name to another name, or move the file."
+        )
+
+
+def _problem(path_key: PathKey) -> str | None:
+    """The first thing that is wrong with a path, None if nothing is."""
+    key = path_key.key
+    value = path_key.value
+    if "\0" in value:
+        return (
+            f"{key}={value!r} must not have NUL characters, which no path has. "
+            f"Set {key} to a path without them."
+        )
+    if is_url(value):
+        if path_key.url:
+            return None
+        return f"{key}={value} must be a directory, not a URL. Set {key} to {_MOUNT}."
+    longest_name = max(map(len, value.encode().split(b"/")))
+    if longest_name > _MAX_NAME_BYTES or len(value) > _MAX_PATH:
+        return (
+            f"{key}={show(value)} is longer than a path can be: {_MAX_NAME_BYTES} bytes in each "
+            f"name, {_MAX_PATH:,} in all. Set {key} to a shorter one."
+        )
+    if value.startswith("~"):
+        user = value.partition("/")[0]
+        return (
+            f"{key}={value} must begin with the home of a user of this machine, "
+            f"and {user} is nobody's. "
+            f"Write the whole path, or {key}=./{value} for a folder of that name."
+        )
+    if key in _MADE and value:
+        file = file_above(value)
+        if file:
+            return (
+                f"{key}={value} must be a directory, and {file} is a file. "
+                f"Set {key} to another place, or move the file."
+            )
+    return None
 
 
 def file_above(path: str) -> str | None:
@@ -106,4 +147,6 @@ def file_above(path: str) -> str | None:
     path = os.path.abspath(path)
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
-    return path if os.path.exists(path) and not os.path.isdir(path) else None
+    if os.path.exists(path) and not os.path.isdir(path):
+        return path
+    return None

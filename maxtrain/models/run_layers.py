@@ -114,7 +114,9 @@ class _Run:
     def single(self, name: str, number: int, x: Array) -> Array:
         """A layer of the prefix or of the rest."""
         layer, params = self._function(name)
-        index = None if self._indices is None else self._indices[number]
+        index = None
+        if self._indices is not None:
+            index = self._indices[number]
         return self._take(name, layer(x, _Inputs(params, self._cache(name), index)))
 
     def period(self, x: Array, first: int, scan: bool) -> Array:
@@ -163,6 +165,7 @@ class _Run:
         def layer(x: Array, inputs: _Inputs) -> LayerOut:
             own = context
             if context.noise is not None:
+                assert inputs.index is not None
                 own = context._replace(noise=context.noise.layer(inputs.index, num_layers))
             return nnx.merge(graphdef, inputs.params)(x, own, inputs.cache)
 

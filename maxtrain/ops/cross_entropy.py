@@ -20,9 +20,12 @@ class TokenLoss(NamedTuple):
     """`loss` is to be differentiated; the others are for the record, and no gradient flows through
     them."""
 
-    loss: Float[Array, ""]  # sum of weight * smoothed nll, plus z_scale times the sum of mask * z
-    nll: Float[Array, " B"]  # of each row, the sum of mask * negative log-likelihood, nats
-    z: Float[Array, " B"]  # of each row, the sum of mask * logsumexp(logits)^2
+    # The sum of weight * smoothed nll, plus z_scale times the sum of mask * z.
+    loss: Float[Array, ""]
+    # Of each row, the sum of mask * negative log-likelihood, nats.
+    nll: Float[Array, " B"]
+    # Of each row, the sum of mask * logsumexp(logits)^2.
+    z: Float[Array, " B"]
 
 
 class Form(NamedTuple):
@@ -61,14 +64,14 @@ def cross_entropy(
         z_scale: factor of the z-loss, which keeps logsumexp near 0. Source: PaLM,
             https://arxiv.org/abs/2204.02311, section 5.
         smoothing: label smoothing: the target's share of probability that all entries share.
-            Source: Szegedy et al., https://arxiv.org/abs/1512.00567, section 7. `nll` is recorded
-                without it.
+            `nll` is recorded without it. Source: Szegedy et al., https://arxiv.org/abs/1512.00567,
+            section 7.
         logits: what logits are rounded to before the softmax.
     """
-    mask = weights if mask is None else mask
-    return _chunked(
-        hidden, head, targets, weights, mask, z_scale, Form(chunks, dtype, logits, smoothing)
-    )
+    if mask is None:
+        mask = weights
+    form = Form(chunks, dtype, logits, smoothing)
+    return _chunked(hidden, head, targets, weights, mask, z_scale, form)
 
 
 def plain_cross_entropy(
@@ -83,17 +86,22 @@ def plain_cross_entropy(
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `cross_entropy`."""
     logits = dot(hidden, head, Recipe.of(form.dtype)).astype(form.logits).astype(jnp.float32)
-    nll, lse = token_nll(logits, targets), jax.nn.logsumexp(logits, axis=-1)
+    nll = token_nll(logits, targets)
+    lse = jax.nn.logsumexp(logits, axis=-1)
     smoothed = (1 - form.smoothing) * nll + form.smoothing * (lse - logits.mean(-1))
-    rows, z_rows = (nll * mask).sum(-1), (lse * lse * mask).sum(-1)
-    loss = (smoothed * weights).sum() + (0.0 if z_scale is None else z_scale * z_rows.sum())
-    return TokenLoss(loss, jax.lax.stop_gradient(rows), jax.lax.stop_gradient(z_rows))
+    nll_rows = (nll * mask).sum(-1)
+    z_rows = (lse * lse * mask).sum(-1)
+    loss = (smoothed * weights).sum()
+    if z_scale is not None:
+        loss += z_scale * z_rows.sum()
+    return TokenLoss(loss, jax.lax.stop_gradient(nll_rows), jax.lax.stop_gradient(z_rows))
 
 
 def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
     """-log softmax(logits)[target], nats, float32; a target outside [0, V) is never looked up (see
     data_pipeline/guard.py)."""
-    picked = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0).sum(-1)
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
+    picked = jnp.where(is_target, logits, 0).sum(-1)
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
@@ -102,11 +110,10 @@ def num_chunks(length: int, rows: int, chunk: int) -> int:
     bound), in a device's rows."""
     if chunk == 0:
         return 1
-    return next(
-        n
-        for n in range(1, length + 1)
-        if length % n == 0 and (rows * length // n <= chunk or n == length)
-    )
+    for n in range(1, length):
+        if length % n == 0 and rows * length // n <= chunk:
+            return n
+    return length
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
@@ -121,11 +128,12 @@ def _chunked(
 ) -> TokenLoss:
     def one(total: TokenLoss, part: tuple[Array, ...]) -> tuple[TokenLoss, None]:
         x, target, weight, weight_of_z = part
-        return jax.tree.map(
-            jnp.add, total, plain_cross_entropy(x, head, target, weight, weight_of_z, z_scale, form)
-        ), None
+        loss = plain_cross_entropy(x, head, target, weight, weight_of_z, z_scale, form)
+        return jax.tree.map(jnp.add, total, loss), None
 
-    return jax.lax.scan(one, _zero(hidden), _split(form.chunks, hidden, targets, weights, mask))[0]
+    parts = _split(form.chunks, hidden, targets, weights, mask)
+    total, _ = jax.lax.scan(one, _zero(hidden), parts)
+    return total
 
 
 def _zero(hidden: Array) -> TokenLoss:
@@ -136,7 +144,11 @@ def _zero(hidden: Array) -> TokenLoss:
 def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
     """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices, only the
     sequence is cut."""
-    return tuple(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]).swapaxes(0, 1) for x in arrays)
+    parts = []
+    for x in arrays:
+        B = x.shape[0]
+        parts.append(x.reshape(B, chunks, -1, *x.shape[2:]).swapaxes(0, 1))
+    return tuple(parts)
 
 
 def _forward(
@@ -148,7 +160,8 @@ def _forward(
     z_scale: Array | None,
     form: Form,
 ) -> tuple[TokenLoss, tuple[Array, Array]]:
-    low, smoothing = head.astype(form.dtype), form.smoothing
+    low = head.astype(form.dtype)
+    smoothing = form.smoothing
 
     def one(
         carry: tuple[TokenLoss, Array], part: tuple[Array, ...]
@@ -160,7 +173,8 @@ def _forward(
         hit = (jnp.arange(logits.shape[-1]) == target[..., None]).astype(jnp.float32)
         lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         nll = lse[..., 0] - jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        smoothed, wanted = nll, hit
+        smoothed = nll
+        wanted = hit
         if smoothing:
             smoothed = (1 - smoothing) * nll + smoothing * (lse[..., 0] - logits.mean(-1))
             wanted = (1 - smoothing) * hit + smoothing / logits.shape[-1]
@@ -174,27 +188,22 @@ def _forward(
         dlogits = dlogits.astype(form.dtype)
         dx = contract("btv,dv->btd", dlogits, low)
         part_of_total = TokenLoss(loss, (nll * weight_of_z).sum(-1), z.sum(-1))
-        return (
-            jax.tree.map(jnp.add, total, part_of_total),
-            dhead + contract("btd,btv->dv", x, dlogits),
-        ), dx
+        total = jax.tree.map(jnp.add, total, part_of_total)
+        dhead = dhead + contract("btd,btv->dv", x, dlogits)
+        return (total, dhead), dx
 
     start = (_zero(hidden), jnp.zeros(head.shape, jnp.float32))
-    (total, dhead), dx = jax.lax.scan(
-        one, start, _split(form.chunks, hidden, targets, weights, mask)
-    )
+    parts = _split(form.chunks, hidden, targets, weights, mask)
+    (total, dhead), dx = jax.lax.scan(one, start, parts)
     dx = dx.swapaxes(0, 1).reshape(hidden.shape)
     return total, (dx.astype(hidden.dtype), dhead.astype(head.dtype))
 
 
 def _backward(form: Form, saved: tuple[Array, Array], g: TokenLoss) -> tuple:
-    return (
-        *((d.astype(jnp.float32) * g.loss).astype(d.dtype) for d in saved),
-        None,
-        None,
-        None,
-        None,
-    )
+    dx, dhead = saved
+    dx = (dx.astype(jnp.float32) * g.loss).astype(dx.dtype)
+    dhead = (dhead.astype(jnp.float32) * g.loss).astype(dhead.dtype)
+    return dx, dhead, None, None, None, None
 
 
 _chunked.defvjp(_forward, _backward)

@@ -23,8 +23,10 @@ from maxtrain.parallel.sharding import constrain
 
 # Source: Appleby 2011, MurmurHash3's fmix32; Wellons 2018,
 #     https://github.com/skeeto/hash-prospector, lowbias32.
-_MURMUR, _LOWBIAS = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16), (16, 0x7FEB352D, 15, 0x846CA68B, 16)
-_FEW_BYTES = 16 << 20  # are digested together
+_MURMUR = (16, 0x85EBCA6B, 13, 0xC2B2AE35, 16)
+_LOWBIAS = (16, 0x7FEB352D, 15, 0x846CA68B, 16)
+# So few bytes are digested together.
+_FEW_BYTES = 16 << 20
 
 
 def _mix(x: Array, constants: tuple[int, int, int, int, int]) -> Array:
@@ -44,16 +46,14 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     header = hashlib.blake2b(f"{x.dtype} {x.shape}".encode(), digest_size=8).digest()
-    start = jnp.array(
-        [int.from_bytes(header[:4], "little"), int.from_bytes(header[4:], "little")], jnp.uint32
-    )
-    width = min(32, 8 * x.dtype.itemsize)
-    bits = (
-        x.astype(jnp.uint8)
-        if x.dtype == jnp.bool
-        else jax.lax.bitcast_convert_type(x, f"uint{width}")
-    )
-    bits = bits.astype(jnp.uint32)  # numbers of 64 bits are two, in a dim of their own
+    start = jnp.array(np.frombuffer(header, "<u4"), jnp.uint32)
+    if x.dtype == jnp.bool:
+        bits = x.astype(jnp.uint8)
+    else:
+        # Numbers of 64 bits are two of 32, in a dim of their own.
+        width = min(32, 8 * x.dtype.itemsize)
+        bits = jax.lax.bitcast_convert_type(x, f"uint{width}")
+    bits = bits.astype(jnp.uint32)
     # The place of an element is counted without reshaping, so that arrays stay split as they are;
     # modulo 2^32, and so that larger arrays do not repeat themselves, mixed with the outermost
     # index.
@@ -64,36 +64,38 @@ def digest(x: Array) -> UInt32[Array, " 2"]:
     if bits.size > 2**32:
         place ^= _mix(jax.lax.broadcasted_iota(jnp.uint32, bits.shape, 0), _MURMUR)
     place = _mix(place, _LOWBIAS)
-    rows = tuple(range(bits.ndim - 1))  # added up first, as vectors
-    words = [
-        x.sum(rows, jnp.uint32).sum(dtype=jnp.uint32)
-        for x in (_mix(bits ^ place, _MURMUR), _mix(bits + place, _LOWBIAS))
-    ]
+    # All dims but the last one are added up first, as vectors.
+    rows = tuple(range(bits.ndim - 1))
+    words = []
+    for mixed in (_mix(bits ^ place, _MURMUR), _mix(bits + place, _LOWBIAS)):
+        words.append(mixed.sum(rows, jnp.uint32).sum(dtype=jnp.uint32))
     return start + jnp.stack(words)
 
 
 def leaf_names(tree: PyTree) -> list[str]:
     """Names such as `params.layers.0.mlp.up.kernel` of a tree's leaves, in their order."""
-    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    # Flax variables are tree nodes whose only child is `value`.
-    return [
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-        for path in paths
-    ]
+    names = []
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        # Flax variables are tree nodes whose only child is `value`.
+        names.append(name.removesuffix(".value"))
+    return names
 
 
 def compiler_options(platform: str) -> dict[str, str]:
     """On CPUs one pass of the compiler would write all mixed numbers to memory before it adds them:
     six times slower."""
-    return {"xla_disable_hlo_passes": "tree_reduction_rewriter"} if platform == "cpu" else {}
+    if platform == "cpu":
+        return {"xla_disable_hlo_passes": "tree_reduction_rewriter"}
+    return {}
 
 
 @functools.cache
 def _compiled(platform: str) -> jax.stages.Wrapped:
     def of_all(leaves: list[Array]) -> Array:
-        return constrain(
-            jnp.stack([digest(leaf) for leaf in leaves]), None, None
-        )  # whole on every device
+        words = jnp.stack([digest(leaf) for leaf in leaves])
+        # Whole on every device.
+        return constrain(words, None, None)
 
     return jax.jit(of_all, compiler_options=compiler_options(platform))
 
@@ -122,7 +124,8 @@ class Digester:
     """
 
     def __init__(self, total_bytes: int):
-        self._at_once, self._bytes = max(total_bytes // 8, _FEW_BYTES), 0
+        self._at_once = max(total_bytes // 8, _FEW_BYTES)
+        self._bytes = 0
         self._waiting: dict[str, Array] = {}
         self._begun: list[tuple[list[str], UInt32[Array, "leaves 2"]]] = []
 
@@ -136,24 +139,29 @@ class Digester:
     def finish(self, arrays: Mapping[str, Array]) -> dict[str, str]:
         """The digest of every array, as 16 hex digits, of which any may have been added before;
         waits for the device."""
-        begun = {name for names, _ in self._begun for name in names}
-        self._waiting.update((name, array) for name, array in arrays.items() if name not in begun)
+        begun: set[str] = set()
+        for names, _ in self._begun:
+            begun.update(names)
+        for name, array in arrays.items():
+            if name not in begun:
+                self._waiting[name] = array
         self._begin()
-        return {
-            name: word
-            for names, words in self._begun
-            for name, word in by_name(names, words).items()
-        }
+        found: dict[str, str] = {}
+        for names, words in self._begun:
+            found.update(by_name(names, words))
+        return found
 
     def _begin(self) -> None:
         if self._waiting:
-            self._begun.append((list(self._waiting), digests(list(self._waiting.values()))))
-        self._waiting, self._bytes = {}, 0
+            words = digests(list(self._waiting.values()))
+            self._begun.append((list(self._waiting), words))
+        self._waiting = {}
+        self._bytes = 0
 
 
 def by_name(names: Sequence[str], words: UInt32[Array, "leaves 2"]) -> dict[str, str]:
     """Each leaf's digest, as 16 hex digits, by its name; waits for the device."""
-    return {
-        name: f"{low:08x}{high:08x}"
-        for name, (low, high) in zip(names, jax.device_get(words).tolist(), strict=True)
-    }
+    found = {}
+    for name, (low, high) in zip(names, jax.device_get(words).tolist(), strict=True):
+        found[name] = f"{low:08x}{high:08x}"
+    return found

@@ -22,7 +22,11 @@ def dropout(x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: float) -> Flo
     """
     if rate == 0:
         return x
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys)
+
+    def kept(key: Array) -> Array:
+        return jax.random.bernoulli(key, 1 - rate, x.shape[1:])
+
+    keep = jax.vmap(kept)(keys)
     return jnp.where(keep, x / (1 - rate), 0.0)
 
 
@@ -34,9 +38,12 @@ def drop_rows(
     Source: Huang et al. 2016, https://arxiv.org/abs/1603.09382. Differs: scaled in training, not in
         evaluation.
     """
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate))(keys).reshape(
-        -1, *(1,) * (x.ndim - 1)
-    )
+
+    def kept(key: Array) -> Array:
+        return jax.random.bernoulli(key, 1 - rate)
+
+    other_dims = (1,) * (x.ndim - 1)
+    keep = jax.vmap(kept)(keys).reshape(-1, *other_dims)
     return jnp.where(keep, x / (1 - rate), 0.0)
 
 
@@ -51,5 +58,9 @@ def embedding_noise(
     if alpha == 0:
         return x
     T, D = x.shape[1:]
-    noise = jax.vmap(lambda key: jax.random.uniform(key, (T, D), minval=-1.0, maxval=1.0))(keys)
+
+    def drawn(key: Array) -> Array:
+        return jax.random.uniform(key, (T, D), minval=-1.0, maxval=1.0)
+
+    noise = jax.vmap(drawn)(keys)
     return x + noise * (alpha / (T * D) ** 0.5)

@@ -13,6 +13,6 @@ def rms_norm(
     Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467.
     """
     x = x.astype(jnp.float32)
-    return (
-        x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale.astype(jnp.float32)
-    )
+    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
+    normalised = x * jax.lax.rsqrt(mean_square + eps)
+    return normalised * scale.astype(jnp.float32)

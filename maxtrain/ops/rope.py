@@ -1,8 +1,7 @@
 """Rotary position embeddings, in float32.
 
-Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the layout of Hugging Face checkpoints
-    (the two halves of a
-head are rotated against each other, not neighbouring pairs).
+Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the layout of Hugging Face checkpoints:
+    the two halves of a head are rotated against each other, not neighbouring pairs.
 """
 
 import math
@@ -14,9 +13,8 @@ from jaxtyping import Array, Float, Int
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
     """Radians a token, [H / 2] float32: theta ** (-2 i / H)."""
-    return (1.0 / theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim)).astype(
-        np.float32
-    )
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    return (1.0 / theta**exponents).astype(np.float32)
 
 
 def llama3_frequencies(
@@ -40,7 +38,9 @@ def llama3_frequencies(
     wavelength = 2 * math.pi / frequencies
     blend = (original_length / wavelength - low_freq_factor) / (high_freq_factor - low_freq_factor)
     blend = np.clip(blend, 0.0, 1.0)
-    return ((1 - blend) * frequencies / factor + blend * frequencies).astype(np.float32)
+    stretched = (1 - blend) * frequencies / factor
+    kept = blend * frequencies
+    return (stretched + kept).astype(np.float32)
 
 
 def rope_tables(
@@ -57,5 +57,6 @@ def apply_rope(
 ) -> Float[Array, "B T N H"]:
     """Rotates every head by its position; x any float type, result float32."""
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    cos = cos[:, :, None, :]
+    sin = sin[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -1,5 +1,7 @@
-"""Processes of one job must be about to do the same thing: compared, not assumed, and with the
-names of those that differ."""
+"""Processes of one job must be about to do the same thing.
+
+That is compared, not assumed, and those that differ are named.
+"""
 
 import collections
 import contextlib
@@ -22,14 +24,17 @@ from data_pipeline.errors import DataError, LostProcessError, StorageError, TryA
 
 # What the runtime says when it can't reach another process, whichever way they talk.
 LOST = re.compile(
-    r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)|heartbeat|coordination|topolog",
+    r"gloo|nccl|unavailable|aborted|deadline.exceeded|connection (closed|reset|refused)"
+    r"|heartbeat|coordination|topolog",
     re.I,
 )
 
 
 class Board:
-    """What each process said last of itself, by way of the coordinator; no process waits for
-    another one."""
+    """What each process said last of itself, by way of the coordinator.
+
+    No process waits for another one.
+    """
 
     def __init__(self, what: str):
         self._folder = f"maxtrain/{what}"
@@ -44,39 +49,41 @@ class Board:
         """What each process that ever spoke said last, by its number."""
         client = distributed.global_state.client
         assert client is not None
-        return {
-            int(key.rpartition("/")[2]): text
-            for key, text in client.key_value_dir_get(self._folder)
-        }
+        heard = {}
+        for key, text in client.key_value_dir_get(self._folder):
+            _, _, index = key.rpartition("/")
+            heard[int(index)] = text
+        return heard
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether it says that another process of this job is out of reach: one of ours, or the
-    runtime's.
+    """Whether an error, one of ours or the runtime's, says that another process is out of reach.
 
     Where a program is called, jax raises the runtime's errors as ValueErrors that begin with a
     status such as UNKNOWN.
     """
-    runtime = isinstance(error, jax.errors.JaxRuntimeError) or (
-        type(error) is ValueError and re.match(r"[A-Z_]+: ", str(error)) is not None
-    )
-    lost = runtime and jax.process_count() > 1 and LOST.search(str(error)) is not None
-    return lost or isinstance(error, LostProcessError)
+    if isinstance(error, LostProcessError):
+        return True
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        has_status = re.match(r"[A-Z_]+: ", str(error)) is not None
+        if type(error) is not ValueError or not has_status:
+            return False
+    return jax.process_count() > 1 and LOST.search(str(error)) is not None
 
 
 @contextlib.contextmanager
 def losing_others() -> Iterator[None]:
-    """Turns the runtime's error that another process of this job is out of reach into one that says
-    to try again."""
+    """Turns the runtime's error that another process is out of reach into a LostProcessError."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if isinstance(error, UserError) or not is_loss(error):
             raise
         what = str(error).strip().splitlines()[0][:300]
-        rule = f"process {jax.process_index()} on {platform.node()} can't reach another process of this job"
+        who = f"process {jax.process_index()} on {platform.node()}"
         raise LostProcessError(
-            f"{rule} ({what}). See the others' logs, then run the same command again."
+            f"{who} can't reach another process of this job ({what}). "
+            "See the others' logs, then run the same command again."
         ) from error
 
 
@@ -91,67 +98,84 @@ def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: flo
         DataError: names the processes that differ, the field, and both values.
         TryAgainError: names the processes that did not come.
     """
-    count, client, deadline = (
-        jax.process_count(),
-        distributed.global_state.client,
-        time.monotonic() + timeout_seconds,
-    )
+    count = jax.process_count()
     if count == 1:
         return
+    deadline = time.monotonic() + timeout_seconds
+    client = distributed.global_state.client
     assert client is not None
-    key, index = f"maxtrain/{what}", jax.process_index()
+    key = f"maxtrain/{what}"
+    index = jax.process_index()
     client.key_value_set(f"{key}/{index}", json.dumps([platform.node(), dict(fields)]))
     if index == 0:
-        said, missing = {}, []
-        for process in range(count):
-            try:
-                left = max(1, int(1000 * (deadline - time.monotonic())))
-                said[process] = json.loads(client.blocking_key_value_get(f"{key}/{process}", left))
-            except jax.errors.JaxRuntimeError:
-                missing.append(process)
+        said, missing = _hear_all(client, key, count, deadline)
         client.key_value_set(f"{key}/verdict", json.dumps([missing, differences(said)]))
     try:
         grace = int(1000 * (deadline - time.monotonic())) + 30_000
         missing, differing = json.loads(client.blocking_key_value_get(f"{key}/verdict", grace))
     except jax.errors.JaxRuntimeError as error:
-        raise TryAgainError(
-            f"{what}: process 0 did not answer within {timeout_seconds:.0f} s. Run the same command again."
-        ) from error
+        rule = f"process 0 did not answer within {timeout_seconds:.0f} s"
+        raise TryAgainError(f"{what}: {rule}. Run the same command again.") from error
     if missing:
         names = ", ".join(map(str, missing[:20]))
-        rule = f"process {names} did not come within {timeout_seconds:.0f} s" + (
-            " and more" if len(missing) > 20 else ""
-        )
+        rule = f"process {names} did not come within {timeout_seconds:.0f} s"
+        if len(missing) > 20:
+            rule += " and more"
         raise TryAgainError(
-            f"{what}: {rule}; {count} are expected. See their logs, then run the same command again."
+            f"{what}: {rule}; {count} are expected. "
+            "See their logs, then run the same command again."
         )
     if differing:
         lines = "".join(f"\n  * {line}" for line in differing)
         raise DataError(
-            f"{what}: the processes of this job are not about to do the same:{lines}\nGive all the same and start again."
+            f"{what}: the processes of this job are not about to do the same:{lines}\n"
+            "Give all the same and start again."
         )
 
 
+def _hear_all(
+    client: Any, key: str, count: int, deadline: float
+) -> tuple[dict[int, Any], list[int]]:
+    """On process 0, what each process said, and those that said nothing before the deadline."""
+    said = {}
+    missing = []
+    for process in range(count):
+        try:
+            left = max(1, int(1000 * (deadline - time.monotonic())))
+            said[process] = json.loads(client.blocking_key_value_get(f"{key}/{process}", left))
+        except jax.errors.JaxRuntimeError:
+            missing.append(process)
+    return said, missing
+
+
 def differences(said: Mapping[int, tuple[str, Mapping[str, str]]]) -> list[str]:
-    """One line for each field of a process that is not what most have; `said`: host name and fields
-    of each process."""
+    """One line for each field of a process that is not what most have.
+
+    Args:
+        said: host name and fields of each process.
+    """
     lines = []
     for name in sorted({name for _, fields in said.values() for name in fields}):
         values = {process: fields.get(name, "missing") for process, (_, fields) in said.items()}
         (usual, _), *others = collections.Counter(values.values()).most_common()
-        odd = [process for process, value in values.items() if value != usual] if others else []
-        lines += [
-            f"process {p} on {said[p][0]}: {name} is {values[p]}, but {usual} elsewhere"
-            for p in odd[:20]
-        ]
+        if not others:
+            continue
+        odd = [process for process, value in values.items() if value != usual]
+        for process in odd[:20]:
+            host, _ = said[process]
+            who = f"process {process} on {host}"
+            lines.append(f"{who}: {name} is {values[process]}, but {usual} elsewhere")
     return lines
 
 
 def gather(values: Mapping[str, Any], size: int = 256) -> list[dict[str, Any]]:
-    """What every process says, in their order: one collective of `size` bytes a process, for every
-    few seconds.
+    """What every process says, in their order.
 
-    `values` are JSON, of at most `size` bytes as UTF-8; `size` is the same in all processes.
+    It is one collective of `size` bytes a process, to be called every few seconds at most.
+
+    Args:
+        values: JSON, of at most `size` bytes as UTF-8.
+        size: the same in all processes.
     """
     text = json.dumps(values, ensure_ascii=False).encode(errors="backslashreplace").ljust(size)
     assert len(text) == size, text
@@ -170,12 +194,12 @@ def gather_bytes(mine: np.ndarray) -> np.ndarray:
         return mine[None]
     if jax.default_backend() == "cpu":
         for array in jax.live_arrays():
-            with contextlib.suppress(RuntimeError):  # another thread may just have deleted it
+            # Another thread may just have deleted it.
+            with contextlib.suppress(RuntimeError):
                 array.block_until_ready()
     mesh, apart, replicate = _between_processes()
-    rows = jax.make_array_from_callback(
-        (jax.process_count(), *mine.shape), apart, lambda _: mine[None]
-    )
+    shape = (jax.process_count(), *mine.shape)
+    rows = jax.make_array_from_callback(shape, apart, lambda _: mine[None])
     with jax.set_mesh(mesh), losing_others():
         return np.asarray(replicate(rows))
 
@@ -186,17 +210,13 @@ def _between_processes() -> tuple[Mesh, NamedSharding, jax.stages.Wrapped]:
     to all."""
     firsts = {device.process_index: device for device in reversed(jax.devices())}
     mesh = Mesh(np.array([firsts[process] for process in sorted(firsts)]), "process")
+    apart = NamedSharding(mesh, PartitionSpec("process"))
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return (
-        mesh,
-        NamedSharding(mesh, PartitionSpec("process")),
-        jax.jit(lambda rows: rows, out_shardings=everywhere),
-    )
+    return mesh, apart, jax.jit(lambda rows: rows, out_shardings=everywhere)
 
 
 def connect_peers(mesh: Mesh) -> None:
-    """Connects the processes of a job whose devices are CPUs, in all groups that axes of the mesh
-    make.
+    """Connects the processes of a job whose devices are CPUs, in all groups that mesh axes make.
 
     A group is connected by the first program that needs it, and a process that comes there 30 s
     after another finds that one gone; no setting changes this. So large programs, which one process
@@ -221,57 +241,65 @@ def connect_peers(mesh: Mesh) -> None:
 
 
 def _sum_of_places(group: tuple[str, ...]) -> jax.Array:
-    """The smallest program for which all devices of a group have to meet: a sum of what the
-    compiler can't know."""
+    """The smallest program for which all devices of a group have to meet.
+
+    It is a sum of what the compiler can't know.
+    """
     return jax.lax.psum(jax.lax.axis_index(group).astype(jnp.float32), axis_name=group)
 
 
 def report(what: str, text: str, timeout_seconds: float = 1200.0) -> list[str]:
-    """On process 0 what every process says, in their order; elsewhere nothing. `what` is a name
-    used once.
+    """On process 0 what every process says, in their order; elsewhere nothing.
 
     Goes through the coordinator's key-value store, without a device: for threads in the background.
+
+    Args:
+        what: a name used once.
 
     Raises:
         TryAgainError: on process 0, names the first process that did not say anything.
     """
-    count, client = jax.process_count(), distributed.global_state.client
+    count = jax.process_count()
     if count == 1:
         return [text]
+    deadline = time.monotonic() + timeout_seconds
+    client = distributed.global_state.client
     assert client is not None
-    key, deadline = f"maxtrain/{what}/", time.monotonic() + timeout_seconds
-    client.key_value_set(f"{key}{jax.process_index()}", text)
+    key = f"maxtrain/{what}/"
+    index = jax.process_index()
+    client.key_value_set(f"{key}{index}", text)
+    if index != 0:
+        return []
     said = []
-    for process in range(count) if jax.process_index() == 0 else ():
+    for process in range(count):
+        left = max(1, int(1000 * (deadline - time.monotonic())))
         try:
-            said.append(
-                client.blocking_key_value_get(
-                    f"{key}{process}", max(1, int(1000 * (deadline - time.monotonic())))
-                )
-            )
+            said.append(client.blocking_key_value_get(f"{key}{process}", left))
         except jax.errors.JaxRuntimeError as error:
             rule = f"process {process} did not answer within {timeout_seconds:.0f} s"
-            raise TryAgainError(
-                f"{what}: {rule}. See its log, then run the same command again."
-            ) from error
-    if said:
-        client.key_value_delete(key)  # and all below it
+            mend = "See its log, then run the same command again"
+            raise TryAgainError(f"{what}: {rule}. {mend}.") from error
+    # This deletes all that is below the key.
+    client.key_value_delete(key)
     return said
 
 
 def await_first(what: str, timeout_seconds: float) -> None:
-    """Return when process 0 has come here, too; it does not wait for the others. `what` is a name
-    used once.
+    """Returns when process 0 has come here, too; it does not wait for the others.
 
     Goes through the coordinator's key-value store, without a device.
+
+    Args:
+        what: a name used once.
 
     Raises:
         LostProcessError: it did not come.
     """
     if jax.process_count() == 1:
         return
-    client, key = distributed.global_state.client, f"maxtrain/{what}"
+    client = distributed.global_state.client
     assert client is not None
+    key = f"maxtrain/{what}"
     if jax.process_index() == 0:
         client.key_value_set(key, "")
         return
@@ -283,37 +311,41 @@ def await_first(what: str, timeout_seconds: float) -> None:
 
 
 def raise_together(error: Exception | None) -> None:
-    """Return if no process has an error; else all raise the same one, of the first that has, with
-    its place and exit code.
+    """Returns if no process has an error; else all raise the same one.
 
-    For what one process alone finds out: if it raised alone, the others would wait for it in their
-    next step. Where there is but one, its error is raised as it is.
+    It is that of the first process that has one, with its place and exit code. For what one process
+    alone finds out: if it raised alone, the others would wait for it in their next step. Where
+    there is but one, its error is raised as it is.
     """
     if jax.process_count() == 1:
         if error:
             raise error
         return
-    known = isinstance(error, UserError)
-    code = (
-        error.exit_code
-        if known
-        else StorageError.exit_code
-        if isinstance(error, OSError)
-        else UserError.exit_code
-    )
-    mend = "" if known else " See its log, then run the same command again."
-    text = f"process {jax.process_index()} on {platform.node()}: {'' if known else type(error).__name__ + ': '}{error}{mend}"
-    said = [
-        x
-        for x in gather({"code": code if error else 0, "text": text[:600] if error else ""}, 4096)
-        if x["code"]
-    ]
-    if not said:
+    said = gather(_code_and_text(error), 4096)
+    errors = [theirs for theirs in said if theirs["code"]]
+    if not errors:
         return
+    # A bug of ours is raised with its traceback.
     if error and not isinstance(error, UserError | OSError):
-        raise error  # a bug of ours: with its traceback
-    together = UserError(
-        said[0]["text"] + (f" ({len(said)} processes have errors.)" if len(said) > 1 else "")
-    )
-    together.exit_code = said[0]["code"]
+        raise error
+    text = errors[0]["text"]
+    if len(errors) > 1:
+        text += f" ({len(errors)} processes have errors.)"
+    together = UserError(text)
+    together.exit_code = errors[0]["code"]
     raise together from error
+
+
+def _code_and_text(error: Exception | None) -> dict[str, Any]:
+    """What a process tells the others of its error; the code is 0 if it has none."""
+    if error is None:
+        return {"code": 0, "text": ""}
+    who = f"process {jax.process_index()} on {platform.node()}"
+    if isinstance(error, UserError):
+        return {"code": error.exit_code, "text": f"{who}: {error}"[:600]}
+    code = UserError.exit_code
+    if isinstance(error, OSError):
+        code = StorageError.exit_code
+    what = f"{type(error).__name__}: {error}"
+    text = f"{who}: {what} See its log, then run the same command again."
+    return {"code": code, "text": text[:600]}

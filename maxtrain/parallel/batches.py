@@ -14,8 +14,7 @@ from maxtrain.parallel.sharding import named_sharding
 
 
 class BatchLayout:
-    """Which part of a global batch [batch_size, length] this host reads, and how it becomes global
-    arrays.
+    """Which part of a global batch [batch_size, length] this host reads, and how it is placed.
 
     The part comes from the sharding itself, so that uneven rows per host, rows that lie on several
     hosts and a tensor axis across hosts (the same part on several of them) need no thought
@@ -28,16 +27,19 @@ class BatchLayout:
             mesh, ("activation_batch", "activation_length"), self.shape, "batch"
         )
         self.by_row: NamedSharding = named_sharding(
-            mesh, ("activation_batch",), self.shape[:1], "batch"
+            mesh, ("activation_batch",), (batch_size,), "batch"
         )
-        indices = [
-            index
-            for index in self.sharding.addressable_devices_indices_map(self.shape).values()
-            if index
-        ]
-        rows = np.unique(np.concatenate([np.arange(batch_size)[index[0]] for index in indices]))
-        columns = [index[1].indices(length) for index in indices]
-        first, end = min(start for start, _, _ in columns), max(stop for _, stop, _ in columns)
+        of_devices = self.sharding.addressable_devices_indices_map(self.shape).values()
+        rows_of_devices = []
+        columns = []
+        for index in of_devices:
+            if index:
+                row_slice, column_slice = index
+                rows_of_devices.append(np.arange(batch_size)[row_slice])
+                columns.append(column_slice.indices(length))
+        rows = np.unique(np.concatenate(rows_of_devices))
+        first = min(start for start, _, _ in columns)
+        end = max(stop for _, stop, _ in columns)
         self.part = Part(rows, slice(first, end))
         self.identity = f"{crc32(rows.tobytes()):08x} {first} {end}"
 
@@ -45,7 +47,7 @@ class BatchLayout:
         """Global arrays [batch_size, length], or [batch_size], from this host's part of them."""
         rows, columns = self.part
 
-        def one(local: np.ndarray) -> jax.Array:
+        def place(local: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
                 wanted = np.arange(self.shape[0])[index[0]]
                 first = int(np.searchsorted(rows, wanted[0]))
@@ -55,32 +57,35 @@ class BatchLayout:
                 start, stop, _ = index[1].indices(self.shape[1])
                 return of_rows[:, start - columns.start : stop - columns.start]
 
-            sharding = self.sharding if local.ndim == 2 else self.by_row
+            sharding = self.sharding
+            if local.ndim == 1:
+                sharding = self.by_row
             return jax.make_array_from_callback(self.shape[: local.ndim], sharding, part)
 
-        return {name: one(array) for name, array in arrays.items()}
+        return {name: place(array) for name, array in arrays.items()}
 
 
 def abstract_batch(mesh: Mesh, batch_size: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A global batch as shapes with shardings, for programs that are only compiled; see
-    data_pipeline.loader.Batch."""
-    whole = named_sharding(
-        mesh, ("activation_batch", "activation_length"), (batch_size, length), "batch"
-    )
+    """A global batch as shapes with shardings, for programs that are only compiled.
+
+    See data_pipeline.loader.Batch.
+    """
+    shape = (batch_size, length)
+    whole = named_sharding(mesh, ("activation_batch", "activation_length"), shape, "batch")
     by_row = named_sharding(mesh, ("activation_batch",), (batch_size,), "batch")
-    names = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {
-        "loss_mask": np.float32
-    }
-    batch = {
-        name: jax.ShapeDtypeStruct((batch_size, length), dtype, sharding=whole)
-        for name, dtype in names.items()
-    }
-    return batch | {"source": jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=by_row)}
+    batch = {}
+    for name in ("inputs", "targets", "segment_ids", "positions"):
+        batch[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
+    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
+    batch["source"] = jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=by_row)
+    return batch
 
 
 def prefetch[T](items: Iterable[T], ahead: int) -> Iterator[T]:
-    """The same items, taken `ahead` earlier than they are asked for, so that copies to the device
-    overlap with steps."""
+    """The same items, each taken while `ahead` before it have not been asked for yet.
+
+    So copies to the device overlap with steps.
+    """
     waiting: collections.deque[T] = collections.deque()
     failure = None
     try:
@@ -88,7 +93,8 @@ def prefetch[T](items: Iterable[T], ahead: int) -> Iterator[T]:
             waiting.append(item)
             if len(waiting) > ahead:
                 yield waiting.popleft()
-    except Exception as error:  # comes after the items before it
+    # It is raised after the items before it.
+    except Exception as error:
         failure = error
     yield from waiting
     if failure:

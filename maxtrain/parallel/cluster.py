@@ -1,5 +1,4 @@
-"""A process's place in its job, as the cluster that started it says: Slurm, Open MPI, Kubernetes,
-Cloud TPU.
+"""A process's place in its job, as the cluster says: Slurm, Open MPI, Kubernetes, Cloud TPU.
 
 JAX finds out most of it (`jax.distributed.initialize` without arguments). It is asked here, not
 there, for two reasons. What it can't find would end in a traceback. And it gives each process one
@@ -22,11 +21,15 @@ _TPU = ("tpu", "gcetpu", "gketpu")
 class Place(NamedTuple):
     """Which process of a job this is."""
 
-    cluster: str  # jax's name of it
-    coordinator: str  # host:port of process 0
-    count: int  # processes in the job
-    index: int  # of this one
-    local_count: int = 1  # processes of the job on this host
+    # jax's name of it.
+    cluster: str
+    # host:port of process 0.
+    coordinator: str
+    # Processes in the job, and which one this is.
+    count: int
+    index: int
+    # Likewise of those on this host.
+    local_count: int = 1
     local_index: int = 0
 
     @property
@@ -47,16 +50,19 @@ def find_place(connect_seconds: float, with_tpu: bool = True) -> Place | None:
     """
     for cluster in _clusters():
         name = cluster.name or "k8s"
-        if (name in _TPU and not with_tpu) or (
-            name == "k8s" and "JOB_COMPLETION_INDEX" not in os.environ
-        ):
+        if name in _TPU and not with_tpu:
+            continue
+        if name == "k8s" and "JOB_COMPLETION_INDEX" not in os.environ:
             continue
         try:
             if not cluster.opt_in_only_method and cluster.is_env_present():
                 return _place(cluster, name, connect_seconds)
         except (RuntimeError, OSError, ValueError, KeyError, LookupError) as error:
             what = " ".join(str(error).split()) or type(error).__name__
-            rule = f"a cluster ({name}) started this process, but does not say where the others are: {what.rstrip('.')}"
+            rule = (
+                f"a cluster ({name}) started this process, "
+                f"but does not say where the others are: {what.rstrip('.')}"
+            )
             raise ConfigError(f"{rule}. Set {_KEYS}, or {ALONE} if it is alone.") from error
     _require_alone(os.environ)
     return None
@@ -65,7 +71,8 @@ def find_place(connect_seconds: float, with_tpu: bool = True) -> Place | None:
 def _clusters() -> list[Any]:
     """JAX's classes, one for each kind of cluster, in the order in which it asks them."""
     try:
-        from jax._src.clusters import ClusterEnv  # noqa: PLC0415 - no public name; Place is all that is used of it
+        # It has no public name; Place is all that is used of it.
+        from jax._src.clusters import ClusterEnv  # noqa: PLC0415
     except ImportError:
         return []
     return list(ClusterEnv._cluster_types)
@@ -79,27 +86,27 @@ def _place(cluster: Any, name: str, connect_seconds: float) -> Place | None:
     coordinator = cluster.get_coordinator_address(
         timeout_secs=round(connect_seconds), override_coordinator_port=port
     )
-    index, local_index = int(cluster.get_process_id()), cluster.get_local_process_id()
+    index = int(cluster.get_process_id())
+    local_index = cluster.get_local_process_id()
     if local_index is None or name in _TPU:
         return Place(name, coordinator, count, index)
     return Place(name, coordinator, count, index, _local_count(os.environ), int(local_index))
 
 
 def _local_count(environment: Mapping[str, str]) -> int:
-    """Processes of the job on this host. Slurm writes `2(x3),1` for three hosts with two and one
-    with one."""
+    """Processes of the job on this host.
+
+    Slurm writes `2(x3),1` for three hosts with two and one with one.
+    """
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in environment:
         return int(environment["OMPI_COMM_WORLD_LOCAL_SIZE"])
     host = int(environment["SLURM_NODEID"])
-    for tasks, hosts in re.findall(
-        r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"]
-    ):
+    tasks_per_node = environment["SLURM_STEP_TASKS_PER_NODE"]
+    for tasks, hosts in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
         host -= int(hosts or 1)
         if host < 0:
             return int(tasks)
-    raise ValueError(
-        f"SLURM_STEP_TASKS_PER_NODE={environment['SLURM_STEP_TASKS_PER_NODE']} has too few hosts"
-    )
+    raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={tasks_per_node} has too few hosts")
 
 
 def _require_alone(environment: Mapping[str, str]) -> None:
@@ -112,14 +119,17 @@ def _require_alone(environment: Mapping[str, str]) -> None:
         ("PMI_SIZE", "mpirun", f"Set {_KEYS} (process_id is PMI_RANK)"),
     ):
         if environment.get(name, "1") not in ("", "0", "1"):
-            rule = f"{name}={environment[name]} ({what}), but nothing says how these find each other, so each would train alone"
-            raise ConfigError(f"{rule}. {mend}; or {ALONE}, if this process is all there is.")
-    if environment.get("JOB_COMPLETION_INDEX"):
-        rule = f"JOB_COMPLETION_INDEX={environment['JOB_COMPLETION_INDEX']} (an indexed job of Kubernetes)"
+            rule = "nothing says how these find each other, so each would train alone"
+            raise ConfigError(
+                f"{name}={environment[name]} ({what}), but {rule}. "
+                f"{mend}; or {ALONE}, if this process is all there is."
+            )
+    index = environment.get("JOB_COMPLETION_INDEX")
+    if index:
+        where = f"JOB_COMPLETION_INDEX={index} (an indexed job of Kubernetes)"
+        rule = "jax needs the package `kubernetes` to find its pods"
         mend = f"Install `kubernetes`, or set {_KEYS}"
-        raise ConfigError(
-            f"{rule}: jax needs the package `kubernetes` to find its pods. {mend}; or {ALONE}."
-        )
+        raise ConfigError(f"{where}: {rule}. {mend}; or {ALONE}.")
 
 
 def local_gpus(
@@ -134,17 +144,17 @@ def local_gpus(
     """
     if place is None or place.local_count == 1 or environment.get("JAX_LOCAL_DEVICE_IDS"):
         return None
+    count = len(list(Path(devices).glob("nvidia[0-9]*")))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    there = len(list(Path(devices).glob("nvidia[0-9]*")))
-    count = (
-        there
-        if visible is None
-        else min(there, len([name for name in visible.split(",") if name.strip()]))
-    )
-    if count <= 1:  # the cluster gives each process its own, or there are none
+    if visible is not None:
+        names = [name for name in visible.split(",") if name.strip()]
+        count = min(count, len(names))
+    # With one, the cluster gives each process its own.
+    if count <= 1:
         return None
     if count % place.local_count:
-        rule = f"{place.local_count} processes on this host see {count} GPUs, which they can't share evenly"
+        who = f"{place.local_count} processes on this host"
+        rule = f"{who} see {count} GPUs, which they can't share evenly"
         raise ConfigError(f"mesh: {rule}. Start one process for each GPU, or one for each host.")
     share = count // place.local_count
     return list(range(place.local_index * share, (place.local_index + 1) * share))

@@ -28,19 +28,24 @@ PEAK_TFLOPS = (
     ("tpu v4", 275.0),
 )
 
-
-_MOST_MEASUREMENTS = 4  # of a CPU's peak in one run, 0.3 s each
+# Measurements of a CPU's peak in one run, 0.3 s each.
+_MOST_MEASUREMENTS = 4
 
 
 def compiler_options(platform: str) -> dict[str, int]:
-    """What the large programs are compiled with: CPUs with 512-bit vectors use them only if told to
-    (a tenth of a step)."""
-    return {"xla_cpu_prefer_vector_width": 512} if platform == "cpu" else {}
+    """What the large programs are compiled with.
+
+    CPUs with 512-bit vectors use them only if told to; that saves a tenth of a step.
+    """
+    if platform == "cpu":
+        return {"xla_cpu_prefer_vector_width": 512}
+    return {}
 
 
 def peak_flops(device: Any, dtype: str) -> float:
-    """FLOP/s that one device can reach in matrix products: from the table, or measured with inputs
-    of `dtype` on a CPU.
+    """FLOP/s that one device can reach in matrix products.
+
+    It is from the table, or on a CPU measured with inputs of `dtype`.
 
     Raises:
         ConfigError: an accelerator that the table doesn't know.
@@ -51,9 +56,8 @@ def peak_flops(device: Any, dtype: str) -> float:
     for name, tflops in PEAK_TFLOPS:
         if name in kind:
             return tflops * 1e12
-    raise ConfigError(
-        f"observe.peak_tflops=null: no peak is known for {device.device_kind!r}. Set it from the data sheet."
-    )
+    rule = f"no peak is known for {device.device_kind!r}"
+    raise ConfigError(f"observe.peak_tflops=null: {rule}. Set it from the data sheet.")
 
 
 class Peak:
@@ -69,10 +73,14 @@ class Peak:
     """
 
     def __init__(self, tflops: float | None, device: Any, dtype: str):
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._is_measured = tflops is None and device.platform == "cpu"
         self._measurements = 1
-        self._flops = tflops * 1e12 if tflops else peak_flops(device, dtype)
+        if tflops:
+            self._flops = tflops * 1e12
+        else:
+            self._flops = peak_flops(device, dtype)
 
     def share(self, flops: float) -> float | None:
         """Which share of the peak these FLOP/s of one device are.
@@ -89,17 +97,23 @@ class Peak:
 
 
 def measure_matmul(dtype: str, seconds: float = 0.3) -> float:
-    """FLOP/s of this machine in the best of several 4096 x 512 x 1376 products with float32
-    accumulation."""
-    m, k, n = 4096, 512, 1376
-    a, b = jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)
-    dot = jax.jit(
-        lambda a, b: jnp.einsum(
+    """FLOP/s of this machine in the best of several 4096 x 512 x 1376 matrix products.
+
+    They accumulate in float32.
+    """
+
+    @jax.jit
+    def dot(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(
             "mk,kn->mn", a, b, precision="highest", preferred_element_type=jnp.float32
         )
-    )
+
+    m, k, n = 4096, 512, 1376
+    a = jnp.ones((m, k), dtype)
+    b = jnp.ones((k, n), dtype)
     dot(a, b).block_until_ready()
-    best, end = float("inf"), time.perf_counter() + seconds
+    best = float("inf")
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.perf_counter()
         dot(a, b).block_until_ready()

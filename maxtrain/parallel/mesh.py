@@ -15,17 +15,15 @@ AXES = ("data", "stage", "fsdp", "context", "expert", "tensor")
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over `devices`, or all devices of all processes, neighbours in `tensor` closest; GSPMD
-    (Auto) axes.
+    """A mesh over `devices`, or all devices of all processes, with GSPMD (Auto) axes.
 
-    The config's -1 is already filled in, see config.checks.fit_to_devices.
+    Neighbours in `tensor` are closest. The config's -1 is already filled in, see
+    config.across.shapes.fit_to_devices.
     """
-    devices = jax.devices() if devices is None else devices
-    shape = tuple(
-        {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}.get(axis, 1)
-        for axis in AXES
-    )
-    assert math.prod(shape) == len(devices), (
-        f"{shape} of {len(devices)} devices"
-    )  # jax would leave some of them idle
+    if devices is None:
+        devices = jax.devices()
+    sizes = {"data": config.data, "fsdp": config.fsdp, "tensor": config.tensor}
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    # jax would leave some of them idle.
+    assert math.prod(shape) == len(devices), f"{shape} of {len(devices)} devices"
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

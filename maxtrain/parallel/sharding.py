@@ -60,48 +60,67 @@ def partition_spec(
         split = tuple(m for m in RULES.get(axis or "", ()) if mesh_shape.get(m, 1) > 1)
         for m in split:
             if m in used:
+                both = f"{used[m]!r} and {axis!r}"
                 problems.append(
-                    f"{name}: dims {used[m]!r} and {axis!r} are both split over mesh axis {m!r}. Change one of them in RULES."
+                    f"{name}: dims {both} are both split over mesh axis {m!r}. "
+                    "Change one of them in RULES."
                 )
             used[m] = axis
         parts = math.prod(mesh_shape[m] for m in split)
         if shape is not None and shape[i] % parts:
             product = " * ".join(f"mesh.{m}={mesh_shape[m]}" for m in split)
-            problems.append(
-                f"{name}: dim {axis!r} of size {shape[i]} must be divisible by {product} = {parts}. "
-                f"Use a divisor of {shape[i]}, or change the size."
-            )
-        spec.append(split[0] if len(split) == 1 else (split or None))
+            rule = f"dim {axis!r} of size {shape[i]} must be divisible by {product} = {parts}"
+            mend = f"Use a divisor of {shape[i]}, or change the size"
+            problems.append(f"{name}: {rule}. {mend}.")
+        if len(split) == 1:
+            spec.append(split[0])
+        else:
+            spec.append(split or None)
     if problems:
         raise ConfigError(problems)
     return PartitionSpec(*spec)
 
 
 def spread(sharding: NamedSharding, shape: tuple[int, ...], axis: str = "data") -> NamedSharding:
-    """The sharding with one dim split over one more mesh axis: the largest part that the axis
-    divides, else it is unchanged.
+    """The sharding with one dim split over one more mesh axis; unchanged if the axis divides none.
 
-    The first dim of several, stacked over layers, is the last choice: layers are used one by one.
+    That dim is the one with the largest part of those that the axis divides. The first dim of
+    several, stacked over layers, is the last choice: layers are used one by one.
     """
-    parts, spec = (
-        sharding.mesh.shape[axis],
-        [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))],
-    )
-    names = [
-        () if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in spec
-    ]
+    parts = sharding.mesh.shape[axis]
+    unnamed = len(shape) - len(sharding.spec)
+    spec = [*sharding.spec, *[None] * unnamed]
+    names = [_axes_of(entry) for entry in spec]
     local = sharding.shard_shape(shape)
     fits = [i for i, size in enumerate(local) if size % parts == 0]
     if parts == 1 or not fits or any(axis in used for used in names):
         return sharding
-    best = max(fits, key=lambda i: (len(shape) < 3 or i > 0, local[i]))
-    spec[best] = (*names[best], axis) if names[best] else axis
+
+    def preference(i: int) -> tuple[bool, int]:
+        is_layers = len(shape) >= 3 and i == 0
+        return not is_layers, local[i]
+
+    best = max(fits, key=preference)
+    spec[best] = axis
+    if names[best]:
+        spec[best] = (*names[best], axis)
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
+def _axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    if entry is None:
+        return ()
+    if isinstance(entry, tuple):
+        return entry
+    return (entry,)
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Fixes how an intermediate array is split, by the logical names of its dims; does nothing
-    outside a mesh."""
+    """Fixes how an intermediate array is split, by the logical names of its dims.
+
+    It does nothing outside a mesh.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x

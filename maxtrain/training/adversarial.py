@@ -1,10 +1,9 @@
-"""Adversarial training: the loss also at the embeddings nearby where it is worst; a wrapper around
-any objective.
+"""Adversarial training: the loss also at the embeddings nearby where it is worst.
 
-Each row's embeddings are moved by an offset of length `radius` at most, along the gradient of the
-row's own loss: in one step (FGM), or in several with projection back onto the ball (PGD). As an
-offset depends on its own row only, the batch may be split in any way. Costs `steps` forward and
-backward passes more, and one of the attacked batch.
+It wraps any objective. Each row's embeddings are moved by an offset of length `radius` at most,
+along the gradient of the row's own loss: in one step (FGM), or in several with projection back onto
+the ball (PGD). As an offset depends on its own row only, the batch may be split in any way. Costs
+`steps` forward and backward passes more, and one of the attacked batch.
 
 Source: Miyato et al., https://arxiv.org/abs/1605.07725, equation 5; Madry et al.,
     https://arxiv.org/abs/1706.06083.
@@ -19,14 +18,18 @@ from jaxtyping import Array, Float
 
 from maxtrain.config.schema import LossConfig
 from maxtrain.models.decoder import Decoder
-from maxtrain.training.objective import Batch, Objective, Result, Scales, Sum
+from maxtrain.ops.sums import Sum
+from maxtrain.training.objective import Batch, Objective, Result, Scales
 
-_OVERSHOOT = 2.5  # PGD's steps together are this many radii long, so that the border is reached from anywhere
+# PGD's steps together are this many radii long, so that the border is reached from anywhere.
+_OVERSHOOT = 2.5
 
 
 def adversarial(objective: Objective, loss: LossConfig) -> Objective:
-    """The objective plus `loss.adversarial` times itself at the worst embeddings; recorded:
-    `adversarial`, nats per target."""
+    """The objective plus `loss.adversarial` times itself at the worst embeddings.
+
+    Recorded as well: `adversarial`, nats per target there.
+    """
 
     def forward(model: Decoder, batch: Batch, scales: Scales) -> Result:
         clean = objective.forward(model, batch, scales)
@@ -41,14 +44,16 @@ def adversarial(objective: Objective, loss: LossConfig) -> Objective:
 def worst_offset(
     objective: Objective, model: Decoder, batch: Batch, scales: Scales, loss: LossConfig
 ) -> Float[Array, "B T D"]:
-    """What to add to the embeddings of each row, of Euclidean length `loss.adversarial_radius` at
-    most; no gradient flows."""
+    """What to add to the embeddings of each row; no gradient flows.
+
+    Its Euclidean length is `loss.adversarial_radius` at most.
+    """
     graphdef, params = nnx.split(model)
     frozen = nnx.merge(graphdef, jax.lax.stop_gradient(params))
     rows, length = batch["inputs"].shape
-    step = loss.adversarial_radius * (
-        _OVERSHOOT / loss.adversarial_steps if loss.adversarial_steps > 1 else 1.0
-    )
+    step = loss.adversarial_radius
+    if loss.adversarial_steps > 1:
+        step *= _OVERSHOOT / loss.adversarial_steps
 
     def value(offset: Array) -> Array:
         return objective.forward(frozen, batch | {"embedding_offset": offset}, scales).loss
@@ -63,8 +68,8 @@ def worst_offset(
 
 
 def _unit(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """Each row divided by its length; a row of zeros, that has no target, stays one. Scaled first:
-    squares underflow."""
+    """Each row divided by its length; a row of zeros, that has no target, stays one."""
+    # Scaled first: squares underflow.
     largest = jnp.abs(x).max((1, 2), keepdims=True)
     x = x / jnp.where(largest > 0, largest, 1.0)
     return x / jnp.maximum(jnp.sqrt((x * x).sum((1, 2), keepdims=True)), 1e-30)

@@ -8,20 +8,22 @@ import jax
 from flax import nnx
 
 from data_pipeline.errors import DataError
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
-from maxtrain.training.objective import Batch, Objective, Sum
+from maxtrain.training.objective import Batch, Objective
 
-_AHEAD = 8  # batches that are under way at a time
+# Batches that are under way at a time.
+_AHEAD = 8
 EvalStep = Callable[[nnx.State, Batch], Sum]
 
 
 def make_eval_step(graphdef: nnx.GraphDef, objective: Objective) -> EvalStep:
     """Jitted (params, batch) -> Sum."""
-    options = compiler_options(jax.default_backend())
-    return jax.jit(
-        lambda params, batch: objective.nll(nnx.merge(graphdef, params), batch),
-        compiler_options=options,
-    )
+
+    def step(params: nnx.State, batch: Batch) -> Sum:
+        return objective.nll(nnx.merge(graphdef, params), batch)
+
+    return jax.jit(step, compiler_options=compiler_options(jax.default_backend()))
 
 
 def evaluate(
@@ -50,19 +52,17 @@ def evaluate(
     sums: list[Sum] = []
     for batch in batches:
         sums.append(step(params, batch))
-        jax.block_until_ready(
-            sums[-_AHEAD:][0]
-        )  # else all batches of a large set would be on the device at once
+        # Else all batches of a large set would be on the device at once.
+        jax.block_until_ready(sums[-_AHEAD:][0])
     sums = jax.device_get(sums)
-    total, weight = (
-        math.fsum(float(s.total) for s in sums),
-        math.fsum(float(s.weight) for s in sums),
-    )
+    total = math.fsum(float(s.total) for s in sums)
+    weight = math.fsum(float(s.weight) for s in sums)
     if num_tokens is not None and weight != num_tokens:
-        raise DataError(
-            f"the evaluation read {weight:,.0f} targets, but its manifest has {num_tokens:,}. Run `prepare verify` on the set."
-        )
-    nll = total / weight if weight else math.nan
+        rule = f"read {weight:,.0f} targets, but its manifest has {num_tokens:,}"
+        raise DataError(f"the evaluation {rule}. Run `prepare verify` on the set.")
+    nll = math.nan
+    if weight:
+        nll = total / weight
     result = {"nll": nll, "perplexity": math.exp(min(nll, 700.0)), "tokens": int(weight)}
     if num_tokens is not None and text_bytes:
         result["bits_per_byte"] = total / math.log(2) / text_bytes

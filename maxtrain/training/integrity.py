@@ -1,5 +1,4 @@
-"""Wrong arithmetic or memory that no device reports: copies of an array that differ, and a step
-that does not repeat.
+"""Wrong arithmetic or memory that no device reports: copies that differ, steps that don't repeat.
 
 Every device digests its own part of every array. What several devices hold a copy of must be the
 same on all of them, and the same step, made twice from the same state, must give the same bits on
@@ -23,7 +22,8 @@ from maxtrain.config.schema import IntegrityConfig
 from maxtrain.ops.digest import compiler_options, digest, leaf_names
 from maxtrain.parallel.agreement import gather
 
-_MOST = 8  # findings that are told
+# Findings that are told.
+_MOST = 8
 
 
 class Integrity:
@@ -35,19 +35,21 @@ class Integrity:
     """
 
     def __init__(self, config: IntegrityConfig, mesh: Mesh):
-        self._config, self._mesh = config, mesh
+        self._config = config
+        self._mesh = mesh
 
     def repeat(
         self, step: int, program: Callable[..., Any], state: PyTree, batch: PyTree
     ) -> np.ndarray | None:
-        """If it is time: what the step that ends as number `step` makes of a copy of this state;
-        for `check`."""
+        """If it is time: what the step that ends as number `step` makes of a copy of this state.
+
+        It is for `check`.
+        """
         interval = self._config.repeat_interval
-        return (
-            device_digests(program(_copy(state), batch)[0])
-            if interval and step % interval == 0
-            else None
-        )
+        if not interval or step % interval != 0:
+            return None
+        repeated, *_ = program(_copy(state), batch)
+        return device_digests(repeated)
 
     def check(
         self, step: int, state: PyTree, repeated: np.ndarray | None = None, save: bool = False
@@ -57,11 +59,12 @@ class Integrity:
         Raises:
             TryAgainError: it is not what it should be; names devices and arrays.
         """
-        interval, found = self._config.replicas_interval, []
+        interval = self._config.replicas_interval
         due = interval and (save or step % interval == 0)
-        words = device_digests(state) if due or repeated is not None else None
-        if words is None:
+        if not due and repeated is None:
             return
+        words = device_digests(state)
+        found = []
         if repeated is not None:
             found = unrepeated(state, repeated, words)
             rule = f"step {step:,}, made twice from the same state, gave different bits"
@@ -69,55 +72,66 @@ class Integrity:
             found = differing_copies(state, words)
             rule = f"copies of arrays differ between devices after step {step:,}"
         if found:
-            hosts = [said["host"] for said in gather({"host": platform.node()[:200]})]
-            lines = [f"\n  * {what} on {_place(device, hosts)}" for what, device in found[:_MOST]]
-            more = f"\n  * and {len(found) - _MOST:,} more" if len(found) > _MOST else ""
-            mend = "Run the same command again: it goes on from the last checkpoint. If a device is named again, take it out"
-            raise TryAgainError(
-                f"{rule}: wrong arithmetic or memory.{''.join(lines)}{more}\nNothing of it is saved. {mend}."
-            )
+            raise TryAgainError(_finding(rule, found))
 
 
-def device_digests(tree: PyTree[Array]) -> np.ndarray:
-    """The digest of each device's own part of each leaf: uint32 [devices, leaves, 2], in the order
-    of their mesh."""
-    leaves = jax.tree.leaves(tree)
-    return np.asarray(
-        _program(leaves[0].sharding.mesh, tuple(leaf.sharding.spec for leaf in leaves))(leaves)
+def _finding(rule: str, found: Sequence[tuple[str, Any]]) -> str:
+    """The text of the error; for all processes together."""
+    hosts = [said["host"] for said in gather({"host": platform.node()[:200]})]
+    lines = [f"\n  * {what} on {_place(device, hosts)}" for what, device in found[:_MOST]]
+    if len(found) > _MOST:
+        lines.append(f"\n  * and {len(found) - _MOST:,} more")
+    return (
+        f"{rule}: wrong arithmetic or memory.{''.join(lines)}\n"
+        "Nothing of it is saved. "
+        "Run the same command again: it goes on from the last checkpoint. "
+        "If a device is named again, take it out."
     )
 
 
+def device_digests(tree: PyTree[Array]) -> np.ndarray:
+    """The digest of each device's own part of each leaf: uint32 [devices, leaves, 2].
+
+    Devices are in the order of their mesh.
+    """
+    leaves = jax.tree.leaves(tree)
+    specs = tuple(leaf.sharding.spec for leaf in leaves)
+    program = _program(leaves[0].sharding.mesh, specs)
+    return np.asarray(program(leaves))
+
+
 def differing_copies(tree: PyTree[Array], words: np.ndarray) -> list[tuple[str, Any]]:
-    """Name and device of each copy of a part of a leaf that is not what most copies are; if there
-    is no most, of all."""
-    leaves, found = jax.tree.leaves(tree), []
+    """Name and device of each copy of a part of a leaf that is not what most copies are.
+
+    If there is nothing that most are, all copies.
+    """
+    leaves = jax.tree.leaves(tree)
+    found = []
     for number, (name, leaf) in enumerate(zip(leaf_names(tree), leaves, strict=True)):
-        parts, places = (
-            defaultdict[str, list[tuple[Any, tuple[int, ...]]]](list),
-            leaf.sharding.devices_indices_map(leaf.shape),
-        )
-        for device, said in zip(
-            leaf.sharding.mesh.devices.flat, words[:, number].tolist(), strict=True
-        ):
+        # By the part that a device has: the devices that have it, and their digests of it.
+        parts = defaultdict[str, list[tuple[Any, tuple[int, ...]]]](list)
+        places = leaf.sharding.devices_indices_map(leaf.shape)
+        devices = leaf.sharding.mesh.devices.flat
+        for device, said in zip(devices, words[:, number].tolist(), strict=True):
             parts[str(places[device])].append((device, tuple(said)))
         for copies in parts.values():
-            ((usual, count), *_) = Counter(said for _, said in copies).most_common()
-            clear = 2 * count > len(copies)
-            found += [
-                (name, device)
-                for device, said in copies
-                if count < len(copies) and (said != usual or not clear)
-            ]
+            (usual, count), *_ = Counter(said for _, said in copies).most_common()
+            if count == len(copies):
+                continue
+            is_most = 2 * count > len(copies)
+            for device, said in copies:
+                if said != usual or not is_most:
+                    found.append((name, device))
     return found
 
 
 def unrepeated(tree: PyTree[Array], first: np.ndarray, second: np.ndarray) -> list[tuple[str, Any]]:
     """Name and device of each part of a leaf that has two digests."""
-    names, devices = leaf_names(tree), [*jax.tree.leaves(tree)[0].sharding.mesh.devices.flat]
-    return [
-        (names[leaf], devices[device])
-        for device, leaf in np.argwhere((first != second).any(-1)).tolist()
-    ]
+    names = leaf_names(tree)
+    leaves = jax.tree.leaves(tree)
+    devices = list(leaves[0].sharding.mesh.devices.flat)
+    different = np.argwhere((first != second).any(-1)).tolist()
+    return [(names[leaf], devices[device]) for device, leaf in different]
 
 
 def _place(device: Any, hosts: Sequence[str]) -> str:
@@ -137,11 +151,8 @@ def _program(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> jax.stages.Wrapped
         check_vma=False,
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(
-        apart,
-        out_shardings=everywhere,
-        compiler_options=compiler_options(mesh.devices.flat[0].platform),
-    )
+    options = compiler_options(mesh.devices.flat[0].platform)
+    return jax.jit(apart, out_shardings=everywhere, compiler_options=options)
 
 
 @jax.jit

@@ -1,9 +1,8 @@
-"""Loss scaling: gradients that float16 would round to 0 are multiplied on their way back, and
-divided again in float32.
+"""Loss scaling: gradients that float16 would round to 0 are multiplied on their way back.
 
-The scale multiplies the loss. If anything overflows, the step is skipped on all devices alike; when
-that has happened `hysteresis` times since the scale last grew or was lowered, it is lowered, and
-after `window` finite steps in a row it grows.
+They are divided again in float32. The scale multiplies the loss. If anything overflows, the step is
+skipped on all devices alike; when that has happened `hysteresis` times since the scale last grew or
+was lowered, it is lowered, and after `window` finite steps in a row it grows.
 
 Source: Micikevicius et al., https://arxiv.org/abs/1710.03740, section 3.2; the hysteresis is
     Megatron-LM's.
@@ -22,22 +21,30 @@ class LossScale(NamedTuple):
     """The scale, and what decides when it changes."""
 
     scale: Float[Array, ""]
-    finite_in_row: Int[Array, ""]  # finite steps since the last overflow or growth
-    patience: Int[Array, ""]  # overflows that are still to come before the scale is lowered
+    # Finite steps since the last overflow or growth.
+    finite_in_row: Int[Array, ""]
+    # Overflows that are still to come before the scale is lowered.
+    patience: Int[Array, ""]
 
 
 def resolve(config: LossScaleConfig, compute: str) -> LossScaleConfig | None:
-    """The config with `auto` decided: dynamic for float16, whose smallest number is 6e-8. None: the
-    loss is not scaled."""
-    mode = config.mode if config.mode != "auto" else "dynamic" if compute == "float16" else "none"
-    return None if mode == "none" else dataclasses.replace(config, mode=mode)
+    """The config with `auto` decided: dynamic for float16, whose smallest number is 6e-8.
+
+    None: the loss is not scaled.
+    """
+    mode = config.mode
+    if mode == "auto":
+        mode = "dynamic" if compute == "float16" else "none"
+    if mode == "none":
+        return None
+    return dataclasses.replace(config, mode=mode)
 
 
 def initial(config: LossScaleConfig | None) -> LossScale | None:
     """The scale of a new run, of a resolved config."""
-    return config and LossScale(
-        jnp.float32(config.initial), jnp.int32(0), jnp.int32(config.hysteresis)
-    )
+    if config is None:
+        return None
+    return LossScale(jnp.float32(config.initial), jnp.int32(0), jnp.int32(config.hysteresis))
 
 
 def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) -> LossScale:
@@ -46,7 +53,8 @@ def advance(state: LossScale, finite: Bool[Array, ""], config: LossScaleConfig) 
         return state
     patience = jnp.where(finite, state.patience, jnp.maximum(state.patience - 1, 0))
     row = jnp.where(finite, state.finite_in_row + 1, 0)
-    grow, lower = row >= config.window, ~finite & (patience == 0)
+    grow = row >= config.window
+    lower = ~finite & (patience == 0)
     scale = jnp.where(grow, jnp.minimum(state.scale * config.factor, config.max), state.scale)
     scale = jnp.where(lower, jnp.maximum(scale * config.backoff, config.min), scale)
     return LossScale(scale, jnp.where(grow, 0, row), jnp.where(grow, config.hysteresis, patience))
@@ -63,8 +71,12 @@ def after_step(
     loss_finite: Bool[Array, ""],
     config: LossScaleConfig | None,
 ) -> tuple[LossScale | None, Bool[Array, ""]]:
-    """The scale after a step, and whether the step is lost: not finite, and a lower scale would not
-    mend that."""
+    """The scale after a step, and whether the step is lost.
+
+    It is if it is not finite, and a lower scale would not mend that.
+    """
     if state is None or config is None:
         return None, ~finite
-    return advance(state, finite, config), ~finite & (at_its_end(state, config) | ~loss_finite)
+    after = advance(state, finite, config)
+    lost = ~finite & (at_its_end(state, config) | ~loss_finite)
+    return after, lost

@@ -1,5 +1,6 @@
-"""What is minimised. The loop and the step know an objective only by its terms: (total, weight)
-pairs, divided once.
+"""What is minimised.
+
+The loop and the step know an objective only by its terms: (total, weight) pairs, divided once.
 
 The loss of a batch is the sum over terms of factor * total / denominator. The denominators belong
 to the whole batch and are known before the first gradient is taken, so that a gradient is the same
@@ -28,8 +29,10 @@ Scales = Mapping[str, Array | float]
 
 
 class Result(NamedTuple):
-    """Of one micro-batch: `loss`, the sum of scale * total over terms, to be differentiated; and
-    what is recorded."""
+    """Of one micro-batch: the loss to be differentiated, and what is recorded.
+
+    The loss is the sum of scale * total over terms.
+    """
 
     loss: Float[Array, ""]
     sums: dict[str, Sum]
@@ -51,13 +54,16 @@ class Objective(NamedTuple):
     forward: Callable[[Decoder, Batch, Scales], Result]
 
     def scales(self, batch: Batch, loss_scale: Array | float = 1.0) -> dict[str, Array]:
-        """factor * loss_scale / denominator of each term; a term that the whole batch has nothing
-        of gets factor."""
+        """factor * loss_scale / denominator of each term.
+
+        Where the whole batch has nothing of a term, the denominator is 1.
+        """
         counts = self.denominators(batch)
-        return {
-            name: factor * loss_scale / jnp.where(counts[name] > 0, counts[name], 1.0)
-            for name, factor in self.factors.items()
-        }
+        scales = {}
+        for name, factor in self.factors.items():
+            count = counts[name]
+            scales[name] = factor * loss_scale / jnp.where(count > 0, count, 1.0)
+        return scales
 
     def nll(self, model: Decoder, batch: Batch) -> Sum:
         """Negative log-likelihood of the targets, for evaluation: no other term, nothing random."""
@@ -65,7 +71,8 @@ class Objective(NamedTuple):
         return self.forward(model, batch, dict.fromkeys(self.factors, 0.0)).sums["nll"]
 
 
-PLAIN, NO_NOISE = LossConfig(), RegularizationConfig()
+PLAIN = LossConfig()
+NO_NOISE = RegularizationConfig()
 
 
 def next_token(
@@ -80,70 +87,78 @@ def next_token(
         loss: factors.
         normalize: what the cross-entropy is a mean of. `tokens`: all targets weigh the same;
             `sequences`: all documents of all rows do, whatever their length (a document that is cut
-                by a row's end counts in each row); `constant`:
-            divided by the number of positions, targets or not.
+            by a row's end counts in each row); `constant`: it is divided by the number of
+            positions, targets or not.
         num_sources: also record the loss of each of so many sources, in `sources`; 0: don't.
         regularization: what is random where the batch has keys.
     """
-    factors = {"nll": 1.0} | ({"z": loss.z_loss} if loss.z_loss else {})
+    factors = {"nll": 1.0}
+    if loss.z_loss:
+        factors["z"] = loss.z_loss
 
     def denominators(batch: Batch) -> dict[str, Array]:
         mask = batch["loss_mask"].astype(jnp.float32)
-        counts = {
-            "tokens": mask.sum,
-            "sequences": lambda: _sequences(batch).sum(),
-            "constant": lambda: jnp.float32(mask.size),
-        }
-        return {"nll": counts[normalize](), "z": mask.sum()}
+        match normalize:
+            case "tokens":
+                count = mask.sum()
+            case "sequences":
+                count = _sequences(batch).sum()
+            case "constant":
+                count = jnp.float32(mask.size)
+            case _:
+                raise ValueError(f"normalize={normalize} is none of tokens, sequences, constant.")
+        return {"nll": count, "z": mask.sum()}
 
     def forward(model: Decoder, batch: Batch, scales: Scales) -> Result:
         offset = batch.get("embedding_offset")
-        noise = (
-            Noise(regularization, batch["keys"])
-            if regularization != NO_NOISE and "keys" in batch
-            else None
-        )
+        noise = None
+        if regularization != NO_NOISE and "keys" in batch:
+            noise = Noise(regularization, batch["keys"])
         hidden = model.hidden(
             batch["inputs"], batch["segment_ids"], batch["positions"], offset, noise
         )
         rows, length = batch["targets"].shape
         mask = batch["loss_mask"].astype(jnp.float32)
-        weights = mask if normalize != "sequences" else _sequences(batch)
+        weights = mask
+        if normalize == "sequences":
+            weights = _sequences(batch)
+        z_scale = None
+        if "z" in scales:
+            z_scale = jnp.float32(scales["z"])
+        # Rounded up.
+        rows_of_shard = -(-rows // batch_shards())
         tokens = cross_entropy(
             hidden,
             model.output_matrix(),
             batch["targets"],
             weights * scales["nll"],
-            chunks=num_chunks(length, -(-rows // batch_shards()), model.config.loss_chunk),
+            chunks=num_chunks(length, rows_of_shard, model.config.loss_chunk),
             dtype=model.precision.compute,
             mask=mask,
-            z_scale=jnp.float32(scales["z"]) if "z" in scales else None,
+            z_scale=z_scale,
             smoothing=loss.label_smoothing,
             logits=model.precision.output,
         )
         targets = mask.sum(-1)
-        sums = {
-            "nll": Sum(tokens.nll.sum(), targets.sum()),
-            "z": Sum(tokens.z.sum(), targets.sum()),
-        }
+        sums = {"nll": Sum(tokens.nll.sum(), targets.sum())}
+        if "z" in factors:
+            sums["z"] = Sum(tokens.z.sum(), targets.sum())
         if num_sources:
-            sums["sources"] = Sum(
-                *(
-                    jax.ops.segment_sum(x, batch["source"], num_sources)
-                    for x in (tokens.nll, targets)
-                )
-            )
-        return Result(
-            tokens.loss, {name: sums[name] for name in ("nll", *factors, "sources") if name in sums}
-        )
+            totals = jax.ops.segment_sum(tokens.nll, batch["source"], num_sources)
+            counts = jax.ops.segment_sum(targets, batch["source"], num_sources)
+            sums["sources"] = Sum(totals, counts)
+        return Result(tokens.loss, sums)
 
     return Objective(factors, denominators, forward)
 
 
 def _sequences(batch: Batch) -> Float[Array, "B T"]:
-    """The loss mask, divided by its sum over the token's own document in the row: every document
-    with a target sums to 1."""
-    mask, segments = batch["loss_mask"].astype(jnp.float32), batch["segment_ids"]
+    """The loss mask, divided by its sum over the token's own document in the row.
+
+    So every document with a target sums to 1.
+    """
+    mask = batch["loss_mask"].astype(jnp.float32)
+    segments = batch["segment_ids"]
 
     def of_row(mask: Array, segments: Array) -> Array:
         return jax.ops.segment_sum(mask, segments, segments.size + 1)[segments]

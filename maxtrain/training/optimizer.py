@@ -1,9 +1,9 @@
-"""From the config to one optax transformation: clipping, weight decay, direction, learning rate,
-average of weights.
+"""From the config to one optax transformation.
 
-Parameters are known by their paths, such as `layers.0.attention.q.kernel`, and seen as what they are in one
-layer: a vector, or a matrix [in, out]. Stacking over layers makes neither a matrix of a vector nor
-    one matrix of many.
+It clips, decays weights, finds the direction, applies the learning rate, and averages weights.
+Parameters are known by their paths, such as `layers.0.attention.q.kernel`, and seen as what they
+are in one layer: a vector, or a matrix [in, out]. Stacking over layers makes neither a matrix of a
+vector nor one matrix of many.
 """
 
 import math
@@ -22,13 +22,10 @@ from maxtrain.config.schema import OptimizerConfig, ScheduleConfig
 from maxtrain.models.registry import logical_axes
 from maxtrain.training.schedule import make_schedule
 
-COUPLED = (
-    "sgd",
-    "momentum",
-    "nesterov",
-    "adam",
-)  # their weight decay is part of the gradient; the others' is not
-_RMS = 0.2  # of Muon's updates, as AdamW's have it: https://arxiv.org/abs/2502.16982, section 2.2
+# Their weight decay is part of the gradient; the others' is not.
+COUPLED = ("sgd", "momentum", "nesterov", "adam")
+# Of Muon's updates, as AdamW's have it: https://arxiv.org/abs/2502.16982, section 2.2.
+_RMS = 0.2
 _BATCH_AXES = ("layers", "exp")
 
 
@@ -36,8 +33,10 @@ class Averaged(NamedTuple):
     """The state of an optimizer, and an average of the weights."""
 
     inner: PyTree
-    average: PyTree[Float[Array, "..."]]  # float32, shaped and laid out like the parameters
-    count: Int[Array, ""]  # updates in it
+    # In float32, shaped and laid out like the parameters.
+    average: PyTree[Float[Array, "..."]]
+    # The updates in it.
+    count: Int[Array, ""]
 
 
 def make_optimizer(
@@ -60,48 +59,57 @@ def make_optimizer(
     """
     groups = _groups(config, params)
     decay = _decay(config, params, groups)
-    rates = dict.fromkeys(decay, 1.0) | {
-        path: config.groups[name].lr_factor for path, name in groups.items()
-    }
+    rates = dict.fromkeys(decay, 1.0)
+    for path, name in groups.items():
+        rates[path] = config.groups[name].lr_factor
     decays = [
         optax.add_decayed_weights(rate, mask=_where(decay, rate))
-        for rate in sorted({*decay.values()} - {0.0})
+        for rate in sorted(set(decay.values()) - {0.0})
     ]
-    parts = [
+    scales = [
         optax.masked(optax.scale(rate), _where(rates, rate))
-        for rate in sorted({*rates.values()} - {1.0})
+        for rate in sorted(set(rates.values()) - {1.0})
     ]
-    direction = (
-        [_direction(config)] if factors is None else [_direction(config), scale_by_factors(factors)]
-    )
-    parts = (
-        [*decays, *direction, *parts] if config.name in COUPLED else [*direction, *decays, *parts]
-    )
+    direction = [_direction(config)]
+    if factors is not None:
+        direction.append(scale_by_factors(factors))
+    parts = _clipping(config)
+    if config.name in COUPLED:
+        parts += [*decays, *direction, *scales]
+    else:
+        parts += [*direction, *decays, *scales]
     learning_rate = make_schedule(schedule, config.learning_rate, num_steps)
-    optimizer = optax.chain(*_clipping(config), *parts, optax.scale_by_learning_rate(learning_rate))
-    return optimizer if config.ema_decay is None else _averaged(optimizer, config.ema_decay)
+    optimizer = optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+    if config.ema_decay is None:
+        return optimizer
+    return _averaged(optimizer, config.ema_decay)
 
 
 def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
-    """Multiplies the update of each parameter by its factor; `factors` has a number where the
-    parameters have a variable."""
+    """Multiplies the update of each parameter by its factor.
+
+    Args:
+        factors: a tree with a number where the parameters have a variable.
+    """
+
+    def scale_one(factor: float, update: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x * factor, update)
 
     def scale(updates: PyTree, _: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda factor, update: jax.tree.map(lambda x: x * factor, update), factors, updates
-        )
+        return jax.tree.map(scale_one, factors, updates)
 
     return optax.stateless(scale)
 
 
 def eval_params(state: Any) -> nnx.State:
-    """What a training state is judged by: the average of its weights if there is one, else its
-    parameters."""
+    """What a training state is judged by: the average of its weights, or else its parameters."""
     if not isinstance(state.opt_state, Averaged):
         return state.params
-    return jax.tree.map(
-        lambda average, p: average.astype(p.dtype), state.opt_state.average, state.params
-    )
+
+    def as_parameter(average: Array, parameter: Array) -> Array:
+        return average.astype(parameter.dtype)
+
+    return jax.tree.map(as_parameter, state.opt_state.average, state.params)
 
 
 def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> PyTree:
@@ -109,43 +117,39 @@ def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> 
 
     With a key, sums in bfloat16 are rounded up or down at random, so that they are right on
     average: what is smaller than half a step of the type is not lost. Leaf number i draws from
-        fold_in(key, i): the same bits on every mesh.
+    fold_in(key, i): the same bits on every mesh.
     """
     if key is None:
         return optax.apply_updates(params, updates)
-
-    def add(i: int, p: Array, u: Array) -> Array:
-        total = p.astype(jnp.float32) + u.astype(jnp.float32)
-        return (
-            stochastic_round(total, jax.random.fold_in(key, i))
-            if p.dtype == jnp.bfloat16
-            else total.astype(p.dtype)
-        )
-
     leaves, tree = jax.tree.flatten(params)
-    return jax.tree.unflatten(
-        tree, [add(i, p, u) for i, (p, u) in enumerate(zip(leaves, jax.tree.leaves(updates)))]
-    )
+    added = []
+    for i, (parameter, update) in enumerate(zip(leaves, jax.tree.leaves(updates))):
+        total = parameter.astype(jnp.float32) + update.astype(jnp.float32)
+        if parameter.dtype == jnp.bfloat16:
+            added.append(stochastic_round(total, jax.random.fold_in(key, i)))
+        else:
+            added.append(total.astype(parameter.dtype))
+    return jax.tree.unflatten(tree, added)
 
 
 def stochastic_round(x: Float[Array, "..."], key: Array) -> Float[Array, "..."]:
-    """float32 to one of the two neighbours in bfloat16, each with the probability that makes the
-    mean x."""
-    random = jax.random.bits(key, x.shape, jnp.uint16).astype(
-        jnp.uint32
-    )  # of the 16 bits that bfloat16 has not
-    kept = (jax.lax.bitcast_convert_type(x, jnp.uint32) + random) & jnp.uint32(0xFFFF0000)
-    return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(kept, jnp.float32), x).astype(
-        jnp.bfloat16
-    )
+    """float32 to one of the two neighbours in bfloat16, at random, so that the mean is x."""
+    # bfloat16 lacks the 16 lower bits of float32: a number of 16 random bits is added to these, and
+    # then they are cut off.
+    random = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    kept = (bits + random) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(kept, jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
 def paths(params: PyTree) -> dict[str, nnx.Variable]:
     """The variables by path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): variable for path, variable in flat
-    }
+    named = {}
+    for path, variable in flat:
+        named[jax.tree_util.keystr(path, simple=True, separator=".")] = variable
+    return named
 
 
 def _is_variable(x: Any) -> bool:
@@ -164,11 +168,11 @@ def _where(values: Mapping[str, float], value: float) -> Callable[[PyTree], PyTr
 
 
 def _matching(key: str, pattern: str, names: Mapping[str, Any]) -> list[str]:
+    """The paths that a pattern matches; ConfigError: it matches none."""
     found = [path for path in names if re.search(pattern, path)]
     if not found:
-        raise ConfigError(
-            f"{key}={pattern} matches no parameter. Set it to a part of one of these: {', '.join(names)}."
-        )
+        mend = f"Set it to a part of one of these: {', '.join(names)}"
+        raise ConfigError(f"{key}={pattern} matches no parameter. {mend}.")
     return found
 
 
@@ -179,9 +183,8 @@ def _groups(config: OptimizerConfig, params: PyTree) -> dict[str, str]:
         for path in _matching(f"optimizer.groups.{name}.pattern", group.pattern, paths(params)):
             if path in groups:
                 both = f"optimizer.groups.{groups[path]} and optimizer.groups.{name}"
-                raise ConfigError(
-                    f"{path} is in {both}, by their patterns. Set one of these so that it does not match {path}."
-                )
+                mend = f"Set one of these so that it does not match {path}"
+                raise ConfigError(f"{path} is in {both}, by their patterns. {mend}.")
             groups[path] = name
     return groups
 
@@ -189,21 +192,18 @@ def _groups(config: OptimizerConfig, params: PyTree) -> dict[str, str]:
 def _decay(config: OptimizerConfig, params: PyTree, groups: Mapping[str, str]) -> dict[str, float]:
     """The weight decay of each path: of matrices only, not of norms and biases, unless a group says
     otherwise."""
-    decay = {
-        path: config.weight_decay if _is_matrix(v.get_metadata("axes")) else 0.0
-        for path, v in paths(params).items()
-    }
-    decay |= {
-        path: d
-        for path, name in groups.items()
-        if (d := config.groups[name].weight_decay) is not None
-    }
-    off = [
-        path
-        for pattern in config.no_decay
-        for path in _matching("optimizer.no_decay", pattern, decay)
-    ]
-    return decay | dict.fromkeys(off, 0.0)
+    decay = {}
+    for path, variable in paths(params).items():
+        is_matrix = _is_matrix(variable.get_metadata("axes"))
+        decay[path] = config.weight_decay if is_matrix else 0.0
+    for path, name in groups.items():
+        of_group = config.groups[name].weight_decay
+        if of_group is not None:
+            decay[path] = of_group
+    for pattern in config.no_decay:
+        for path in _matching("optimizer.no_decay", pattern, decay):
+            decay[path] = 0.0
+    return decay
 
 
 def _clipping(config: OptimizerConfig) -> list[optax.GradientTransformation]:
@@ -219,41 +219,51 @@ def _clipping(config: OptimizerConfig) -> list[optax.GradientTransformation]:
 
 def _direction(config: OptimizerConfig) -> optax.GradientTransformation:
     """What is multiplied by the learning rate."""
-    c = config
-    adam = optax.scale_by_adam(b1=c.beta1, b2=c.beta2, eps=c.eps)
-    match c.name:
+    match config.name:
         case "adam" | "adamw":
-            return adam
+            return _adam(config)
         case "momentum" | "nesterov":
-            return optax.trace(c.momentum, nesterov=c.name == "nesterov")
+            return optax.trace(config.momentum, nesterov=config.name == "nesterov")
         case "lion":
-            return optax.scale_by_lion(b1=c.beta1, b2=c.beta2)
+            return optax.scale_by_lion(b1=config.beta1, b2=config.beta2)
         case "adafactor":
-            return _each_matrix(
-                optax.chain(
-                    optax.scale_by_factored_rms(min_dim_size_to_factor=2),
-                    optax.clip_by_block_rms(1.0),
-                )
-            )
+            factored = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
+            return _each_matrix(optax.chain(factored, optax.clip_by_block_rms(1.0)))
         case "muon":
-            muon = optax.contrib.scale_by_muon(
-                beta=c.momentum, weight_dimension_numbers=_dimension_numbers
-            )
-            matrices = optax.chain(
-                muon, optax.stateless(lambda updates, _: _map(_rescaled, updates))
-            )
-            return optax.partition(
-                {"muon": matrices, "adam": adam}, lambda tree: _map(_label, tree)
-            )
+            return _muon(config)
     return optax.identity()
 
 
+def _adam(config: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(b1=config.beta1, b2=config.beta2, eps=config.eps)
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Muon for matrices, Adam for the rest."""
+
+    def rescale(updates: PyTree, _: PyTree) -> PyTree:
+        return _map(_rescaled, updates)
+
+    def labels(tree: PyTree) -> PyTree:
+        return _map(_label, tree)
+
+    muon = optax.contrib.scale_by_muon(
+        beta=config.momentum, weight_dimension_numbers=_dimension_numbers
+    )
+    matrices = optax.chain(muon, optax.stateless(rescale))
+    return optax.partition({"muon": matrices, "adam": _adam(config)}, labels)
+
+
 def _split(axes: tuple[str | None, ...]) -> tuple[int, int]:
-    """Number of dims that are stacked, and the dim at which a matrix's outputs begin; all of them
-    for a vector."""
+    """Number of dims that are stacked, and the dim at which a matrix's outputs begin.
+
+    For a vector, the second is the number of all its dims.
+    """
     batch = sum(axis in _BATCH_AXES for axis in axes)
-    first = 2 if axes[batch : batch + 2] in (("heads", "head_dim"), ("kv_heads", "head_dim")) else 1
-    return batch, batch + first
+    inputs = 1
+    if axes[batch : batch + 2] in (("heads", "head_dim"), ("kv_heads", "head_dim")):
+        inputs = 2
+    return batch, batch + inputs
 
 
 def _is_matrix(axes: tuple[str | None, ...]) -> bool:
@@ -264,19 +274,21 @@ def _is_matrix(axes: tuple[str | None, ...]) -> bool:
 
 def _label(path: str, variable: nnx.Variable) -> str:
     axes = logical_axes(variable)
-    return "muon" if _is_matrix(axes) and "vocab" not in axes else "adam"
+    if _is_matrix(axes) and "vocab" not in axes:
+        return "muon"
+    return "adam"
 
 
 def _dimension_numbers(tree: PyTree) -> PyTree:
     def of(path: str, variable: Any) -> Any:
+        # What is masked is no variable.
         if not _is_variable(variable):
-            return variable  # masked
+            return variable
         axes = logical_axes(variable)
         batch, first = _split(axes)
-        dims = optax.contrib.MuonDimensionNumbers(
-            tuple(range(batch, first)), tuple(range(first, len(axes)))
-        )
-        return variable.replace(dims)
+        inputs = tuple(range(batch, first))
+        outputs = tuple(range(first, len(axes)))
+        return variable.replace(optax.contrib.MuonDimensionNumbers(inputs, outputs))
 
     return _map(of, tree)
 
@@ -284,16 +296,13 @@ def _dimension_numbers(tree: PyTree) -> PyTree:
 def _rescaled(path: str, variable: nnx.Variable) -> nnx.Variable:
     """An orthogonal matrix, scaled to root mean square _RMS."""
     batch, first = _split(logical_axes(variable))
-    shape = variable.shape
-    return variable.replace(
-        variable[...]
-        * (_RMS * math.sqrt(max(math.prod(shape[batch:first]), math.prod(shape[first:]))))
-    )
+    inputs = math.prod(variable.shape[batch:first])
+    outputs = math.prod(variable.shape[first:])
+    return variable.replace(variable[...] * (_RMS * math.sqrt(max(inputs, outputs))))
 
 
 def _each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A transformation that looks at one array, on every layer's vectors and matrices [in, out] by
-    themselves.
+    """A transformation of one array, applied to every layer's vectors and matrices [in, out].
 
     Its state is plain arrays by path, stacked over layers, and float32: Adafactor's decay comes so
     near to 1 that averages in bfloat16 would stay as they are after a thousand steps.
@@ -302,11 +311,11 @@ def _each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransform
     def views(tree: PyTree) -> dict[str, Array]:
         def view(variable: Any) -> Array:
             batch, first = _split(logical_axes(variable))
-            sizes = [
-                math.prod(part) for part in (variable.shape[:batch], variable.shape[batch:first])
-            ]
-            outputs = [math.prod(variable.shape[first:])] if variable.ndim > first else []
-            return variable[...].astype(jnp.float32).reshape(*sizes, *outputs)
+            shape = variable.shape
+            sizes = [math.prod(shape[:batch]), math.prod(shape[batch:first])]
+            if variable.ndim > first:
+                sizes.append(math.prod(shape[first:]))
+            return variable[...].astype(jnp.float32).reshape(*sizes)
 
         return {path: view(variable) for path, variable in paths(tree).items()}
 
@@ -316,26 +325,34 @@ def _each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransform
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None
     ) -> tuple[PyTree, PyTree]:
-        grads, weights = views(updates), views(params)
-        out: dict[str, Any] = {
-            path: jax.vmap(inner.update)(grads[path], state[path], weights[path]) for path in grads
-        }
-        made = _map(lambda path, v: v.replace(out[path][0].reshape(v.shape)), updates)
-        return made, {path: new for path, (_, new) in out.items()}
+        grads = views(updates)
+        weights = views(params)
+        changes = {}
+        new_state = {}
+        for path, grad in grads.items():
+            made = jax.vmap(inner.update)(grad, state[path], weights[path])
+            changes[path], new_state[path] = made
+
+        def replaced(path: str, variable: Any) -> Any:
+            return variable.replace(changes[path].reshape(variable.shape))
+
+        return _map(replaced, updates), new_state
 
     return optax.GradientTransformation(init, update)
 
 
 def _averaged(inner: optax.GradientTransformation, decay: float) -> optax.GradientTransformation:
-    """With an average of the weights after each update, which starts short, so that the first
-    weights are soon forgotten."""
+    """With an average of the weights after each update.
+
+    It starts short, so that the first weights are soon forgotten.
+    """
 
     def init(params: PyTree) -> Averaged:
-        return Averaged(
-            inner.init(params),
-            jax.tree.map(lambda p: p.astype(jnp.float32), params),
-            jnp.zeros((), jnp.int32),
-        )
+        average = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return Averaged(inner.init(params), average, jnp.zeros((), jnp.int32))
+
+    def updated(parameter: Array, update: Array) -> Array:
+        return parameter.astype(jnp.float32) + update.astype(jnp.float32)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
@@ -343,11 +360,8 @@ def _averaged(inner: optax.GradientTransformation, decay: float) -> optax.Gradie
         updates, new = inner.update(updates, state.inner, params)
         count = state.count.astype(jnp.float32)
         share = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
-        after = jax.tree.map(
-            lambda p, u: p.astype(jnp.float32) + u.astype(jnp.float32), params, updates
-        )
-        return updates, Averaged(
-            new, optax.incremental_update(after, state.average, share), state.count + 1
-        )
+        after = jax.tree.map(updated, params, updates)
+        average = optax.incremental_update(after, state.average, share)
+        return updates, Averaged(new, average, state.count + 1)
 
     return optax.GradientTransformation(init, update)

@@ -1,5 +1,4 @@
-"""The learning rate of each update: warm-up, then the pieces of the schedule, up to the plan's
-number of steps.
+"""The learning rate of each update: warm-up, then the pieces of the schedule, up to the plan's end.
 
 Updates are counted by the optimizer's state, so that a skipped step uses up nothing.
 """
@@ -9,22 +8,25 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from data_pipeline.errors import ConfigError
-from maxtrain.config.checks import piece_borders
 from maxtrain.config.schema import ScheduleConfig
+from maxtrain.config.sections.schedule import piece_borders
 
 
 class _Piece(NamedTuple):
-    """Updates in a row whose rate goes from `start`, with the first of them, to `end`, with the
-    last."""
+    """Updates in a row whose rate goes from `start` at the first of them to `end` at the last."""
 
     name: str
-    length: int  # updates
+    # In updates.
+    length: int
     start: float
     end: float
-    power: float = 1.0  # polynomial
-    timescale: int = 1  # inverse_sqrt, updates
+    # Of a polynomial.
+    power: float = 1.0
+    # Of inverse_sqrt, in updates.
+    timescale: int = 1
 
 
 def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.Schedule:
@@ -45,8 +47,10 @@ def make_schedule(config: ScheduleConfig, peak: float, num_steps: int) -> optax.
     Raises:
         ConfigError: pieces that do not fit into the run; an exponential one from or to 0.
     """
-    warmup, low = min(config.warmup_steps, num_steps), lowest_rate(config, peak)
-    left, timescale = num_steps - warmup, config.timescale or max(1, warmup)
+    warmup = min(config.warmup_steps, num_steps)
+    left = num_steps - warmup
+    low = lowest_rate(config, peak)
+    timescale = config.timescale or max(1, warmup)
     if config.name == "pieces":
         pieces = _pieces(config, peak, num_steps)
     elif config.name == "wsd":
@@ -68,9 +72,14 @@ def lowest_rate(config: ScheduleConfig, peak: float) -> float:
 
 
 def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]:
-    borders, pieces, last = piece_borders(config, num_steps), [], 1.0
+    borders = piece_borders(config, num_steps)
+    pieces = []
+    # As a share of the peak, where the piece before ended.
+    last = 1.0
     for piece, first, end in zip(config.pieces, borders, borders[1:]):
-        start = last if piece.start is None else piece.start
+        start = piece.start
+        if start is None:
+            start = last
         made = _Piece(
             piece.name,
             end - first,
@@ -86,25 +95,44 @@ def _pieces(config: ScheduleConfig, peak: float, num_steps: int) -> list[_Piece]
 
 def _curve(piece: _Piece) -> optax.Schedule:
     """Rate of the update with index 0 ... length - 1 of a piece."""
-    start, end, span = piece.start, piece.end, max(1, piece.length - 1)
+    start = piece.start
+    end = piece.end
+    span = max(1, piece.length - 1)
     if piece.name == "constant":
         return optax.constant_schedule(start)
     if piece.name == "exponential":
         if min(start, end) <= 0:
+            rule = f"an exponential curve goes from {start} to {end}, but neither may be 0"
             mend = "Set schedule.min_lr_ratio, or `start` and `end` of the piece, to more than 0"
-            raise ConfigError(
-                f"schedule: an exponential curve goes from {start} to {end}, but neither may be 0. {mend}."
-            )
+            raise ConfigError(f"schedule: {rule}. {mend}.")
         return optax.exponential_decay(start, span, end / start)
     if piece.name == "inverse_sqrt":
-        return lambda s: jnp.maximum(
-            end, start * jnp.sqrt(piece.timescale / (piece.timescale + jnp.maximum(s, 0)))
-        )
-    if piece.name == "cosine" and start:
+        return _inverse_sqrt(piece)
+    if piece.name == "cosine":
+        return _cosine(start, end, span)
+    power = 1.0
+    if piece.name == "polynomial":
+        power = piece.power
+    return optax.polynomial_schedule(start, end, power, span)
+
+
+def _inverse_sqrt(piece: _Piece) -> optax.Schedule:
+    timescale = piece.timescale
+
+    def rate(s: ArrayLike) -> ArrayLike:
+        share = jnp.sqrt(timescale / (timescale + jnp.maximum(s, 0)))
+        return jnp.maximum(piece.end, piece.start * share)
+
+    return rate
+
+
+def _cosine(start: float, end: float, span: int) -> optax.Schedule:
+    if start:
         return optax.cosine_decay_schedule(start, span, alpha=end / start)
-    if piece.name == "cosine":  # optax's is a multiple of its start
-        down = optax.cosine_decay_schedule(end, span)
-        return lambda s: end - down(s)
-    return optax.polynomial_schedule(
-        start, end, piece.power if piece.name == "polynomial" else 1.0, span
-    )
+    # Optax's curve is a multiple of its start: from 0 it goes the other way round.
+    down = optax.cosine_decay_schedule(end, span)
+
+    def up(s: ArrayLike) -> ArrayLike:
+        return end - down(s)
+
+    return up

@@ -1,7 +1,7 @@
-"""Everything that training changes, as one pytree of global arrays; made in place on the mesh, or
-described abstractly.
+"""Everything that training changes, as one pytree of global arrays.
 
-Parameter counts, checkpoints and imported weights all read the same abstract tree.
+It is made in place on the mesh, or described abstractly. Parameter counts, checkpoints and imported
+weights all read the same abstract tree.
 """
 
 import math
@@ -26,32 +26,36 @@ class TrainState(NamedTuple):
 
     params: nnx.State
     opt_state: PyTree
-    step: Int[Array, ""]  # finished steps, whether they changed anything or not
-    skipped: Int[Array, ""]  # steps of these that changed nothing: without a target, or rejected
-    skipped_in_row: Int[
-        Array, ""
-    ]  # non-finite steps in a row, up to now, that no lower loss scale would have mended
+    # Finished steps, whether they changed anything or not.
+    step: Int[Array, ""]
+    # Steps of these that changed nothing: without a target, or rejected.
+    skipped: Int[Array, ""]
+    # Non-finite steps in a row, up to now, that no lower loss scale would have mended.
+    skipped_in_row: Int[Array, ""]
     watch: Watch
     loss_scale: LossScale | None = None
 
 
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
 def _shard(tree: Any, mesh: Mesh) -> Any:
-    """The tree with a sharding on every abstract leaf: a parameter's, and its optimizer state's,
-    from its logical axes."""
+    """The tree with a sharding on every abstract leaf.
+
+    A parameter's, and its optimizer state's, is from its logical axes.
+    """
 
     def place(path: Any, x: Any) -> Any:
-        if not isinstance(x, nnx.Variable):
-            return jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=named_sharding(mesh, (None,) * x.ndim)
-            )
+        if not _is_variable(x):
+            whole = named_sharding(mesh, (None,) * x.ndim)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         value = x.get_value()
         sharding = named_sharding(mesh, logical_axes(x), value.shape, name)
         return x.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
-    return jax.tree_util.tree_map_with_path(
-        place, tree, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
+    return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_variable)
 
 
 def abstract_model(
@@ -79,32 +83,36 @@ def spread_tree(tree: PyTree) -> PyTree:
 def zero_summary(abstract: TrainState, zero: int) -> str:
     """What ZeRO splits, in words: bytes on a device, and of these, what can't be divided."""
 
-    def size(tree: PyTree, whole_only: bool = False) -> float:
-        leaves = [
-            x
-            for x in jax.tree.leaves(tree)
-            if not whole_only or "data" not in jax.tree.leaves(tuple(x.sharding.spec))
-        ]
-        return (
-            sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves) / 1e6
-        )
+    def megabytes(leaves: list[Any]) -> float:
+        sizes = [math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves]
+        return sum(sizes) / 1e6
 
-    split = {"optimizer state": abstract.opt_state} | (
-        {"parameters": abstract.params} if zero == 3 else {}
-    )
-    parts = [
-        f"{name} {size(tree):,.3f} MB a device, {size(tree, True):,.3f} of it not divided"
-        for name, tree in split.items()
-    ]
+    def is_whole(leaf: Any) -> bool:
+        return "data" not in jax.tree.leaves(tuple(leaf.sharding.spec))
+
+    split = {"optimizer state": abstract.opt_state}
+    if zero == 3:
+        split["parameters"] = abstract.params
+    parts = []
+    for name, tree in split.items():
+        leaves = jax.tree.leaves(tree)
+        whole = [leaf for leaf in leaves if is_whole(leaf)]
+        size = f"{megabytes(leaves):,.3f} MB a device"
+        parts.append(f"{name} {size}, {megabytes(whole):,.3f} of it not divided")
     return f"zero {zero}: {', '.join(parts)}"
 
 
 def _init(
     params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None
 ) -> TrainState:
-    step, skipped, in_row = (jnp.zeros((), jnp.int32) for _ in range(3))
     return TrainState(
-        params, optimizer.init(params), step, skipped, in_row, new_watch(), initial(loss_scale)
+        params=params,
+        opt_state=optimizer.init(params),
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        skipped_in_row=jnp.zeros((), jnp.int32),
+        watch=new_watch(),
+        loss_scale=initial(loss_scale),
     )
 
 
@@ -115,17 +123,20 @@ def abstract_state(
     loss_scale: LossScaleConfig | None = None,
     zero: int = 0,
 ) -> TrainState:
-    """The state as shapes with shardings, from abstract parameters; `loss_scale` is a resolved one.
+    """The state as shapes with shardings, from abstract parameters.
 
-    `zero`: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters,
-        too.
+    Args:
+        loss_scale: a resolved one.
+        zero: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters,
+            too.
     """
-    state: TrainState = _shard(
-        jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params), mesh
-    )
+    shapes = jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params)
+    state: TrainState = _shard(shapes, mesh)
     if zero >= 1:
         state = state._replace(opt_state=spread_tree(state.opt_state))
-    return state._replace(params=spread_tree(state.params)) if zero == 3 else state
+    if zero == 3:
+        state = state._replace(params=spread_tree(state.params))
+    return state
 
 
 def shardings(tree: PyTree) -> PyTree:
@@ -142,11 +153,14 @@ def create_state(
     loss_scale: LossScaleConfig | None = None,
     init: InitConfig | None = None,
 ) -> TrainState:
-    """Random parameters and a fresh optimizer, each array made where it lives; the same bits on
-    every mesh."""
+    """Random parameters and a fresh optimizer, each array made where it lives.
+
+    The bits are the same on every mesh.
+    """
 
     def create(key: Array) -> TrainState:
-        return _init(nnx.state(build_model(model, precision, key, init)), optimizer, loss_scale)
+        params = nnx.state(build_model(model, precision, key, init))
+        return _init(params, optimizer, loss_scale)
 
     return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
 
@@ -158,8 +172,9 @@ def state_from_params(
     loss_scale: LossScaleConfig | None = None,
 ) -> TrainState:
     """Given parameters (donated) and a fresh optimizer."""
-    return jax.jit(
-        lambda p: _init(p, optimizer, loss_scale),
-        out_shardings=shardings(abstract),
-        donate_argnums=0,
-    )(params)
+
+    def create(params: nnx.State) -> TrainState:
+        return _init(params, optimizer, loss_scale)
+
+    program = jax.jit(create, out_shardings=shardings(abstract), donate_argnums=0)
+    return program(params)

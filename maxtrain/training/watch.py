@@ -1,5 +1,4 @@
-"""What a step is judged by before its update: the losses and norms of the steps before it, kept on
-the device.
+"""What a step is judged by before its update: losses and norms of the steps before it, on device.
 
 A loss or gradient norm is a spike if it is above the window's median by a number of deviations, of
 1.4826 times the median absolute deviation each (which is the standard deviation of normal numbers,
@@ -17,25 +16,35 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
 
-CAPACITY = 256  # of the rings; a window may be shorter, so that its length may change from one start of a run to the next
-_LEAST = 1e-3  # a deviation is at least this share of the median: steps that are all but equal make no spike of the next one
-_VANISHED = 1e-6  # share of its median at which a gradient norm is none
+# Of the rings. A window may be shorter, so that its length may change from one start of a run to
+# the next.
+CAPACITY = 256
+# A deviation is at least this share of the median: steps that are all but equal make no spike of
+# the next one.
+_LEAST = 1e-3
+# The share of its median at which a gradient norm is none.
+_VANISHED = 1e-6
 
 
 class Watch(NamedTuple):
-    """Rings of what accepted steps measured (loss, gradient norm, norm of all weights), and what
-    was found up to now."""
+    """Rings of what accepted steps measured, and what was found up to now.
+
+    The rings are of the loss, the gradient norm, and the norm of all weights.
+    """
 
     values: Float[Array, "3 W"]
-    count: Int[Array, "3"]  # accepted since a ring began
+    # Accepted steps since a ring began.
+    count: Int[Array, "3"]
     spikes_in_row: Int[Array, ""]
-    still: Int[Array, ""]  # steps in a row without a gradient, or with the loss of the step before
+    # Steps in a row without a gradient, or with the loss of the step before.
+    still: Int[Array, ""]
     last_loss: Float[Array, ""]
-    best: Float[Array, ""]  # the lowest median of losses
-    found: Int[Array, "K"]  # steps of the run with each kind of ANOMALIES
-    halted: Bool[
-        Array, ""
-    ]  # a step was found that ends the run, or takes it back: no step is made any more
+    # The lowest median of losses.
+    best: Float[Array, ""]
+    # Steps of the run with each kind of ANOMALIES.
+    found: Int[Array, "K"]
+    # A step was found that ends the run, or takes it back: no step is made any more.
+    halted: Bool[Array, ""]
 
 
 def new_watch() -> Watch:
@@ -44,14 +53,14 @@ def new_watch() -> Watch:
     infinite = jnp.float32(jnp.inf)
     found = jnp.zeros(len(ANOMALIES), jnp.int32)
     return Watch(
-        jnp.zeros((3, CAPACITY)),
-        jnp.zeros(3, jnp.int32),
-        none,
-        none,
-        infinite,
-        infinite,
-        found,
-        jnp.zeros((), bool),
+        values=jnp.zeros((3, CAPACITY)),
+        count=jnp.zeros(3, jnp.int32),
+        spikes_in_row=none,
+        still=none,
+        last_loss=infinite,
+        best=infinite,
+        found=found,
+        halted=jnp.zeros((), bool),
     )
 
 
@@ -70,23 +79,24 @@ def spread(
         return jnp.where(there > 0, jnp.take_along_axis(ordered, middle, axis=1).mean(axis=1), 0.0)
 
     middle = median(values)
-    return middle, jnp.maximum(
-        1.4826 * median(jnp.abs(values - middle[:, None])), _LEAST * jnp.abs(middle)
-    )
+    deviation = 1.4826 * median(jnp.abs(values - middle[:, None]))
+    return middle, jnp.maximum(deviation, _LEAST * jnp.abs(middle))
 
 
 class Verdict(NamedTuple):
-    """`reject`: the step must not change the weights. `halt`: nor may this or any later step change
-    anything at all.
+    """What is found of a step.
 
-    `metrics`: found (of each kind, whether the step shows it), anomalies (steps of the run that
-        did), halted, and median and
-    deviation of loss, gradient norm and norm of all weights in the window before this step.
+    reject: the step must not change the weights.
+    halt: nor may this or any later step change anything at all.
+    watch: as it is after the step.
+    metrics: found (of each kind, whether the step shows it), anomalies (steps of the run that did),
+        halted, and median and deviation of loss, gradient norm and norm of all weights in the
+        window before this step.
     """
 
     reject: Bool[Array, ""]
     halt: Bool[Array, ""]
-    watch: Watch  # after the step
+    watch: Watch
     metrics: dict[str, Array]
 
 
@@ -99,9 +109,10 @@ def judge(
 ) -> Verdict:
     """Judge a step by its loss, grad_norm and, unless that is not looked at, weight_norm.
 
-    `good`: the step has targets, and these numbers are finite; `non_finite`: it has some, they are
-        not, and no lower loss
-    scale would mend it.
+    Args:
+        good: the step has targets, and these numbers are finite.
+        non_finite: it has targets, the numbers are not finite, and no lower loss scale would mend
+            that.
     """
     now = jnp.stack(
         [measured["loss"], measured["grad_norm"], measured.get("weight_norm", jnp.float32(0))]
@@ -127,9 +138,8 @@ def judge(
     found = found & jnp.array([policy != "off" for policy in policies])
 
     accepted = good & ~spikes.any() & ~vanished
-    weighed = jnp.array(
-        [True, True, config.weight_drift != "off"]
-    )  # what is not measured is not remembered
+    # What is not measured is not remembered.
+    weighed = jnp.array([True, True, config.weight_drift != "off"])
     count = jnp.where(weighed & ~(shifted & jnp.array([True, True, False])), watch.count, 0)
     place = jnp.arange(CAPACITY) == (count % CAPACITY)[:, None]
     after = Watch(
@@ -146,10 +156,13 @@ def judge(
     )
     halts = jnp.array([policy in ("rollback", "stop") for policy in policies])
     rejects = halts | jnp.array([policy == "skip" for policy in policies])
-    reject, halt = (found & rejects).any(), watch.halted | (found & halts).any()
+    reject = (found & rejects).any()
+    halt = watch.halted | (found & halts).any()
     metrics = {
         "found": found,
         "anomalies": jnp.where(halt, watch.found, after.found),
         "halted": halt,
+        "median": median,
+        "deviation": deviation,
     }
-    return Verdict(reject, halt, after, metrics | {"median": median, "deviation": deviation})
+    return Verdict(reject, halt, after, metrics)

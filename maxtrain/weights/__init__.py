@@ -1,2 +1,2 @@
-"""Weights from and to other programs' files. Which names a model has there is said by its family,
-not here."""
+"""Weights from and to other programs' files. Which names a model has there, its family says, in the
+steps of `codec.py`."""

@@ -2,14 +2,13 @@
 with an index.
 
 Each array is read piece by piece, just the part that a device holds, so that no host ever holds the
-whole model. Nothing is
-guessed: every tensor must be there, of the right shape, and none left over.
+whole model. Nothing is guessed: every tensor must be there, of the right shape, and none left over.
 """
 
 import dataclasses
-import math
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,13 @@ from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, FREE, read_config, read_json
-from maxtrain.models.families.family import IGNORED, Tensor
+from maxtrain.models.families.family import IGNORED
 from maxtrain.models.specs import head_dim
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
+from maxtrain.weights.codec import Entry, LazyArray, Part, Shape, slices
 
 _TABLE_ROWS = 40
 _LLAMA3_ROPE = {
@@ -65,8 +65,10 @@ def load_pretrained(
     if dtype not in ("float32", "bfloat16"):
         raise UsageError(f"dtype={dtype!r} is not supported. Use 'float32' or 'bfloat16'.")
     config = dataclasses.replace(read_config(directory), **changes)
-    mesh = mesh or make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
-    graphdef, params = abstract_model(config, PrecisionConfig(params=dtype, compute=dtype), mesh)
+    if mesh is None:
+        mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    precision = PrecisionConfig(params=dtype, compute=dtype)
+    graphdef, params = abstract_model(config, precision, mesh)
     return nnx.merge(graphdef, load_weights(params, directory, config)), config
 
 
@@ -93,105 +95,134 @@ def load_weights(
     """
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
-    files, table = _open(directory), FAMILIES[config.family].tensors(config)
+    files = _open(directory)
+    table = FAMILIES[config.family].table(config)
     flat, treedef = jax.tree.flatten(params)
     leaves = dict(zip(leaf_names(params), flat))
-    assert leaves.keys() == table.keys(), leaves.keys() ^ table.keys()
-    _check_tensors(directory, files, [(table[name], leaf.shape) for name, leaf in leaves.items()])
-
-    def load(tensor: Tensor, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        def read(index: Any) -> np.ndarray:
-            parts = [range(*part.indices(size)) for part, size in zip(index, leaf.shape)]
-            out = np.empty([len(part) for part in parts], leaf.dtype)
-            for place in np.ndindex(*out.shape[: tensor.stacked]):
-                name = tensor.name.format(*(part[i] for part, i in zip(parts, place)))
-                inner = (leaf.shape[tensor.stacked :], parts[tensor.stacked :])
-                out[place] = _read_part(files[name].get_slice(name), tensor.inputs, *inner)
-            return out
-
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
-
-    loaded = jax.tree.unflatten(treedef, [load(table[name], leaf) for name, leaf in leaves.items()])
-    if bad := non_finite_names(loaded):
-        more = f" and {len(bad) - 1:,} more" if len(bad) > 1 else ""
-        raise DataError(
-            f"{directory}: {table[bad[0]].name} holds NaN or infinity{more}. {AGAIN}, or use other weights."
-        )
-    tell(_describe(directory, files, {name: (table[name], leaf) for name, leaf in leaves.items()}))
+    assert leaves.keys() == {name for entry in table for name in entry.ours}
+    _check_tensors(directory, files, table, leaves)
+    arrays: dict[str, jax.Array] = {}
+    for entry in table:
+        arrays |= _load(entry, files, leaves)
+    loaded = jax.tree.unflatten(treedef, [arrays[name] for name in leaves])
+    _require_finite(loaded, table, directory)
+    tell(_describe(directory, files, table, leaves))
     return loaded
 
 
+def _load(
+    entry: Entry, files: Mapping[str, Any], leaves: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """The parameters of an entry, each split as asked for."""
+    ours = [leaves[name] for name in entry.ours]
+    shapes = [leaf.shape for leaf in ours]
+    tensors = {}
+    for name, shape in entry.their_shapes(shapes).items():
+        read = functools.partial(_read_part, files[name], name, ours[0].dtype)
+        tensors[name] = LazyArray(shape, read)
+    arrays = {}
+    for (name, lazy), leaf in zip(entry.inverse(tensors, shapes).items(), ours, strict=True):
+        read = functools.partial(_read_index, lazy)
+        arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+    return arrays
+
+
+def _read_part(file: Any, name: str, dtype: Any, part: Part) -> np.ndarray:
+    """A part of a tensor in a file, rounded to `dtype`."""
+    return file.get_slice(name)[slices(part)].astype(dtype)
+
+
+def _read_index(array: LazyArray, index: Any) -> np.ndarray:
+    """A part of an array as jax asks for it."""
+    part = tuple(range(*where.indices(size)) for where, size in zip(index, array.shape))
+    return np.ascontiguousarray(array.read(part))
+
+
+def _require_finite(params: nnx.State, table: Sequence[Entry], directory: Path) -> None:
+    """Raises DataError if a parameter holds NaN or infinity."""
+    bad = non_finite_names(params)
+    if not bad:
+        return
+    there = next(entry.pattern() for entry in table if bad[0] in entry.ours)
+    more = ""
+    if len(bad) > 1:
+        more = f" and {len(bad) - 1:,} more"
+    raise DataError(
+        f"{directory}: {there} holds NaN or infinity{more}. {AGAIN}, or use other weights."
+    )
+
+
 def _describe(
-    directory: Path, files: dict[str, Any], ours: dict[str, tuple[Tensor, jax.ShapeDtypeStruct]]
+    directory: Path,
+    files: Mapping[str, Any],
+    table: Sequence[Entry],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
 ) -> str:
     """A table of the parameters, each with the tensors that it was read from, and of tensors that
     were not used."""
+    entries = {name: entry for entry in table for name in entry.ours}
     rows = [("parameter", "there", "here", "")]
     used = set[str]()
-    for name, (tensor, leaf) in ours.items():
-        names = [tensor.name.format(*place) for place in np.ndindex(*leaf.shape[: tensor.stacked])]
+    for name, leaf in leaves.items():
+        entry = entries[name]
+        names = entry.names([leaves[ours].shape for ours in entry.ours])
         used.update(names)
-        there = files[names[0]].get_slice(names[0])
-        many = f"{len(names)} x " if tensor.stacked else ""
-        there = f"{many}{tensor.name.replace('{}', 'N')} {there.get_dtype()}{there.get_shape()}"
+        first = files[names[0]].get_slice(names[0])
+        there = f"{entry.pattern()} {first.get_dtype()}{first.get_shape()}"
+        if len(names) > 1:
+            there = f"{len(names)} x {there}"
         rows.append((name, there, f"{leaf.dtype}{list(leaf.shape)}", "loaded"))
-    rows += [
-        (name, str(files[name].get_slice(name).get_shape()), "-", "not used")
-        for name in sorted(files.keys() - used)
-    ]
+    for name in sorted(files.keys() - used):
+        rows.append((name, str(files[name].get_slice(name).get_shape()), "-", "not used"))
     lines = aligned(rows)[: _TABLE_ROWS + 1]
-    lines += [f"    ... and {len(rows) - len(lines)} more"] * (len(rows) > len(lines))
-    head = f"weights of {directory}: {len(ours)} of {len(ours)} parameters loaded, from {len(used):,} tensors"
-    return "\n".join([head, *lines])
-
-
-def _read_part(
-    there: Any, inputs: int | None, dims: tuple[int, ...], parts: list[range]
-) -> np.ndarray:
-    """The ranges `parts` of our dims, out of one tensor there; of dims that share one there, the
-    first bounds what is read."""
-    inner = [slice(part.start, part.stop) for part in parts]
-    if inputs is None:
-        return there[tuple(inner)]
-    spans, shape = [], []
-    for first, stop in ((inputs, len(dims)), (0, inputs)):
-        step = math.prod(dims[first + 1 : stop])
-        spans.append(slice(parts[first].start * step, parts[first].stop * step))
-        shape = [len(parts[first]), *dims[first + 1 : stop], *shape]
-        inner[first] = slice(None)
-    return there[tuple(spans)].T.reshape(shape)[tuple(inner)]
+    if len(rows) > len(lines):
+        lines.append(f"    ... and {len(rows) - len(lines)} more")
+    count = f"{len(leaves)} of {len(leaves)} parameters loaded, from {len(used):,} tensors"
+    return "\n".join([f"weights of {directory}: {count}", *lines])
 
 
 def _open(directory: Path) -> dict[str, Any]:
     """Each tensor's name and the open file that has it."""
-    index, names, files = directory / "model.safetensors.index.json", {"model.safetensors"}, {}
+    index = directory / "model.safetensors.index.json"
+    names = {"model.safetensors"}
     if index.exists():
         names = set(read_json(index).get("weight_map", {}).values())
+    files = {}
     for path in sorted(directory / name for name in names):
-        try:
-            file = safe_open(path, "numpy")
-        except (OSError, SafetensorError) as error:
-            what = (
-                "is missing" if isinstance(error, FileNotFoundError) else f"can't be read ({error})"
-            )
-            mend = "save_pretrained(..., safe_serialization=True) of transformers makes it of weights in another format"
-            raise DataError(f"{path}: {what}. {AGAIN}; {mend}.") from error
+        file = _open_file(path)
         files |= dict.fromkeys(file.keys(), file)
     return files
+
+
+def _open_file(path: Path) -> Any:
+    """A file of tensors; DataError: it is missing or broken."""
+    try:
+        return safe_open(path, "numpy")
+    except (OSError, SafetensorError) as error:
+        what = f"can't be read ({error})"
+        if isinstance(error, FileNotFoundError):
+            what = "is missing"
+        raise DataError(
+            f"{path}: {what}. {AGAIN}; save_pretrained(..., safe_serialization=True) of "
+            "transformers makes it of weights in another format."
+        ) from error
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys of two models that are a property of the weights and differ, with both values; what
     one lacks is passed over."""
-    here, there = dataclasses.asdict(ours) | {"head_dim": head_dim(ours)}, dict(theirs)
+    here = dataclasses.asdict(ours) | {"head_dim": head_dim(ours)}
+    there = dict(theirs)
     if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
         there["head_dim"] = there["embed_dim"] // there["num_heads"]
-    unused = FREE if there.get("rope_scaling") == "llama3" else FREE | _LLAMA3_ROPE
-    return {
-        key: (here[key], there[key])
-        for key in here
-        if key in there and key not in unused and here[key] != there[key]
-    }
+    unused = FREE
+    if there.get("rope_scaling") != "llama3":
+        unused = FREE | _LLAMA3_ROPE
+    found = {}
+    for key, value in here.items():
+        if key in there and key not in unused and value != there[key]:
+            found[key] = (value, there[key])
+    return found
 
 
 def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -> None:
@@ -205,20 +236,20 @@ def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -
 
 
 def _check_tensors(
-    directory: Path, files: dict[str, Any], ours: list[tuple[Tensor, tuple[int, ...]]]
+    directory: Path,
+    files: Mapping[str, Any],
+    table: Sequence[Entry],
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Raises DataError with a table of tensors that are missing, left over, of another shape or no
     plain floats."""
-    wanted = {
-        t.name.format(*place): t.shape(shape)
-        for t, shape in ours
-        for place in np.ndindex(*shape[: t.stacked])
-    }
-    problems = [
-        (name, "missing", f"{list(shape)} expected")
-        for name, shape in wanted.items()
-        if name not in files
-    ]
+    wanted: dict[str, Shape] = {}
+    for entry in table:
+        wanted |= entry.their_shapes([leaves[name].shape for name in entry.ours])
+    problems = []
+    for name, shape in wanted.items():
+        if name not in files:
+            problems.append((name, "missing", f"{list(shape)} expected"))
     for name, file in files.items():
         there = file.get_slice(name)
         shape, dtype = there.get_shape(), there.get_dtype()
@@ -229,11 +260,12 @@ def _check_tensors(
             problems.append((name, "wrong shape", f"{shape}, {list(wanted[name])} expected"))
         elif dtype not in ("F64", "F32", "F16", "BF16"):
             problems.append((name, "wrong dtype", f"{dtype}, a float of 16 or more bits expected"))
-    if problems:
-        rows = [f"\n    {name}  {what}: {detail}" for name, what, detail in sorted(problems)]
-        rows[_TABLE_ROWS:] = (
-            [f"\n    ... and {len(rows) - _TABLE_ROWS} more"] if len(rows) > _TABLE_ROWS else []
-        )
-        raise DataError(
-            f"{directory}: its tensors are not those that its config.json describes:{''.join(rows)}\n{AGAIN}."
-        )
+    if not problems:
+        return
+    rows = [f"\n    {name}  {what}: {detail}" for name, what, detail in sorted(problems)]
+    if len(rows) > _TABLE_ROWS:
+        rows[_TABLE_ROWS:] = [f"\n    ... and {len(rows) - _TABLE_ROWS} more"]
+    raise DataError(
+        f"{directory}: its tensors are not those that its config.json describes:"
+        f"{''.join(rows)}\n{AGAIN}."
+    )

@@ -48,39 +48,54 @@ def starting_params(
     """
     directory = Path(config.init_from or "").expanduser().absolute()
     path = _find_step(directory)
-    if (
-        len(found := {said["step"] for said in gather({"step": path.name if path else "no step"})})
-        > 1
-    ):
-        rule = (
-            f"is still being written: processes of this job find {', '.join(sorted(found))} there"
-        )
-        raise ConfigError(f"checkpoint.init_from={config.init_from} {rule}. Name one step of it.")
+    _require_agreement(path, config)
     if path is None:
         if config.init_partial:
-            rule = f"is for a run of maxtrain, and checkpoint.init_from={config.init_from} is none"
             raise ConfigError(
-                f"checkpoint.init_partial={list(config.init_partial)} {rule}. Set checkpoint.init_partial=[]."
+                f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, and "
+                f"checkpoint.init_from={config.init_from} is none. Set checkpoint.init_partial=[]."
             )
         return load_weights(params, directory, model, tell)
     commit, record = read_step(path)
     _require_same_model(path, record, config, model)
     leaves, treedef = jax.tree.flatten(params)
-    wanted = dict(zip([f"params.{name}" for name in leaf_names(params)], leaves))
+    wanted = {f"params.{name}": leaf for name, leaf in zip(leaf_names(params), leaves, strict=True)}
     there = {name: array for name, array in commit["arrays"].items() if name.startswith("params.")}
     loaded = _compare(path, wanted, there, config, tell)
+    arrays = _restore(path, loaded, config)
+    if arrays.keys() != wanted.keys():
+        arrays = dict(zip(wanted, jax.tree.leaves(fresh()), strict=True)) | arrays
+    return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+
+
+def _require_agreement(path: Path | None, config: CheckpointConfig) -> None:
+    """Raises ConfigError if the processes of this job find different steps."""
+    step = "no step"
+    if path is not None:
+        step = path.name
+    found = {said["step"] for said in gather({"step": step})}
+    if len(found) > 1:
+        raise ConfigError(
+            f"checkpoint.init_from={config.init_from} is still being written: processes of this "
+            f"job find {', '.join(sorted(found))} there. Name one step of it."
+        )
+
+
+def _restore(
+    path: Path, loaded: dict[str, jax.ShapeDtypeStruct], config: CheckpointConfig
+) -> dict[str, Any]:
+    """The arrays of a step that were asked for."""
     checkpoints = Checkpoints(path.parent, CheckpointConfig())
     try:
-        arrays: dict[str, Any] = (
-            checkpoints.restore(loaded, int(path.name), partial=True)[0] if loaded else {}
-        )
-    except DamagedError as damage:  # of another run, whose checkpoints are not ours to put aside
+        if not loaded:
+            return {}
+        arrays, _ = checkpoints.restore(loaded, int(path.name), partial=True)
+        return arrays
+    except DamagedError as damage:
+        # Of another run, whose checkpoints are not ours to put aside.
         raise StorageError(f"checkpoint.init_from={config.init_from}: {damage}") from damage
     finally:
         checkpoints.close()
-    if arrays.keys() != wanted.keys():
-        arrays = dict(zip(wanted, jax.tree.leaves(fresh()))) | arrays
-    return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
 
 
 def _find_step(directory: Path) -> Path | None:
@@ -88,14 +103,18 @@ def _find_step(directory: Path) -> Path | None:
     no such directory."""
     if directory.name.isdecimal() and (directory / "commit.json").exists():
         return directory
-    folder = directory / "checkpoints" if (directory / "checkpoints").is_dir() else directory
+    folder = directory
+    if (directory / "checkpoints").is_dir():
+        folder = directory / "checkpoints"
     steps = complete(folder)
-    if not steps and folder != directory:
-        mend = "Wait for its first checkpoint, or name another run"
+    if steps:
+        return steps[max(steps)]
+    if folder != directory:
         raise StorageError(
-            f"checkpoint.init_from={directory} is a run without a complete checkpoint. {mend}."
+            f"checkpoint.init_from={directory} is a run without a complete checkpoint. "
+            "Wait for its first checkpoint, or name another run."
         )
-    return steps[max(steps)] if steps else None
+    return None
 
 
 def _require_same_model(
@@ -103,7 +122,9 @@ def _require_same_model(
 ) -> None:
     """Raises ConfigError for keys of the model that differ; with `init_partial`, shapes say enough
     of those that make them."""
-    there = (yaml.safe_load(record["config"]) if "config" in record else {}).get("model", {})
+    there = {}
+    if "config" in record:
+        there = yaml.safe_load(record["config"]).get("model", {})
     shapes = {
         "num_layers",
         "embed_dim",
@@ -135,31 +156,39 @@ def _compare(
     ours = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in wanted.items()}
     theirs = {name: f"{array['dtype']}{array['shape']}" for name, array in there.items()}
     allowed = [re.compile(pattern) for pattern in config.init_partial]
-    rows, refused = [("parameter", "there", "here", "")], 0
+    rows = []
+    refused = 0
     for name in sorted(ours | theirs):
-        short, same = name.removeprefix("params."), ours.get(name) == theirs.get(name)
-        bad = not same and not any(pattern.search(short) for pattern in allowed)
-        what = "loaded" if same else "not used" if name not in ours else "new"
-        rows.append(
-            (
-                short,
-                theirs.get(name, "missing"),
-                ours.get(name, "missing"),
-                "DIFFERS" if bad else what,
-            )
-        )
-        refused += bad
-    count = sum(row[3] == "loaded" for row in rows)
-    rows[1:] = sorted(
-        rows[1:], key=lambda row: row[3] == "loaded"
-    )  # what is of interest comes first
-    lines = aligned(rows)[: _TABLE_ROWS + 1]
-    lines += [f"    ... and {len(rows) - len(lines)} more"] * (len(rows) > len(lines))
+        short = name.removeprefix("params.")
+        same = ours.get(name) == theirs.get(name)
+        may_differ = any(pattern.search(short) for pattern in allowed)
+        if same:
+            what = "loaded"
+        elif not may_differ:
+            what = "DIFFERS"
+            refused += 1
+        elif name in ours:
+            what = "new"
+        else:
+            what = "not used"
+        rows.append((short, theirs.get(name, "missing"), ours.get(name, "missing"), what))
+    count = sum(what == "loaded" for _, _, _, what in rows)
+    # What is of interest comes first.
+    rows.sort(key=_is_loaded)
+    lines = aligned([("parameter", "there", "here", ""), *rows])[: _TABLE_ROWS + 1]
+    hidden = len(rows) + 1 - len(lines)
+    if hidden:
+        lines.append(f"    ... and {hidden} more")
     text = f"weights of {path}: {count} of {len(ours)} parameters loaded\n" + "\n".join(lines)
     if refused:
-        mend = "Change the model, or name what may differ in checkpoint.init_partial, such as checkpoint.init_partial='[head]'"
         raise ConfigError(
-            f"checkpoint.init_from={config.init_from} has other parameters. {text}\n{mend}."
+            f"checkpoint.init_from={config.init_from} has other parameters. {text}\nChange the "
+            "model, or name what may differ in checkpoint.init_partial, such as "
+            "checkpoint.init_partial='[head]'."
         )
     tell(text)
     return {name: leaf for name, leaf in wanted.items() if ours[name] == theirs.get(name)}
+
+
+def _is_loaded(row: tuple[str, str, str, str]) -> bool:
+    return row[3] == "loaded"

@@ -498,6 +498,7 @@ def test_writes_that_end_after_a_failure_say_nothing_and_other_errors_do(checkpo
     assert seen == ["something else"]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("instant", "latest"),

@@ -226,6 +226,7 @@ VICTIM = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("place", "far"),

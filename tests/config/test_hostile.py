@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from data_pipeline.errors import ConfigError, UserError
 from maxtrain import cli
 from maxtrain.config import default_config, from_command_line, keys, load_config
-from maxtrain.config.checks import out_of_range
 from maxtrain.config.environment import check_environment
+from maxtrain.config.limits import out_of_range
 
 ROOT = Path(__file__).parents[2]
 HEAD = "from maxtrain.config import default_config\n\n\ndef get_config():\n    config = default_config()\n"

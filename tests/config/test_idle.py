@@ -174,6 +174,13 @@ def test_a_list_of_pieces_becomes_idle_as_a_whole(file):
         )
 
 
+def test_a_key_inside_a_list_that_was_idle_itself_is_refused(file):
+    """An override makes the list be read; what is idle inside it was the file's own."""
+    text = "schedule: {name: wsd, warmup_steps: 3, pieces: [{power: 3}]}"
+    with pytest.raises(ConfigError, match=r"schedule.pieces\[0\].power=3.0 is for polynomial"):
+        load_config([file(text), "schedule.name=pieces"])
+
+
 def test_the_quickstart_takes_another_schedule_from_the_command_line():
     done = subprocess.run(
         [sys.executable, "-m", "maxtrain.show_plan", "config=quickstart", "schedule.name=constant", "--print-config"],

@@ -20,10 +20,10 @@ from maxtrain.config import (
     keys,
     load_config,
     resolve,
+    shipped,
     to_yaml,
 )
 
-load_module = sys.modules[load_config.__module__]
 ROOT = Path(__file__).parents[2]
 
 
@@ -215,7 +215,7 @@ def test_an_installed_package_has_its_configs_inside(tmp_path, monkeypatch):
     (tmp_path / "site-packages" / "configs").mkdir()
     (tmp_path / "site-packages" / "configs" / "of_others.py").touch()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(load_module, "__file__", str(inside.parent / "config" / "load.py"))
+    monkeypatch.setattr(shipped, "__file__", str(inside.parent / "config" / "shipped.py"))
     assert load_config(["config=installed"]).data.sources["a"].path == "b"
     assert "Available: installed; or" in problems("config=of_others")[0]
 

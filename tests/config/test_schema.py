@@ -6,7 +6,7 @@ import typing
 import pytest
 
 from maxtrain.config import keys
-from maxtrain.config.checks import out_of_range
+from maxtrain.config.limits import out_of_range
 from maxtrain.config.schema import RunConfig
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config import from_command_line, load_config, to_yaml
-from maxtrain.config.checks import fit_warmup
+from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.load import load_with_notes
 
 SOURCE = "data: {sources: {a: {path: b}}}\n"

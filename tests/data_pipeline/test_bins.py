@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline import bins as bins_module
-from data_pipeline.bins import best_fit, open_bins, targets
+from data_pipeline.bins import best_fit, document_targets, open_bins
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 
@@ -133,7 +133,7 @@ def test_every_document_is_in_one_row_and_counted(
 
 def test_targets_of_documents_with_and_without_end_marks(tmp_path):
     for eod, expected in (("append", ([0, 3], [3, 1])), ("none", ([1, 4], [2, 0]))):
-        first, sizes = targets(write(tmp_path / eod, [[3, 1]], eod), np.arange(2))
+        first, sizes = document_targets(write(tmp_path / eod, [[3, 1]], eod), np.arange(2))
         assert (first.tolist(), sizes.tolist()) == expected
 
 

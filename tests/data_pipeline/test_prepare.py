@@ -23,25 +23,7 @@ from data_pipeline.sources import reading
 from data_pipeline.sources import text as text_source
 from data_pipeline.sources.document import Options, held_out
 from data_pipeline.tokenizer import load_tokenizer
-
-WORDS = [
-    "the",
-    "of",
-    "and",
-    "to",
-    "in",
-    "is",
-    "that",
-    "it",
-    "was",
-    "for",
-    "on",
-    "are",
-    "as",
-    "with",
-    "his",
-    "they",
-]
+from tests.shared import WORDS
 
 
 def contents(directory):

@@ -180,7 +180,8 @@ def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, m
     write_inputs(tmp_path / "in")
     command = ("--jsonl", tmp_path / "in" / "a.jsonl", "--parquet", tmp_path / "in" / "a.parquet")
     command += ("--tokenizer", "bpe:300", "--holdout", "0.2", "--dedupe")
-    monkeypatch.setattr(build, "_UNIT_BYTES", (1 << 12, 1 << 12))
+    monkeypatch.setattr(build, "_MIN_UNIT_BYTES", 1 << 12)
+    monkeypatch.setattr(build, "_MAX_UNIT_BYTES", 1 << 12)
     run(f"{url}/whole", *command)
     wanted = contents(place(url) / "whole")
     rng, kills, encoded = random.Random(1), 0, []
@@ -267,7 +268,8 @@ def test_workers_need_nothing_of_the_machine_where_the_command_runs(
         "bpe:300",
         "--dedupe",
     )
-    monkeypatch.setattr(build, "_UNIT_BYTES", (1 << 11, 1 << 11))
+    monkeypatch.setattr(build, "_MIN_UNIT_BYTES", 1 << 11)
+    monkeypatch.setattr(build, "_MAX_UNIT_BYTES", 1 << 11)
     run(f"{url}/here", *command, "--holdout", "0.2")
     tasks_run = []
 

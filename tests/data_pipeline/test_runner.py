@@ -85,6 +85,7 @@ def inputs(tmp_path, monkeypatch):
     return ["--text", "*.txt", "--jsonl", "lines.jsonl", *given, "--holdout", "0.1", "--dedupe"]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(
     inputs, tmp_path, on_ray, monkeypatch, capsys
@@ -119,6 +120,7 @@ def test_a_cluster_gives_the_same_bytes_and_goes_on_where_it_was(
     assert sum(path.stat().st_mtime_ns == time for path, time in shards.items()) >= len(done)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_cluster_leaves_out_duplicates_behind_a_url(inputs, tmp_path, on_ray, s3_server):
     """Which nothing but the bucket is shared for; variables of the service are given as `ray.init`
@@ -149,6 +151,7 @@ def test_a_cluster_leaves_out_duplicates_behind_a_url(inputs, tmp_path, on_ray, 
     assert Manifest.load(bucket / "two").num_documents == 700
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_what_a_cluster_loses_or_does_not_see(on_ray, tmp_path, capsys):
     def die(_, unit):

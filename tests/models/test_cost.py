@@ -55,6 +55,7 @@ def test_tying_the_head_changes_no_product():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("heads, kv_heads", [(8, 4), (8, 8)])
 def test_full_counts_every_product_of_a_traced_step(heads, kv_heads):
     """The eager kernel computes the whole square; attention's products are shared by query heads of

@@ -106,6 +106,7 @@ def assert_same(actual, expected, tolerance=1e-5):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", [LLAMA, QWEN3], ids=lambda c: c.family)
 def test_scanned_equals_unrolled(family):
     assert_same(
@@ -113,6 +114,7 @@ def test_scanned_equals_unrolled(family):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False])
 @pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch"])
 def test_every_remat_policy_equals_none(remat, scan):
@@ -134,6 +136,7 @@ def test_remat_keeps_what_its_name_says():
     assert sorted(sizes, reverse=True) == sizes and len(set(sizes)) == 4, sizes
 
 
+@pytest.mark.long
 def test_kernels_are_equal_through_the_whole_model():
     assert_same(run(dataclasses.replace(LLAMA, attention="eager")), run(LLAMA))
 
@@ -202,6 +205,7 @@ def mesh_of(data, fsdp, tensor):
     )
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_bits_on_every_mesh():
     def init():
         return nnx.state(build_model(LLAMA, PrecisionConfig(), 3))
@@ -218,6 +222,7 @@ def test_the_same_seed_gives_the_same_bits_on_every_mesh():
     assert len({layer.tobytes() for layer in layers}) == LLAMA.num_layers  # each layer has its own
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shape", "config"),
     [

@@ -154,6 +154,7 @@ def test_a_seed_means_the_same_model_for_ever(model, digest):
     assert hasher.hexdigest() == digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["normal", "xavier_uniform"])
 def test_a_seed_means_the_same_model_on_every_mesh_scanned_or_unrolled(name):
     init, mesh = (
@@ -218,6 +219,7 @@ def test_mup_sets_deviations_as_table_8_says(name):
         assert set(jax.tree.leaves(learning_rate_factors(params, init, MODEL, rule))) == {1.0}
 
 
+@pytest.mark.long
 def test_a_model_has_the_deviations_that_mup_says():
     base, wide = deviations(), deviations(InitConfig(mup_base_width=32, mup_base_depth=3), WIDE)
     for path, std in wide.items():

@@ -111,6 +111,7 @@ def assert_same(one, other):
         np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max(), rtol=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "regularization", EACH, ids=lambda r: next(k for k, v in vars(r).items() if v)
 )
@@ -120,11 +121,13 @@ def test_each_key_does_something_that_follows_the_keys_of_rows(regularization):
     assert abs(loss - run(regularization, step=5)[0]) > 1e-4
 
 
+@pytest.mark.long
 def test_masks_are_the_same_scanned_or_unrolled_and_recomputed():
     assert_same(run(scan_layers=False), plain())
     assert_same(run(remat="full"), plain())
 
 
+@pytest.mark.long
 def test_masks_are_the_same_on_every_mesh_and_for_every_split_into_micro_batches():
     assert_same(run(accumulation=4), plain())
     assert_same(run(accumulation=2, mesh=(2, 1, 4)), plain())
@@ -152,6 +155,7 @@ def test_nothing_random_is_compiled_where_all_rates_are_zero():
     assert "random_bits" in program(ALL) and "random_" not in program(RegularizationConfig())
 
 
+@pytest.mark.long
 def test_stochastic_depth_leaves_out_later_blocks_more_often():
     """Of 2,000 rows in layer i of 4, a share of 0.4 (i + 1) / 4 is left out of each block, and not
     the same rows in both."""

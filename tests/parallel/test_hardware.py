@@ -1,11 +1,15 @@
 """The table of peaks, looked up by the names that devices give themselves."""
 
+import time
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from data_pipeline.errors import ConfigError
+from maxtrain.parallel import hardware
 from maxtrain.parallel.hardware import measure_matmul, peak_flops
 
 
@@ -59,5 +63,40 @@ def test_a_cpu_is_measured_and_shared_by_its_simulated_devices(monkeypatch):
     assert asked == ["bfloat16"]
 
 
-def test_the_measurement_is_a_rate_that_a_cpu_can_have():
-    assert 1e9 < measure_matmul("float32", seconds=0.01) < 1e15
+def test_the_measurement_is_that_of_the_best_product(monkeypatch):
+    """With a clock that says how long each product took; the first one, compiling, counts nowhere."""
+    clock = [0.0]
+    seconds = iter([30.0, 2.0, 0.5, 4.0, 9.0])
+
+    class Product:
+        def block_until_ready(self):
+            clock[0] += next(seconds)
+
+    def jit(function):
+        def call(a, b):
+            shape = jax.eval_shape(function, a, b)
+            assert (a.shape, b.shape, shape.shape) == ((4096, 512), (512, 1376), (4096, 1376))
+            assert (a.dtype, shape.dtype) == (jnp.bfloat16, jnp.float32)
+            return Product()
+
+        return call
+
+    monkeypatch.setattr(hardware.jax, "jit", jit)
+    monkeypatch.setattr(hardware, "time", Mock(perf_counter=lambda: clock[0]))
+    found = measure_matmul("bfloat16", seconds=6.0)
+    assert found == 2 * 4096 * 512 * 1376 / 0.5
+    assert list(seconds) == [9.0], "after six seconds none is begun"
+
+
+def test_a_real_measurement_is_the_rate_of_real_products():
+    """NumPy's product of the same shapes takes all cores, too, with another library. A busy machine
+    slows both, but not at the same moments."""
+    a = np.ones((4096, 512), np.float32)
+    b = np.ones((512, 1376), np.float32)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        a @ b
+        best = min(best, time.perf_counter() - start)
+    expected = 2 * 4096 * 512 * 1376 / best
+    assert expected / 50 < measure_matmul("float32", seconds=0.3) < expected * 50

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from maxtrain.config.schema import LossConfig
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.training.objective import Result, Sum, next_token
+from maxtrain.training.objective import Result, next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.state import abstract_model, abstract_state, create_state
 from maxtrain.training.step import gradients
@@ -114,6 +115,7 @@ def expected(tiny):
     return terms(tiny, 1, 1, ragged())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("split", SPLITS)
 def test_every_split_and_number_of_devices_gives_each_term_the_same_gradient(
@@ -134,6 +136,7 @@ def test_every_term_counts(expected):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("split", SPLITS[1:])
 def test_a_mean_of_means_would_be_far_off(tiny, expected, split):
     """What it would be: each micro-batch by its own denominators, then the mean; off by more than

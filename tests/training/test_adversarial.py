@@ -72,6 +72,7 @@ def test_both_attacks_stay_in_the_ball_and_pgd_finds_worse(attacked):
     assert first > nothing + 5 * abs(random - nothing) and last > first
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", [FGM, PGD], ids=["fgm", "pgd"])
 def test_the_gradient_is_that_of_both_losses_with_the_offset_held_still(attacked, config):
     parts, params, batch, scales, offsets = attacked
@@ -96,6 +97,7 @@ def test_the_gradient_is_that_of_both_losses_with_the_offset_held_still(attacked
     assert result.sums["adversarial"].mean() > result.sums["nll"].mean()
 
 
+@pytest.mark.long
 def test_evaluation_does_without(attacked):
     """Nothing of the attack is left in the compiled program."""
     parts, params, batch, _, _ = attacked
@@ -111,6 +113,7 @@ def test_evaluation_does_without(attacked):
     assert costs[0] == costs[1]
 
 
+@pytest.mark.long
 def test_a_step_trains_with_it(tiny):
     parts = tiny.parts((2, 2, 2), accumulation=2, objective=adversarial(PLAIN, FGM))
     with jax.set_mesh(parts.mesh):

@@ -13,9 +13,10 @@ from data_pipeline.errors import DataError
 from data_pipeline.loader import open_evaluation
 from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import CharTokenizer
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import Sum, next_token
+from maxtrain.training.objective import next_token
 
 LENGTHS = np.array([40, 1, 7, 90, 33, 5, 61, 2, 24, 24, 150])
 
@@ -56,6 +57,7 @@ def result(tiny, held_out, rows, shape, num_batches=None, num_tokens="all"):
     return values, data
 
 
+@pytest.mark.long
 def test_batch_size_and_devices_change_nothing(tiny, held_out):
     settings = [
         (1, (1, 1, 1)),

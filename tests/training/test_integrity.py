@@ -88,6 +88,7 @@ def test_it_is_looked_when_it_is_time_and_before_saves():
     assert off.repeat(5, jax.jit(lambda state, batch: (state, {})), wrong, {}) is None
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_repeat_is_found_and_its_argument_survives_donation():
     check, arrays = Integrity(IntegrityConfig(repeat_interval=3), mesh()), tree()
     step = jax.jit(

@@ -111,6 +111,7 @@ def small(tiny, loss_scale, precision=HALF, shape=(1, 1, 1), **options):
     return tiny.parts(shape, objective=tiny_loss, precision=precision, optimizer=config, step=step)
 
 
+@pytest.mark.long
 def test_gradients_of_1e_8_train_in_float16_only_with_scaling(tiny):
     batches = [tiny.batch()] * tiny.steps
     dynamic = resolve(LossScaleConfig(initial=2.0**24, window=5), "float16")
@@ -126,6 +127,7 @@ def test_gradients_of_1e_8_train_in_float16_only_with_scaling(tiny):
     assert state.loss_scale.scale == 2.0**28  # grown four times in 20 steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=["one device", "mesh"])
 def test_an_overflow_skips_the_update_bit_for_bit_and_lowers_the_scale(tiny, shape):
     """2 ** 32 is too much for float16 in the first steps: found, skipped, not counted as
@@ -165,6 +167,7 @@ def test_what_no_lower_scale_can_mend_counts_as_divergence(tiny):
         assert [int(m["skipped_in_row"]) for m in metrics] == expected
 
 
+@pytest.mark.long
 def test_scaling_up_and_down_again_changes_no_bit(tiny):
     """Multiplying by a power of two is exact, and gradients are linear in the loss. So is a whole
     step, in one program."""
@@ -184,6 +187,7 @@ def test_scaling_up_and_down_again_changes_no_bit(tiny):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
+@pytest.mark.long
 def test_a_scaled_step_is_the_float32_step_without_a_scale(tiny):
     """Two programs, whose sums are rounded in different orders: each of n additions by at most 2 **
     -24 of what is summed."""
@@ -204,6 +208,7 @@ def test_a_scaled_step_is_the_float32_step_without_a_scale(tiny):
     assert isinstance(ours.loss_scale, LossScale) and theirs.loss_scale is None
 
 
+@pytest.mark.long
 def test_gradients_may_be_summed_up_in_bfloat16(tiny):
     """A choice that costs digits: near the float32 sum, and not equal to it."""
     (low, _), (exact, _) = (

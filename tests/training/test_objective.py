@@ -42,6 +42,7 @@ def test_fractional_weights_count_as_much_as_they_say(tiny):
     assert nothing.total == nothing.weight == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [0, 1, 24, 10_000])
 def test_the_size_of_chunks_changes_nothing(tiny, chunk):
     batch, results = tiny.batch(), []
@@ -56,6 +57,7 @@ def test_the_size_of_chunks_changes_nothing(tiny, chunk):
     np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
     """8 rows of 24: on one device 64 tokens are 8 columns of all rows, on 8 devices (one row each)
     they are the whole row."""
@@ -73,6 +75,7 @@ def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
         )
 
 
+@pytest.mark.long
 def test_every_way_to_normalize_is_its_formula(tiny):
     """Tokens: the mean over targets; sequences: the mean over documents of each one's mean;
     constant: over positions.
@@ -133,6 +136,7 @@ def test_every_way_to_normalize_is_its_formula(tiny):
                 )  # what is reported
 
 
+@pytest.mark.long
 def test_the_loss_of_each_source_sums_up_to_the_loss(tiny):
     parts, source = tiny.parts(), np.array([0, 2, 2, 0, 0, 2, 2, 0], np.int32)
     batch = tiny.batch() | {"source": source}

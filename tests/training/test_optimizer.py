@@ -231,6 +231,7 @@ def test_adaptive_clipping_looks_at_each_output_of_each_layer():
     assert_same(run(c)[0], reference(c, clip=clip))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stack", [True, False], ids=["stacked", "one layer"])
 def test_muon_makes_each_layers_matrix_orthogonal_whatever_the_others_are(stack):
     """Singular values near 1 on the scale that makes the root mean square about 0.2."""
@@ -313,6 +314,7 @@ def test_the_average_of_bfloat16_weights_is_float32():
     assert {x.dtype for x in jax.tree.leaves(eval_params(state))} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", RULES)
 def test_bfloat16_weights_are_near_float32_ones(rule):
     c = config(name=rule, learning_rate=1e-2, momentum=0.7)

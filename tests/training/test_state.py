@@ -40,6 +40,7 @@ def test_the_abstract_tree_is_the_real_one(states, shape):
         assert real.sharding == abstract.sharding
 
 
+@pytest.mark.long
 def test_the_same_bits_on_every_mesh(states):
     expected = bits(states[MESHES[0]][1])
     for shape in MESHES[1:]:
@@ -120,6 +121,7 @@ def test_given_parameters_are_kept_and_the_optimizer_is_new(tiny, states):
     )  # donated: imported weights exist once
 
 
+@pytest.mark.long
 def test_bfloat16_masters_have_bfloat16_moments(tiny):
     low = PrecisionConfig(params="bfloat16", compute="bfloat16")
     abstract = tiny.parts(precision=low).abstract
@@ -128,6 +130,7 @@ def test_bfloat16_masters_have_bfloat16_moments(tiny):
     }
 
 
+@pytest.mark.long
 def test_other_seeds_give_other_parameters(tiny, states):
     parts, state = states[1, 1, 1]
     with jax.set_mesh(parts.mesh):

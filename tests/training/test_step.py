@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import GroupConfig, PrecisionConfig
-from maxtrain.training.objective import Result, Sum, next_token
+from maxtrain.ops.sums import Sum
+from maxtrain.training.objective import Result, next_token
 from maxtrain.training.step import gradients
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -60,6 +61,7 @@ def expected(tiny):
     return run(tiny.parts(), tiny.batch(), tiny.batch(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulation", [2, 4, 8])
 def test_accumulation_changes_nothing(tiny, expected, accumulation):
     result = run(tiny.parts(accumulation=accumulation), tiny.batch(), tiny.batch(1))
@@ -114,6 +116,7 @@ def test_the_loss_is_the_mean_over_targets_and_the_norm_that_of_its_gradient(tin
     assert metrics["targets"] == batch["loss_mask"].sum() and state.step == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [[1], [1, 3, 5, 7]], ids=str)
 def test_a_micro_batch_without_targets_is_like_any_other(tiny, rows):
     batch = dict(tiny.batch(), loss_mask=tiny.batch()["loss_mask"].copy())
@@ -124,6 +127,7 @@ def test_a_micro_batch_without_targets_is_like_any_other(tiny, rows):
         assert_same(run(tiny.parts(accumulation=accumulation), batch), one)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape, accumulation",
     [((8, 1, 1), 1), ((1, 8, 1), 1), ((1, 1, 8), 2), ((2, 2, 2), 2), ((1, 2, 4), 4)],
@@ -133,6 +137,7 @@ def test_every_mesh_makes_the_same_step(tiny, expected, shape, accumulation):
     assert_same(run(tiny.parts(shape, accumulation), tiny.batch(), tiny.batch(1)), expected)
 
 
+@pytest.mark.long
 def test_unrolled_layers_make_the_same_step(tiny, expected):
     assert_same(run(tiny.parts(scan_layers=False), tiny.batch(), tiny.batch(1)), expected)
 
@@ -164,6 +169,7 @@ def bad(batch, kind):
     return batch | {"inputs": inputs}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=["one device", "mesh"])
 def test_an_update_whose_result_is_not_finite_is_rejected(tiny, shape):
     """Loss and gradient are fine; a rate beyond float32 makes weights that are not."""
@@ -184,6 +190,7 @@ def test_an_update_whose_result_is_not_finite_is_rejected(tiny, shape):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "shape, accumulation", [((1, 1, 1), 2), ((2, 2, 2), 1)], ids=["one device", "mesh"]
 )
@@ -246,6 +253,7 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2)], ids=str)
 def test_a_step_donates_stays_on_the_device_and_compiles_once(tiny, shape):
     parts = tiny.parts(shape)
@@ -269,6 +277,7 @@ def test_a_step_donates_stays_on_the_device_and_compiles_once(tiny, shape):
         assert memory.alias_size_in_bytes >= 0.99 * size  # the state is updated in place
 
 
+@pytest.mark.long
 def test_bfloat16_masters_step_and_stay_bfloat16(tiny):
     low = PrecisionConfig(params="bfloat16", compute="bfloat16")
     parts = tiny.parts(precision=low, accumulation=2)
@@ -279,6 +288,7 @@ def test_bfloat16_masters_step_and_stay_bfloat16(tiny):
     assert metrics[0]["loss"].dtype == np.float32 and state.skipped == 0
 
 
+@pytest.mark.long
 def test_bfloat16_compute_is_near(tiny, expected):
     """Inputs of products are rounded to 2 ** -8; the masters and their moments stay float32."""
     low = PrecisionConfig(params="float32", compute="bfloat16")

@@ -21,6 +21,7 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rule", "bfloat16"), [(rule, rule != "adamw") for rule in RULES])
 def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
     """With gradients that come from the parameters. bfloat16: weights, with stochastic rounding and
@@ -65,6 +66,7 @@ def is_variable(x):
     return isinstance(x, nnx.Variable)
 
 
+@pytest.mark.long
 def test_muon_is_the_same_with_scanned_and_unrolled_layers_and_on_a_mesh(tiny):
     config, results = dataclasses.replace(tiny.optimizer, name="muon", eps=1e-8), []
     for shape, scan in (((1, 1, 1), True), ((1, 1, 1), False), ((2, 2, 2), True)):

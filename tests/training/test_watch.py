@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
-from maxtrain.training.objective import Result, Sum, next_token
+from maxtrain.ops.sums import Sum
+from maxtrain.training.objective import Result, next_token
 from maxtrain.training.watch import CAPACITY, judge, new_watch, spread
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -209,6 +210,7 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape, kind", [((1, 1, 1), "loss_spike"), ((2, 2, 2), "grad_spike")])
 def test_a_skipped_spike_changes_no_bit_of_weights_optimizer_or_window(tiny, shape, kind):
     config = dataclasses.replace(OFF, min_steps=4, **{kind: "skip"})
@@ -220,6 +222,7 @@ def test_a_skipped_spike_changes_no_bit_of_weights_optimizer_or_window(tiny, sha
     assert metrics[-1]["learning_rate"] == metrics[-2]["learning_rate"]
 
 
+@pytest.mark.long
 def test_rollback_and_stop_halt_before_the_step_and_nothing_changes_any_more(tiny):
     config = dataclasses.replace(OFF, min_steps=4, loss_spike="rollback", non_finite="stop")
     before, _ = steps(tiny, config, (1, 1, 1))
@@ -231,6 +234,7 @@ def test_rollback_and_stop_halt_before_the_step_and_nothing_changes_any_more(tin
         ) == bits(before)
 
 
+@pytest.mark.long
 def test_warnings_change_no_bit_of_any_step(tiny):
     """The defaults warn; what they look at decides nothing."""
     off, _ = steps(tiny, OFF, (1, 1, 1), None, 2, None)

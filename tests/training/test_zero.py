@@ -35,6 +35,7 @@ def size(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "accumulation"), [(SHAPE, 1), ((2, 2, 2), 2)], ids=str)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_every_stage_makes_the_same_steps(tiny, zero, shape, accumulation):
@@ -81,6 +82,7 @@ def test_the_summary_says_what_cannot_be_divided(tiny):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("saved", "wanted"), [(3, 0), (0, 3), (1, 2)])
 def test_a_checkpoint_fits_every_stage(tiny, tmp_path, saved, wanted):
     _, _, state, _ = ran(tiny, saved)

@@ -20,6 +20,7 @@ from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
+from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.hf import load_pretrained, load_weights
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
@@ -33,14 +34,6 @@ def leaves_by_name(params):
         jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
         for path, leaf in flat
     }
-
-
-def as_theirs(leaf, tensor):
-    """One of our arrays, without stacked dims, as it lies in a checkpoint."""
-    if tensor.inputs is None:
-        return leaf
-    rows = int(np.prod(leaf.shape[: tensor.inputs]))
-    return np.asarray(leaf).reshape(rows, -1).T
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,11 +55,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
     np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
     norm = np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(grads)))
     np.testing.assert_allclose(norm, reference["grad_norm"], rtol=1e-5)
-    table, named = FAMILIES[config.family].tensors(config), leaves_by_name(grads)
-    ours = {
-        tensor.name.format(1): (tensor, named[name][1] if tensor.stacked else named[name])
-        for name, tensor in table.items()
-    }
+    named = {name: in_memory(np.asarray(leaf)) for name, leaf in leaves_by_name(grads).items()}
+    ours = tensors_in_order(FAMILIES[config.family].table(config), named)
     theirs = {
         name.removeprefix("grad/"): reference[name]
         for name in reference.files
@@ -74,10 +64,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
     }
     assert len(theirs) == 2
     for name, grad in theirs.items():
-        tensor, leaf = ours[name]
-        np.testing.assert_allclose(as_theirs(leaf, tensor), grad, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(ours[name].whole(), grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("scan", "kernel"), FORMS[:1] + FORMS[3:])
 def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
@@ -92,6 +82,7 @@ def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axes", [{"fsdp": 4, "tensor": 2}, {"data": 4, "fsdp": 1, "tensor": 2}, {"fsdp": 8}]
 )

@@ -70,6 +70,7 @@ def start(source, model=MODEL, partial=(), fsdp=1):
         return starting_params(abstract, config, model, fresh, told.append), "\n".join(told)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fsdp", [1, 4])
 def test_the_weights_of_a_run_its_folder_or_a_step_on_any_mesh(run, fsdp):
     for source, step in ((run, 2), (run / "checkpoints", 2), (run / "checkpoints" / "00000001", 1)):

@@ -2,7 +2,6 @@
 configuration and its weights."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,33 +9,11 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.specs import StackSpec
+from maxtrain.weights.codec import Entry
 
 # Tensors that may be there and are not read: frequencies that old files carry along, and the copy
 # of a tied head.
 IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
-
-
-class Tensor(NamedTuple):
-    """Where a parameter stands in a Hugging Face checkpoint."""
-
-    name: str  # with one `{}` for each leading dim of ours that is stacked from several tensors
-    inputs: int | None = (
-        None  # how many of the further dims are a matrix's inputs, there [outputs, inputs]; None: as here
-    )
-
-    @property
-    def stacked(self) -> int:
-        """Number of stacked dims."""
-        return self.name.count("{}")
-
-    def shape(self, ours: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of each tensor there, from the parameter's shape here."""
-        dims = ours[self.stacked :]
-        return (
-            dims
-            if self.inputs is None
-            else (math.prod(dims[self.inputs :]), math.prod(dims[: self.inputs]))
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,12 +77,36 @@ class Settings:
         return rope | {"rope_scaling": "none" if kind == "default" else kind}
 
 
+def rope_settings(config: ModelConfig) -> dict[str, Any]:
+    """The rope keys of a config.json in both spellings: `rope_parameters`, as transformers 5 writes
+    them, and `rope_scaling` with `rope_theta` beside it, as older ones do."""
+    kind: dict[str, Any] = {"rope_type": "default"}
+    scaling = None
+    if config.rope_scaling == "llama3":
+        kind = {
+            "rope_type": "llama3",
+            "factor": config.rope_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_length,
+        }
+        scaling = kind
+    return {
+        "rope_parameters": {"rope_theta": config.rope_theta, **kind},
+        "rope_scaling": scaling,
+        "rope_theta": config.rope_theta,
+    }
+
+
 class Family(NamedTuple):
     """One model family."""
 
-    architecture: str  # the class name in Hugging Face configurations
-    stack: Callable[[ModelConfig], StackSpec]  # its layers
-    read: Callable[[Settings], ModelConfig]  # the config of a config.json
-    tensors: Callable[
-        [ModelConfig], dict[str, Tensor]
-    ]  # where each parameter (by its dotted path) stands in a checkpoint
+    # The class name in Hugging Face configurations.
+    architecture: str
+    # Its layers.
+    stack: Callable[[ModelConfig], StackSpec]
+    # The config of a config.json, and what of a config.json the config decides.
+    read: Callable[[Settings], ModelConfig]
+    write: Callable[[ModelConfig], dict[str, Any]]
+    # Where each parameter stands in a checkpoint: by dotted path, in the order of transformers.
+    table: Callable[[ModelConfig], list[Entry]]

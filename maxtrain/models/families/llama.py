@@ -1,10 +1,14 @@
 """Llama 2, 3, 3.1, 3.2 and whatever shares their blocks. Source:
 https://arxiv.org/abs/2407.21783."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.families.family import Family, Settings, Tensor
+from maxtrain.models.families.family import Family, Settings, rope_settings
 from maxtrain.models.specs import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, StackSpec, head_dim
+from maxtrain.weights.codec import Entry, Flatten, Stack, Transpose
 
 
 def layer(config: ModelConfig) -> LayerSpec:
@@ -69,27 +73,71 @@ def read_config(settings: Settings) -> ModelConfig:
     )
 
 
-def tensors(config: ModelConfig) -> dict[str, Tensor]:
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """What of Llama's config.json the ModelConfig decides."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": head_dim(config),
+        "hidden_act": "silu",
+        "hidden_size": config.embed_dim,
+        "initializer_range": 0.02,
+        "intermediate_size": config.mlp_dim,
+        "max_position_embeddings": config.max_length,
+        "mlp_bias": False,
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "pretraining_tp": 1,
+        "rms_norm_eps": config.norm_eps,
+        **rope_settings(config),
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def table(config: ModelConfig) -> list[Entry]:
     """Llama's names."""
+    return decoder_table(config, [])
+
+
+def decoder_table(config: ModelConfig, head_norms: Sequence[str]) -> list[Entry]:
+    """The names of Llama and of its relatives.
+
+    Args:
+        config: of the model.
+        head_norms: norms of each head, if there are such, by the name that both have for them.
+    """
     there = "model.layers.{}."
-    table = {
-        "embedding": Tensor("model.embed_tokens.weight"),
-        "layers.0.attention_norm.scale": Tensor(there + "input_layernorm.weight"),
-        "layers.0.mlp_norm.scale": Tensor(there + "post_attention_layernorm.weight"),
-        "final_norm.scale": Tensor("model.norm.weight"),
-    }
-    table |= {
-        f"layers.0.attention.{x}.kernel": Tensor(f"{there}self_attn.{x}_proj.weight", 1)
-        for x in "qkv"
-    }
-    table["layers.0.attention.o.kernel"] = Tensor(there + "self_attn.o_proj.weight", 2)
-    table |= {
-        f"layers.0.mlp.{x}.kernel": Tensor(f"{there}mlp.{x}_proj.weight", 1)
-        for x in ("gate", "up", "down")
-    }
+    entries = [Entry(("embedding",), ("model.embed_tokens.weight",))]
+    for x in "qkv":
+        entries.append(
+            _matrix(f"layers.0.attention.{x}.kernel", f"{there}self_attn.{x}_proj.weight", 1)
+        )
+    entries.append(_matrix("layers.0.attention.o.kernel", f"{there}self_attn.o_proj.weight", 2))
+    for x in head_norms:
+        entries.append(_norm(f"layers.0.attention.{x}.scale", f"{there}self_attn.{x}.weight"))
+    for x in ("gate", "up", "down"):
+        entries.append(_matrix(f"layers.0.mlp.{x}.kernel", f"{there}mlp.{x}_proj.weight", 1))
+    entries.append(_norm("layers.0.attention_norm.scale", f"{there}input_layernorm.weight"))
+    entries.append(_norm("layers.0.mlp_norm.scale", f"{there}post_attention_layernorm.weight"))
+    entries.append(Entry(("final_norm.scale",), ("model.norm.weight",)))
     if not config.tie_embeddings:
-        table["head.kernel"] = Tensor("lm_head.weight", 1)
-    return table
+        entries.append(Entry(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose())))
+    return entries
 
 
-LLAMA = Family("LlamaForCausalLM", stack, read_config, tensors)
+def _matrix(ours: str, theirs: str, inputs: int) -> Entry:
+    """A matrix of every layer, there [outputs, inputs]; here its first `inputs` dims are inputs."""
+    return Entry((ours,), (theirs,), (Stack(), Flatten(inputs), Transpose()))
+
+
+def _norm(ours: str, theirs: str) -> Entry:
+    """A scale of every layer."""
+    return Entry((ours,), (theirs,), (Stack(),))
+
+
+LLAMA = Family("LlamaForCausalLM", stack, read_config, write_config, table)

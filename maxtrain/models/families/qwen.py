@@ -2,11 +2,13 @@
 https://arxiv.org/abs/2505.09388."""
 
 import dataclasses
+from typing import Any
 
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import llama
-from maxtrain.models.families.family import Family, Settings, Tensor
+from maxtrain.models.families.family import Family, Settings
 from maxtrain.models.specs import StackSpec
+from maxtrain.weights.codec import Entry
 
 
 def stack(config: ModelConfig) -> StackSpec:
@@ -27,13 +29,24 @@ def read_config(settings: Settings) -> ModelConfig:
     return llama.read_config(Settings(values, settings.path))
 
 
-def tensors(config: ModelConfig) -> dict[str, Tensor]:
-    """Llama's names and those of the norms of heads."""
-    norms = {
-        f"layers.0.attention.{x}_norm.scale": Tensor(f"model.layers.{{}}.self_attn.{x}_norm.weight")
-        for x in "qk"
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """What of Qwen 3's config.json the ModelConfig decides: no layer has a window."""
+    values = llama.write_config(config)
+    del values["mlp_bias"]
+    del values["pretraining_tp"]
+    return values | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "layer_types": ["full_attention"] * config.num_layers,
+        "max_window_layers": 28,
+        "sliding_window": None,
+        "use_sliding_window": False,
     }
-    return llama.tensors(config) | norms
 
 
-QWEN3 = Family("Qwen3ForCausalLM", stack, read_config, tensors)
+def table(config: ModelConfig) -> list[Entry]:
+    """Llama's names and those of the norms of heads."""
+    return llama.decoder_table(config, ["q_norm", "k_norm"])
+
+
+QWEN3 = Family("Qwen3ForCausalLM", stack, read_config, write_config, table)

@@ -65,7 +65,7 @@ def attention(
         v: values [B, S, K, H].
         mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
-            stored scores), or "cudnn" (GPUs; does not look at segments, which config/checks.py asks
+            stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
             about), or "flash" (TPUs).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
         sinks: [N] learned logit of each head, which takes part in the softmax like the score of one

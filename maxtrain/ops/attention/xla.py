@@ -141,9 +141,7 @@ def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
     dq = []
     dk_BKHS = jnp.zeros((B, K, H, S), jnp.float32)
     dv_BKHS = jnp.zeros((B, K, H, S), jnp.float32)
-    dsinks = None
-    if sinks is not None:
-        dsinks = jnp.zeros(sinks.shape, jnp.float32)
+    dsinks_of_blocks = []
     for (queries, keys), lse in zip(_blocks(mask), lses, strict=True):
         q_block = q[:, queries]
         t = q_block.shape[1]
@@ -165,13 +163,16 @@ def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
             # As that of any other score, for a key whose value is 0.
             p_sink = jnp.exp(_group_sinks(sinks, K, t) - lse)
             dsink_BKM = -(p_sink * mean_dp)[..., 0]
-            dsinks += dsink_BKM.reshape(B, -1, t).sum((0, 2))
+            dsinks_of_blocks.append(dsink_BKM.reshape(B, -1, t).sum((0, 2)))
     # Finished before they are rotated back: fused with that, the transposes are read element by
     # element.
     dq, dk = jax.lax.optimization_barrier(
         (jnp.concatenate(dq, axis=1), dk_BKHS.transpose(0, 3, 1, 2))
     )
     dv = dv_BKHS.transpose(0, 3, 1, 2)
+    dsinks = None
+    if sinks is not None:
+        dsinks = jnp.stack(dsinks_of_blocks).sum(0)
     return dq, dk, dv, dsinks, None
 
 

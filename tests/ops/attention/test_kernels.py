@@ -285,6 +285,7 @@ def test_cudnn_equals_eager_on_a_row_of_one_document(window):
         np.testing.assert_allclose(ours, theirs, atol=0.05, rtol=0.05)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "window"),
     [

@@ -1,0 +1,84 @@
+"""What a kernel of attention can do, and what the data, the precision and the rest ask of it."""
+
+from collections.abc import Iterator
+
+from maxtrain.config.across.shapes import row_lengths
+from maxtrain.config.kernels import ATTENTION
+from maxtrain.config.schema import RunConfig
+from maxtrain.config.words import choices, multiples
+
+
+def kernel_problems(config: RunConfig) -> Iterator[str]:
+    """What the kernel can't do."""
+    yield from _repeat_problems(config)
+    yield from _document_problems(config)
+    yield from _dtype_problems(config)
+    yield from _shape_problems(config)
+
+
+def _repeat_problems(config: RunConfig) -> Iterator[str]:
+    name = config.model.attention
+    if config.determinism == "full" and not ATTENTION[name].repeats:
+        others = [other for other, can in ATTENTION.items() if can.repeats and can.platform is None]
+        yield (
+            f"model.attention={name} may add in another order each time in its backward pass, "
+            "and determinism=full allows no such. "
+            f"Set model.attention to {choices(others)}, or determinism=seeded."
+        )
+
+
+def _document_problems(config: RunConfig) -> Iterator[str]:
+    name = config.model.attention
+    data = config.data
+    one_each = data.packing == "pad"
+    if not (ATTENTION[name].segments or data.attend_across_documents or one_each):
+        yield (
+            f"model.attention={name} does not keep the documents of a row apart, "
+            f"and data.packing={data.packing} puts several into one. Set data.packing=pad, "
+            "data.attend_across_documents=true to let it, or model.attention=xla."
+        )
+
+
+def _dtype_problems(config: RunConfig) -> Iterator[str]:
+    name = config.model.attention
+    compute = config.precision.compute
+    dtypes = ATTENTION[name].dtypes
+    if compute not in dtypes:
+        yield (
+            f"model.attention={name} does not multiply precision.compute={compute}. "
+            f"Set precision.compute to {choices(dtypes)}, or model.attention=xla."
+        )
+
+
+def _shape_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    name = f"model.attention={model.attention}"
+    kernel = ATTENTION[model.attention]
+    for key, length in row_lengths(config).items():
+        if length % kernel.rows:
+            valid = multiples(length, kernel.rows)
+            yield (
+                f"{name} needs rows of a multiple of {kernel.rows} tokens, and {key} is {length}. "
+                f"Set {key} to {valid}, or model.attention=xla."
+            )
+    if kernel.head_dim is None:
+        return
+    most, unit = kernel.head_dim
+    head_dim = model.head_dim or model.embed_dim // model.num_heads
+    if head_dim > most or head_dim % unit:
+        yield (
+            f"{name} needs heads of at most {most}, a multiple of {unit}, "
+            f"and model.head_dim is {head_dim}. "
+            "Set model.head_dim=64, for example, or model.attention=xla."
+        )
+
+
+def dropout_problems(config: RunConfig) -> Iterator[str]:
+    """Weights that are to be dropped by a kernel that can't."""
+    rate = config.regularization.attention_dropout
+    if rate and config.model.attention != "eager":
+        yield (
+            f"regularization.attention_dropout={rate} needs an attention kernel that can drop "
+            f"weights, and model.attention={config.model.attention} can't. "
+            "Set model.attention=eager, or the rate to 0."
+        )

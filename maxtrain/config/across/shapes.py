@@ -1,0 +1,177 @@
+"""Batches, rows and the model, and what they are divided into: micro-batches, devices."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import RunConfig
+from maxtrain.config.sections.mesh import axes_of
+from maxtrain.config.words import divisors, multiples, nearest
+
+_SPLIT_OVER_TENSOR = ("num_heads", "num_kv_heads", "mlp_dim", "vocab_size")
+
+
+def row_lengths(config: RunConfig) -> dict[str, int]:
+    """Every length of rows in tokens, by its key."""
+    lengths = {"data.seq_length": config.data.seq_length}
+    for index, stage in enumerate(config.data.stages):
+        if stage.seq_length:
+            lengths[f"data.stages[{index}].seq_length"] = stage.seq_length
+    if config.eval.seq_length:
+        lengths["eval.seq_length"] = config.eval.seq_length
+    return lengths
+
+
+def row_problems(config: RunConfig) -> Iterator[str]:
+    """Rows that are longer than the model is meant for."""
+    longest = config.model.max_length
+    for key, length in row_lengths(config).items():
+        if length > longest:
+            yield (
+                f"{key}={length} must be at most model.max_length={longest}. "
+                f"Set {key}={longest} or less, or model.max_length={length}."
+            )
+
+
+def division_problems(config: RunConfig) -> Iterator[str]:
+    """What accumulation and the mesh can't divide; an axis of a size that is not known yet divides
+    nothing."""
+    yield from _batch_problems(config)
+    yield from _held_out_problems(config)
+    yield from _tensor_problems(config)
+
+
+def _batch_problems(config: RunConfig) -> Iterator[str]:
+    accumulation = config.optimizer.accumulation
+    sizes = {"data.batch_size": config.data.batch_size}
+    for index, stage in enumerate(config.data.stages):
+        if stage.batch_size:
+            sizes[f"data.stages[{index}].batch_size"] = stage.batch_size
+    for key, rows in sizes.items():
+        unit = _shards(config)
+        by = _by_mesh(config)
+        if rows % accumulation:
+            valid = multiples(rows, accumulation)
+            parts = nearest(accumulation, divisors(rows))
+            yield (
+                f"{key}={rows} must be divisible by optimizer.accumulation={accumulation}. "
+                f"Set {key} to {valid}, or optimizer.accumulation to {parts}."
+            )
+        elif accumulation > 1:
+            unit *= accumulation
+            by = f"{by} times optimizer.accumulation={accumulation}"
+        if _mesh_is_known(config) and rows % unit:
+            yield f"{key}={rows} must be divisible by {by}. Set {key} to {multiples(rows, unit)}."
+
+
+def _held_out_problems(config: RunConfig) -> Iterator[str]:
+    if not _mesh_is_known(config):
+        return
+    sizes = {"eval.batch_size": config.eval.batch_size}
+    for name, held_out in config.eval.sets.items():
+        sizes[f"eval.sets.{name}.batch_size"] = held_out.batch_size
+    shards = _shards(config)
+    for key, rows in sizes.items():
+        if rows and rows % shards:
+            yield (
+                f"{key}={rows} must be divisible by {_by_mesh(config)}. "
+                f"Set {key} to {multiples(rows, shards)}."
+            )
+
+
+def _tensor_problems(config: RunConfig) -> Iterator[str]:
+    tensor = config.mesh.tensor
+    if tensor <= 1:
+        return
+    dims: dict[str, int] = {}
+    for name in _SPLIT_OVER_TENSOR:
+        size = getattr(config.model, name)
+        if size is not None:
+            dims[f"model.{name}"] = size
+    wrong = [f"{key}={size}" for key, size in dims.items() if size % tensor]
+    if wrong:
+        valid = nearest(tensor, divisors(math.gcd(*dims.values())))
+        yield (
+            f"mesh.tensor={tensor} must divide {' and '.join(wrong)} (split over tensor). "
+            f"Set mesh.tensor to {valid}."
+        )
+
+
+def _mesh_is_known(config: RunConfig) -> bool:
+    return config.mesh.data > 0 and config.mesh.fsdp > 0
+
+
+def _shards(config: RunConfig) -> int:
+    """Devices with rows of their own, if the mesh is known."""
+    return config.mesh.data * config.mesh.fsdp
+
+
+def _by_mesh(config: RunConfig) -> str:
+    return f"mesh.data={config.mesh.data} times mesh.fsdp={config.mesh.fsdp}"
+
+
+def fit_to_devices(config: RunConfig, num_devices: int) -> RunConfig:
+    """A checked config with the mesh's -1 filled in, for `num_devices` devices of all processes
+    together.
+
+    Raises:
+        ConfigError: the axes' product is not `num_devices`, or the batch or the model can't be
+            divided by them.
+    """
+    axes = axes_of(config.mesh)
+    sizes = {key: size for key, size in axes.items() if size > 0}
+    free = [key for key in axes if key not in sizes]
+    product = math.prod(sizes.values())
+    fits = product == num_devices
+    if free:
+        fits = num_devices % product == 0
+    if not fits:
+        raise ConfigError(_unlike_devices(sizes, bool(free), num_devices))
+    filled = {key.removeprefix("mesh."): num_devices // product for key in free}
+    config = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, **filled))
+    problems = list(division_problems(config))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _unlike_devices(sizes: dict[str, int], has_free: bool, num_devices: int) -> str:
+    """The problem of axes that don't multiply to the number of devices, or don't divide it."""
+    product = math.prod(sizes.values())
+    verb = "be"
+    if has_free:
+        verb = "divide"
+    # Changing one axis alone may be enough.
+    mends = []
+    for key, size in sizes.items():
+        share = num_devices * size / product
+        if share % 1:
+            continue
+        if has_free:
+            mends.append(f"{key} to {nearest(size, divisors(int(share)))}")
+        else:
+            mends.append(f"{key} to {int(share)}")
+    mend = ", or ".join(mends)
+    if not mends:
+        mend = f"{' and '.join(sizes)} so that they multiply to {num_devices}, or mesh.fsdp=-1"
+    given = " x ".join(f"{key}={size}" for key, size in sizes.items())
+    return f"{given} = {product} must {verb} the number of devices, {num_devices}. Set {mend}."
+
+
+def fit_to_fewer(config: RunConfig, had: int, count: int, devices: int) -> RunConfig | None:
+    """The config for `count` of the `had` processes it is meant for, of so many devices each; None:
+    it can't do with so few.
+
+    Accumulation grows, so that no device gets more rows at a time than it had; the batch of a step
+    stays as it is.
+    """
+    least = math.ceil(config.optimizer.accumulation * had / count)
+    for accumulation in range(least, config.data.batch_size + 1):
+        optimizer = dataclasses.replace(config.optimizer, accumulation=accumulation)
+        fewer = dataclasses.replace(config, optimizer=optimizer)
+        with contextlib.suppress(ConfigError):
+            fit_to_devices(fewer, count * devices)
+            return fewer
+    return None

@@ -1,0 +1,80 @@
+"""What an update is made of: the loss, the optimizer, the precision, and the rates of muP."""
+
+from collections.abc import Iterator
+
+from maxtrain.config.schema import RunConfig
+from maxtrain.config.sections.optimizer import WITH_BETAS, pattern_problem
+
+# bfloat16 keeps 8 bits: what changes a number by less than half of the last one leaves it as it is.
+_BFLOAT16_STEP = 2**-8
+_WITHOUT_MUP_DEPTH = ("sgd", "momentum", "nesterov")
+_WITHOUT_MUP = ("adafactor", "muon")
+
+
+def mean_problems(config: RunConfig) -> Iterator[str]:
+    """A mean over documents where a row is one document."""
+    data = config.data
+    one_document = data.attend_across_documents and data.packing != "pad"
+    if config.optimizer.normalize == "sequences" and one_document:
+        yield (
+            "optimizer.normalize=sequences is a mean over documents, and "
+            "data.attend_across_documents=true makes one of all documents in a row. "
+            "Set data.attend_across_documents=false, or optimizer.normalize=tokens."
+        )
+
+
+def pattern_problems(config: RunConfig) -> Iterator[str]:
+    """Regular expressions for the paths of parameters."""
+    for pattern in config.optimizer.no_decay:
+        yield from pattern_problem("optimizer.no_decay", pattern)
+    for pattern in config.checkpoint.init_partial:
+        yield from pattern_problem("checkpoint.init_partial", pattern)
+    for name, group in config.optimizer.groups.items():
+        yield from pattern_problem(f"optimizer.groups.{name}.pattern", group.pattern)
+
+
+def moment_problems(config: RunConfig) -> Iterator[str]:
+    """A second moment that stays as it is, for its changes are smaller than its type can hold."""
+    optimizer = config.optimizer
+    rounded = config.precision.params == "bfloat16" and optimizer.name in WITH_BETAS
+    if rounded and 1 - optimizer.beta2 < _BFLOAT16_STEP:
+        yield (
+            f"optimizer.beta2={optimizer.beta2} changes a moment by less than half a step of "
+            "precision.params=bfloat16, so it would stay as it is. "
+            "Set optimizer.beta2=0.95, or precision.params=float32."
+        )
+
+
+def mup_depth_problems(config: RunConfig) -> Iterator[str]:
+    """Optimizers for which muP has no rule of depth."""
+    name = config.optimizer.name
+    init = config.init
+    wanted = init.mup_base_width is not None and init.mup_base_depth is not None
+    if wanted and name in _WITHOUT_MUP_DEPTH:
+        yield (
+            f"init.mup_base_depth={init.mup_base_depth} has no rule for optimizer.name={name}. "
+            "Set optimizer.name=adamw, adam or lion, or init.mup_base_depth=null."
+        )
+
+
+def mup_problems(config: RunConfig) -> Iterator[str]:
+    """Optimizers for which muP has no rates."""
+    name = config.optimizer.name
+    width = config.init.mup_base_width
+    if width is not None and name in _WITHOUT_MUP:
+        yield (
+            f"optimizer.name={name} is not for init.mup_base_width={width}: "
+            "muP has the rates of Adam, Lion and SGD. Set optimizer.name=adamw, adam, lion, sgd, "
+            "momentum or nesterov, or init.mup_base_width=null."
+        )
+
+
+def repeat_problems(config: RunConfig) -> Iterator[str]:
+    """Steps that are compared with themselves by programs that need not repeat."""
+    interval = config.integrity.repeat_interval
+    if interval and config.determinism != "full":
+        yield (
+            f"integrity.repeat_interval={interval} needs programs that repeat bit for bit, "
+            f"which determinism={config.determinism} does not promise. "
+            "Set determinism=full, or leave it out."
+        )

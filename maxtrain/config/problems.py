@@ -1,0 +1,156 @@
+"""Every problem of a config that needs neither device nor data, in the order in which they are
+told; gathered, never raised one by one.
+
+What holds inside a section is beside its keys in `sections/`, what holds across sections in
+`across/`, and which keys nothing reads is what their declarations say. What depends on the data, as
+sources and stages do, is checked when its plan is solved (data_pipeline/plan.py).
+"""
+
+from collections.abc import Iterator
+
+from maxtrain.config.across import attention, directories, evaluation, shapes, steps, updates
+from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
+from maxtrain.config.paths import path_problems
+from maxtrain.config.schema import RunConfig
+from maxtrain.config.sections.anomaly import window_problems
+from maxtrain.config.sections.init import std_problems
+from maxtrain.config.sections.loss import probability_problems
+from maxtrain.config.sections.mesh import axis_problems, process_problems
+from maxtrain.config.sections.model import heads_problems
+from maxtrain.config.sections.optimizer import decay_problems, group_problems
+from maxtrain.config.sections.precision import loss_scale_problems
+from maxtrain.config.sections.schedule import pieces_problems
+
+
+def problems_of(config: RunConfig) -> list[Problem]:
+    """Every problem of a config whose values are inside their own types and ranges."""
+    idle = idle_keys(config)
+    problems = [
+        *path_problems(config),
+        *_of_evaluation_and_data(config, idle),
+        *_of_the_model(config, idle),
+        *_of_updates(config, idle),
+        *_of_anomalies(config, idle),
+        *_of_the_schedule(config, idle),
+        *_of_devices(config, idle),
+        *updates.repeat_problems(config),
+    ]
+    # An idle key that has no place above, for example one that was declared only now, comes last.
+    told = [problem.key for problem in problems if isinstance(problem, Idle)]
+    return [*problems, *(found for found in idle if found.key not in told)]
+
+
+def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+    yield from directories.run_name_problems(config.run_name)
+    yield from idle_among(idle, "eval_interval")
+    yield from evaluation.batches_problems(config)
+    yield from idle_among(idle, "eval.stop_patience", "eval.stop_set")
+    yield from evaluation.early_stop_problems(config)
+    yield from idle_among(idle, "observe.sample_interval", "eval_at_start")
+    yield from evaluation.set_problems(config)
+    yield from directories.source_problems(config)
+    yield from directories.repeated_source_problems(config)
+    yield from evaluation.repeated_set_problems(config)
+
+
+def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+    yield from heads_problems(config.model)
+    yield from shapes.row_problems(config)
+    yield from attention.kernel_problems(config)
+    yield from std_problems(config.init)
+    yield from idle_among(idle, "init.std", by="init.name")
+    yield from idle_among(idle, "checkpoint.init_partial")
+    yield from idle_among(
+        idle,
+        "init.name",
+        "init.std",
+        "init.residual",
+        "init.embedding_std",
+        "init.scale",
+        "init.seed",
+        by="checkpoint.init_from",
+    )
+    yield from idle_among(idle, "init.mup_base_head_dim", "init.mup_base_depth")
+    yield from updates.mup_depth_problems(config)
+    yield from idle_among(idle, "checkpoint.copy_keep")
+    yield from directories.copy_problems(config)
+
+
+def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+    yield from updates.mean_problems(config)
+    yield from idle_among(
+        idle,
+        "loss.adversarial_radius",
+        "loss.adversarial_steps",
+        "model.rope_factor",
+        "model.rope_low_freq_factor",
+        "model.rope_high_freq_factor",
+        "model.rope_original_length",
+        "data.corruption.span",
+        "data.corruption.token_id",
+        "data.fill_patience",
+        "data.on_long",
+    )
+    yield from probability_problems(config.regularization)
+    yield from attention.dropout_problems(config)
+    yield from decay_problems(config.optimizer)
+    yield from idle_among(
+        idle, "optimizer.momentum", "optimizer.beta1", "optimizer.beta2", "optimizer.eps"
+    )
+    yield from updates.pattern_problems(config)
+    yield from group_problems(config.optimizer)
+    yield from updates.moment_problems(config)
+    yield from idle_among(idle, "optimizer.stochastic_rounding")
+    yield from updates.mup_problems(config)
+    yield from idle_among(idle, "optimizer.zero")
+
+
+def _of_anomalies(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+    yield from idle_among(
+        idle,
+        "anomaly.loss_limit",
+        "anomaly.grad_limit",
+        "anomaly.drift_limit",
+        "anomaly.dead_steps",
+        "anomaly.diverging_limit",
+        "anomaly.patience",
+        "anomaly.max_skipped",
+        "anomaly.leave_out",
+        "anomaly.max_rollbacks",
+    )
+    yield from window_problems(config.anomaly)
+
+
+def _of_the_schedule(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+    yield from idle_among(
+        idle,
+        "schedule.min_lr_ratio",
+        "schedule.min_learning_rate",
+        "schedule.decay_fraction",
+        "schedule.power",
+        "schedule.pieces",
+        by="schedule.name",
+    )
+    yield from steps.steps_problems(config)
+    yield from steps.peak_problems(config)
+    yield from idle_among(idle, "schedule.min_lr_ratio", by="schedule.min_learning_rate")
+    yield from idle_among(idle, "schedule.timescale")
+    yield from pieces_problems(config.schedule)
+    yield from idle_among(idle, "schedule.pieces[0].power", "schedule.pieces[0].end")
+
+
+def _of_devices(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+    yield from idle_among(
+        idle,
+        "loss_scale.initial",
+        "loss_scale.window",
+        "loss_scale.factor",
+        "loss_scale.backoff",
+        "loss_scale.hysteresis",
+        "loss_scale.min",
+        "loss_scale.max",
+    )
+    yield from loss_scale_problems(config.loss_scale, config.precision.compute)
+    yield from axis_problems(config.mesh)
+    yield from process_problems(config.mesh)
+    yield from shapes.division_problems(config)

@@ -1,0 +1,48 @@
+"""The sections `watchdog` and `integrity`: runs that stand still, devices that compute wrongly."""
+
+import dataclasses
+
+from data_pipeline.config_key import key
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchdogConfig:
+    """How long a run may stand still before it says where and ends with exit 75; see
+    observe/watchdog.py."""
+
+    factor: float = key(
+        10.0,
+        "limit of a step, as so many times the usual time between two records; 0: none",
+        low=0,
+        high=1e6,
+    )
+    step_seconds: float = key(300.0, "limit of a step, at least", low=0, high=1e8)
+    compile_seconds: float = key(
+        3600.0,
+        "limit of compiling, and of a step before the third record; 0: none",
+        low=0,
+        high=1e8,
+    )
+    eval_seconds: float = key(3600.0, "limit of one evaluation set; 0: none", low=0, high=1e8)
+    save_seconds: float = key(
+        1800.0, "limit of waiting for a save, and of a restore; 0: none", low=0, high=1e8
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegrityConfig:
+    """Looking for wrong arithmetic and memory that no device reports; found, it ends the run with
+    exit 75, unsaved."""
+
+    replicas_interval: int = key(
+        0,
+        "steps between comparisons of the copies of arrays on different devices; "
+        "also before each save; 0: never",
+        low=0,
+    )
+    repeat_interval: int = key(
+        0,
+        "steps between two that are made twice, from a second copy of the state, and compared; "
+        "0: never",
+        low=0,
+    )

@@ -1,0 +1,90 @@
+"""The sections `loss` and `regularization`, and what must hold inside them."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.limits import as_float32
+
+_ADVERSARIAL = UsedBy(
+    {"loss.adversarial": AllBut(0.0)},
+    "{key}={value} is not used with {cause}. Set loss.adversarial=1, or leave it out.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """What is minimised beside, and instead of, the plain cross-entropy of the next token."""
+
+    label_smoothing: float = key(
+        0.0,
+        "share of a target's probability that all entries of the vocabulary share",
+        low=0,
+        high=1,
+    )
+    z_loss: float = key(
+        0.0,
+        "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4",
+        low=0,
+        high=1000,
+    )
+    adversarial: float = key(
+        0.0,
+        "factor of the loss at the worst embeddings nearby; see training/adversarial.py",
+        low=0,
+        high=1000,
+    )
+    adversarial_radius: float = key(
+        1.0,
+        "farthest that a row's embeddings are moved, Euclidean",
+        above=0,
+        high=1e6,
+        used_by=_ADVERSARIAL,
+    )
+    adversarial_steps: int = key(
+        1,
+        "1: along the gradient at once (FGM); more: step by step, projected (PGD)",
+        low=1,
+        high=1000,
+        used_by=_ADVERSARIAL,
+    )
+    by_source: bool = key(False, "record the loss of each training source's rows too")
+
+
+@dataclasses.dataclass(frozen=True)
+class RegularizationConfig:
+    """What is random in a training step, drawn from a key of each row; off in evaluation and
+    generation."""
+
+    attention_dropout: float = key(
+        0.0, "probability of dropping each attention weight; needs model.attention=eager", low=0
+    )
+    residual_dropout: float = key(
+        0.0, "probability of dropping each number that a block adds to the residual stream", low=0
+    )
+    embedding_dropout: float = key(
+        0.0, "probability of dropping each number of the embedded tokens", low=0
+    )
+    stochastic_depth: float = key(
+        0.0, "probability of leaving out the last layer's blocks for a row; less before it", low=0
+    )
+    embedding_noise: float = key(
+        0.0,
+        "NEFTune's alpha: uniform noise of alpha / sqrt(T D) on embedded tokens",
+        low=0,
+        high=1e6,
+    )
+
+
+_PROBABILITIES = ("attention_dropout", "residual_dropout", "embedding_dropout", "stochastic_depth")
+
+
+def probability_problems(regularization: RegularizationConfig) -> Iterator[str]:
+    """Probabilities that are 1 on a device: all would be dropped, always."""
+    for name in _PROBABILITIES:
+        rate = getattr(regularization, name)
+        if as_float32(rate) >= 1:
+            yield (
+                f"regularization.{name}={rate} must be less than 1. "
+                f"Set regularization.{name}=0.1, for example."
+            )

@@ -1,0 +1,90 @@
+"""The section `mesh`, and what must hold inside it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from data_pipeline.config_key import key
+from maxtrain.config.words import choices
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How devices are arranged. At most one axis may be -1: whatever is left."""
+
+    data: int = key(1, "replicas of the model, each with its own rows", high=1 << 20)
+    fsdp: int = key(
+        -1,
+        "parameters split and gathered layer by layer, each part with its own rows",
+        high=1 << 20,
+    )
+    tensor: int = key(1, "heads, mlp and vocabulary split inside each layer", high=1 << 20)
+    platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
+        "auto", "required device kind; auto: the best there is"
+    )
+    simulated_devices: int | None = key(
+        None, "CPU only: pretend to have this many devices", low=1, high=4096
+    )
+    coordinator: str | None = key(
+        None, "host:port of process 0; null: JAX_COORDINATOR_ADDRESS, or the cluster's own"
+    )
+    num_processes: int | None = key(
+        None,
+        "processes in the job; null: JAX_NUM_PROCESSES, or the cluster's own",
+        low=1,
+        high=1 << 20,
+    )
+    process_id: int | None = key(
+        None, "index of this process; null: JAX_PROCESS_ID, or the cluster's own", low=0
+    )
+    min_processes: int | None = key(
+        None, "go on with as few when others do not come at the start; null: all of them", low=1
+    )
+    connect_seconds: float = key(
+        300.0, "how long processes wait for each other at the start", above=0, high=1e6
+    )
+    heartbeat_seconds: int = key(
+        100, "a process that is silent for so long ends the job", low=1, high=1_000_000
+    )
+
+
+def axes_of(mesh: MeshConfig) -> dict[str, int]:
+    """The sizes of the axes by their keys, outer to inner."""
+    return {"mesh.data": mesh.data, "mesh.fsdp": mesh.fsdp, "mesh.tensor": mesh.tensor}
+
+
+def axis_problems(mesh: MeshConfig) -> Iterator[str]:
+    """Axes of a size that none can have, or more than one without a size."""
+    axes = axes_of(mesh)
+    for axis, size in axes.items():
+        if size < 1 and size != -1:
+            yield (
+                f"{axis}={size} must be at least 1, or -1 for whatever is left. "
+                f"Set {axis} to 1 or -1."
+            )
+    free = [axis for axis, size in axes.items() if size == -1]
+    if len(free) > 1:
+        given = " and ".join(f"{axis}=-1" for axis in free)
+        yield f"{given}: only one axis can take what is left. Set {choices(free)} to 1."
+
+
+def process_problems(mesh: MeshConfig) -> Iterator[str]:
+    """Devices that a platform can't simulate, and processes that the job does not have."""
+    if mesh.simulated_devices and mesh.platform not in ("auto", "cpu"):
+        yield (
+            f"mesh.simulated_devices={mesh.simulated_devices} is not for "
+            f"mesh.platform={mesh.platform}. Set mesh.platform=cpu, or mesh.simulated_devices=null."
+        )
+    count = mesh.num_processes
+    if count is None:
+        return
+    if mesh.min_processes is not None and mesh.min_processes > count:
+        yield (
+            f"mesh.min_processes={mesh.min_processes} is more than mesh.num_processes={count}. "
+            f"Set mesh.min_processes to at most {count}."
+        )
+    if mesh.process_id is not None and mesh.process_id >= count:
+        yield (
+            f"mesh.process_id={mesh.process_id} must be less than mesh.num_processes={count}. "
+            f"Set mesh.process_id to at most {count - 1}; it counts from 0."
+        )

@@ -1,0 +1,97 @@
+"""The sections `precision` and `loss_scale`."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from data_pipeline.config_key import AllBut, UsedBy, key
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+    """Which numbers are used where. Norms, softmax, rope and the loss are float32 always."""
+
+    params: Literal["float32", "bfloat16"] = key("float32", "master weights and optimizer state")
+    compute: Literal["float32", "bfloat16", "float16"] = key(
+        "bfloat16", "inputs of matrix products; they accumulate in float32"
+    )
+    accumulate: Literal["float32", "bfloat16"] = key("float32", "sums of micro-batches' gradients")
+    output: Literal["float32", "bfloat16"] = key(
+        "float32", "what logits are rounded to, and kept in, before the softmax"
+    )
+
+
+_NOT_SCALED = (
+    "{key}={number:g} is not used by {cause}. Set loss_scale.mode=dynamic, or leave it out."
+)
+_MODE = "loss_scale.mode={config.loss_scale.mode} with precision.compute={config.precision.compute}"
+_SCALED = UsedBy({"loss_scale.mode": ("auto", "static", "dynamic")}, _NOT_SCALED, _MODE)
+_DYNAMIC = UsedBy({"loss_scale.mode": ("auto", "dynamic")}, _NOT_SCALED, _MODE)
+# The mode auto scales for float16 alone.
+_AUTO_SCALED = UsedBy(
+    {"loss_scale.mode": AllBut("auto"), "precision.compute": ("float16",)},
+    _NOT_SCALED,
+    _MODE,
+    help="precision.compute=float16 if it is auto",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossScaleConfig:
+    """Scaling of the loss, so that small gradients survive float16; see training/loss_scale.py."""
+
+    mode: Literal["auto", "none", "static", "dynamic"] = key(
+        "auto", "auto: dynamic for precision.compute=float16, else none"
+    )
+    initial: float = key(
+        2.0**16,
+        "scale of the first step, and of every step if static",
+        above=0,
+        used_by=(_SCALED, _AUTO_SCALED),
+    )
+    window: int = key(
+        1000,
+        "finite steps in a row after which the scale grows",
+        low=1,
+        used_by=(_DYNAMIC, _AUTO_SCALED),
+    )
+    factor: float = key(2.0, "what it grows by", above=1, used_by=(_DYNAMIC, _AUTO_SCALED))
+    backoff: float = key(
+        0.5,
+        "what it is multiplied with after overflows",
+        above=0,
+        used_by=(_DYNAMIC, _AUTO_SCALED),
+    )
+    hysteresis: int = key(
+        2,
+        "overflows, since it last grew, before it is lowered",
+        low=1,
+        used_by=(_DYNAMIC, _AUTO_SCALED),
+    )
+    min: float = key(1.0, "never lower", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
+    max: float = key(2.0**32, "never higher", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
+
+
+def loss_scale_problems(loss_scale: LossScaleConfig, compute: str) -> Iterator[str]:
+    """A dynamic scale that starts outside its own limits, or that never gets lower.
+
+    Args:
+        loss_scale: the section.
+        compute: precision.compute, which the mode auto goes by.
+    """
+    mode = loss_scale.mode
+    if mode == "auto" and compute == "float16":
+        mode = "dynamic"
+    if mode != "dynamic":
+        return
+    if not loss_scale.min <= loss_scale.initial <= loss_scale.max:
+        yield (
+            f"loss_scale.initial={loss_scale.initial:g} must be between "
+            f"loss_scale.min={loss_scale.min:g} and loss_scale.max={loss_scale.max:g}. "
+            "Set it in between, or loss_scale.mode=static."
+        )
+    if loss_scale.backoff >= 1:
+        yield (
+            f"loss_scale.backoff={loss_scale.backoff:g} must be less than 1. "
+            "Set for example loss_scale.backoff=0.5."
+        )

@@ -1,0 +1,47 @@
+"""Config files by name, and the file that `config=` means."""
+
+import difflib
+import os
+from pathlib import Path
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.files import SUFFIXES
+from maxtrain.config.words import show
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Config files by name: those that come with the package (installed, or in its repository),
+    then those of ./configs."""
+    package = Path(__file__).parents[1]
+    folder = package / "configs"
+    if not folder.is_dir():
+        folder = package.parent / "configs"
+    found = {}
+    for place in (folder, Path("configs")):
+        for path in sorted(place.glob("*")):
+            if path.suffix in SUFFIXES:
+                found[path.stem] = path
+    return found
+
+
+def available() -> str:
+    """The configs that there are, for a message."""
+    names = ", ".join(sorted(shipped_configs())) or "none"
+    return f"Available: {names}; or the path of a .py or .yaml file"
+
+
+def find_file(reference: str) -> Path:
+    """The config file of `config=reference`; raises ConfigError."""
+    shipped = shipped_configs()
+    path = shipped.get(reference)
+    if path is None:
+        path = Path(os.path.expanduser(reference))
+    if path.suffix in SUFFIXES and os.path.isfile(path):
+        return path
+    mend = available()
+    close = difflib.get_close_matches(reference, shipped, 1)
+    if close:
+        mend = f"Did you mean config={close[0]}? {mend}"
+    raise ConfigError(
+        f"config={show(reference)} is neither a known name nor a .py or .yaml file. {mend}."
+    )

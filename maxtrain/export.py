@@ -1,0 +1,342 @@
+"""`maxtrain export RUN OUT --format hf`: a trained model as files that other programs load.
+
+The files are written into a hidden directory beside OUT, read again, and held against the run: its
+parameters bit for bit, and its logits on a few tokens. Only then does the directory get the name
+OUT, so that an export that is killed leaves nothing that looks finished.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from data_pipeline.errors import StorageError, UsageError, run_command
+from data_pipeline.tokenizer import Tokenizer
+from maxtrain.checkpoint.integrity import sync
+from maxtrain.config.schema import MeshConfig, ModelConfig, ObserveConfig
+from maxtrain.model_source import (
+    STEP_HELP,
+    check_step,
+    load_run,
+    read_run_config,
+    step_of,
+    tokenizer_place,
+)
+from maxtrain.models.decoder import Decoder
+from maxtrain.ops.digest import tree_digests
+from maxtrain.parallel.distributed import start
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.state import abstract_model
+from maxtrain.weights.hf import load_weights
+from maxtrain.weights.hf_export import (
+    DTYPES,
+    rounded,
+    write_config,
+    write_tokenizer,
+    write_weights,
+)
+
+# Of the tokens on which logits are compared.
+_ROWS = 2
+_LENGTH = 64
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+class Verified(NamedTuple):
+    """What reading the files again has shown."""
+
+    # Largest difference of the logits from those of the run; 0 unless numbers were rounded.
+    difference: float
+    # Largest magnitude of the run's logits, for comparison.
+    largest: float
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    files: dict[str, int]  # bytes by name
+    notes: list[str]  # what a user must know of the tokenizer
+    verified: Verified
+
+
+def export(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    place: str,
+    out: Path,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    template: bytes | None = None,
+    tell: Callable[[str], object] = print,
+) -> Exported:
+    """Write a model as a Hugging Face directory, and see that it reads back as what it is.
+
+    The model's arrays are given up: while the files are read again, they are not in memory.
+
+    Args:
+        model: with its parameters, all on this process's devices.
+        tokenizer: that belongs to it.
+        place: as for `load_tokenizer`, from where the tokenizer came.
+        out: the directory to be made; an empty one may be there.
+        dtype: of the tensors; None: of the parameters.
+        max_shard_bytes: of the tensors in one file.
+        template: a chat template; None: the one beside the tokenizer, if there is one.
+        tell: gets a line for each of several shards.
+
+    Raises:
+        UsageError: `out` is there, and is not an empty directory.
+        DataError: a parameter is not finite in `dtype`.
+        StorageError: what was read back is not what was written.
+    """
+    out = Path(os.path.abspath(out))
+    require_free(out)
+    dtype = dtype or model.precision.params
+    with _staging(out) as directory:
+        write_config(directory, model.config, dtype, tokenizer)
+        notes = write_tokenizer(directory, place, tokenizer, model.config, template)
+        _, params = nnx.split(model)
+        write_weights(directory, params, model.config, dtype, max_shard_bytes, tell)
+        verified = _verify(directory, out, model, dtype)
+        files = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+        sync(directory)
+        require_free(out)
+        directory.rename(out)
+        sync(out.parent)
+    return Exported(files, notes, verified)
+
+
+def require_free(out: Path) -> None:
+    """UsageError: there is something at `out` that would be lost."""
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise UsageError(f"OUT={out}: is there, and is no directory. Name another one.")
+    if out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"OUT={out}: is not empty. Name a directory that is not there yet.")
+
+
+@contextlib.contextmanager
+def _staging(out: Path) -> Iterator[Path]:
+    """A hidden directory beside `out`, removed at the end unless it was given another name; what
+    killed exports to `out` have left there is removed first."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prefix = f".{out.name}.export-"
+    for left in out.parent.iterdir():
+        if left.name.startswith(prefix):
+            with _locked(left) as ours:
+                if ours:
+                    shutil.rmtree(left)
+    directory = out.parent / f"{prefix}{os.getpid()}"
+    directory.mkdir()
+    try:
+        with _locked(directory):
+            yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Whether this process has the lock of a directory, or there are none on its file system; the
+    system frees it when the process ends, however it ends."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = True
+        except BlockingIOError:
+            taken = False
+        yield taken
+    finally:
+        os.close(descriptor)
+
+
+def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> Verified:
+    """Read the files for `out` again, and hold them against the model, whose arrays are given up.
+
+    Raises:
+        StorageError: a parameter or a logit is not the same bit for bit, or, where numbers were
+            rounded, not that of the rounded parameters.
+    """
+    _, params = nnx.split(model)
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    # Whatever kernel the run has: one that takes rows of any length.
+    plain = dataclasses.replace(model.config, attention="xla")
+    graphdef, abstract = abstract_model(plain, model.precision, mesh)
+    tokens = _some_tokens(model.config)
+    exact = np.asarray(_logits(graphdef, params, tokens))
+    params = rounded(params, dtype)
+    expected = np.asarray(_logits(graphdef, params, tokens))
+    digests = tree_digests(params)
+    _give_up(model)
+    del params
+    loaded = load_weights(abstract, directory, plain)
+    found = np.asarray(_logits(graphdef, loaded, tokens))
+    different = [name for name, digest in tree_digests(loaded).items() if digest != digests[name]]
+    if different or found.tobytes() != expected.tobytes():
+        what = f"{len(different)} parameters ({', '.join(different[:3])}) differ"
+        if not different:
+            what = f"logits differ by up to {np.abs(found - expected).max():.3g}"
+        raise StorageError(
+            f"OUT={out}: what was written there is not what is read: {what}. Nothing was "
+            "exported. Look at the disk that it is on, then run the same command again."
+        )
+    return Verified(float(np.abs(found - exact).max()), float(np.abs(exact).max()))
+
+
+def _give_up(model: Decoder) -> None:
+    """Frees the arrays of a model."""
+    for leaf in jax.tree.leaves(nnx.state(model)):
+        leaf.delete()
+
+
+def _some_tokens(config: ModelConfig) -> np.ndarray:
+    """Tokens [B, T] to compare logits on, always the same."""
+    assert config.vocab_size is not None
+    size = (_ROWS, min(_LENGTH, config.max_length))
+    return np.random.default_rng(0).integers(0, config.vocab_size, size).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array) -> jax.Array:
+    model: Decoder = nnx.merge(graphdef, params)
+    return model(tokens)
+
+
+def _shard_bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?((?:[KMG]i?)?)B?", text, re.IGNORECASE)
+    size = 0
+    if match:
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of bytes. Write for example 5GB or 500MB"
+        )
+    return size
+
+
+def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog,
+        allow_abbrev=False,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", metavar="RUN", help="directory of a training run")
+    add("out", metavar="OUT", type=Path, help="directory to be made")
+    add(
+        "--format",
+        choices=["hf"],
+        default="hf",
+        help="hf: what transformers and most other programs load (default: %(default)s)",
+    )
+    add("--step", metavar="N", type=int, help=STEP_HELP)
+    add("--dtype", choices=list(DTYPES), help="of the tensors (default: of the run's parameters)")
+    add(
+        "--max-shard-size",
+        metavar="BYTES",
+        type=_shard_bytes,
+        default="5GB",
+        help="of each file of tensors, such as 500MB (default: %(default)s)",
+    )
+    add(
+        "--chat-template",
+        metavar="FILE",
+        type=Path,
+        help="to carry along (default: the one beside the tokenizer of RUN's data, if there is one)",
+    )
+    asked = parser.parse_args(argv)
+    check_step(asked.step)
+    return asked
+
+
+def _read_template(path: Path | None) -> bytes | None:
+    """A chat template as it is; UsageError: it can't be read."""
+    if path is None:
+        return None
+    try:
+        content = path.expanduser().read_bytes()
+        content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error
+        if isinstance(error, OSError):
+            reason = error.strerror
+        raise UsageError(
+            f"--chat-template {path}: can't be read ({reason}). Name a file of text."
+        ) from error
+    return content
+
+
+def _describe(out: Path, exported: Exported, dtype: str, params: str) -> list[str]:
+    """What a person sees of an export."""
+    size = sum(exported.files.values())
+    lines = [f"{out}: {', '.join(exported.files)} ({size / 1e6:,.1f} MB)"]
+    verified = exported.verified
+    if dtype == "bfloat16" and params == "float32":
+        lines.append(
+            "read again: its parameters are the run's, rounded to bfloat16; its logits differ from "
+            f"the run's by up to {verified.difference:.2g}, where the largest is "
+            f"{verified.largest:.3g}."
+        )
+    else:
+        lines.append("read again: its parameters and logits are the run's, bit for bit.")
+    lines += exported.notes
+    lines.append(f'load it: AutoModelForCausalLM.from_pretrained("{out}")')
+    return lines
+
+
+def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
+    """Runs the command; the exit code."""
+
+    def job() -> None:
+        asked = _parse(argv, program)
+        out = asked.out.expanduser()
+        config = read_run_config(asked.run)
+        require_free(out)
+        template = _read_template(asked.chat_template)
+        start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+        # Named, so that a training that saves meanwhile changes nothing.
+        step = step_of(asked.run, asked.step)
+        model, tokenizer = load_run(asked.run, step)
+        dtype = asked.dtype or config.precision.params
+        count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+        which = "newest checkpoint"
+        if step is not None:
+            which = f"step {step:,}"
+        if config.optimizer.ema_decay is not None:
+            which += ", averaged weights (optimizer.ema_decay)"
+        print(f"{asked.run}, {which}: {count:,} parameters, written in {dtype}")
+        place = tokenizer_place(config)
+        exported = export(
+            model,
+            tokenizer,
+            place,
+            out,
+            dtype,
+            asked.max_shard_size,
+            template,
+            _tell_on_stderr,
+        )
+        for line in _describe(out, exported, dtype, config.precision.params):
+            print(line)
+
+    return run_command(job, resumes=False)
+
+
+def _tell_on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""What happens after a step, one concern each, in the order of `after_each_step`.
+
+A hook has `due(after)`, which only looks, and a call, which does it. All processes ask and call in
+the same order, since some hooks talk to the other processes. A hook may leave the loop by
+`StopRequested` (signals.py) or `RollBack` (run.py); nothing else that is expected does.
+"""
+
+import abc
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from flax import nnx
+
+from maxtrain.finish import completions
+from maxtrain.run import Run
+from maxtrain.signals import StopRequested
+from maxtrain.training.optimizer import eval_params
+
+
+class AfterStep(NamedTuple):
+    """The moment after a step has been handed to the devices, which may still be at it."""
+
+    step: int  # finished steps, with this one
+    is_last: bool  # of the plan
+    is_logged: bool  # a training record is due
+    save_by_clock: bool  # checkpoint.minutes are over
+    stop: bool  # somebody asks to stop after this step
+
+
+class Hook(abc.ABC):
+    """One concern of the loop of a run."""
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    @abc.abstractmethod
+    def due(self, after: AfterStep) -> bool:
+        """Whether there is anything to do after this step."""
+
+    @abc.abstractmethod
+    def __call__(self, after: AfterStep) -> None:
+        """Does it."""
+
+
+def after_each_step(run: Run) -> list[Hook]:
+    """The hooks of a run, in their order."""
+    evaluate = Evaluate(run)
+    sample = Sample(run)
+    save = Save(run)
+    looked_at_before = [evaluate, sample, save]
+    return [
+        Judge(run, looked_at_before),
+        CheckCopies(run),
+        evaluate,
+        WriteEnding(run),
+        sample,
+        save,
+        Stop(run),
+    ]
+
+
+class Judge(Hook):
+    """Fetches the metrics of the steps since the last look, judges them, and writes a training
+    record.
+
+    Fetching waits for the devices. So it is due only when a record is, or when something follows
+    that must not happen to a run whose steps nobody has looked at.
+    """
+
+    def __init__(self, run: Run, before: Sequence[Hook]):
+        super().__init__(run)
+        self._before = before
+
+    def due(self, after: AfterStep) -> bool:
+        return after.is_logged or after.stop or any(hook.due(after) for hook in self._before)
+
+    def __call__(self, after: AfterStep) -> None:
+        self._run.judge(write=after.is_logged)
+
+
+class CheckCopies(Hook):
+    """Compares the copies of arrays on several devices, and a repeated step; see
+    training/integrity.py, which knows when."""
+
+    def due(self, after: AfterStep) -> bool:
+        return True
+
+    def __call__(self, after: AfterStep) -> None:
+        self._run.check_integrity()
+
+
+class Evaluate(Hook):
+    """Reads the evaluation sets that are due. A run that is to stop does not begin: it saves which
+    sets are left to read, and the next launch reads them."""
+
+    def due(self, after: AfterStep) -> bool:
+        return bool(self._run.validation.due(after.step, after.is_last))
+
+    def __call__(self, after: AfterStep) -> None:
+        self._run.unevaluated = self._run.validation.due(after.step, after.is_last)
+        if after.stop:
+            raise StopRequested
+        self._run.evaluate()
+
+
+class WriteEnding(Hook):
+    """Writes down why the run ends before its plan does, if it does."""
+
+    def due(self, after: AfterStep) -> bool:
+        return bool(self._run.records.ending)
+
+    def __call__(self, after: AfterStep) -> None:
+        self._run.write_ending()
+
+
+class Sample(Hook):
+    """Shows what the model makes of observe.prompts by now."""
+
+    def due(self, after: AfterStep) -> bool:
+        interval = self._run.sample_interval
+        return bool(interval) and not after.is_last and after.step % interval == 0
+
+    def __call__(self, after: AfterStep) -> None:
+        run = self._run
+        if after.stop:
+            return
+        run.progress.phase("completing the prompts")
+        with run.clock.during("eval"):
+            model = nnx.merge(run.job.graphdef, eval_params(run.state))
+            texts = completions(run.config, run.data.tokenizer, model)
+        for prompt, text in zip(run.config.observe.prompts, texts):
+            run.progress.sample(after.step, prompt, text)
+        run.progress.phase("")
+
+
+class Save(Hook):
+    """A checkpoint. After it nothing is written of this step any more."""
+
+    def due(self, after: AfterStep) -> bool:
+        run = self._run
+        interval = run.config.checkpoint_interval
+        by_step = after.is_last or run.data.plan.falls_on(interval, after.step)
+        is_last = bool(run.records.ending)
+        return by_step or after.save_by_clock or run.save_is_postponed or is_last
+
+    def __call__(self, after: AfterStep) -> None:
+        run = self._run
+        run.save()
+        if run.validation.due(after.step, after.is_last):
+            # An evaluation that came out finite judges this step as the next one would.
+            run.checkpoints.confirm(after.step)
+
+
+class Stop(Hook):
+    """Leaves the loop when somebody asks to stop."""
+
+    def due(self, after: AfterStep) -> bool:
+        return after.stop
+
+    def __call__(self, after: AfterStep) -> None:
+        raise StopRequested

@@ -1,0 +1,151 @@
+"""The model that a command works on: that of a run, or of a Hugging Face directory.
+
+`generate`, `evaluate` and `export` share the arguments that name it, and how it is loaded.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from data_pipeline.errors import UsageError
+from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from maxtrain.checkpoint.listing import complete
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.config.load import load_config
+from maxtrain.config.schema import MeshConfig, RunConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.run_folder import require_own_config
+from maxtrain.training.state import abstract_model
+from maxtrain.weights.hf import load_pretrained
+
+STEP_HELP = "checkpoint of RUN (default: the newest)"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments RUN, --hf, --dtype and --step."""
+    add = parser.add_argument
+    add("run", metavar="RUN", nargs="?", help="directory of a training run")
+    add(
+        "--hf",
+        metavar="DIR",
+        help="instead of RUN: a Hugging Face directory with weights and tokenizer.json",
+    )
+    add(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="number format for --hf (default: float32)",
+    )
+    add("--step", metavar="N", type=int, help=STEP_HELP)
+
+
+def check_model_arguments(
+    parser: argparse.ArgumentParser, asked: argparse.Namespace, role: str
+) -> None:
+    """Ends the program, or raises UsageError, if they don't name one model.
+
+    Args:
+        parser: that read the arguments.
+        asked: what it read.
+        role: what the model does in this command, as in "generates".
+    """
+    if (asked.run is None) == (asked.hf is None):
+        parser.error(f"name what {role}: either RUN or --hf DIR")
+    if asked.hf is not None and asked.step is not None:
+        raise UsageError(
+            f"--step {asked.step}: is a checkpoint of RUN, but --hf is what {role}. Leave one out."
+        )
+    if asked.run is not None and asked.dtype is not None:
+        raise UsageError(f"--dtype {asked.dtype}: belongs to --hf; RUN has its own. Leave it out.")
+    check_step(asked.step)
+
+
+def check_step(step: int | None) -> None:
+    """UsageError: --step is no number of a step."""
+    if step is not None and step < 0:
+        raise UsageError(
+            f"--step {step}: must be at least 0. Leave it out for the newest checkpoint."
+        )
+
+
+def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Decoder, Tokenizer]:
+    """The model that the arguments name, and its tokenizer; `mesh` and errors as of `load_run`."""
+    if asked.hf is None:
+        return load_run(asked.run, asked.step, mesh)
+    tokenizer = load_tokenizer(asked.hf)
+    model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh)
+    return model, tokenizer
+
+
+def read_run_config(directory: str | Path) -> RunConfig:
+    """The config that a run was last launched with; UserError: `directory` is not a run, or
+    something is wrong with it."""
+    run = Path(directory).expanduser()
+    if not (run / "config.yaml").exists():
+        others = sorted(run.parent.glob("*/config.yaml"))[:5]
+        known = ", ".join(str(path.parent) for path in others) or "runs/quickstart"
+        raise UsageError(
+            f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}."
+        )
+    require_own_config(run)
+    return load_config([f"config={run / 'config.yaml'}"])
+
+
+def step_of(directory: str | Path, step: int | None) -> int | None:
+    """The number of the checkpoint meant: the one asked for, or the newest; None: there is none."""
+    if step is not None:
+        return step
+    return max(complete(Path(directory).expanduser() / "checkpoints"), default=None)
+
+
+def tokenizer_place(config: RunConfig) -> str:
+    """The prepared data whose tokenizer is that of the run: all of its sources have the same."""
+    first = next(iter(config.data.sources.values()))
+    return first.path
+
+
+def load_run(
+    directory: str | Path, step: int | None = None, mesh: Mesh | None = None
+) -> tuple[Decoder, Tokenizer]:
+    """The model of a training run at a step (None: the newest checkpoint), and its tokenizer.
+
+    `mesh`: that the parameters are split over; None: all on this process's first device.
+
+    Raises:
+        UserError: `directory` is not a run, or something is wrong with its config, its checkpoints
+            or its data.
+    """
+    config = read_run_config(directory)
+    tokenizer = load_tokenizer(tokenizer_place(config))
+    if mesh is None:
+        mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    graphdef, params = abstract_model(config.model, config.precision, mesh)
+    folder = Path(directory).expanduser() / "checkpoints"
+    checkpoints = Checkpoints(folder, config.checkpoint)
+    try:
+        if config.optimizer.ema_decay is None:
+            restored, _ = checkpoints.restore({"params": params}, step, partial=True)
+            params = restored["params"]
+        else:
+            params = _averaged(checkpoints, params, step)
+    finally:
+        checkpoints.close()
+    return nnx.merge(graphdef, params), tokenizer
+
+
+def _averaged(checkpoints: Checkpoints, params: Any, step: int | None) -> Any:
+    """The averaged weights of a step, which are float32, in the types of the parameters."""
+
+    def in_float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=leaf.sharding)
+
+    def as_asked(average: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return average.astype(leaf.dtype)
+
+    wanted = {"opt_state": {"average": jax.tree.map(in_float32, params)}}
+    restored, _ = checkpoints.restore(wanted, step, partial=True)
+    return jax.tree.map(as_asked, restored["opt_state"]["average"], params)

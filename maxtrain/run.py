@@ -1,0 +1,511 @@
+"""A run while it trains: its parts, its state, and what its loop and the loop's hooks do with them.
+
+`train.py` has the loop, `hooks.py` what follows each step. Here is how a run begins at a checkpoint,
+makes a step, goes back, saves and stops.
+"""
+
+import math
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+
+from data_pipeline.errors import DivergedError, StorageError, TryAgainError
+from data_pipeline.loader import Batch as HostBatch
+from maxtrain import failpoints
+from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.checkpoint.rollback import Rollback, went_with, write_rollbacks
+from maxtrain.config import to_yaml
+from maxtrain.job import Job
+from maxtrain.observe.anomaly import Finding
+from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.progress import Progress
+from maxtrain.ops.finite import non_finite_names
+from maxtrain.parallel.agreement import gather
+from maxtrain.parallel.hardware import Peak
+from maxtrain.programs import Programs
+from maxtrain.records import Records
+from maxtrain.run_folder import RunFolder
+from maxtrain.signals import StopRequest, StopRequested
+from maxtrain.training.integrity import Integrity
+from maxtrain.training.objective import Batch
+from maxtrain.training.optimizer import eval_params
+from maxtrain.training.state import TrainState
+from maxtrain.validation import STOP_PATIENCE, Validation
+
+_MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
+_LONGEST_COPY = 120.0  # seconds that the end of a run waits for the copy of its last checkpoint
+
+
+class RollBack(Exception):
+    """Leaves the loop: a step's anomaly asks for the checkpoint before it. The devices have made no
+    step since."""
+
+    def __init__(self, found: Finding):
+        super().__init__(found.message)
+        self.found = found
+
+
+class Run:
+    """A run, from the checkpoint it begins at.
+
+    Attributes:
+        step: the number of finished optimizer steps.
+        state: parameters, optimizer and counters after that step, on the devices.
+        rollbacks: those of the run, in their order.
+        unevaluated: evaluation sets that are to be read after this step, and are not yet.
+        evaluated_again: those of them that may have been read by a launch that died before it could
+            save.
+        save_is_postponed: a save was due when steps were not finite; the next good step is saved.
+        sample_interval: steps between completions of the prompts; 0: none, also where no process
+            holds all of the model.
+    """
+
+    state: TrainState
+
+    def __init__(
+        self,
+        job: Job,
+        checkpoints: Checkpoints,
+        progress: Progress,
+        clock: Stopwatch,
+        stop: StopRequest,
+        rollbacks: list[Rollback],
+        folder: RunFolder,
+    ):
+        self.job = job
+        self.config = job.config
+        self.data = job.data
+        self.checkpoints = checkpoints
+        self.progress = progress
+        self.clock = clock
+        self.stop = stop
+        self.rollbacks = rollbacks
+        self.folder = folder  # process 0 alone knows all of it, and writes all that it tells of
+        self.records = Records(job, clock, progress)
+        self.validation = Validation(job, clock, progress, stop)
+        self.step = 0
+        self.unevaluated: list[str] = []
+        self.evaluated_again: list[str] = []
+        self.save_is_postponed = False
+        self.sample_interval = 0
+        if jax.process_count() == 1:
+            self.sample_interval = job.config.observe.sample_interval
+        self._integrity = Integrity(job.config.integrity, job.mesh)
+        self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
+        self._programs: Programs | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the plan."""
+        return self.data.plan.num_steps
+
+    # The beginning
+
+    def restore(self, record: dict[str, Any] | None) -> None:
+        """Begins at the checkpoint of this record; None: with imported weights, or random ones."""
+        self.records.restore(record, self.rollbacks)
+        self.validation.restore(record)
+        self.records.go_on_unless(self.validation.why_stop(), STOP_PATIENCE)
+        self.step = record["step"] if record else 0
+        self.unevaluated = self._sets_to_read(record)
+        self.evaluated_again = [
+            name
+            for name in self.unevaluated
+            if record is None or name in record.get("unevaluated", [])
+        ]
+        if self.rollbacks:
+            if jax.process_index() == 0:
+                self.folder.note_discarded_after(self.step)
+            self.checkpoints.discard_after(record["step"] if record else -1)
+        if record is None:
+            self._make_initial_state()
+        else:
+            self._restore_arrays(record)
+
+    def _make_initial_state(self) -> None:
+        weights = self.config.checkpoint.init_from
+        doing = f"reading weights from {weights}" if weights else "making the initial weights"
+        self.progress.phase(doing)
+        with self.clock.during("compile"):
+            self.state = self.job.initial_state(self.progress.message)
+
+    def _restore_arrays(self, record: dict[str, Any]) -> None:
+        step = self.step
+        with self.clock.during("restore"):
+            self.progress.phase(f"restoring step {step:,}")
+            failpoints.hit("restore", step)
+            self.state, _ = self.checkpoints.restore(self.job.abstract, step)
+        self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
+        if self.data.start == record["cursor"]:
+            self.progress.message(
+                f"What was read before step {step:,} is not what this config says: accepted, by "
+                f"data.accept_changes. The plan begins there.",
+                style="yellow",
+            )
+        planned = record["num_steps"]
+        if planned != self.num_steps and step < self.num_steps:
+            self.progress.message(
+                f"The run was planned for {planned:,} steps and has {self.num_steps:,} now: "
+                f"the learning rate follows the new plan from here on.",
+                style="yellow",
+            )
+
+    def _sets_to_read(self, record: dict[str, Any] | None) -> list[str]:
+        """Evaluation sets to read before anything else, at the first step or at a checkpoint with
+        this record."""
+        if record is None:
+            if not self.config.eval_at_start:
+                return []
+            return self.validation.due(0, last=True)
+        left_before = record.get("unevaluated", [])
+        if self.step < self.num_steps and not self.records.ending:
+            return left_before
+        # No later step will read a set that is new, or whose text is another than it was.
+        left = []
+        if jax.process_index() == 0:
+            left = self._sets_never_read(record)
+        left = gather({"left": left}, _MOST_NAMES)[0]["left"]
+        new = [name for name in left if name not in left_before]
+        if new:
+            self.progress.message(
+                f"Evaluates {', '.join(new)}, which step {self.step:,}, the run's last, "
+                f"was not evaluated on."
+            )
+        return left
+
+    def _sets_never_read(self, record: dict[str, Any]) -> list[str]:
+        """Sets whose text, as it is now, this step was not evaluated on, by the checkpoint's record
+        and by metrics.jsonl."""
+        read_before = dict(record.get("read", {}))
+        for name in record.get("unevaluated", []):
+            read_before.pop(name, None)
+        on_record = self.records.evaluated(self.step)
+        left = []
+        for name in self.validation.due(self.step, last=True):
+            now = self.validation.read[name]
+            is_read = read_before.get(name) == now
+            is_on_record = bool(on_record.get(name, set()) & {now, None})
+            if not is_read and not is_on_record:
+                left.append(name)
+        return left
+
+    # The end
+
+    def done(self) -> bool:
+        """Whether nothing of the run is left to do."""
+        if self.unevaluated:
+            return False
+        return self.step >= self.num_steps or bool(self.records.ending)
+
+    def why_done(self) -> str:
+        """What to say of a run that has nothing left to do."""
+        if self.records.ending:
+            return f"ended early, and would again: {self.records.ending}"
+        if self.step > self.num_steps:
+            return (
+                f"has {self.step:,} steps, more than the {self.num_steps:,} that are asked for. "
+                f"Nothing of it is dropped."
+            )
+        return f"has all {self.num_steps:,} steps."
+
+    def require_saved(self) -> None:
+        """DivergedError: the run has come to its end, and its last steps were not finite, so that
+        nothing is saved of it."""
+        if self.save_is_postponed:
+            count = self.records.skipped_in_row
+            raise DivergedError(
+                f"the last {count:,} steps were not finite and changed nothing, so the run ends "
+                f"without a checkpoint of its last step, {self.step:,}. {self.newest()} "
+                f"Lower optimizer.learning_rate, or look at the data of these steps."
+            )
+
+    def settle(self) -> None:
+        """Waits for the last save, and a while for the copy of it. All processes call this."""
+        longest = self.config.watchdog.save_seconds / 2 or _LONGEST_COPY
+        with self.clock.during("save"):
+            self.checkpoints.wait()
+            warning = self.checkpoints.settle(min(_LONGEST_COPY, longest))
+            if warning:
+                self.progress.message(warning, style="yellow")
+
+    def close(self) -> None:
+        """Waits for the last save, closes the logs. Asks no other process, since one may have
+        failed."""
+        try:
+            with self.clock.during("save"):
+                self.checkpoints.close()
+        finally:
+            self.records.close_logs()
+
+    # A step
+
+    def make_step(self, batch: Batch, origin: HostBatch, is_logged: bool) -> None:
+        """Hands the next step to the devices and goes on without waiting for them.
+
+        Args:
+            batch: on the devices.
+            origin: where it comes from.
+            is_logged: whether a training record is due after it, which under determinism has
+                digests of what the step made.
+        """
+        step = self.step + 1
+        program = self._program(batch)
+        self.state = failpoints.hit("before_step", step, self.state)
+        self._repeated = self._integrity.repeat(step, program, self.state, batch)
+        self.state, metrics = program(self.state, batch)
+        self.step = step
+        self.state = failpoints.hit("after_step", step, self.state)
+        if is_logged and self.config.determinism != "off":
+            metrics = metrics | self.job.hashes(self.state, batch)
+        self.records.add(origin, metrics)
+
+    def _program(self, batch: Batch) -> jax.stages.Compiled:
+        if self._programs is None:
+            self._programs = Programs(self.job.make_step(), self.progress, self.clock)
+        program = self._programs.of(self.state, batch)
+        if self.records.peak is None:
+            with self.clock.during("compile"):
+                tflops = self.config.observe.peak_tflops
+                dtype = self.config.precision.compute
+                self.records.peak = Peak(tflops, jax.local_devices()[0], dtype)
+        return program
+
+    def judge(self, write: bool) -> None:
+        """Looks at the steps that nobody has looked at yet, and writes a record of the last one if
+        asked to.
+
+        Raises:
+            RollBack: an anomaly asks for the checkpoint before it.
+            TryAgainError: steps are not finite because the weights are not, and no update has made
+                them so.
+            DivergedError, DataError, UserError: see `Records.look`; or an anomaly ends the run.
+        """
+        try:
+            found = self.records.look(write)
+        except DivergedError:
+            self._require_finite()
+            raise
+        if self.records.skipped_in_row:
+            self._require_finite()
+        else:
+            self.checkpoints.confirm(self.step - 1)
+        if found is None:
+            return
+        if found.policy not in ("skip", "rollback"):
+            self._end_before(found)
+        if len(self.rollbacks) >= self.config.anomaly.max_rollbacks:
+            self._end_after_rollbacks(found)
+        raise RollBack(found)
+
+    def check_integrity(self) -> None:
+        """Compares copies of arrays and a repeated step, if it is time. TryAgainError: they
+        differ."""
+        self._integrity.check(self.step, self.state, self._repeated)
+
+    def evaluate(self) -> None:
+        """Reads the sets that are `unevaluated`, one by one.
+
+        Raises:
+            StopRequested: somebody asks to stop; the set that was being read is still in the list.
+            DivergedError: the loss of one is not finite. Nothing is saved of this step.
+            TryAgainError: likewise, because memory has damaged the weights.
+        """
+        was_asked = bool(self.unevaluated)
+        while self.unevaluated:
+            name = self.unevaluated[0]
+            result = self.validation.evaluate(name, self.step, eval_params(self.state))
+            if result is None:
+                raise StopRequested
+            self.records.write(self.step, result, "eval")
+            if not math.isfinite(result["nll"]):
+                self._require_finite()
+                raise DivergedError(
+                    f"step {self.step:,}: the loss on eval.sets.{name} is {result['nll']}, so this "
+                    f"step is not saved. {self.newest()} Lower optimizer.learning_rate, or go on "
+                    f"from an earlier step with other settings."
+                )
+            self.unevaluated = self.unevaluated[1:]
+        if was_asked and not self.records.ending and self.step < self.num_steps:
+            self.records.ending = self.validation.why_stop()
+
+    def write_ending(self) -> None:
+        """Writes down, once, why the run ends here before its plan does; nothing if it does
+        not."""
+        ending = self.records.ending
+        if ending and self.records.end_at != self.step:
+            values = {"ending": ending, "planned_steps": self.num_steps}
+            self.records.write(self.step, values, "end")
+
+    def _require_finite(self) -> None:
+        """TryAgainError: weights or moments are not finite. Updates that would make them so are
+        never applied (training/step.py)."""
+        arrays = {"params": self.state.params, "opt_state": self.state.opt_state}
+        bad = non_finite_names(arrays)
+        if not bad:
+            return
+        which = f"{bad[0]} is"
+        if len(bad) > 1:
+            which = f"{bad[0]} and {len(bad) - 1:,} more arrays are"
+        raise TryAgainError(
+            f"{which} not finite, although every update was: that is a fault of memory or of a "
+            f"device. Nothing of it is saved. Run the same command again: it goes on from the last "
+            f"checkpoint. If it comes again, test this machine."
+        )
+
+    # Anomalies
+
+    def _end_before(self, found: Finding, used: str = "") -> NoReturn:
+        """Ends the run as it was before the step of an anomaly, which the devices have halted at.
+
+        DivergedError: always; the state before the step is saved, unless it is the first one.
+        """
+        self.step = found.step - 1
+        is_saved = False
+        if self.step:
+            watch = self.state.watch
+            going_on = jax.device_put(np.zeros((), bool), watch.halted.sharding)
+            self.state = self.state._replace(watch=watch._replace(halted=going_on))
+            is_saved = self.save()
+            self.checkpoints.wait()
+        saved = "nothing was saved"
+        if is_saved:
+            saved = f"saved as it was before, at step {self.step:,}"
+        raise DivergedError(f"{found.message}\n  The run stops{used}, {saved}. {found.mend}.")
+
+    def _end_after_rollbacks(self, found: Finding) -> NoReturn:
+        """DivergedError: anomaly.max_rollbacks allows no further one."""
+        count = len(self.rollbacks)
+        if found.kind == "repeated":  # the device knows nothing of it and has gone on
+            raise DivergedError(
+                f"{found.message}\n  The run stops after {count} rollbacks, and "
+                f"anomaly.max_rollbacks allows no more; nothing was saved. {found.mend}."
+            )
+        used = ""
+        if found.policy == "rollback":
+            used = f" after {count} rollbacks; anomaly.max_rollbacks allows no more"
+        self._end_before(found, used)
+
+    def roll_back(self, found: Finding) -> None:
+        """Goes back to the newest checkpoint before the steps that are left out from now on, up to
+        the one that was found.
+
+        Raises:
+            DivergedError: it is of before a change of data that was accepted.
+            StorageError: the processes see different checkpoints.
+        """
+        num_left_out = 1
+        if found.policy != "skip":
+            num_left_out = self.config.anomaly.leave_out
+        first = max(1, found.step + 1 - num_left_out)
+        rollback = {"step": found.step, "kind": found.kind, "left_out": [first, found.step]}
+        rollbacks = [*self.rollbacks, rollback]
+        record = self._newest_record(rollbacks)
+        back = record["step"] if record else 0
+        if back < self.data.plan.spans[0].step:
+            raise DivergedError(
+                f"{found.message}\n  The run can't go back to step {back:,}, where the data was "
+                f"another (data.accept_changes). Set anomaly.{found.kind}=skip, or lower "
+                f"anomaly.leave_out."
+            )
+        seen = [said["back"] for said in gather({"back": back})]
+        if len(set(seen)) > 1:
+            raise StorageError(
+                f"{found.message}\n  The run can't go back: the newest checkpoint before it is, "
+                f"process by process, that of step {seen}. Give all hosts the same view of "
+                f"{self.checkpoints.directory}."
+            )
+        if jax.process_index() == 0:
+            write_rollbacks(self.checkpoints.directory.parent, rollbacks, self.folder.id)
+        failpoints.hit("rollback", found.step)
+        self.rollbacks = rollbacks
+        self.progress.message(
+            f"{found.message}\n  The run goes back to step {back:,}; steps {first:,} to "
+            f"{found.step:,} are left out (rollback {len(rollbacks)} of at most "
+            f"{self.config.anomaly.max_rollbacks}).",
+            style="yellow",
+        )
+        jax.tree.map(lambda x: x.delete(), self.state)  # there may be no room for two
+        self.restore(record)
+        self.clock.lap()
+        self.records.open_logs(self.step, self.evaluated_again, self.folder.id)
+
+    def _newest_record(self, rollbacks: list[Rollback]) -> dict[str, Any] | None:
+        """The record of the newest checkpoint of a run with these rollbacks."""
+        self.checkpoints.wait()
+
+        def is_of_this_run(record: dict[str, Any]) -> bool:
+            return went_with(record, rollbacks)
+
+        directory, second = self.checkpoints.directory, self.checkpoints.second
+        return latest_record(directory, is_of_this_run, second)
+
+    # Saving and stopping
+
+    def save(self) -> bool:
+        """A checkpoint of this step, in the background if the config says so.
+
+        Returns:
+            False if the last steps were not finite. The weights may be the cause of that although
+            they are finite, and would take the place of good ones; so the save is postponed to the
+            next good step.
+        """
+        count = self.records.skipped_in_row
+        if count:
+            if not self.save_is_postponed:
+                self.progress.message(
+                    f"checkpoint: step {self.step:,} is not saved, since the last {count:,} steps "
+                    f"were not finite; the next good step is.",
+                    style="yellow",
+                )
+            self.save_is_postponed = True
+            return False
+        self.save_is_postponed = False
+        self._integrity.check(self.step, self.state, save=True)
+        self.checkpoints.confirm(self.step - 1)
+        with self.clock.during("save"):
+            if self.checkpoints.save(self.step, self.state, self._record()):
+                self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
+        return True
+
+    def _record(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the arrays: all that a run must remember."""
+        return {
+            "run": self.folder.id,
+            "step": self.step,
+            "num_steps": self.num_steps,
+            **self.records.state(),
+            "data": self.data.fingerprint_at(self.step),
+            "cursor": self.data.cursor_at(self.step),
+            "start": self.data.start,
+            **self.validation.state(),
+            "unevaluated": self.unevaluated,
+            "rollbacks": self.rollbacks,
+            "seed": self.config.seed,
+            "kept": self.job.kept,
+            "config": to_yaml(self.config),
+        }
+
+    def newest(self) -> str:
+        """A sentence about the newest checkpoint."""
+        self.checkpoints.wait()
+        step = self.checkpoints.latest()
+        if step is None:
+            return "There is no checkpoint."
+        return f"The newest checkpoint is that of step {step:,}."
+
+    def stop_and_save(self) -> NoReturn:
+        """Ends the launch, since somebody asks to stop. TryAgainError: always."""
+        is_saved = self.save()
+        self.settle()
+        asked = self.stop.name or "a signal to another process"
+        done = f"stopped and saved at step {self.step:,} of {self.num_steps:,}"
+        if not is_saved:
+            done = (
+                f"stopped at step {self.step:,}, which is not saved: steps before it were not "
+                f"finite. {self.newest()}"
+            )
+        if self.unevaluated:
+            done += f", before the evaluation of {', '.join(self.unevaluated)}"
+        raise TryAgainError(f"{asked}: {done}. Run the same command again to go on.")

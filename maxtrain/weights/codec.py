@@ -1,0 +1,417 @@
+"""From our parameters to another format's tensors and back: one table serves both directions.
+
+A table is a list of `Entry`: the paths of our parameters, the names of their tensors, and the steps
+between. Every step has `forward`, from ours to theirs, and `inverse`. Both take and give arrays
+that are read piece by piece, so that a device's part of a parameter is read from a file without the
+rest, and one tensor is written without the others. All steps but `Offset` move numbers without
+changing them: import after export gives the same bits, and so does export after import.
+
+No jax here: the tables are read before a device is started.
+"""
+
+import abc
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+Shape = tuple[int, ...]
+Part = tuple[range, ...]  # of each dim the indices that are wanted, without gaps
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyArray:
+    """An array that is read piece by piece.
+
+    Args:
+        shape: of the whole array.
+        read: gives the numbers of a part of it.
+    """
+
+    shape: Shape
+    read: Callable[[Part], np.ndarray]
+
+    def whole(self) -> np.ndarray:
+        """All numbers."""
+        return self.read(everything(self.shape))
+
+
+def everything(shape: Shape) -> Part:
+    """The part that is the whole."""
+    return tuple(range(size) for size in shape)
+
+
+def slices(part: Part) -> tuple[slice, ...]:
+    """A part as an index."""
+    return tuple(slice(indices.start, indices.stop) for indices in part)
+
+
+def in_memory(array: np.ndarray) -> LazyArray:
+    """An array that is there already."""
+
+    def read(part: Part) -> np.ndarray:
+        return array[slices(part)]
+
+    return LazyArray(array.shape, read)
+
+
+def _shape_only(shape: Shape) -> LazyArray:
+    """An array of which nothing but the shape is asked."""
+
+    def read(part: Part) -> np.ndarray:
+        raise AssertionError("an array without numbers is read")
+
+    return LazyArray(shape, read)
+
+
+class Step(abc.ABC):
+    """One thing that is done to arrays, and how it is undone."""
+
+    @abc.abstractmethod
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        """From ours towards theirs."""
+
+    @abc.abstractmethod
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        """From theirs towards ours; `shapes` are those of the arrays that `forward` was given."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack(Step):
+    """Ours has a leading dim of several tensors there, such as one for each layer.
+
+    Args:
+        start, stride: index i here is number `start + i * stride` in the names there.
+    """
+
+    start: int = 0
+    stride: int = 1
+
+    def numbers(self, size: int) -> list[int]:
+        """The numbers in the names of `size` tensors."""
+        return [self.start + i * self.stride for i in range(size)]
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return [_one_of(array, i) for array in arrays for i in range(array.shape[0])]
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        rest = iter(arrays)
+        return [_stacked(list(itertools.islice(rest, shape[0])), shape) for shape in shapes]
+
+
+def _one_of(array: LazyArray, i: int) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        return array.read((range(i, i + 1), *part))[0]
+
+    return LazyArray(array.shape[1:], read)
+
+
+def _stacked(arrays: list[LazyArray], shape: Shape) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        outer, *inner = part
+        first = arrays[outer[0]].read(tuple(inner))
+        out = np.empty((len(outer), *first.shape), first.dtype)
+        out[0] = first
+        for place, i in enumerate(outer[1:], 1):
+            out[place] = arrays[i].read(tuple(inner))
+        return out
+
+    return LazyArray(shape, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flatten(Step):
+    """A matrix whose inputs and outputs may have several dims here, as [inputs, outputs] there.
+
+    Args:
+        inputs: how many of the dims are inputs.
+    """
+
+    inputs: int
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return [self._flat(array) for array in arrays]
+
+    def _flat(self, array: LazyArray) -> LazyArray:
+        rows = math.prod(array.shape[: self.inputs])
+        columns = math.prod(array.shape[self.inputs :])
+
+        def read(part: Part) -> np.ndarray:
+            return array.whole().reshape(rows, columns)[slices(part)]
+
+        return LazyArray((rows, columns), read)
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        return [self._parted(array, shape) for array, shape in zip(arrays, shapes, strict=True)]
+
+    def _parted(self, array: LazyArray, shape: Shape) -> LazyArray:
+        groups = (slice(0, self.inputs), slice(self.inputs, len(shape)))
+
+        def read(part: Part) -> np.ndarray:
+            # Of dims that share one there, the first bounds what is read; the others are cut after.
+            there = [_joined(shape[group], part[group]) for group in groups]
+            wide = [(part[group][0], *everything(shape[group][1:])) for group in groups]
+            sizes = [len(indices) for dims in wide for indices in dims]
+            rest = [(slice(None), *slices(part[group][1:])) for group in groups]
+            return array.read(tuple(there)).reshape(sizes)[rest[0] + rest[1]]
+
+        return LazyArray(shape, read)
+
+
+def _joined(dims: Shape, part: Part) -> range:
+    """Where the indices `part[0]` of the first of these dims lie, when all of them are one."""
+    step = math.prod(dims[1:])
+    return range(part[0].start * step, part[0].stop * step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose(Step):
+    """The two dims of a matrix change places."""
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return [_transposed(array) for array in arrays]
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        return [_transposed(array) for array in arrays]
+
+
+def _transposed(array: LazyArray) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        return array.read(part[::-1]).T
+
+    return LazyArray(array.shape[::-1], read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split(Step):
+    """One array here is several there, one after the other along a dim.
+
+    Args:
+        dim: along which; not negative.
+        sizes: of the parts.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return _cut(arrays, self.dim, self.sizes)
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        return _concatenated(arrays, self.dim, len(self.sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Join(Step):
+    """Several arrays here are one there, one after the other along a dim: the inverse of `Split`.
+
+    Beside a `Stack` it stands first, and `dim` counts the stacked dim.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return _concatenated(arrays, self.dim, len(self.sizes))
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        return _cut(arrays, self.dim, self.sizes)
+
+
+def _cut(arrays: list[LazyArray], dim: int, sizes: Sequence[int]) -> list[LazyArray]:
+    pieces = []
+    for array in arrays:
+        assert array.shape[dim] == sum(sizes), (array.shape, dim, sizes)
+        stops = list(itertools.accumulate(sizes))
+        for size, stop in zip(sizes, stops):
+            pieces.append(_piece(array, dim, range(stop - size, stop)))
+    return pieces
+
+
+def _piece(array: LazyArray, dim: int, where: range) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        wanted = range(where.start + part[dim].start, where.start + part[dim].stop)
+        return array.read(_replaced(part, dim, wanted))
+
+    shape = (*array.shape[:dim], len(where), *array.shape[dim + 1 :])
+    return LazyArray(shape, read)
+
+
+def _replaced(part: Part, dim: int, indices: range) -> Part:
+    return (*part[:dim], indices, *part[dim + 1 :])
+
+
+def _concatenated(arrays: list[LazyArray], dim: int, count: int) -> list[LazyArray]:
+    return [_chain(list(group), dim) for group in itertools.batched(arrays, count)]
+
+
+def _chain(arrays: list[LazyArray], dim: int) -> LazyArray:
+    sizes = [array.shape[dim] for array in arrays]
+    stops = list(itertools.accumulate(sizes))
+
+    def read(part: Part) -> np.ndarray:
+        found = []
+        for array, size, stop in zip(arrays, sizes, stops):
+            begin = stop - size
+            low = max(part[dim].start, begin)
+            high = min(part[dim].stop, stop)
+            if low < high:
+                found.append(array.read(_replaced(part, dim, range(low - begin, high - begin))))
+        return np.concatenate(found, axis=dim)
+
+    shape = (*arrays[0].shape[:dim], stops[-1], *arrays[0].shape[dim + 1 :])
+    return LazyArray(shape, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Permute(Step):
+    """The entries of a dim in another order: the dim seen as several, whose order changes.
+
+    Args:
+        dim: whose entries move; not negative.
+        sizes: of the dims that it is seen as.
+        order: of these dims there, as `numpy.transpose` takes it.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def _places(self) -> np.ndarray:
+        """Of each entry there, which it is here."""
+        return np.arange(math.prod(self.sizes)).reshape(self.sizes).transpose(self.order).ravel()
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return [_taken(array, self.dim, self._places()) for array in arrays]
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        return [_taken(array, self.dim, np.argsort(self._places())) for array in arrays]
+
+
+def _taken(array: LazyArray, dim: int, places: np.ndarray) -> LazyArray:
+    assert array.shape[dim] == len(places), (array.shape, dim, len(places))
+
+    def read(part: Part) -> np.ndarray:
+        wanted = places[part[dim].start : part[dim].stop]
+        around = range(int(wanted.min()), int(wanted.max()) + 1)
+        return array.read(_replaced(part, dim, around)).take(wanted - around.start, axis=dim)
+
+    return LazyArray(array.shape, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Offset(Step):
+    """A number is added to every entry there, such as 1 to a scale that counts from 0 here.
+
+    The one step that rounds: what comes back is the same bits where the sum needs no more bits than
+    its type has, else the same but for the sum's last bit.
+    """
+
+    value: float
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return [_added(array, self.value) for array in arrays]
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        return [_added(array, -self.value) for array in arrays]
+
+
+def _added(array: LazyArray, value: float) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        numbers = array.read(part)
+        return (numbers + numbers.dtype.type(value)).astype(numbers.dtype)
+
+    return LazyArray(array.shape, read)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Parameters of ours that become tensors of theirs together.
+
+    Args:
+        ours: paths; several if a `Join` is among the steps.
+        theirs: names, with one `{}` for each `Stack` among the steps; several if there is a
+            `Split`, in its order.
+        steps: from ours to theirs.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    steps: tuple[Step, ...] = ()
+
+    def places(self, shapes: Sequence[Shape]) -> list[tuple[int, ...]]:
+        """The numbers in the names, of one tensor after the other; `shapes` are those of ours."""
+        stacks = [step for step in self.steps if isinstance(step, Stack)]
+        numbers = [stack.numbers(size) for stack, size in zip(stacks, shapes[0])]
+        return list(itertools.product(*numbers))
+
+    def names(self, shapes: Sequence[Shape]) -> list[str]:
+        """The names of the tensors, in the order of the steps' arrays."""
+        return [name.format(*place) for place in self.places(shapes) for name in self.theirs]
+
+    def pattern(self) -> str:
+        """The names for people, with N for a number."""
+        return " + ".join(self.theirs).replace("{}", "N")
+
+    def forward(self, arrays: Sequence[LazyArray]) -> dict[str, LazyArray]:
+        """Their tensors by name, from our parameters in the order of `ours`."""
+        names = self.names([array.shape for array in arrays])
+        current = list(arrays)
+        for step in self.steps:
+            current = step.forward(current)
+        return dict(zip(names, current, strict=True))
+
+    def their_shapes(self, shapes: Sequence[Shape]) -> dict[str, Shape]:
+        """The shape of each tensor there, from those of our parameters."""
+        tensors = self.forward([_shape_only(tuple(shape)) for shape in shapes])
+        return {name: tensor.shape for name, tensor in tensors.items()}
+
+    def inverse(
+        self, theirs: Mapping[str, LazyArray], shapes: Sequence[Shape]
+    ) -> dict[str, LazyArray]:
+        """Our parameters by path, from their tensors by name; `shapes` are those of ours."""
+        current = [_shape_only(tuple(shape)) for shape in shapes]
+        # Of each step, the shapes of what it was given on the way forward.
+        before = []
+        for step in self.steps:
+            before.append([array.shape for array in current])
+            current = step.forward(current)
+        arrays = [theirs[name] for name in self.names(shapes)]
+        for step, given in zip(reversed(self.steps), reversed(before)):
+            arrays = step.inverse(arrays, given)
+        return dict(zip(self.ours, arrays, strict=True))
+
+
+def tensors_in_order(table: Sequence[Entry], ours: Mapping[str, LazyArray]) -> dict[str, LazyArray]:
+    """All tensors of a table, in the order in which models list theirs: layer by layer.
+
+    Args:
+        table: with neighbours that are stacked alike.
+        ours: our parameters by path.
+    """
+    found = []
+    first = 0
+    for index, entry in enumerate(table):
+        previous = table[max(index - 1, 0)]
+        if not (_is_stacked(entry) and _is_stacked(previous)):
+            first = index
+        arrays = [ours[name] for name in entry.ours]
+        places = entry.places([array.shape for array in arrays])
+        tensors = iter(entry.forward(arrays).items())
+        for place in places:
+            for name, tensor in itertools.islice(tensors, len(entry.theirs)):
+                found.append(((first, place[:1], index), name, tensor))
+    found.sort(key=_sort_key)
+    return {name: tensor for _, name, tensor in found}
+
+
+def _is_stacked(entry: Entry) -> bool:
+    return any(isinstance(step, Stack) for step in entry.steps)
+
+
+def _sort_key(
+    found: tuple[tuple[int, tuple[int, ...], int], str, LazyArray],
+) -> tuple[int, tuple[int, ...], int]:
+    return found[0]

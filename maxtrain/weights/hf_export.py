@@ -1,0 +1,266 @@
+"""The files of a Hugging Face directory, written: config.json, tensors in shards, tokenizer.
+
+Tensors are written one after the other, so that no more than one of them is in memory beside the
+parameters. Names, order and division into shards are those of transformers' `save_pretrained`, and
+so are the bytes of model.safetensors. Where the directory is, and whether what it holds is right, is
+for the caller to see to.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from data_pipeline.errors import DataError, blame_storage
+from data_pipeline.remote import RemotePath
+from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
+from data_pipeline.tokenizer import (
+    SETTINGS,
+    JsonTokenizer,
+    Tokenizer,
+    read_settings,
+    tokenizer_path,
+)
+from maxtrain.config.schema import ModelConfig
+from maxtrain.models.families import FAMILIES
+from maxtrain.ops.digest import leaf_names
+from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
+
+# What a file calls a type.
+DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+TEMPLATE = "chat_template.jinja"
+_BESIDE = (SETTINGS, TEMPLATE, "special_tokens_map.json")
+
+
+def write_weights(
+    directory: Path,
+    params: nnx.State,
+    config: ModelConfig,
+    dtype: str,
+    max_shard_bytes: int,
+    tell: Callable[[str], object] = print,
+) -> None:
+    """Write model.safetensors, or several shards and their index.
+
+    Args:
+        directory: that is there.
+        params: of a model.
+        config: of that model.
+        dtype: of the tensors, "float32" or "bfloat16".
+        max_shard_bytes: of the tensors in one file; a larger tensor has a file of its own.
+        tell: gets a line for each file, if there are several.
+
+    Raises:
+        DataError: a number is not finite in `dtype`.
+    """
+    leaves = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+    ours = {name: _on_device(leaf) for name, leaf in leaves.items()}
+    tensors = tensors_in_order(FAMILIES[config.family].table(config), ours)
+    item_bytes = jnp.dtype(dtype).itemsize
+    sizes = {name: int(np.prod(tensor.shape)) for name, tensor in tensors.items()}
+    shards = divide({name: size * item_bytes for name, size in sizes.items()}, max_shard_bytes)
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tell(f"{file}: {sum(sizes[name] for name in names) * item_bytes / 1e6:,.1f} MB")
+        # As safetensors orders the tensors of one type.
+        _write_shard(directory / file, {name: tensors[name] for name in sorted(names)}, dtype)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        count = sum(sizes.values())
+        metadata = {"total_parameters": count, "total_size": count * item_bytes}
+        index = {"metadata": metadata, "weight_map": weight_map}
+        write_atomic(directory / "model.safetensors.index.json", _as_json(index))
+
+
+def _on_device(leaf: jax.Array) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        starts = [indices.start for indices in part]
+        sizes = [len(indices) for indices in part]
+        # Starts are arguments of the compiled program: one for all layers.
+        return np.asarray(jax.lax.dynamic_slice(leaf, starts, sizes))
+
+    return LazyArray(leaf.shape, read)
+
+
+def divide(sizes: Mapping[str, int], most: int) -> list[list[str]]:
+    """Names of tensors, file by file: each is filled until the next tensor would be too much.
+
+    Args:
+        sizes: bytes of each tensor, in the model's order.
+        most: bytes of a file; a tensor that is larger than that has one alone.
+
+    Source: huggingface_hub, `split_state_dict_into_shards_factory`.
+    """
+    shards: list[list[str]] = []
+    current: list[str] = []
+    filled = 0
+    for name, size in sizes.items():
+        if size > most:
+            shards.append([name])
+            continue
+        if filled + size > most:
+            shards.append(current)
+            current = []
+            filled = 0
+        current.append(name)
+        filled += size
+    if current:
+        shards.append(current)
+    return shards
+
+
+def _write_shard(path: Path, tensors: Mapping[str, LazyArray], dtype: str) -> None:
+    """A file of tensors, on the disk when this returns.
+
+    Source: https://huggingface.co/docs/safetensors, the format: the length of the header, the
+    header in JSON, and the numbers.
+    """
+    kind = jnp.dtype(dtype)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, tensor in tensors.items():
+        end = offset + int(np.prod(tensor.shape)) * kind.itemsize
+        shape = list(tensor.shape)
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)))
+        file.write(text)
+        for name, tensor in tensors.items():
+            with np.errstate(over="ignore"):
+                numbers = tensor.whole().astype(kind)
+            if not np.isfinite(numbers).all():
+                raise DataError(
+                    f"{name} holds NaN or infinity in {dtype}, so nobody could use it. "
+                    "Take another checkpoint with --step, or --dtype float32."
+                )
+            file.write(np.ascontiguousarray(numbers).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer) -> None:
+    """Write config.json and generation_config.json.
+
+    A document begins after the token that ends the one before it: that is how rows are packed, and
+    how `maxtrain generate` begins.
+    """
+    ids = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
+    values = FAMILIES[config.family].write(config)
+    values |= ids | {"pad_token_id": None}
+    # In both spellings: transformers 5 reads `dtype`, older ones `torch_dtype`.
+    values |= {"dtype": dtype, "torch_dtype": dtype}
+    write_atomic(directory / "config.json", _as_json(values))
+    generation: dict[str, Any] = {"_from_model_config": True}
+    if tokenizer.eod_id is not None:
+        generation |= ids
+    write_atomic(directory / "generation_config.json", _as_json(generation))
+
+
+def write_tokenizer(
+    directory: Path,
+    place: str,
+    tokenizer: Tokenizer,
+    config: ModelConfig,
+    template: bytes | None = None,
+) -> list[str]:
+    """Write tokenizer.json as it is, what lies beside it, and a tokenizer_config.json.
+
+    Args:
+        directory: that is there.
+        place: as for `load_tokenizer`, from where the tokenizer came.
+        tokenizer: itself.
+        config: of the model.
+        template: a chat template; None: the one beside the tokenizer, if there is one.
+
+    Returns:
+        What a user must know of it, in lines.
+    """
+    write_atomic(directory / TOKENIZER, tokenizer.content)
+    source = tokenizer_path(place)
+    for name in _BESIDE:
+        content = _content_of(source.with_name(name))
+        if content is not None:
+            write_atomic(directory / name, content)
+    if template is not None:
+        write_atomic(directory / TEMPLATE, template)
+    notes = []
+    if isinstance(tokenizer, JsonTokenizer):
+        settings = _default_settings(tokenizer, config) | read_settings(source)
+        write_atomic(directory / SETTINGS, _as_json(settings))
+    else:
+        notes.append(
+            f"Its tokenizer ({tokenizer.name}) is none that transformers reads; "
+            "`maxtrain generate --hf DIR` does."
+        )
+    if not (directory / TEMPLATE).exists() and _was_rendered(source):
+        notes.append(
+            "Its data was rendered by a chat template, which is not beside its tokenizer. "
+            "Export again with --chat-template FILE to carry it along."
+        )
+    return notes
+
+
+def _content_of(path: Path | RemotePath) -> bytes | None:
+    """The bytes of a file that may be there; StorageError: it can't be read now."""
+    try:
+        if path.exists():
+            return path.read_bytes()
+    except OSError as error:
+        blame_storage(str(path), error)
+        raise
+    return None
+
+
+def _default_settings(tokenizer: JsonTokenizer, config: ModelConfig) -> dict[str, Any]:
+    """What of a tokenizer_config.json is known of any tokenizer.json."""
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.max_length,
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.eod_id is not None:
+        end = tokenizer.inner.id_to_token(tokenizer.eod_id)
+        settings |= {"bos_token": end, "eos_token": end}
+    return settings
+
+
+def _was_rendered(tokenizer: Path | RemotePath) -> bool:
+    """Whether a chat template wrote the text of the prepared data that has this tokenizer."""
+    if not tokenizer.with_name(MANIFEST).exists():
+        return False
+    settings = Manifest.load(tokenizer.parent).settings
+    return bool(settings.get("chat_template")) and "chat_template" not in read_settings(tokenizer)
+
+
+def _as_json(values: Mapping[str, Any]) -> bytes:
+    """As transformers writes it."""
+    return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
+
+
+def rounded(params: nnx.State, dtype: str) -> nnx.State:
+    """Parameters as they come back from tensors of `dtype`, in the types that they have; arrays
+    that are rounded are given up."""
+
+    def round_one(leaf: jax.Array) -> jax.Array:
+        if dtype == "float32" or leaf.dtype == dtype:
+            return leaf
+        # To bfloat16 and back: a pair of casts is what a compiler may leave out.
+        result = jax.lax.reduce_precision(leaf, exponent_bits=8, mantissa_bits=7)
+        result = jax.device_put(result, leaf.sharding)
+        leaf.delete()
+        return result
+
+    return jax.tree.map(round_one, params)
