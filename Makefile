@@ -4,6 +4,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
+# How many random examples test-all takes: thorough or quick.
+HYPOTHESIS ?= thorough
 INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 # Machines with a GPU: an environment beside .venv that takes jax, and what else there is, from GPU_PYTHON, and adds
@@ -39,7 +41,7 @@ test: $(READY_DEV)  ## run the tests, without the long ones; two at a time; more
 	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --hypothesis-profile quick $(ARGS)
 
 test-all: $(READY_DEV)  ## run all tests but those marked slow (half an hour at most)
-	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile thorough $(ARGS)
+	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile $(HYPOTHESIS) $(ARGS)
 
 test-gpu: $(READY_GPU)  ## run the tests marked gpu, with the jax of this machine; WHEELS=DIR to install from a folder
 	MAXTRAIN_TEST_PLATFORM=cuda timeout $(GPU_SECONDS) $(GPU_PY) -m pytest -n 0 -m gpu $(GPU_TESTS) $(ARGS)

@@ -20,7 +20,7 @@ from benchmarks import (
 )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
     small = dataclasses.replace(
         train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2
@@ -158,7 +158,7 @@ def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, 
     assert all(f"| {name} |" in shown for name in ("local", "cold cache", "warm cache"))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_zero_prints_a_row_for_each_stage_and_later_ones_hold_less(monkeypatch, capsys):
     small = dataclasses.replace(
         zero.MODEL,

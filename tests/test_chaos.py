@@ -39,7 +39,7 @@ def chaos(folder, *words):
     return result.stdout
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_dose_of_each_fault(tmp_path):
     shown = chaos(tmp_path, "dose", "--seed", "1", "--commands", "0")

@@ -72,7 +72,7 @@ def test_show_has_the_record_and_every_array(run, capsys):
     out = said(capsys, "show", run)
     assert (
         re.search(r"^best held +nll 1.5, step 2 *$", out, re.MULTILINE)
-        and "format 3, by maxtrain" in out
+        and "format 4, by maxtrain" in out
     )
     assert "{" not in out and '"' not in out, "no JSON"
     raw = json.loads(said(capsys, "show", run, "--json"))

@@ -53,7 +53,7 @@ class Remembering(StepMemory):
         return super().bytes(rows, length)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_batch_is_the_largest_of_a_linear_scan_and_nothing_is_executed(config):
     memory = Remembering(
         loaded(config, "optimizer.accumulation=2", "mesh.data=1", "mesh.fsdp=2"), jax.devices()[:2]
@@ -96,7 +96,7 @@ def test_batches_as_shapes_are_those_of_the_loader(config):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_most_tokens_of_a_row_are_the_room_of_a_group(config):
     memory = Remembering(loaded(config, "mesh.data=1", "mesh.fsdp=1"), jax.devices()[:1])
     tokens = fitting_tokens(memory, memory.bytes(1, 384))

@@ -286,6 +286,7 @@ def test_killed_and_resumed_on_other_numbers_of_processes(config, alone):
     assert_same(trained(config, "killed"), alone)
 
 
+@pytest.mark.slow
 def test_all_processes_put_a_damaged_checkpoint_aside_and_go_on_from_the_same_one(config):
     checkpoints, short = (
         config.parent / "runs" / "flipped" / "checkpoints",
@@ -376,6 +377,7 @@ def test_what_one_process_alone_cannot_read_ends_all_of_them_with_its_name(confi
     assert "held" not in {r["set"] for r in records if r["kind"] == "eval"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "devices, mesh", [((1, 3), "mesh.data=4"), ((2, 2), "mesh.data=1"), ((1, 3), "mesh.data=2")]
 )

@@ -184,7 +184,7 @@ def test_one_step_that_is_none(finished, capsys, arguments, message):
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"dense"}))
 def test_other_kinds_are_the_same_on_eight_devices_too(config, kind, capsys):
     assert train.main(load_config([f"config={config}", f"run_name={kind}", *KINDS[kind]])) == 0

@@ -111,7 +111,9 @@ def test_make_test_leaves_out_the_long_tests_and_nothing_else():
         "test"
     )
     assert "-n 2 -m 'not slow and not gpu' --hypothesis-profile thorough" in dry_run("test-all")
-    assert "make --keep-going lint test-all\n" in (ROOT / ".ci" / "run").read_text()
+    assert "--hypothesis-profile quick" in dry_run("test-all", "HYPOTHESIS=quick")
+    run = (ROOT / ".ci" / "run").read_text()
+    assert "make --keep-going lint test-all HYPOTHESIS=quick\n" in run
 
 
 def test_make_test_visits_every_room():

@@ -385,7 +385,7 @@ def test_when_one_process_dies_all_are_started_again(config):
     assert [(launch["step"], launch["processes"]) for launch in launches] == [(0, 2), (4, 2)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_job_goes_on_with_fewer_processes_to_the_same_losses(config):
     """Three processes with a device each, of which the last one always dies at step 7; then two,

@@ -15,7 +15,7 @@ def optax_dtypes():
         yield
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_activations_move_alike_at_every_width_and_without_mup_more_and_more():
     """The coordinate check: by 5 steps at a rate at which none has learned much yet."""
     first, *wider = GROWTH_WIDTHS

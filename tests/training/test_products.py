@@ -311,7 +311,7 @@ def test_every_product_has_a_kernel_here():
     assert failures(CASES, GENERATIONS) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", OLDER)
 def test_every_product_has_a_kernel_on_older_processors(isa):
     assert failures_elsewhere(isa, "some") == []

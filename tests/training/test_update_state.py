@@ -21,7 +21,7 @@ def bits(tree):
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "bfloat16"), [(rule, rule != "adamw") for rule in RULES])
 def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
     """With gradients that come from the parameters. bfloat16: weights, with stochastic rounding and
