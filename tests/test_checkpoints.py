@@ -78,7 +78,7 @@ def test_show_has_the_record_and_every_array(run, capsys):
     raw = json.loads(said(capsys, "show", run, "--json"))
     assert (
         raw["record"]["best"] == {"held": {"nll": 1.5, "step": 2}}
-        and raw["commit"]["format"] == 3
+        and raw["commit"]["format"] == 4
         and raw["path"] in out
     )
     assert re.search(r"w +float32 +4 x 8 +0.000 +\w{16}", out) and re.search(
