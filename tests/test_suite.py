@@ -2,6 +2,7 @@
 message."""
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -79,7 +80,10 @@ ALWAYS = [
 def dry_run(target, *variables):
     """The commands of a target, which are not run."""
     command = ["make", "--dry-run", "-o", ".venv/.ready-dev", target, *variables]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    # A make around this one passes on what was set on its command line.
+    around = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "HYPOTHESIS")
+    environment = {name: value for name, value in os.environ.items() if name not in around}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return result.stdout.replace("\\\n", " ")
 
