@@ -107,7 +107,7 @@ class WriteEnding(Hook):
     """Writes down why the run ends before its plan does, if it does."""
 
     def due(self, after: AfterStep) -> bool:
-        return bool(self._run.records.ending)
+        return bool(self._run.health.ending)
 
     def __call__(self, after: AfterStep) -> None:
         self._run.write_ending()
@@ -140,7 +140,7 @@ class Save(Hook):
         run = self._run
         interval = run.config.checkpoint_interval
         by_step = after.is_last or run.data.plan.falls_on(interval, after.step)
-        is_last = bool(run.records.ending)
+        is_last = bool(run.health.ending)
         return by_step or after.save_by_clock or run.save_is_postponed or is_last
 
     def __call__(self, after: AfterStep) -> None:

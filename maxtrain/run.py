@@ -5,6 +5,7 @@ makes a step, goes back, saves and stops.
 """
 
 import math
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
@@ -17,24 +18,32 @@ from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, went_with, write_rollbacks
 from maxtrain.config import to_yaml
+from maxtrain.health import Health
+from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
+from maxtrain.models.cost import token_flops
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
+from maxtrain.observe.speed import SpeedMeter
+from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.agreement import gather
 from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
-from maxtrain.records import Records
+from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.objective import Batch
 from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import TrainState
+from maxtrain.training.step import Metrics
 from maxtrain.validation import STOP_PATIENCE, Validation
 
 _MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
+# What objectives record beside the loss, in the order of the record.
+_TERMS = ("z", "adversarial")
 _LONGEST_COPY = 120.0  # seconds that the end of a run waits for the copy of its last checkpoint
 
 
@@ -83,7 +92,20 @@ class Run:
         self.stop = stop
         self.rollbacks = rollbacks
         self.folder = folder  # process 0 alone knows all of it, and writes all that it tells of
-        self.records = Records(job, clock, progress)
+        config = job.config
+        flops = {length: token_flops(config.model, length) for _, length in job.layouts}
+        self.speed = SpeedMeter(clock, flops, jax.device_count())
+        self.recorder = Recorder(
+            Path(config.output_dir, config.run_name),
+            job.data.plan,
+            _TERMS,
+            config.observe.tensorboard,
+            self.speed,
+            progress,
+        )
+        moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
+        leaves = [*leaf_names(job.abstract.params), *moments]
+        self.health = Health(config.data, config.anomaly, job.data, leaves, progress)
         self.validation = Validation(job, clock, progress, stop)
         self.step = 0
         self.unevaluated: list[str] = []
@@ -95,6 +117,8 @@ class Run:
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
         self._programs: Programs | None = None
+        # Steps that nobody has looked at yet, their metrics on the devices.
+        self._unseen: list[tuple[HostBatch, Metrics]] = []
 
     @property
     def num_steps(self) -> int:
@@ -105,9 +129,11 @@ class Run:
 
     def restore(self, record: dict[str, Any] | None) -> None:
         """Begins at the checkpoint of this record; None: with imported weights, or random ones."""
-        self.records.restore(record, self.rollbacks)
+        self._unseen = []
+        self.recorder.restore(record, self.rollbacks)
+        self.health.restore(record, self.rollbacks)
         self.validation.restore(record)
-        self.records.go_on_unless(self.validation.why_stop(), STOP_PATIENCE)
+        self.health.go_on_unless(self.validation.why_stop(), STOP_PATIENCE)
         self.step = record["step"] if record else 0
         self.unevaluated = self._sets_to_read(record)
         self.evaluated_again = [
@@ -160,7 +186,7 @@ class Run:
                 return []
             return self.validation.due(0, last=True)
         left_before = record.get("unevaluated", [])
-        if self.step < self.num_steps and not self.records.ending:
+        if self.step < self.num_steps and not self.health.ending:
             return left_before
         # No later step will read a set that is new, or whose text is another than it was.
         left = []
@@ -181,7 +207,7 @@ class Run:
         read_before = dict(record.get("read", {}))
         for name in record.get("unevaluated", []):
             read_before.pop(name, None)
-        on_record = self.records.evaluated(self.step)
+        on_record = self.recorder.evaluated(self.step)
         left = []
         for name in self.validation.due(self.step, last=True):
             now = self.validation.read[name]
@@ -197,12 +223,12 @@ class Run:
         """Whether nothing of the run is left to do."""
         if self.unevaluated:
             return False
-        return self.step >= self.num_steps or bool(self.records.ending)
+        return self.step >= self.num_steps or bool(self.health.ending)
 
     def why_done(self) -> str:
         """What to say of a run that has nothing left to do."""
-        if self.records.ending:
-            return f"ended early, and would again: {self.records.ending}"
+        if self.health.ending:
+            return f"ended early, and would again: {self.health.ending}"
         if self.step > self.num_steps:
             return (
                 f"has {self.step:,} steps, more than the {self.num_steps:,} that are asked for. "
@@ -214,7 +240,7 @@ class Run:
         """DivergedError: the run has come to its end, and its last steps were not finite, so that
         nothing is saved of it."""
         if self.save_is_postponed:
-            count = self.records.skipped_in_row
+            count = self.health.skipped_in_row
             raise DivergedError(
                 f"the last {count:,} steps were not finite and changed nothing, so the run ends "
                 f"without a checkpoint of its last step, {self.step:,}. {self.newest()} "
@@ -237,7 +263,7 @@ class Run:
             with self.clock.during("save"):
                 self.checkpoints.close()
         finally:
-            self.records.close_logs()
+            self.recorder.close_logs()
 
     # A step
 
@@ -259,17 +285,17 @@ class Run:
         self.state = failpoints.hit("after_step", step, self.state)
         if is_logged and self.config.determinism != "off":
             metrics = metrics | self.job.hashes(self.state, batch)
-        self.records.add(origin, metrics)
+        self._unseen.append((origin, metrics))
 
     def _program(self, batch: Batch) -> jax.stages.Compiled:
         if self._programs is None:
             self._programs = Programs(self.job.make_step(), self.progress, self.clock)
         program = self._programs.of(self.state, batch)
-        if self.records.peak is None:
+        if self.speed.peak is None:
             with self.clock.during("compile"):
                 tflops = self.config.observe.peak_tflops
                 dtype = self.config.precision.compute
-                self.records.peak = Peak(tflops, jax.local_devices()[0], dtype)
+                self.speed.peak = Peak(tflops, jax.local_devices()[0], dtype)
         return program
 
     def judge(self, write: bool) -> None:
@@ -280,14 +306,14 @@ class Run:
             RollBack: an anomaly asks for the checkpoint before it.
             TryAgainError: steps are not finite because the weights are not, and no update has made
                 them so.
-            DivergedError, DataError, UserError: see `Records.look`; or an anomaly ends the run.
+            DivergedError, DataError, UserError: see `look`; or an anomaly ends the run.
         """
         try:
-            found = self.records.look(write)
+            found = self.look(write)
         except DivergedError:
             self._require_finite()
             raise
-        if self.records.skipped_in_row:
+        if self.health.skipped_in_row:
             self._require_finite()
         else:
             self.checkpoints.confirm(self.step - 1)
@@ -298,6 +324,35 @@ class Run:
         if len(self.rollbacks) >= self.config.anomaly.max_rollbacks:
             self._end_after_rollbacks(found)
         raise RollBack(found)
+
+    def look(self, write: bool) -> Finding | None:
+        """Fetches the metrics of the steps since the last look, judges and counts each, and writes
+        a record of the last one if asked to.
+
+        Steps are fetched together, so that the device need not wait for the host after each.
+
+        Returns:
+            An anomaly for which a step, and those after it, must not count.
+
+        Raises:
+            DivergedError, DataError: see `Health.judge`.
+            DataError, UserError: see `compare_batches`.
+        """
+        if not self._unseen:
+            return None
+        origins = [origin for origin, _ in self._unseen]
+        values = jax.device_get([metrics for _, metrics in self._unseen])
+        self._unseen = []
+        part = self.job.layout(origins[-1].step).identity
+        repeats = self.health.repeats(origins, compare_batches(origins, part))
+        for origin, value, is_repeated in zip(origins, values, repeats, strict=True):
+            found = self.health.judge(origin, value, is_repeated)
+            if found:
+                return found
+            self.recorder.add(origin, value)
+        if write:
+            self.recorder.record(origins[-1], values[-1])
+        return None
 
     def check_integrity(self) -> None:
         """Compares copies of arrays and a repeated step, if it is time. TryAgainError: they
@@ -318,7 +373,7 @@ class Run:
             result = self.validation.evaluate(name, self.step, eval_params(self.state))
             if result is None:
                 raise StopRequested
-            self.records.write(self.step, result, "eval")
+            self.recorder.write(self.step, result, "eval")
             if not math.isfinite(result["nll"]):
                 self._require_finite()
                 raise DivergedError(
@@ -327,16 +382,16 @@ class Run:
                     f"from an earlier step with other settings."
                 )
             self.unevaluated = self.unevaluated[1:]
-        if was_asked and not self.records.ending and self.step < self.num_steps:
-            self.records.ending = self.validation.why_stop()
+        if was_asked and not self.health.ending and self.step < self.num_steps:
+            self.health.ending = self.validation.why_stop()
 
     def write_ending(self) -> None:
         """Writes down, once, why the run ends here before its plan does; nothing if it does
         not."""
-        ending = self.records.ending
-        if ending and self.records.end_at != self.step:
+        ending = self.health.ending
+        if ending and self.recorder.end_at != self.step:
             values = {"ending": ending, "planned_steps": self.num_steps}
-            self.records.write(self.step, values, "end")
+            self.recorder.write(self.step, values, "end")
 
     def _require_finite(self) -> None:
         """TryAgainError: weights or moments are not finite. Updates that would make them so are
@@ -429,7 +484,7 @@ class Run:
         jax.tree.map(lambda x: x.delete(), self.state)  # there may be no room for two
         self.restore(record)
         self.clock.lap()
-        self.records.open_logs(self.step, self.evaluated_again, self.folder.id)
+        self.recorder.open_logs(self.step, self.evaluated_again, self.folder.id)
 
     def _newest_record(self, rollbacks: list[Rollback]) -> dict[str, Any] | None:
         """The record of the newest checkpoint of a run with these rollbacks."""
@@ -451,7 +506,7 @@ class Run:
             they are finite, and would take the place of good ones; so the save is postponed to the
             next good step.
         """
-        count = self.records.skipped_in_row
+        count = self.health.skipped_in_row
         if count:
             if not self.save_is_postponed:
                 self.progress.message(
@@ -475,7 +530,8 @@ class Run:
             "run": self.folder.id,
             "step": self.step,
             "num_steps": self.num_steps,
-            **self.records.state(),
+            **self.recorder.state(),
+            **self.health.state(),
             "data": self.data.fingerprint_at(self.step),
             "cursor": self.data.cursor_at(self.step),
             "start": self.data.start,

@@ -175,7 +175,7 @@ def train_until_done(run: Run) -> None:
         DivergedError, DataError: see `Run.judge`, `Run.evaluate` and `Run.require_saved`.
     """
     if run.done():
-        style = "yellow" if run.records.ending else "green"
+        style = "yellow" if run.health.ending else "green"
         run.progress.message(f"Nothing to do: {run.folder.path} {run.why_done()}", style=style)
         return
     warning = run.checkpoints.require_space(run.job.abstract)
@@ -226,7 +226,7 @@ def train(run: Run) -> None:
             for hook in hooks:
                 if hook.due(after):
                     hook(after)
-            if run.records.ending:
+            if run.health.ending:
                 break
     run.require_saved()
 
@@ -238,7 +238,7 @@ def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
     been looked at.
     """
     begun_at = run.step
-    batches = run.job.batches(begun_at, left_out=run.records.left_out)
+    batches = run.job.batches(begun_at, left_out=run.health.left_out)
     while run.step < run.num_steps:
         try:
             with run.clock.during("data_wait"), run.stop.interrupting():
@@ -255,8 +255,8 @@ def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
 def conclude(run: Run) -> None:
     """What a run that has come to its end says. DivergedError: it has hardly trained."""
     job = run.job
-    records = run.records
-    problem = lack_of_progress(run.step, records.skipped)
+    health = run.health
+    problem = lack_of_progress(run.step, health.skipped)
     if jax.process_index() == 0:
         model = None
         if jax.process_count() == 1:  # else this process does not hold all of the model
@@ -267,8 +267,8 @@ def conclude(run: Run) -> None:
             job.sets,
             run.step,
             run.clock,
-            records.ending,
-            records.guard.found,
+            health.ending,
+            health.guard.found,
             model,
             run.rollbacks,
             problem,
@@ -287,13 +287,13 @@ def take_locks(held: contextlib.ExitStack, folder: Path, second: Path | None) ->
 
 def begin_books(run: Run, watchdog: Watchdog, is_new: bool) -> None:
     """Opens what this launch writes into the run's folder; `is_new`: it begins at step 1."""
-    records = run.records
+    recorder = run.recorder
     if not run.done():  # else no time is spent on the run
         watchdog.begin(lambda: run.step, run.folder.id)
-    records.open_logs(run.step, run.evaluated_again, run.folder.id)
-    if is_new and records.made_before:
+    recorder.open_logs(run.step, run.evaluated_again, run.folder.id)
+    if is_new and recorder.made_before:
         run.progress.message(
-            f"There is no checkpoint, so steps 1 to {records.made_before:,}, which are on record, "
+            f"There is no checkpoint, so steps 1 to {recorder.made_before:,}, which are on record, "
             f"are made again.",
             style="yellow",
         )

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from data_pipeline import prepare
 from data_pipeline.errors import StorageError
-from maxtrain import records
+from maxtrain import recorder
 from maxtrain import run as run_module
 from maxtrain import train as job
 from maxtrain.checkpoint.listing import saved_steps
@@ -203,7 +203,7 @@ def dying(original, call, before):
         (run_module, "write_rollbacks", 1, False),
         (Checkpoints, "discard_after", 1, False),
         (Checkpoints, "restore", 1, False),
-        (records, "MetricsLog", 2, True),
+        (recorder, "MetricsLog", 2, True),
     ],
     ids=["found", "written", "discarded", "restored", "logs"],
 )

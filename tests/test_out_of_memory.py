@@ -13,7 +13,7 @@ from maxtrain.config.load import load_config
 from maxtrain.job import open_job
 from maxtrain.parallel import memory
 from maxtrain.parallel.memory import bytes_on_device
-from maxtrain.records import Records
+from maxtrain.run import Run
 
 pytestmark = pytest.mark.usefixtures("this_process")
 
@@ -80,7 +80,7 @@ def test_what_can_not_be_foreseen_says_what_was_asked_and_what_is_free(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(Records, "look", look)
+        patch.setattr(Run, "look", look)
         assert run(config, name) == 70
     said = capfd.readouterr().err
     assert re.search(

@@ -25,7 +25,7 @@ from maxtrain.checkpoint.listing import saved_digests, saved_steps
 from maxtrain.config import load_config
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import read_metrics
-from maxtrain.records import Records
+from maxtrain.run import Run
 from maxtrain.signals import StopRequest
 from maxtrain.train import main
 from tests.shared import TINY_MODEL
@@ -358,9 +358,9 @@ def test_stopped_anywhere_and_started_again_is_as_never_stopped(
 def test_taken_back_to_before_an_evaluation_it_is_on_record_once(config, monkeypatch):
     code, folder = train(config, monkeypatch, "back", "before_step:term:6")
     assert code == 75 and not [r for r in numbers(folder) if r["kind"] == "eval" and r["step"] == 6]
-    look, found = Records.look, [Finding(8, "loss_limit", "skip", "step 8: as if", "Mend it")]
+    look, found = Run.look, [Finding(8, "loss_limit", "skip", "step 8: as if", "Mend it")]
     monkeypatch.setattr(
-        Records, "look", lambda *given: look(*given) or (found.pop() if found else None)
+        Run, "look", lambda *given: look(*given) or (found.pop() if found else None)
     )
     assert train(config, monkeypatch, "back", "")[0] == 0 and not found
     assert [r["set"] for r in numbers(folder) if r["kind"] == "eval" and r["step"] == 6] == [

@@ -1,0 +1,181 @@
+"""Whether the steps of a run went well: anomalies, batches that look wrong, skipped steps, and why
+a run ends before its plan does.
+
+The device decides about anomalies before the update (training/watch.py); here a person is told, and
+the run is ended or sent back. Nothing is written down here, and no other process is asked: all
+processes see the same metrics and come to the same result.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from data_pipeline.config import DataConfig
+from data_pipeline.errors import DivergedError
+from data_pipeline.guard import BatchGuard
+from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import TrainingData
+from maxtrain.checkpoint.rollback import Rollback, left_out
+from maxtrain.config.schema import AnomalyConfig
+from maxtrain.observe.anomaly import Anomalies, Finding
+from maxtrain.observe.progress import Progress
+
+
+class Health:
+    """What is known of how well the steps of a run went.
+
+    Args:
+        section: what is done about batches that look wrong.
+        anomaly: what is done about which anomaly.
+        data: what the run reads.
+        leaves: names of the parameters, and after them of the arrays of the optimizer's state.
+        progress: where warnings are told.
+
+    Attributes:
+        guard: judges batches by their targets.
+        left_out: steps that change nothing since the run went back, counted from 0 as batches are.
+        skipped_in_row: non-finite steps, up to the last one that was looked at.
+        skipped: steps of the whole run that changed nothing, likewise.
+        ending: why the run ends before its plan does; empty if it does not.
+    """
+
+    guard: BatchGuard
+    left_out: frozenset[int]
+    skipped_in_row: int
+    skipped: int
+    ending: str
+
+    def __init__(
+        self,
+        section: DataConfig,
+        anomaly: AnomalyConfig,
+        data: TrainingData,
+        leaves: Sequence[str],
+        progress: Progress,
+    ):
+        self._section = section
+        self._anomaly = anomaly
+        self._data = data
+        self._leaves = leaves
+        self._progress = progress
+        self.restore(None, [])
+
+    def restore(self, record: Mapping[str, Any] | None, rollbacks: Sequence[Rollback]) -> None:
+        """As it was at a checkpoint with this record; None: as before the first step."""
+        saved = record or {}
+        section = self._section
+        self.guard = BatchGuard(
+            section.zero_weight,
+            section.min_fill,
+            section.max_empty_rows,
+            section.fill_patience,
+            section.repeated,
+        )
+        if "guard" in saved:
+            self.guard.restore(saved["guard"])
+        self._anomalies = Anomalies(self._anomaly, self._leaves, self._data.describe_rows)
+        self.left_out = left_out(rollbacks)
+        self.skipped_in_row = 0
+        self.skipped = saved.get("skipped", 0)
+        self.ending = ""
+        ending = saved.get("ending", "")
+        if self._still_ends(ending, saved):
+            self.ending = ending
+
+    def _still_ends(self, ending: str, saved: Mapping[str, Any]) -> bool:
+        """Whether what ended the run does so with this config, too: the ending names it.
+
+        Of evaluations others judge.
+        """
+        # Other data, by data.accept_changes.
+        if self._data.start == saved.get("cursor"):
+            return False
+        if "(data.repeated)" in ending:
+            return self._section.repeated == "stop"
+        return "(eval.stop_patience" in ending or self._section.zero_weight == "stop"
+
+    def go_on_unless(self, still: str, cause: str) -> None:
+        """Forgets an ending by this cause where it is none any more: nothing ends the run
+        `still`."""
+        if f"({cause}" in self.ending and not still:
+            self.ending = ""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's record has to hold of it."""
+        return {"skipped": self.skipped, "guard": self.guard.state(), "ending": self.ending}
+
+    def repeats(self, origins: Sequence[HostBatch], contents: Sequence[int]) -> list[bool]:
+        """Of each batch, whether its tokens were read before from another place.
+
+        `contents` are checksums of the tokens of each batch.
+        """
+        found = []
+        for origin, content in zip(origins, contents, strict=True):
+            found.append(self.guard.repeats(content, origin.place, origin.step))
+        return found
+
+    def judge(self, origin: HostBatch, value: Mapping[str, Any], repeats: bool) -> Finding | None:
+        """Judges one step, and tells what there is to warn of.
+
+        Args:
+            origin: where its batch comes from.
+            value: its metrics, on the host.
+            repeats: whether its tokens were read before from another place.
+
+        Returns:
+            An anomaly for which the step, and those after it, must not count; None: the step
+            counts.
+
+        Raises:
+            DivergedError: too many non-finite steps in a row.
+            DataError: a batch that the config does not allow.
+        """
+        step = origin.step + 1
+        self.skipped_in_row = int(value["skipped_in_row"])
+        self.skipped = int(value["skipped"])
+        findings = self._anomalies.observe(step, value)
+        if value["halted"]:
+            return next(found for found in findings if found.policy in ("rollback", "stop"))
+        for found in findings:
+            self._progress.message(f"{found.message} {found.mend}.", style="yellow")
+        if origin.step in self.left_out:
+            return None
+        found = self._judge_batch(origin, value, repeats)
+        if found is not None:
+            return found
+        limit = self._anomaly.max_skipped
+        if value["skipped_in_row"] > limit:
+            found = self._anomalies.describe(step, "non_finite", value)
+            raise DivergedError(
+                f"{found.message}\n  {value['skipped_in_row']} steps in a row were not finite and "
+                f"changed nothing; anomaly.max_skipped={limit} allows no more. {found.mend}."
+            )
+        return None
+
+    def _judge_batch(
+        self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
+    ) -> Finding | None:
+        """Judges a batch by its targets; a finding: the run must go back to before it."""
+        step = origin.step + 1
+        targets = float(value["targets"])
+        # Else the batch itself is damaged, and the step was not made.
+        if not math.isfinite(targets):
+            return None
+        span = self._data.plan.span(origin.step)
+        shape = (span.batch_size, span.seq_length)
+        empty_rows = float(value["empty_rows"])
+        verdict = self.guard.observe(step, targets, empty_rows, shape, repeats)
+        if verdict is None:
+            return None
+        if verdict.back:
+            message = f"{verdict.message} {self._data.describe_rows(step - 1)}"
+            mend = (
+                "Look for the same text in several sources (prepare --dedupe), or set "
+                "data.repeated=warn"
+            )
+            return Finding(step, "repeated", verdict.back, message, mend)
+        if verdict.message:
+            self._progress.message(verdict.message, style="yellow")
+            if verdict.stop:
+                self.ending = verdict.message
+        return None

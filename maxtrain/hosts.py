@@ -1,0 +1,51 @@
+"""Whether the processes of a run read the same batches.
+
+All processes call what is here, at the same steps and in the same order.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_pipeline.errors import DataError
+from data_pipeline.loader import Batch as HostBatch
+from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
+
+
+def compare_batches(origins: Sequence[HostBatch], part: str) -> list[int]:
+    """Compares the batches of some steps between the processes.
+
+    Args:
+        origins: where this process's part of each batch comes from; at least one.
+        part: says which part of the last batch this process reads. Several may read the same.
+
+    Returns:
+        Of each batch the checksum of its tokens, over all parts.
+
+    Raises:
+        DataError: the processes do not read the same batches.
+        UserError: one can't read its part of them.
+    """
+    last = origins[-1]
+    error = next((origin.error for origin in origins if origin.error), None)
+    said = gather(
+        {"step": last.step + 1, "rows": last.digest, "part": part, "failed": error is not None}
+    )
+    if any(theirs["failed"] for theirs in said):
+        raise_together(error)
+    first = said[0]
+    for process, theirs in enumerate(said):
+        if (theirs["step"], theirs["rows"]) != (first["step"], first["rows"]):
+            raise DataError(
+                f"process {process} reads rows {theirs['rows']} at step {theirs['step']}, process 0 "
+                f"rows {first['rows']} at step {first['step']}. Give all processes the same config "
+                f"and data, and go on from the last checkpoint."
+            )
+    mine = np.array([origin.content for origin in origins], np.uint64)
+    contents = gather_bytes(mine.view(np.uint8)).view(np.uint64)
+    # A part that several processes read counts once.
+    content_of_parts: dict[str, np.ndarray] = {}
+    for theirs, content in zip(said, contents, strict=True):
+        content_of_parts[theirs["part"]] = content
+    # Checksums sum modulo 2^64.
+    return np.sum(list(content_of_parts.values()), axis=0, dtype=np.uint64).tolist()

@@ -1,0 +1,85 @@
+"""How fast a run trains: tokens a second, the share of the devices' peak, and waiting for data.
+
+No jax: whoever makes a meter says how many devices there are.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from maxtrain.models.cost import TokenFlops
+from maxtrain.observe.metrics import Stopwatch
+from maxtrain.parallel.hardware import Peak
+
+
+class StepSize(NamedTuple):
+    """How much a step has read."""
+
+    targets: int
+    rows: int
+    length: int
+
+    @property
+    def positions(self) -> int:
+        """Targets, and what is none: padding and what the loss mask leaves out."""
+        return self.rows * self.length
+
+
+class SpeedMeter:
+    """Measures the steps between two records.
+
+    Args:
+        clock: books the time of the run.
+        flops: of training on one token, for each length of rows in the plan.
+        num_devices: of all processes together.
+
+    Attributes:
+        peak: of one device, which the speed is compared with; None: not known yet.
+    """
+
+    def __init__(self, clock: Stopwatch, flops: Mapping[int, TokenFlops], num_devices: int):
+        self.peak: Peak | None = None
+        self._clock = clock
+        self._flops = flops
+        self._num_devices = num_devices
+        self._steps: list[StepSize] = []
+        # Seconds that steps had waited for their batches at the last record.
+        self._waited = 0.0
+
+    def restart(self) -> None:
+        """Forgets the steps since the last record, which are made again."""
+        self._steps = []
+
+    def add(self, targets: int, rows: int, length: int) -> None:
+        """A step that is finished."""
+        self._steps.append(StepSize(targets, rows, length))
+
+    def lap(self) -> dict[str, float | None]:
+        """What to record of the steps since the last lap, of which there is at least one."""
+        steps = self._steps
+        self._steps = []
+        seconds = self._clock.lap()
+        waited = self._clock.seconds().get("data_wait", 0.0)
+        waited_now = waited - self._waited
+        self._waited = waited
+        targets = sum(step.targets for step in steps)
+        positions = sum(step.positions for step in steps)
+        full = sum(step.positions * self._flops[step.length].full for step in steps)
+        causal = sum(step.positions * self._flops[step.length].causal for step in steps)
+        return {
+            "fill": steps[-1].targets / steps[-1].positions,
+            "tokens_per_second": targets / seconds,
+            "positions_per_second": positions / seconds,
+            "step_seconds": seconds / len(steps),
+            "data_wait_seconds": waited_now / len(steps),
+            "mfu": self._utilization(full, seconds),
+            "mfu_causal": self._utilization(causal, seconds),
+        }
+
+    def _utilization(self, flops: float, seconds: float) -> float | None:
+        """The share of the devices' peak that so many operations in so many seconds are; None if
+        that is not known."""
+        if self.peak is None:
+            return None
+        # The peak may be measured again, which is no time of the steps.
+        with self._clock.during("compile"):
+            return self.peak.share(flops / seconds / self._num_devices)

@@ -1,0 +1,242 @@
+"""What is written down of a run: the records of its steps, in every log.
+
+Steps come in with their metrics on the host, already judged (health.py). Nothing is decided here.
+"""
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from data_pipeline.errors import DataError, UsageError
+from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.plan import Plan
+from maxtrain.checkpoint.rollback import Rollback
+from maxtrain.config.schema import ANOMALIES
+from maxtrain.observe.metrics import Kept, MetricsLog, read_metrics
+from maxtrain.observe.progress import Progress
+from maxtrain.observe.speed import SpeedMeter
+from maxtrain.observe.trackers import TensorBoard
+from maxtrain.ops.digest import hash_text
+
+
+class Recorder:
+    """Sums up the steps since the last record, composes records, and writes them to every log.
+
+    Args:
+        folder: of the run.
+        plan: what is read at which step.
+        terms: names, among a step's metrics, of what the objective records; in the order of the
+            record.
+        tensorboard: write TensorBoard's files, too.
+        speed: measures the steps between two records.
+        progress: shows each record of training.
+
+    Attributes:
+        made_before: the last step of the records that were dropped, known to process 0.
+        end_at: the step of the last record of why the run ended early, known to process 0.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: Plan,
+        terms: Sequence[str],
+        tensorboard: bool,
+        speed: SpeedMeter,
+        progress: Progress,
+    ):
+        self.made_before = 0
+        self.end_at: int | None = None
+        self._folder = folder
+        self._plan = plan
+        self._terms = terms
+        self._tensorboard = tensorboard
+        self._speed = speed
+        self._progress = progress
+        self._logs: list[MetricsLog | TensorBoard] = []
+        # The one of these that checkpoints remember, on process 0.
+        self._metrics: MetricsLog | None = None
+        self.restore(None, [])
+
+    # What a checkpoint remembers
+
+    def restore(self, record: Mapping[str, Any] | None, rollbacks: Sequence[Rollback]) -> None:
+        """As it was at a checkpoint with this record; None: as before the first step."""
+        saved = record or {}
+        self._rollbacks = rollbacks
+        self._tokens_seen = saved.get("tokens_seen", 0)
+        # Nats and targets since the last record, of all sources together.
+        self._sums = np.array(saved.get("since_record", (0.0, 0.0)), np.float64)
+        # Likewise of each source. Those of steps that were not finite are saved as words.
+        nothing = np.zeros((2, len(self._plan.names)))
+        self._by_source = np.array(saved.get("by_source", nothing), np.float64)
+        # Other data, by data.accept_changes.
+        if self._by_source.shape != nothing.shape:
+            self._by_source = nothing
+        # Of the log, when the checkpoint was saved.
+        self._kept: Kept | None = None
+        if saved.get("metrics"):
+            self._kept = Kept(**saved["metrics"])
+        self._speed.restart()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's record has to hold of it."""
+        metrics = None
+        if self._metrics:
+            metrics = self._metrics.kept()._asdict()
+        by_source = []
+        for row in self._by_source.tolist():
+            by_source.append([x if math.isfinite(x) else str(x) for x in row])
+        return {
+            "metrics": metrics,
+            "tokens_seen": self._tokens_seen,
+            "since_record": self._sums.tolist(),
+            "by_source": by_source,
+        }
+
+    # The logs
+
+    def evaluated(self, step: int) -> dict[str, set[str | None]]:
+        """Evaluation sets on record at a step, each with the texts that it was; None: a record that
+        does not say."""
+        found = defaultdict[str, set[str | None]](set)
+        # What can't be read is told of where the log is opened.
+        with contextlib.suppress(DataError):
+            for record in read_metrics(self._folder):
+                if record["kind"] == "eval" and record["step"] == step:
+                    found[record["set"]].add(record.get("data"))
+        return found
+
+    def open_logs(self, step: int, again: Sequence[str] = (), run: str = "") -> None:
+        """Logs that go on from this step; what they said of later ones is dropped, and of sets
+        evaluated `again` there.
+
+        `run` is the id of the run. Records that are not there any more, or can't be read, are told
+        of.
+        """
+        self.close_logs()
+        if jax.process_index() == 0:
+            # This makes the folder.
+            self._metrics = MetricsLog(self._folder, step, again, run, self._kept)
+            for problem in self._metrics.problems:
+                self._progress.message(problem, style="bold red")
+            self.end_at = self._metrics.end_at
+            self.made_before = self._metrics.dropped_to
+            self._logs.append(self._metrics)
+            self._logs += self._open_trackers(step)
+        self._progress.update(step)
+
+    def _open_trackers(self, step: int) -> list[TensorBoard]:
+        """What shows the records elsewhere, from this step on."""
+        if not self._tensorboard:
+            return []
+        try:
+            return [TensorBoard(self._folder, step)]
+        except UsageError as missing:
+            # No run ends for want of a picture: metrics.jsonl has every number.
+            self._progress.message(f"{missing} The run goes on without its files.", style="yellow")
+            return []
+
+    def close_logs(self) -> None:
+        """Closes the logs, whose records are on the disk already."""
+        logs = self._logs
+        self._logs = []
+        for log in logs:
+            log.close()
+
+    def write(
+        self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"]
+    ) -> None:
+        """One record in every log; kinds are those of `MetricsLog`."""
+        for log in self._logs:
+            log.append(step, values, kind=kind)
+
+    # Steps
+
+    def add(self, origin: HostBatch, value: Mapping[str, Any]) -> None:
+        """Counts a step: where its batch comes from, and its metrics, on the host."""
+        targets = float(value["targets"])
+        # Else the batch itself is damaged, and the step was not made.
+        is_known = math.isfinite(targets)
+        num_targets = 0
+        if is_known:
+            num_targets = int(targets)
+        span = self._plan.span(origin.step)
+        self._speed.add(num_targets, span.batch_size, span.seq_length)
+        self._tokens_seen += num_targets
+        if is_known and math.isfinite(value["loss"]):
+            self._sums += (float(value["loss"]) * targets, targets)
+        if "source_nll" in value:
+            self._by_source += np.stack([value["source_nll"], value["source_targets"]])
+
+    def record(self, origin: HostBatch, value: Mapping[str, Any]) -> None:
+        """Writes one record: the numbers of this step, and means and speed since the last record.
+
+        The step is the last one that was added.
+        """
+        step = origin.step + 1
+        speed = self._speed.lap()
+        record = self._losses(value)
+        record["learning_rate"] = value["learning_rate"].item()
+        record["skipped"] = value["skipped"].item()
+        for name in (*self._terms, "loss_scale", "weight_norm"):
+            if name in value:
+                record[name] = value[name].item()
+        record |= self._counts(step, value)
+        record |= self._losses_by_source()
+        record["batch"] = origin.digest
+        for name, words in value.items():
+            if name.endswith("_hash"):
+                record[name] = hash_text(words)
+        record["tokens_seen"] = self._tokens_seen
+        record |= speed
+        for name, passes in self._plan.epochs_at(step).items():
+            record[f"epochs/{name}"] = passes
+        self.write(step, record, "train")
+        self._progress.update(step, record)
+
+    def _losses(self, value: Mapping[str, Any]) -> dict[str, float | None]:
+        """The mean loss since the last record, and what is of this step alone."""
+        nats, targets = self._sums
+        self._sums = np.zeros_like(self._sums)
+        of_step: dict[str, float | None] = {
+            "step_loss": value["loss"].item(),
+            "objective": value["objective"].item(),
+            "grad_norm": value["grad_norm"].item(),
+        }
+        # Of nothing: not 0.
+        if not value["targets"]:
+            of_step = dict.fromkeys(of_step)
+        loss = of_step["step_loss"]
+        if targets:
+            # In float32, as every loss: of one step the mean is then the very number that the
+            # device computed.
+            loss = np.float32(nats / targets).item()
+        return {"loss": loss, **of_step}
+
+    def _counts(self, step: int, value: Mapping[str, Any]) -> dict[str, int]:
+        """How often there was which anomaly in this run, and how often it went back."""
+        counts = {}
+        for kind, count in zip(ANOMALIES, value["anomalies"], strict=True):
+            if count:
+                counts[f"anomalies/{kind}"] = count.item()
+        rollbacks = [rollback for rollback in self._rollbacks if step >= rollback["left_out"][0]]
+        if rollbacks:
+            counts["rollbacks"] = len(rollbacks)
+        return counts
+
+    def _losses_by_source(self) -> dict[str, float]:
+        """The mean loss of each source since the last record."""
+        totals, counts = self._by_source
+        self._by_source = np.zeros_like(self._by_source)
+        losses = {}
+        for name, total, count in zip(self._plan.names, totals, counts, strict=True):
+            if count:
+                losses[f"loss/{name}"] = total / count
+        return losses
