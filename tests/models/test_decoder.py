@@ -61,13 +61,15 @@ def batch():
     segments = np.repeat([*range(1, len(LENGTHS) + 1), 0], [*LENGTHS, T - sum(LENGTHS)])
     positions = np.concatenate([np.arange(n) for n in (*LENGTHS, T - sum(LENGTHS))])
     tokens = rng.integers(0, 96, (2, B, T))
-    return {
-        "inputs": jnp.int32(tokens[0]),
-        "targets": jnp.int32(tokens[1]),
-        "segment_ids": jnp.int32(np.tile(segments, (B, 1))),
-        "positions": jnp.int32(np.tile(positions, (B, 1))),
-        "weights": jnp.float32(rng.uniform(size=(B, T)) * (segments > 0)),
-    }
+    # The first call may come from inside a traced function, and is remembered.
+    with jax.ensure_compile_time_eval():
+        return {
+            "inputs": jnp.int32(tokens[0]),
+            "targets": jnp.int32(tokens[1]),
+            "segment_ids": jnp.int32(np.tile(segments, (B, 1))),
+            "positions": jnp.int32(np.tile(positions, (B, 1))),
+            "weights": jnp.float32(rng.uniform(size=(B, T)) * (segments > 0)),
+        }
 
 
 def loss(graphdef, state, batch, chunks=3):
