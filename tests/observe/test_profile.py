@@ -60,6 +60,7 @@ def test_what_is_no_range_of_steps_is_refused(given, mend):
         load_config(["config=quickstart", f"observe.profile={given}"])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_a_run_writes_its_trace_and_the_norms_of_its_layers(tmp_path, tiny_run, capsys):
     """The trace begins with the run and is closed where the run ends, before the last step that

@@ -328,7 +328,10 @@ def test_gradients_are_float32_and_named_like_parameters(tiny):
 
 
 # (mesh, accumulation, zero, whether there is a loss scale)
-MEASURED = [((1, 1, 1), 1, 0, False), ((2, 2, 2), 2, 3, True)]
+MEASURED = [
+    ((1, 1, 1), 1, 0, False),
+    pytest.param((2, 2, 2), 2, 3, True, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize(("shape", "accumulation", "zero", "is_scaled"), MEASURED, ids=str)
