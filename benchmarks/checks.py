@@ -1,4 +1,4 @@
-"""What checks cost in a training step, those that are on by default and those of `integrity`:
+"""What checks and records cost in a training step, those that are on by default and others:
 taking turns step by step.
 
     python -m benchmarks.checks [--write] [--steps 12]
@@ -8,7 +8,8 @@ replaced by constants; digests of parameters and batch are taken once per record
 one in LOG_INTERVAL steps; the invariants of a batch are checked on the host while the device is at
 work, so that they cost a step nothing unless the host is the slower one. The checks of `integrity`
 are made once in INTEGRITY_INTERVAL steps; what copies between devices cost to compare is their
-digests.
+digests. Norms of layers are measured in a step that is due and in one that is not, as those of
+observe.layer_norms_interval=100 are; the bare step has no norm of the weights either.
 """
 
 import argparse
@@ -30,12 +31,16 @@ from data_pipeline.guard import check_batch
 from maxtrain.config.schema import ANOMALIES, IntegrityConfig, RunConfig
 from maxtrain.ops.digest import digests
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
+from maxtrain.parallel.memory import memory_in_use
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.watch import Verdict
 
 RESULTS = Path(__file__).parent / "results" / "checks.md"
 LOG_INTERVAL = RunConfig().log_interval
 INTEGRITY_INTERVAL = 100
+NORMS_INTERVAL = 100
+# What times itself.
+STEPS = ("bare", "finite", "watched", "recorded", "norms_due", "norms_not_due")
 
 
 def _no_judge(watch: Any, *_: Any) -> Verdict:
@@ -52,6 +57,11 @@ def _no_judge(watch: Any, *_: Any) -> Verdict:
     return Verdict(no, no, watch, metrics)
 
 
+def _no_norm(params: Any) -> jax.Array:
+    """As if the norm of the weights were known."""
+    return jnp.zeros(())
+
+
 def _no_look(tree: Any) -> Any:
     """As if all leaves were finite, for which none is read."""
     return jnp.ones(len(jax.tree.leaves(tree)), bool)
@@ -65,11 +75,16 @@ def _seconds(call: Callable[[], Any]) -> float:
 
 def measure(steps: int) -> list[tuple[str, float, float]]:
     """What, its seconds, and the share of a bare step that it adds to one on average."""
-    with mock.patch("maxtrain.training.step.judge", _no_judge):
-        finite = Variant("bfloat16", "none")
-        with mock.patch("maxtrain.training.step.finite_leaves", _no_look):
-            bare = Variant("bfloat16", "none")
-    watched = Variant("bfloat16", "none")
+    with mock.patch("maxtrain.training.step.norm_of", _no_norm):
+        with mock.patch("maxtrain.training.step.judge", _no_judge):
+            finite = Variant("bfloat16", "none")
+            with mock.patch("maxtrain.training.step.finite_leaves", _no_look):
+                bare = Variant("bfloat16", "none")
+        watched = Variant("bfloat16", "none")
+    recorded = Variant("bfloat16", "none")
+    norms_due = Variant("bfloat16", "none", norms_interval=1)
+    norms_not_due = Variant("bfloat16", "none", norms_interval=1_000_000)
+    devices = jax.local_devices()
     mesh = watched.batch["inputs"].sharding.mesh
     integrity = Integrity(
         IntegrityConfig(replicas_interval=INTEGRITY_INTERVAL, repeat_interval=INTEGRITY_INTERVAL),
@@ -80,6 +95,10 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
         "bare": bare.run,
         "finite": finite.run,
         "watched": watched.run,
+        "recorded": recorded.run,
+        "norms_due": norms_due.run,
+        "norms_not_due": norms_not_due.run,
+        "memory": lambda: memory_in_use(devices),
         "digests": lambda: (digests(watched.state.params), digests(watched.batch)),
         "guard": lambda: check_batch(host, MODEL.vocab_size or 0, str),
         "copies": lambda: integrity.check(INTEGRITY_INTERVAL, watched.state),
@@ -90,15 +109,20 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for step in range(steps + 2):
         for name, call in calls.items():
-            seconds[name].append(
-                call() if name in ("bare", "finite", "watched") else _seconds(call)
-            )
+            is_step = name in STEPS
+            seconds[name].append(call() if is_step else _seconds(call))
         print(f"step {step + 1} of {steps + 2}", file=sys.stderr)
     step, looked, watch = (np.array(seconds[name][2:]) for name in ("bare", "finite", "watched"))
     digest, guard, copies, again = (
         statistics.median(seconds[name][2:]) for name in ("digests", "guard", "copies", "again")
     )
     base = float(np.median(step))
+    recorded_step, due, not_due = (
+        np.array(seconds[name][2:]) for name in ("recorded", "norms_due", "norms_not_due")
+    )
+    memory = statistics.median(seconds["memory"][2:])
+    waits = float(np.median(not_due / recorded_step)) - 1
+    takes = float(np.median(due / recorded_step)) - 1
     return [
         ("bare step", base, 0.0),
         (
@@ -110,6 +134,31 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
             "and with the watch on anomalies",
             float(np.median(watch)),
             float(np.median(watch / step)) - 1,
+        ),
+        (
+            "and with the norm of the weights",
+            float(np.median(recorded_step)),
+            float(np.median(recorded_step / step)) - 1,
+        ),
+        (
+            "that norm alone, against the step before this line",
+            float(np.median(recorded_step - watch)),
+            float(np.median(recorded_step / watch)) - 1,
+        ),
+        (
+            f"memory in use, once in {LOG_INTERVAL} steps",
+            memory,
+            memory / base / LOG_INTERVAL,
+        ),
+        (
+            "norms of layers, in a step where they are not due",
+            float(np.median(not_due)),
+            waits,
+        ),
+        (
+            f"observe.layer_norms_interval={NORMS_INTERVAL}, with those that are due",
+            float(np.median(due)),
+            (takes + waits * (NORMS_INTERVAL - 1)) / NORMS_INTERVAL,
         ),
         (
             f"digests of parameters and batch, once in {LOG_INTERVAL} steps",

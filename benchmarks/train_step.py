@@ -65,7 +65,7 @@ VARIANTS = (("bfloat16", "none"), ("float32", "none"), ("bfloat16", "full"), ("f
 class Variant:
     """The step of one number format and remat policy, compiled, with its state and batch."""
 
-    def __init__(self, compute: str, remat: Any):
+    def __init__(self, compute: str, remat: Any, norms_interval: int = 0):
         model, precision = dataclasses.replace(MODEL, remat=remat), PrecisionConfig(compute=compute)  # type: ignore[arg-type]
         self.compute, self.remat = compute, remat
         mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
@@ -88,7 +88,15 @@ class Variant:
             }
             arrays["positions"] = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
             self.batch = BatchLayout(mesh, ROWS, LENGTH).to_global(arrays)
-            step = make_train_step(abstract, graphdef, next_token(), optimizer, schedule, 1)
+            step = make_train_step(
+                abstract,
+                graphdef,
+                next_token(),
+                optimizer,
+                schedule,
+                1,
+                norms_interval=norms_interval,
+            )
             start = time.perf_counter()
             self.compiled = step.lower(self.state, self.batch).compile()
             self.compile_seconds = time.perf_counter() - start

@@ -21,7 +21,7 @@ from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.observe.launches import launch_differences, read_launches
 from maxtrain.observe.metrics import read_metrics, same
 
-_OF_THE_CLOCK = re.compile(r".*second.*|mfu\w*|kind|step|set")
+_OF_THE_CLOCK = re.compile(r".*second.*|mfu\w*|\w+_bytes|kind|step|set")
 # Names of arrays, or keys, that are shown.
 _MOST = 12
 # Columns of a table.

@@ -55,6 +55,7 @@ def after_each_step(run: Run) -> list[Hook]:
         WriteEnding(run),
         sample,
         save,
+        Profile(run),
         Stop(run),
     ]
 
@@ -149,6 +150,17 @@ class Save(Hook):
         if run.validation.due(after.step, after.is_last):
             # An evaluation that came out finite judges this step as the next one would.
             run.checkpoints.confirm(after.step)
+
+
+class Profile(Hook):
+    """Starts and stops the trace of observe.profile; see observe/profile.py, which knows when. The
+    loop closes one that is open when it is left."""
+
+    def due(self, after: AfterStep) -> bool:
+        return self._run.trace.due(after.step)
+
+    def __call__(self, after: AfterStep) -> None:
+        self._run.trace.turn(after.step, self._run.state)
 
 
 class Stop(Hook):

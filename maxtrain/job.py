@@ -122,6 +122,7 @@ class Parts:
             stochastic_rounding=config.optimizer.stochastic_rounding,
             zero=config.optimizer.zero,
             anomaly=config.anomaly,
+            norms_interval=config.observe.layer_norms_interval,
         )
 
 
@@ -264,7 +265,9 @@ def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     Where a host keeps the data is its own affair.
     """
     mesh = r"mesh\.(coordinator|num_processes|process_id|simulated_devices|connect_seconds)"
-    own = re.compile(rf"observe\..*|{mesh}|.*\.path|data\.cache(_bytes)?")
+    # Norms of layers are a part of the program, which is the same everywhere.
+    observe = r"observe\.(?!layer_norms_interval).*"
+    own = re.compile(rf"{observe}|{mesh}|.*\.path|data\.cache(_bytes)?")
     fields = {key: value for key, value in leaves(job.asked).items() if not own.fullmatch(key)}
     for name, eval_set in job.sets.items():
         fields[f"eval.sets.{name}"] = eval_set.manifest.uid

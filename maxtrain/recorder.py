@@ -23,6 +23,11 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.speed import SpeedMeter
 from maxtrain.observe.trackers import TensorBoard
 from maxtrain.ops.digest import hash_text
+from maxtrain.parallel.memory import memory_in_use
+from maxtrain.training.norms import MEASURED
+
+# Of passes over a source, which are sums of floats.
+_ROUNDING = 1e-9
 
 
 class Recorder:
@@ -36,6 +41,9 @@ class Recorder:
         tensorboard: write TensorBoard's files, too.
         speed: measures the steps between two records.
         progress: shows each record of training.
+        log_interval: steps between records of training.
+        norms_interval: steps between records of the norms of each layer; 0: there are none.
+        norm_names: what these are of, in the order that a step's metrics have them.
 
     Attributes:
         made_before: the last step of the records that were dropped, known to process 0.
@@ -50,6 +58,9 @@ class Recorder:
         tensorboard: bool,
         speed: SpeedMeter,
         progress: Progress,
+        log_interval: int,
+        norms_interval: int,
+        norm_names: Sequence[str],
     ):
         self.made_before = 0
         self.end_at: int | None = None
@@ -59,6 +70,11 @@ class Recorder:
         self._tensorboard = tensorboard
         self._speed = speed
         self._progress = progress
+        self._log_interval = log_interval
+        self._norms_interval = norms_interval
+        self._norm_names = norm_names
+        # The last epoch of each source whose beginning was told.
+        self._epoch_told: dict[str, int] = {}
         self._logs: list[MetricsLog | TensorBoard] = []
         # The one of these that checkpoints remember, on process 0.
         self._metrics: MetricsLog | None = None
@@ -151,7 +167,7 @@ class Recorder:
             log.close()
 
     def write(
-        self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"]
+        self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end", "norms"]
     ) -> None:
         """One record in every log; kinds are those of `MetricsLog`."""
         for log in self._logs:
@@ -174,6 +190,17 @@ class Recorder:
             self._sums += (float(value["loss"]) * targets, targets)
         if "source_nll" in value:
             self._by_source += np.stack([value["source_nll"], value["source_targets"]])
+        interval = self._norms_interval
+        if interval and (origin.step + 1) % interval == 0:
+            self._write_norms(origin.step + 1, value["norms"])
+
+    def _write_norms(self, step: int, norms: np.ndarray) -> None:
+        """A record of the norms of each layer at this step."""
+        record = {}
+        for measured, row in zip(MEASURED, norms, strict=True):
+            for name, norm in zip(self._norm_names, row, strict=True):
+                record[f"{measured}/{name}"] = norm.item()
+        self.write(step, record, "norms")
 
     def record(self, origin: HostBatch, value: Mapping[str, Any]) -> None:
         """Writes one record: the numbers of this step, and means and speed since the last record.
@@ -182,7 +209,7 @@ class Recorder:
         """
         step = origin.step + 1
         speed = self._speed.lap()
-        record = self._losses(value)
+        record: dict[str, Any] = dict(self._losses(value))
         record["learning_rate"] = value["learning_rate"].item()
         record["skipped"] = value["skipped"].item()
         for name in (*self._terms, "loss_scale", "weight_norm"):
@@ -196,8 +223,15 @@ class Recorder:
                 record[name] = hash_text(words)
         record["tokens_seen"] = self._tokens_seen
         record |= speed
+        record |= memory_in_use(jax.local_devices())
         for name, passes in self._plan.epochs_at(step).items():
             record[f"epochs/{name}"] = passes
+        for name, number in self._epochs_begun(step).items():
+            record[f"epoch_begun/{name}"] = number
+            # Steps that are made again after a rollback tell nothing new.
+            if number > self._epoch_told.get(name, 1):
+                self._epoch_told[name] = number
+                self._progress.message(f"step {step:,}: epoch {number:,} of {name} has begun")
         self.write(step, record, "train")
         self._progress.update(step, record)
 
@@ -230,6 +264,24 @@ class Recorder:
         if rollbacks:
             counts["rollbacks"] = len(rollbacks)
         return counts
+
+    def _epochs_begun(self, step: int) -> dict[str, int]:
+        """Of each source that is read again from its beginning since the record before this step,
+        the number of that epoch, from 2 on.
+
+        It depends on the step alone, so that a run that was stopped has the same records.
+        """
+        last_record = (step - 1) // self._log_interval * self._log_interval
+        # A plan that goes on from a cursor knows nothing of the steps before.
+        first = self._plan.spans[0].step
+        before = self._plan.epochs_at(max(first, last_record))
+        begun = {}
+        for name, passes in self._plan.epochs_at(step).items():
+            # Passes that are whole are not followed by another one yet.
+            number = math.ceil(passes - _ROUNDING)
+            if number > max(1, math.ceil(before[name] - _ROUNDING)):
+                begun[name] = number
+        return begun
 
     def _losses_by_source(self) -> dict[str, float]:
         """The mean loss of each source since the last record."""

@@ -188,6 +188,7 @@ def _go(
         done = origin.step + 1
         if done in records:
             values = jax.device_get(metrics | job.hashes(state, batch))
+            values.pop("norms", None)
             now = {name: value.item() for name, value in values.items() if value.ndim == 0}
             now["batch"] = origin.digest
             # Else the record's loss is that of the step.

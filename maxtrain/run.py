@@ -24,6 +24,7 @@ from maxtrain.job import Job
 from maxtrain.models.cost import token_flops
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.profile import StepTrace, traced_steps
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.speed import SpeedMeter
 from maxtrain.ops.digest import leaf_names
@@ -35,6 +36,7 @@ from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.integrity import Integrity
+from maxtrain.training.norms import norm_names
 from maxtrain.training.objective import Batch
 from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import TrainState
@@ -102,6 +104,9 @@ class Run:
             config.observe.tensorboard,
             self.speed,
             progress,
+            config.log_interval,
+            config.observe.layer_norms_interval,
+            norm_names(job.abstract.params),
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         leaves = [*leaf_names(job.abstract.params), *moments]
@@ -117,6 +122,10 @@ class Run:
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
         self._programs: Programs | None = None
+        traced = None
+        if config.observe.profile:
+            traced = traced_steps(config.observe.profile)
+        self.trace = StepTrace(folder.path, traced, clock, progress.message)
         # Steps that nobody has looked at yet, their metrics on the devices.
         self._unseen: list[tuple[HostBatch, Metrics]] = []
 

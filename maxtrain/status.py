@@ -29,6 +29,7 @@ _ABOUT = {
     "eval": "evaluation",
     "save": "waiting for checkpoints",
     "restore": "reading checkpoints",
+    "profile": "starting and writing a trace",
 }
 # Attempts, and launches with changes, that are shown.
 _MOST = 20

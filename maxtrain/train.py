@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 import contextlib
 import itertools
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import jax
@@ -44,6 +44,7 @@ from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import append_launch, launch_record
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
+from maxtrain.observe.profile import traced_steps
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.parallel.agreement import (
@@ -208,7 +209,7 @@ def train(run: Run) -> None:
     if run.done():
         return
     hooks = after_each_step(run)
-    with contextlib.closing(read_batches(run)) as batches:
+    with contextlib.closing(read_batches(run)) as batches, tracing(run):
         for batch, origin in batches:
             is_last = run.step + 1 == run.num_steps
             is_logged = is_last or (run.step + 1) % run.config.log_interval == 0
@@ -229,6 +230,18 @@ def train(run: Run) -> None:
             if run.health.ending:
                 break
     run.require_saved()
+
+
+@contextlib.contextmanager
+def tracing(run: Run) -> Iterator[None]:
+    """Starts the trace of observe.profile where the first step of the loop is in it, and writes
+    one that is open when the loop is left, however that is."""
+    if run.trace.due(run.step):
+        run.trace.turn(run.step, run.state)
+    try:
+        yield
+    finally:
+        run.trace.close(run.step)
 
 
 def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
@@ -331,6 +344,15 @@ def describe(progress: Progress, job: Job) -> None:
             f"muP: initial weights and learning rates for a width of {config.model.embed_dim} as "
             f"chosen at a width of {config.init.mup_base_width} (init.mup_base_width)"
         )
+    if config.observe.profile:
+        first, _ = traced_steps(config.observe.profile)
+        num_steps = job.data.plan.num_steps
+        if first > num_steps:
+            progress.message(
+                f"observe.profile={config.observe.profile}: the run has {num_steps:,} steps, so "
+                f"none of them is traced.",
+                style="yellow",
+            )
     if config.observe.sample_interval and jax.process_count() > 1:
         progress.message(
             f"observe.sample_interval={config.observe.sample_interval}: no process holds all of "

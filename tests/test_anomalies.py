@@ -88,7 +88,7 @@ def numbers(folder):
         {
             k: v.hex() if isinstance(v, float) else v
             for k, v in record.items()
-            if not re.search("second|mfu", k)
+            if not re.search("second|mfu|_bytes", k)
         }
         for record in read_metrics(folder)
     ]

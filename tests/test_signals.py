@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -318,7 +319,7 @@ def train(config, monkeypatch, run_name, faults):
 def numbers(folder):
     """What does not depend on the clock."""
     return [
-        {k: v for k, v in r.items() if "second" not in k and "mfu" not in k}
+        {k: v for k, v in r.items() if not re.search("second|mfu|_bytes", k)}
         for r in read_metrics(folder)
     ]
 

@@ -81,7 +81,7 @@ def numbers(folder, kind="train"):
         {
             k: v.hex() if isinstance(v, float) else v
             for k, v in record.items()
-            if not re.search("second|mfu", k)
+            if not re.search("second|mfu|_bytes", k)
         }
         for record in read_metrics(folder)
         if record["kind"] == kind
@@ -105,6 +105,23 @@ def finished(config):
     """The folder of a run that nothing disturbed."""
     assert train(config, "undisturbed", "observe.tensorboard=true", "observe.plot=true") == 0
     return folder_of(config, "undisturbed")
+
+
+def test_records_have_the_norm_of_weights_memory_and_new_epochs(finished):
+    records = [r for r in read_metrics(finished) if r["kind"] == "train"]
+    assert all(r["weight_norm"] > 1 for r in records)
+    assert len({r["weight_norm"] for r in records}) == len(records), "it moves with the weights"
+    assert all(r["host_bytes"] > 1e8 for r in records)
+    assert not any("device_bytes" in r or "device_peak_bytes" in r for r in records), "of CPUs"
+    number = 1
+    for record in records:
+        begun = record.get("epoch_begun/text")
+        if record["epochs/text"] > number + 1e-9:
+            number += 1
+            assert begun == number
+        else:
+            assert begun is None
+    assert number > 1
 
 
 def test_a_run_leaves_records_curves_checkpoints_and_its_config(config, finished):

@@ -17,6 +17,7 @@ from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
 from maxtrain.config.sections.model import heads_problems
+from maxtrain.config.sections.observe import profile_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
 from maxtrain.config.sections.precision import loss_scale_problems
 from maxtrain.config.sections.schedule import pieces_problems
@@ -47,6 +48,7 @@ def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Pro
     yield from idle_among(idle, "eval.stop_patience", "eval.stop_set")
     yield from evaluation.early_stop_problems(config)
     yield from idle_among(idle, "observe.sample_interval", "eval_at_start")
+    yield from profile_problems(config.observe)
     yield from evaluation.set_problems(config)
     yield from directories.source_problems(config)
     yield from directories.repeated_source_problems(config)

@@ -1,17 +1,23 @@
 """What a run measures, on disk and on the clock. No jax: every number comes in as an argument.
 
-RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval" or "end"),
-`step` and numbers; the first line has the id of the run instead, which `read_metrics` leaves out.
+RUN/metrics.jsonl has one object of strict JSON a line, with `kind` ("train", "eval", "end" or
+"norms"), `step` and numbers; the first line has the id of the run instead, which `read_metrics`
+leaves out.
 Floats that JSON lacks are the strings "nan", "inf" and "-inf"; `read_metrics` gives them back as
 floats. Names that others rely on:
 
     train   loss (nats per token, over all targets since the last record; steps whose loss is not
             finite are not in it), step_loss (of this step alone), learning_rate, tokens_per_second,
             mfu (0..1; None: not known), step_seconds, tokens_seen (targets since step 0),
-            data_wait_seconds (of each of step_seconds, how much it waited for its batch)
+            data_wait_seconds (of each of step_seconds, how much it waited for its batch),
+            weight_norm (of all parameters, before the update of this step), host_bytes (resident,
+            of process 0), device_bytes and device_peak_bytes (of its fullest device; not on CPUs),
+            epoch_begun/SOURCE (the number of an epoch that began since the last record)
     eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated), data (what the
             set was: another text after it was exchanged begins another series)
     end     ending (why the run ends early), planned_steps
+    norms   gradient/NAME, weight/NAME, update/NAME: Euclidean norms of the parameters of each layer
+            (of the gradient before clipping, of the weights before the update)
 """
 
 import contextlib
@@ -34,7 +40,7 @@ FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-KINDS = ("train", "eval", "end")
+KINDS = ("train", "eval", "end", "norms")
 _HEADER = "run"  # the kind of the first line
 
 
@@ -98,7 +104,10 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115
 
     def append(
-        self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train"
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        kind: Literal["train", "eval", "end", "norms"] = "train",
     ) -> None:
         """Write one record, of names to numbers (of Python, numpy or a jax array of one element),
         strings or None."""

@@ -115,6 +115,7 @@ class Progress:
             "loss": lambda v: f"loss {v:7.4f}",
             "tokens_per_second": lambda v: f"{human.count(v):>5} tok/s",
             "mfu": lambda v: f"MFU {v:5.1%}",
+            "device_peak_bytes": lambda v: f"{human.count(v):>5}B peak",
             "step_seconds": lambda v: f"{human.duration(left * v):>5} left" if left > 0 else "",
         }
         words = [

@@ -31,7 +31,10 @@ class TensorBoard:
         )
 
     def append(
-        self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end"] = "train"
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        kind: Literal["train", "eval", "end", "norms"] = "train",
     ) -> None:
         """Write the numbers of one record; arguments as for `MetricsLog.append`."""
         prefix = f"{kind}/{values['set']}" if "set" in values else kind

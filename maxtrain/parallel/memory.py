@@ -6,7 +6,7 @@ Executes nothing.
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,30 @@ def free_memory(device: Any) -> int:
     if stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     return available_memory() // jax.local_device_count()
+
+
+def memory_in_use(devices: Sequence[Any], root: Path = Path("/")) -> dict[str, int]:
+    """Bytes in use, by the names that records give them. What the platform does not say is left
+    out.
+
+    device_bytes: now, on the device that has most in use. device_peak_bytes: the most that any
+    device has had in use since the process began. host_bytes: of this process, resident.
+
+    Args:
+        devices: of this process.
+        root: where `proc` is.
+    """
+    found = {}
+    stats = [said for said in map(_memory_stats, devices) if said]
+    for name, key in (("device_bytes", "bytes_in_use"), ("device_peak_bytes", "peak_bytes_in_use")):
+        numbers = [said[key] for said in stats if key in said]
+        if numbers:
+            found[name] = max(numbers)
+    pages = root / "proc/self/statm"
+    if pages.exists():
+        _, resident, *_ = pages.read_text().split()
+        found["host_bytes"] = int(resident) * os.sysconf("SC_PAGE_SIZE")
+    return found
 
 
 def bytes_on_device(tree: Any) -> int:

@@ -19,6 +19,7 @@ from maxtrain.ops.finite import finite_leaves
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import after_step
+from maxtrain.training.norms import is_stacked, measure_norms, no_norms
 from maxtrain.training.objective import Batch, Objective, Result, Scales
 from maxtrain.training.optimizer import apply_updates
 from maxtrain.training.state import TrainState, shardings, spread_tree
@@ -95,6 +96,7 @@ def make_train_step(
     stochastic_rounding: bool = False,
     zero: int = 0,
     anomaly: AnomalyConfig = WARNING,
+    norms_interval: int = 0,
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out
     exactly as it went in.
@@ -108,6 +110,8 @@ def make_train_step(
         stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split
         over `data` as well.
         anomaly: what is not well, and what is done about it.
+        norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
+            them: the others skip that branch of the program.
 
     The metrics are loss (nats per target), objective (what was minimised), the mean of each further
     term, source_nll and source_targets (sums by source) if there are such, targets, empty_rows
@@ -115,10 +119,12 @@ def make_train_step(
     changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
     between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
     gradient: index of the first array of parameters, then optimizer state, that would not be
-        finite, or -1), loss_scale if there is one, weight_norm (before the update) if something
-        depends on it, and what `watch.judge` says.
+        finite, or -1), loss_scale if there is one, weight_norm (of all parameters, before the
+        update), norms if there is an interval (see `measure_norms`; zeros where not due), and what
+        `watch.judge` says.
     """
     places = shardings(spread_tree(abstract.params)) if zero >= 2 else None
+    stacked = is_stacked(abstract.params)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scaled = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
@@ -141,8 +147,10 @@ def make_train_step(
             result.sums.pop("sources", None),
         )
         measured = {"loss": nll.mean(), "grad_norm": jnp.sqrt(squares.sum())}
+        weight_norm = norm_of(state.params)
+        # Where drift is not looked at, no step is refused for this norm.
         if anomaly.weight_drift != "off":
-            measured["weight_norm"] = jnp.sqrt(_squares(state.params).sum())
+            measured["weight_norm"] = weight_norm
         finite = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all()
         counts = ~(
             nll.weight <= 0
@@ -177,6 +185,7 @@ def make_train_step(
             "objective": result.loss / scaled,
             "targets": nll.weight,
             "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
+            "weight_norm": weight_norm,
             "bad_leaf": _first_false(jnp.isfinite(squares)),
             "bad_update": jnp.where(finite, _first_false(written), -1),
             "learning_rate": schedule(state.step - state.skipped),
@@ -190,6 +199,16 @@ def make_train_step(
             else {"source_nll": sources.total, "source_targets": sources.weight}
         )
         metrics |= {} if state.loss_scale is None else {"loss_scale": scaled}
+        if norms_interval:
+            due = (state.step + 1) % norms_interval == 0
+
+            def measure() -> Array:
+                return measure_norms(stacked, grads, state.params, after[0], apply)
+
+            def skip() -> Array:
+                return no_norms(stacked, state.params)
+
+            metrics["norms"] = jax.lax.cond(due, measure, skip)
         return next_state, metrics
 
     (device, *_) = jax.tree.leaves(shardings(abstract))[
@@ -204,6 +223,11 @@ def make_train_step(
 def _first_false(found: Array) -> Array:
     """The index of the first element that is false, or -1."""
     return jnp.where(found.all(), -1, jnp.argmin(found))
+
+
+def norm_of(params: nnx.State) -> Array:
+    """The Euclidean norm of all parameters together, in float32."""
+    return jnp.sqrt(_squares(params).sum())
 
 
 def _squares(tree: nnx.State) -> Array:

@@ -1,6 +1,8 @@
 """Limits of devices, bytes of compiled programs, and the search for the largest one that fits,
 against looking at all."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.errors import ConfigError
-from maxtrain.parallel.memory import available_memory, compile_for_bytes, largest, memory_limit
+from maxtrain.parallel.memory import (
+    available_memory,
+    compile_for_bytes,
+    largest,
+    memory_in_use,
+    memory_limit,
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -142,3 +150,20 @@ def test_available_memory_minds_control_groups(tmp_path):
     )
     assert available_memory(tmp_path) == 2_400_000
     assert available_memory(tmp_path / "elsewhere") > 0
+
+
+def test_memory_in_use_is_that_of_the_fullest_device_and_of_the_process(tmp_path):
+    devices = [
+        Device("H100", {"bytes_in_use": 5, "peak_bytes_in_use": 7}),
+        Device("H100", {"bytes_in_use": 3, "peak_bytes_in_use": 9}),
+    ]
+    assert memory_in_use(devices, tmp_path) == {"device_bytes": 5, "device_peak_bytes": 9}
+    assert memory_in_use([Device("H100", {"bytes_limit": 5})], tmp_path) == {}, (
+        "what is not said is left out"
+    )
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/statm").write_text("100 12 3 1 0 2 0\n")
+    page = os.sysconf("SC_PAGE_SIZE")
+    assert memory_in_use([jax.devices("cpu")[0]], tmp_path) == {"host_bytes": 12 * page}
+    # This test alone has hundreds of megabytes of programs.
+    assert memory_in_use([])["host_bytes"] > 1e8

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.config.schema import GroupConfig, PrecisionConfig
+from maxtrain.config.schema import GroupConfig, LossScaleConfig, PrecisionConfig
 from maxtrain.ops.sums import Sum
+from maxtrain.training.norms import norm_names
 from maxtrain.training.objective import Result, next_token
 from maxtrain.training.step import gradients
 
@@ -324,3 +325,63 @@ def test_gradients_are_float32_and_named_like_parameters(tiny):
         assert [path for path, _ in nnx.to_flat_state(grads)] == [
             path for path, _ in nnx.to_flat_state(parts.abstract.params)
         ]
+
+
+# (mesh, accumulation, zero, whether there is a loss scale)
+MEASURED = [
+    ((1, 1, 1), 1, 0, False),
+    pytest.param((2, 2, 2), 2, 3, True, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("shape", "accumulation", "zero", "is_scaled"), MEASURED, ids=str)
+def test_norms_of_layers_are_those_of_the_states_before_and_after(
+    tiny, shape, accumulation, zero, is_scaled
+):
+    """The gradient's, from Adam's first moment after the first step, which clips nothing here."""
+    optimizer = dataclasses.replace(tiny.optimizer, clip_norm=None, zero=zero, beta1=0.9)
+    options = {"norms_interval": 2}
+    if is_scaled:
+        options["loss_scale"] = LossScaleConfig("static", 1024.0)
+    parts = tiny.parts(shape, accumulation, optimizer=optimizer, step=options)
+    states = []
+    metrics = []
+    with jax.set_mesh(parts.mesh):
+        state = parts.new_state()
+        for number in range(2):
+            states.append(jax.device_get(state))
+            state, values = parts.step(state, parts.put(tiny.batch(number)))
+            metrics.append(jax.device_get(values))
+        states.append(jax.device_get(state))
+    assert not metrics[0]["norms"].any(), "not due"
+    names = norm_names(parts.abstract.params)
+    assert len(names) == len(set(names)) == metrics[1]["norms"].shape[1]
+    _, before, after = states
+
+    def expected(tree):
+        norms = {}
+        for name, x in named(tree).items():
+            name = name.removesuffix(".value")
+            if name.startswith("layers.0."):
+                for layer in range(2):
+                    norms[f"layers.{layer}{name.removeprefix('layers.0')}"] = np.linalg.norm(
+                        x[layer]
+                    )
+            else:
+                norms[name] = np.linalg.norm(x)
+        return [norms[name] for name in names]
+
+    def moments(state):
+        (found,) = [x.mu for x in jax.tree.leaves(state.opt_state, is_leaf=is_adam) if is_adam(x)]
+        return found
+
+    def is_adam(x):
+        return hasattr(x, "mu")
+
+    gradient = jax.tree.map(
+        lambda new, old: (new - 0.9 * old) / 0.1, moments(after), moments(before)
+    )
+    update = jax.tree.map(np.subtract, after.params, before.params)
+    for row, tree in zip(metrics[1]["norms"], (gradient, before.params, update), strict=True):
+        np.testing.assert_allclose(row, expected(tree), rtol=1e-3)
+        assert (row > 0).all()
