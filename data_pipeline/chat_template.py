@@ -1,9 +1,9 @@
-"""A chat template at work: messages to text, and which of it the assistant said, as transformers'
-`apply_chat_template` does.
+"""Renders chat templates: from messages to text, and to the parts of it that the assistant said, as
+transformers' `apply_chat_template` does.
 
-A template is somebody else's program: run it by `template_process`, which ends one that does not.
-The same messages always give the same text: what is random or knows the time is taken away from it,
-and memory addresses are refused.
+A template is somebody else's program. Run it by `template_process`, which ends a template that does
+not end by itself. The same messages always give the same text: a template can use neither random
+numbers nor the clock, and text with memory addresses is refused.
 """
 
 import datetime
@@ -16,35 +16,43 @@ from typing import Any, NamedTuple
 
 from data_pipeline.extras import load_package
 
-Span = tuple[str, bool]  # text, and whether it is a training target
-Conversation = tuple[list[dict[str, Any]], list[Any] | None]  # messages, and tools
-RANDOM_FILTERS, RANDOM_NAMES = frozenset(["random"]), frozenset(["lipsum"])  # all that jinja2 has
-MAX_CHARACTERS = 1 << 26  # that a template may write for one conversation
+# Text, and whether it is a training target.
+Span = tuple[str, bool]
+# Messages, and tools.
+Conversation = tuple[list[dict[str, Any]], list[Any] | None]
+# Everything random that jinja2 has.
+RANDOM_FILTERS = frozenset(["random"])
+RANDOM_NAMES = frozenset(["lipsum"])
+# The most that a template may write for one conversation.
+MAX_CHARACTERS = 1 << 26
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_ADDRESS = re.compile(
-    r" at 0x[0-9a-fA-F]+>"
-)  # as Python writes an object that has no text of its own
-_BEGIN, _END = "\ufdd0", "\ufdd1"  # around generated text; noncharacters, which no text has
-_PROBE = "\ufdd0probe\ufdd1"  # an answer that no conversation has
+# As Python writes an object that has no text of its own.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")
+# Around generated text: noncharacters, which no text has.
+_BEGIN = "\ufdd0"
+_END = "\ufdd1"
+# An answer that no conversation has.
+_PROBE = "\ufdd0probe\ufdd1"
 MARKS = re.compile(f"[{_BEGIN}{_END}]")
 _UNTOLD = (
-    "so what the assistant said can't be told: mark it with {% generation %} in the template, as in "
-    "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
+    "so what the assistant said can't be told: mark it with {% generation %} in the template, "
+    "as in {% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
 )
 _PROMPT = "add_generation_prompt"
 _CHANGES = f"the chat template writes a turn otherwise once more messages follow, {_UNTOLD}"
 
 
 class ChatError(ValueError):
-    """What is wrong with a conversation, or between it and the template; a matter of this
-    conversation only."""
+    """A conversation is not valid, or does not go with the template. Other conversations are not
+    affected."""
 
 
 class Template(NamedTuple):
     """A chat template and what it needs besides messages.
 
-    `tokens` are the variables such as bos_token; `special` the tokenizer's special tokens, as text
-    spells them; `date`, in ISO form, is what strftime_now tells (empty: the template doesn't ask).
+    `tokens` are the variables such as bos_token. `special` are the texts of the tokenizer's special
+    tokens. `date`, in ISO form, is the date that strftime_now formats (empty: the template does not
+    call it).
     """
 
     source: str
@@ -59,13 +67,13 @@ class Template(NamedTuple):
 
     @property
     def marked(self) -> bool:
-        """Whether it says itself what is of the assistant, by {% generation %}."""
+        """Whether it marks what the assistant said, by {% generation %}."""
         return _GENERATION.search(self.source) is not None
 
 
 class Contents(NamedTuple):
-    """The names that a template uses: all, those that are given from outside, and those of filters;
-    each sorted."""
+    """The names that a template uses: all names, the variables that are given from outside, and the
+    filters; each sorted."""
 
     names: list[str]
     variables: list[str]
@@ -73,33 +81,32 @@ class Contents(NamedTuple):
 
 
 def examine(source: str) -> Contents | str:
-    """What a template uses, or why it can't be one."""
-    jinja2, meta = (
-        load_package(package, "chat", "--chat") for package in ("jinja2", "jinja2.meta")
-    )
+    """What a template uses, or why it is not a template."""
+    jinja2 = load_package("jinja2", "chat", "--chat")
+    meta = load_package("jinja2.meta", "chat", "--chat")
     try:
         tree = _environment("").parse(source)
         names = {node.name for node in tree.find_all(jinja2.nodes.Name)}
+        variables = meta.find_undeclared_variables(tree)
         filters = {node.name for node in tree.find_all(jinja2.nodes.Filter)}
-        contents = Contents(
-            sorted(names), sorted(meta.find_undeclared_variables(tree)), sorted(filters)
-        )
+        contents = Contents(sorted(names), sorted(variables), sorted(filters))
         _compiled(source, "")
         return contents
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno} is not jinja ({error.message})"
     except RecursionError:
         return "is not jinja that can be read (something in it is nested too deep)"
-    except (ValueError, SyntaxError, OverflowError) as error:  # what jinja2 leaves to Python
+    except (ValueError, SyntaxError, OverflowError) as error:
+        # Found by Python when it compiles what jinja2 made of the template.
         return f"is not jinja ({str(error)[:200]})"
 
 
 @functools.lru_cache(maxsize=4)
 def _environment(date: str) -> Any:
     """jinja2 with what chat templates expect of it."""
-    jinja2, sandbox, ext = (
-        load_package(p, "chat", "--chat") for p in ("jinja2", "jinja2.sandbox", "jinja2.ext")
-    )
+    jinja2 = load_package("jinja2", "chat", "--chat")
+    sandbox = load_package("jinja2.sandbox", "chat", "--chat")
+    ext = load_package("jinja2.ext", "chat", "--chat")
 
     class Generation(ext.Extension):
         """{% generation %}: marks what it holds as said by the assistant."""
@@ -146,16 +153,23 @@ def _environment(date: str) -> Any:
         extensions=[Generation, ext.loopcontrols],
         finalize=no_bytes,
     )
-    environment.filters["tojson"] = to_json  # jinja2's own escapes HTML
-    for name in RANDOM_FILTERS:  # not removed: a template may name one as text, for `map`
+    # jinja2's own escapes HTML.
+    environment.filters["tojson"] = to_json
+    # Replaced, not removed: a template may name a filter as text, for `map`.
+    for name in RANDOM_FILTERS:
         environment.filters[name] = refuse_random
     for name in RANDOM_NAMES:
         del environment.globals[name]
-    day = datetime.datetime.fromisoformat(date) if date else None
-    environment.globals |= {
-        "raise_exception": refuse,
-        "strftime_now": lambda form: day and day.strftime(form),
-    }
+    day = None
+    if date:
+        day = datetime.datetime.fromisoformat(date)
+
+    def strftime_now(form: str) -> str | None:
+        if day is None:
+            return None
+        return day.strftime(form)
+
+    environment.globals |= {"raise_exception": refuse, "strftime_now": strftime_now}
     return environment
 
 
@@ -170,24 +184,26 @@ def _render(
     tools: list[Any] | None,
     prompt: bool = False,
 ) -> str:
-    """Text, with marks around what generation blocks hold. ChatError: the template refuses."""
-    # without nulls, as transformers has it: templates write them as "None", and know what to do
-    # about missing keys
+    """Text, with marks around what generation blocks hold. ChatError: the template refuses the
+    messages."""
+    # Without nulls, as in transformers: templates write a null as "None", but can deal with missing
+    # keys.
     messages = [
         {key: value for key, value in message.items() if value is not None} for message in messages
     ]
-    arguments = {
-        "messages": messages,
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": prompt,
-    }
     compiled = _compiled(template.source, template.date)
     try:
-        text = compiled.render(**arguments, **dict(template.tokens))
+        text = compiled.render(
+            messages=messages,
+            tools=tools,
+            documents=None,
+            add_generation_prompt=prompt,
+            **dict(template.tokens),
+        )
     except MemoryError:
         raise
-    except Exception as error:  # of any type: a template is a program
+    except Exception as error:
+        # A template is a program, which may raise anything.
         raise ChatError(f"the chat template refuses it ({str(error)[:200]})") from error
     if len(text) > MAX_CHARACTERS:
         raise ChatError(f"the chat template writes more than {MAX_CHARACTERS:,} characters")
@@ -195,7 +211,8 @@ def _render(
         given = template.source + json.dumps([messages, tools], ensure_ascii=False)
         if any(address not in given for address in _ADDRESS.findall(text)):
             raise ChatError(
-                "the chat template writes an object's address in memory, which is another one each time"
+                "the chat template writes an object's address in memory, which is another one each "
+                "time"
             )
     return text
 
@@ -216,25 +233,41 @@ def render_spans(
     """See `chat.render_spans`."""
     text = _render(template, messages, tools)
     if template.marked:
-        spans, depth = [], 0
-        for part in re.split(f"({MARKS.pattern})", text):
-            depth += (part == _BEGIN) - (part == _END)
-            spans.append(("" if MARKS.match(part) else part, depth > 0))
+        spans = _split_at_marks(text)
     else:
         spans = _compare(template, messages, tools, text)
-    spans = [
-        ("".join(part for part, _ in group), target)
-        for target, group in itertools.groupby(
-            (span for span in spans if span[0]), lambda span: span[1]
-        )
-    ]
-    if not any(target for _, target in spans):
+    spans = _joined(spans)
+    if not any(is_target for _, is_target in spans):
         raise ChatError("the chat template writes nothing of the assistant's")
     return spans
 
 
+def _split_at_marks(text: str) -> list[Span]:
+    """Spans of a text with marks around what generation blocks hold."""
+    spans: list[Span] = []
+    depth = 0
+    for part in re.split(f"({MARKS.pattern})", text):
+        if part == _BEGIN:
+            depth += 1
+        elif part == _END:
+            depth -= 1
+        else:
+            spans.append((part, depth > 0))
+    return spans
+
+
+def _joined(spans: list[Span]) -> list[Span]:
+    """Spans without empty ones; neighbours of the same kind become one."""
+    joined: list[Span] = []
+    filled = (span for span in spans if span[0])
+    for is_target, group in itertools.groupby(filled, lambda span: span[1]):
+        text = "".join(part for part, _ in group)
+        joined.append((text, is_target))
+    return joined
+
+
 def render_all(template: Template, conversations: list[Conversation]) -> list[list[Span] | str]:
-    """Of each conversation its spans, or the message of the ChatError."""
+    """For each conversation its spans, or the message of its ChatError."""
     results: list[list[Span] | str] = []
     for messages, tools in conversations:
         try:
@@ -247,8 +280,8 @@ def render_all(template: Template, conversations: list[Conversation]) -> list[li
 def _compare(
     template: Template, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
 ) -> list[Span]:
-    """Spans of a template without generation blocks: an answer is what the template writes once
-    that message is there."""
+    """Spans of a template without generation blocks. An answer is the text that the template adds
+    when that message is added."""
     spans: list[Span] = []
     at = 0
     for number, message in enumerate(messages):
@@ -263,7 +296,8 @@ def _compare(
             )
         said = after[len(before) :]
         bare = said.rstrip()
-        if bare.endswith(template.special):  # nothing has to be said behind an end of turn
+        # White space behind an end of turn is not part of the answer.
+        if bare.endswith(template.special):
             said = bare
         spans.append((text[at : len(before)], False))
         spans.append((said, True))
@@ -274,16 +308,14 @@ def _compare(
 def _around(
     template: Template, messages: list[dict[str, Any]], tools: list[Any] | None
 ) -> tuple[str, str]:
-    """The text up to the last message, which is the assistant's, with the header of its turn; and
-    the text with it."""
+    """The text before the last message, which is the assistant's, with the header of its turn; and
+    the text with that message."""
     earlier = messages[:-1]
     try:
         unprompted = _render(template, earlier, tools)
-        before = (
-            _render(template, earlier, tools, prompt=True)
-            if _PROMPT in template.source
-            else unprompted
-        )
+        before = unprompted
+        if _PROMPT in template.source:
+            before = _render(template, earlier, tools, prompt=True)
     except ChatError as error:
         raise ChatError(f"{error}, given only the messages before an answer, {_UNTOLD}") from error
     after = _render(template, messages, tools)
@@ -291,12 +323,13 @@ def _around(
         raise ChatError(_CHANGES)
     if not after.startswith(before):
         raise ChatError(
-            f"the chat template begins a turn otherwise with add_generation_prompt than with an answer, {_UNTOLD}"
+            "the chat template begins a turn otherwise with add_generation_prompt than with an "
+            f"answer, {_UNTOLD}"
         )
     if before != unprompted:
         return before, after
-    # The template has no generation prompt. What it writes before any answer is the header, which
-    # nobody has to learn.
+    # The template has no generation prompt. What it writes before any answer is the header of the
+    # turn, which is not a training target.
     known = {key: messages[-1][key] for key in ("role", "name") if key in messages[-1]}
     try:
         probe = _render(template, [*earlier, known | {"content": _PROBE}], tools)
@@ -305,12 +338,15 @@ def _around(
     header, found, _ = probe.partition(_PROBE)
     if not found or not header.startswith(before):
         raise ChatError(
-            f"the chat template has no add_generation_prompt, and does not write an answer as it is, {_UNTOLD}"
+            "the chat template has no add_generation_prompt, and does not write an answer as it "
+            f"is, {_UNTOLD}"
         )
-    if not header[len(before) :].strip():  # a space before the answer belongs to its first token
+    # A space before the answer belongs to its first token.
+    if not header[len(before) :].strip():
         return before, after
     if not after.startswith(header):
         raise ChatError(
-            f"the chat template has no add_generation_prompt, and begins its turns in several ways, {_UNTOLD}"
+            "the chat template has no add_generation_prompt, and begins its turns in several ways, "
+            f"{_UNTOLD}"
         )
     return header, after

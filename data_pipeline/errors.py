@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+# Errors of the file itself, which stay as they are.
 _LASTING = {
     None,
     errno.EACCES,
@@ -23,7 +24,8 @@ _LASTING = {
     errno.EINVAL,
     errno.EISDIR,
     errno.ENOTDIR,
-}  # of a file itself
+}
+# Errors of the disk, the network or the machine, which may pass.
 _PASSING = (
     errno.EIO,
     errno.ESTALE,
@@ -82,10 +84,10 @@ class DamagedError(StorageError):
 
     def __init__(self, path: Path, what: str):
         look = f"Look at all of them with `maxtrain checkpoint verify {path.parent}`"
-        super().__init__(
-            f"{path} is damaged: {what}. {look}. Remove or rename {path} to go on from the checkpoint before it."
-        )
-        self.path, self.what = path, what
+        mend = f"Remove or rename {path} to go on from the checkpoint before it"
+        super().__init__(f"{path} is damaged: {what}. {look}. {mend}.")
+        self.path = path
+        self.what = what
 
 
 class TryAgainError(UserError):
@@ -99,8 +101,8 @@ class LockedError(StorageError):
 
 
 class LostProcessError(TryAgainError):
-    """Another process of the job is out of reach: it does not come to anything any more that waits
-    for it."""
+    """Another process of the job can't be reached: it no longer answers where others wait for
+    it."""
 
 
 class ConfigError(UserError):
@@ -113,77 +115,88 @@ class ConfigError(UserError):
     exit_code = 78
 
     def __init__(self, problems: list[str] | str):
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
-        count = len(self.problems)
-        head = "1 problem" if count == 1 else f"{count} problems"
+        if isinstance(problems, str):
+            problems = [problems]
+        self.problems = list(problems)
+        head = f"{len(self.problems)} problems"
+        if len(self.problems) == 1:
+            head = "1 problem"
         super().__init__(f"{head} in the config:\n" + "\n".join(f"  * {p}" for p in self.problems))
 
 
 def blame_storage(path: str, error: Exception) -> None:
-    """Raise a StorageError if reading this input file failed for a reason that is not in it, as far
-    as the error says.
-
-    Libraries that read files themselves say it in words.
-    """
+    """Raise a StorageError if the error says that reading this input file failed for a reason
+    outside the file, such as its disk."""
     if isinstance(error, OSError) and error.errno is not None:
-        passing, reason = error.errno not in _LASTING, error.strerror
+        may_pass = error.errno not in _LASTING
+        reason = error.strerror
     else:
+        # Libraries that read files themselves give no number, but the system's words.
         reason = next((text for text in map(os.strerror, _PASSING) if text in str(error)), "")
-        passing = bool(reason)
-    if passing:
-        mend = "Look at the disk or network file system that it is on, then run the same command again: it goes on where it was"
-        raise StorageError(f"{path}: can't be read now ({reason}). {mend}.") from error
+        may_pass = bool(reason)
+    if may_pass:
+        mend = "Look at the disk or network file system that it is on"
+        raise StorageError(
+            f"{path}: can't be read now ({reason}). {mend}, then run the same command again: it "
+            "goes on where it was."
+        ) from error
 
 
 def end_at_signals() -> None:
-    """Until somebody else handles them, SIGINT and SIGTERM end this process with exit 75: there is
-    nothing to save yet."""
+    """From now on SIGINT and SIGTERM end this process with exit 75, until other handlers are set:
+    there is nothing to save yet."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_by_signal)
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """Ends the process, even if nobody reads stderr; an exception would be a traceback of whatever
-    is being imported."""
+    """Ends the process, even if nobody reads stderr. An exception instead would show a traceback of
+    whatever is being imported."""
+    stderr = 2
     try:
-        if select.select([], [2], [], 1)[1]:
-            os.write(
-                2,
-                f"{signal.Signals(number).name}: nothing is left to save. Run the same command again.\n".encode(),
-            )
+        name = signal.Signals(number).name
+        text = f"{name}: nothing is left to save. Run the same command again.\n"
+        _, writable, _ = select.select([], [stderr], [], 1)
+        if writable:
+            os.write(stderr, text.encode())
     finally:
         os._exit(TryAgainError.exit_code)
 
 
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:
-    """The exit code of a command that does this job. What a user can mend is a message on stderr, a
-    bug of ours a traceback.
+    """Does the job of a command. An error that the user can mend is printed to stderr as a message,
+    a bug of ours as a traceback.
 
-    `resumes`: the same command goes on where it was interrupted.
+    Args:
+        job: the command's work.
+        resumes: whether the same command goes on where it was interrupted.
+
+    Returns:
+        The exit code.
     """
+    # Names of files may be bytes that are not text in any encoding.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # names of files may be bytes that are no text in any encoding
-    again = (
-        "the same command again: it goes on where it was." if resumes else "the same command again."
-    )
+            stream.reconfigure(errors="backslashreplace")
+    again = "the same command again."
+    if resumes:
+        again = "the same command again: it goes on where it was."
     try:
         job()
         return 0
-    except SystemExit as stop:  # argparse has said why
-        return UsageError.exit_code if stop.code else 0
+    except SystemExit as stop:
+        # argparse has printed the reason.
+        if stop.code:
+            return UsageError.exit_code
+        return 0
     except UserError as problem:
         error = problem
     except KeyboardInterrupt:
         error = TryAgainError(f"interrupted. Run {again}")
     except OSError as problem:
-        what = (
-            f"{problem.filename}: {problem.strerror}"
-            if problem.filename
-            else problem.strerror or problem
-        )
+        what = problem.strerror or problem
+        if problem.filename:
+            what = f"{problem.filename}: {problem.strerror}"
         error = StorageError(f"{what}. Free space or mend access, then run {again}")
     except MemoryError:
         error = OutOfMemoryError(
@@ -192,5 +205,9 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     except Exception:
         traceback.print_exc()
         return UserError.exit_code
-    print(error if isinstance(error, TryAgainError) else f"error: {error}", file=sys.stderr)
+    message = f"error: {error}"
+    # Nothing is wrong with an interrupted command.
+    if isinstance(error, TryAgainError):
+        message = str(error)
+    print(message, file=sys.stderr)
     return error.exit_code

@@ -1,9 +1,10 @@
 """Files behind URLs: s3://, gs:// and whatever fsspec knows. The one file that knows fsspec;
 nothing local comes here.
 
-A `RemotePath` has of pathlib's Path what the data pipeline uses. What fails for a reason that may
-pass (a connection, a server) is tried again with growing pauses. FileNotFoundError is left to the
-caller; no access, and no success in the end, are StorageErrors.
+A `RemotePath` has those methods of pathlib's Path that the data pipeline uses. A call that fails
+for a reason that may pass (a connection, a server) is tried again with growing pauses. The caller
+gets a FileNotFoundError for what is not there, and a StorageError if access is denied or all tries
+have failed.
 """
 
 import contextlib
@@ -25,8 +26,13 @@ from data_pipeline.extras import load_package
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-_BLOCK_BYTES, _KEPT = 1 << 22, 4  # of a file that is read piece by piece
-_TRIES, _PAUSE = 5, 1.0  # seconds before the second try; then twice as long each time
+# A file that is read piece by piece is read in blocks, and so many of them are kept.
+_BLOCK_BYTES = 1 << 22
+_BLOCKS_KEPT = 4
+_TRIES = 5
+# Seconds before the second try; the pause is doubled each time.
+_PAUSE = 1.0
+# Errors of the code itself: trying again can't help.
 _BUGS = (TypeError, AttributeError, NameError, AssertionError, NotImplementedError, ImportError)
 
 
@@ -54,7 +60,9 @@ class RemotePath:
         return self.url
 
     def __truediv__(self, name: str) -> "RemotePath":
-        return RemotePath(f"{self.url.rstrip('/')}/{name}") if name else self
+        if not name:
+            return self
+        return RemotePath(f"{self.url.rstrip('/')}/{name}")
 
     @property
     def name(self) -> str:
@@ -78,43 +86,44 @@ class RemotePath:
         return _persist(self, "reading", lambda fs, path: fs.cat_file(path))
 
     def write_bytes(self, data: bytes) -> None:
-        """Write an object whole, and look whether it arrived."""
-        _persist(
-            self,
-            "writing",
-            lambda fs, path: (
-                fs.makedirs(fs._parent(path), exist_ok=True),
-                fs.pipe_file(path, data),
-            ),
-        )
-        self._arrived(len(data))
+        """Write an object as a whole, and check that all of it arrived."""
+
+        def write(fs: Any, path: str) -> None:
+            fs.makedirs(fs._parent(path), exist_ok=True)
+            fs.pipe_file(path, data)
+
+        _persist(self, "writing", write)
+        self._check_written(len(data))
 
     def upload(self, file: Path) -> None:
-        """Copy a local file here, whole, and look whether it arrived."""
-        _persist(
-            self,
-            "writing",
-            lambda fs, path: (
-                fs.makedirs(fs._parent(path), exist_ok=True),
-                fs.put_file(str(file), path),
-            ),
-        )
-        self._arrived(file.stat().st_size)
+        """Copy a local file here as a whole, and check that all of it arrived."""
+
+        def write(fs: Any, path: str) -> None:
+            fs.makedirs(fs._parent(path), exist_ok=True)
+            fs.put_file(str(file), path)
+
+        _persist(self, "writing", write)
+        self._check_written(file.stat().st_size)
 
     def download(self, file: Path) -> None:
-        """Copy this to a local file, which is there when all of it is."""
+        """Copy this to a local file, which appears once it is complete."""
         part = file.with_name(f".{file.name}.tmp")
         _persist(self, "reading", lambda fs, path: fs.get_file(path, str(part)))
-        if (expected := self.found().size) != part.stat().st_size:
+        expected = self.found().size
+        arrived = part.stat().st_size
+        if arrived != expected:
             raise StorageError(
-                f"{self}: {part.stat().st_size} of {expected} bytes arrived. Run the same command again."
+                f"{self}: {arrived} of {expected} bytes arrived. Run the same command again."
             )
         part.replace(file)
 
-    def _arrived(self, size: int) -> None:
-        if (found := self.found().size) != size:
+    def _check_written(self, size: int) -> None:
+        """StorageError: what is there has another size than what was written."""
+        found = self.found().size
+        if found != size:
             raise StorageError(
-                f"{self}: {size} bytes were written, but {found} are there. Run the same command again."
+                f"{self}: {size} bytes were written, but {found} are there. "
+                "Run the same command again."
             )
 
     def found(self) -> Found:
@@ -157,28 +166,32 @@ class RemotePath:
         """Nothing: a folder is there when something is in it."""
 
     def remove(self) -> None:
-        """Delete a file, or a folder with all that is in it; no matter if it is not there."""
+        """Delete a file, or a folder with all that is in it. Nothing happens if it is not there."""
         with contextlib.suppress(FileNotFoundError):
             _persist(self, "deleting", lambda fs, path: fs.rm(path, recursive=True))
 
     def open(self, stamp: str = "") -> io.BufferedReader:
-        """The file, to read from anywhere in. DataError: it is not the one that had this `stamp`
-        ("": whichever it is)."""
+        """The file, opened for reading, with random access.
+
+        DataError: the file was changed since it had this `stamp` ("": it is not checked).
+        """
         found = self.found()
         if stamp not in ("", found.stamp):
             raise DataError(
-                f"{self}: was changed since it was found. Let nobody write to the input, and begin with --overwrite."
+                f"{self}: was changed since it was found. Let nobody write to the input, and begin "
+                "with --overwrite."
             )
         return io.BufferedReader(_Reader(found), _BLOCK_BYTES)
 
 
 class _Reader(io.RawIOBase):
-    """A remote file: read by blocks, of which a few are kept. StorageError: it can't be; never a
-    mere OSError, which would be taken for a file that is damaged."""
+    """A remote file, read in blocks, of which a few are kept. If reading fails it raises a
+    StorageError, since a plain OSError would be taken for a damaged file."""
 
     def __init__(self, found: Found):
-        self._found, self._at = found, 0
-        self._block = functools.lru_cache(_KEPT)(self._read_block)
+        self._found = found
+        self._at = 0
+        self._block = functools.lru_cache(_BLOCKS_KEPT)(self._read_block)
 
     def readable(self) -> bool:
         return True
@@ -187,19 +200,18 @@ class _Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = (
-            offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._found.size}[whence]
-        )
+        origins = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._found.size}
+        self._at = origins[whence] + offset
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        if self._at >= self._found.size:
+            return 0
         number, start = divmod(self._at, _BLOCK_BYTES)
-        data = (
-            self._block(number)[start : start + len(buffer)] if self._at < self._found.size else b""
-        )
+        data = self._block(number)[start : start + len(buffer)]
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
@@ -210,13 +222,13 @@ class _Reader(io.RawIOBase):
         try:
             (data,) = read_ranges([(self._found.path, start, stop)])
         except FileNotFoundError as error:
+            mend = "Restore it, then run it again"
             raise StorageError(
-                f"{self._found.path}: was deleted while it was read. Restore it, then run it again."
+                f"{self._found.path}: was deleted while it was read. {mend}."
             ) from error
         if len(data) != stop - start:
-            raise StorageError(
-                f"{self._found.path}: was cut short while it was read. Restore it, then run it again."
-            )
+            mend = "Restore it, then run it again"
+            raise StorageError(f"{self._found.path}: was cut short while it was read. {mend}.")
         return data
 
 
@@ -224,7 +236,9 @@ def place(path: "str | Path | RemotePath") -> "Path | RemotePath":
     """A path of this machine, or one behind a URL."""
     if isinstance(path, Path | RemotePath):
         return path
-    return RemotePath(path.rstrip("/")) if is_url(path) else Path(path)
+    if is_url(path):
+        return RemotePath(path.rstrip("/"))
+    return Path(path)
 
 
 def find(pattern: str) -> list[Found]:
@@ -242,22 +256,25 @@ def find(pattern: str) -> list[Found]:
 
 
 def read_ranges(ranges: Sequence[tuple[RemotePath, int, int | None]]) -> list[bytes]:
-    """Bytes from `start` to before `stop` (None: the end) of each of these files, of one file
-    system, read at the same time."""
+    """Bytes from `start` to before `stop` (None: the end) of each of these files, which are all in
+    one file system and are read at the same time."""
     results: dict[int, bytes] = {}
 
     def read(fs: Any, _: str) -> None:
+        # What an earlier try has read is not read again.
         todo = [number for number in range(len(ranges)) if number not in results]
-        paths = [fs._strip_protocol(ranges[number][0].url) for number in todo]
-        starts, stops = ([ranges[number][at] for number in todo] for at in (1, 2))
+        paths = []
+        starts = []
+        stops = []
+        for number in todo:
+            path, start, stop = ranges[number]
+            paths.append(fs._strip_protocol(path.url))
+            starts.append(start)
+            stops.append(stop)
         found = fs.cat_ranges(paths, starts, stops, on_error="return")
-        results.update(
-            {
-                number: bytes(data)
-                for number, data in zip(todo, found)
-                if not isinstance(data, Exception)
-            }
-        )
+        for number, data in zip(todo, found):
+            if not isinstance(data, Exception):
+                results[number] = bytes(data)
         for data in found:
             if isinstance(data, Exception):
                 raise data
@@ -268,6 +285,7 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int | None]]) -> list[by
 
 
 def _at(base: RemotePath, name: str) -> RemotePath:
+    """A path inside the file system of `base`, as a URL."""
     return RemotePath(f"{base.url.partition('://')[0]}://{name}")
 
 
@@ -278,8 +296,8 @@ def _found(path: RemotePath, info: dict[str, Any]) -> Found:
 
 
 def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> Any:
-    """What `call` gives for the file system of a path and the path in it; tried again where that
-    may help."""
+    """The result of `call`, given the file system of a path and the path inside it. It is tried
+    again where that may help."""
     protocol = path.url.partition("://")[0]
     fsspec = load_package("fsspec", "remote", path.url)
     for number in range(_TRIES):
@@ -292,20 +310,21 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
             ) from error
         except ImportError as error:
             extra = _EXTRAS.get(protocol, "remote")
+            mend = f"Install it: pip install 'maxtrain[{extra}]'"
             raise UsageError(
-                f"{path}: needs a package for {protocol}:// ({error}). Install it: pip install 'maxtrain[{extra}]'"
+                f"{path}: needs a package for {protocol}:// ({error}). {mend}"
             ) from error
         except _BUGS:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             if isinstance(error, ValueError) and "rotocol" in str(error):
+                mend = "Name an s3://, gs:// or other URL of fsspec"
                 raise UsageError(
-                    f"{path}: {protocol}:// is not known ({error}). Name an s3://, gs:// or other URL of fsspec."
+                    f"{path}: {protocol}:// is not known ({error}). {mend}."
                 ) from error
-            if isinstance(error, PermissionError) or re.search(
-                r"Credentials|RefreshError", type(error).__name__
-            ):
+            is_credentials = re.search(r"Credentials|RefreshError", type(error).__name__)
+            if isinstance(error, PermissionError) or is_credentials:
                 mend = "Give this machine credentials that may, or name another place"
                 raise StorageError(f"{path}: {what} is not allowed ({reason}). {mend}.") from error
             if number == _TRIES - 1:

@@ -1,23 +1,24 @@
-"""JSON from outside, read strictly: one meaning, or a ValueError. The only place of this package
-that parses JSON.
+"""JSON from outside, read strictly: a text has one meaning, or it is a ValueError. The only place
+of this package that parses JSON.
 
-Python's own parser takes more than JSON is: of a key that is there twice it keeps the last, NaN and
-Infinity become numbers, as does 1e400, and brackets in brackets end in a RecursionError, here or
-wherever the value is walked through later.
+Python's own parser takes more than JSON is. Of a key that is there twice it keeps the last value.
+It reads NaN, Infinity and 1e400 as numbers. Deeply nested brackets end in a RecursionError, here or
+in code that walks through the value later.
 """
 
 import json
 import math
 from typing import Any, NoReturn
 
-MAX_DEPTH = 200  # lists and objects inside each other; code that walks through a value may recurse
+# Most lists and objects inside each other, since code that walks through a value may recurse.
+MAX_DEPTH = 200
 _BOM = b"\xef\xbb\xbf"
 _CONTAINERS = frozenset((dict, list))
 
 
 class StrictJsonError(ValueError):
-    """Text that Python's parser would take, or die of, and that is refused. `kind` is the rule, the
-    message has the place too.
+    """Text that Python's parser would accept or fail on with a RecursionError, and that is refused
+    here. `kind` is the rule that it breaks; the message also has the place.
 
     Text that is not JSON at all raises json.JSONDecodeError, and bytes that are not UTF-8 a
     UnicodeDecodeError: both are ValueErrors as well.
@@ -49,9 +50,8 @@ def loads(text: str | bytes) -> Any:
         raise
     except RecursionError:
         raise StrictJsonError(_TOO_DEEP) from None
-    except (
-        ValueError
-    ) as error:  # only int() raises it, since it would take minutes for a million digits
+    except ValueError as error:
+        # From int(), which refuses long numbers: a million digits would take minutes.
         raise StrictJsonError("a number has too many digits") from error
     if _is_deep(value):
         raise StrictJsonError(_TOO_DEEP)
@@ -64,14 +64,17 @@ _TOO_DEEP = f"lists or objects are more than {MAX_DEPTH} deep"
 def _is_deep(value: Any) -> bool:
     """Whether lists and objects are more than MAX_DEPTH inside each other."""
     depth = 0
-    level = [value] if type(value) in _CONTAINERS else []
+    level = []
+    if type(value) in _CONTAINERS:
+        level = [value]
     while level and depth <= MAX_DEPTH:
         inner = []
         for container in level:
-            items = container.values() if type(container) is dict else container
-            if not _CONTAINERS.isdisjoint(
-                map(type, items)
-            ):  # four times as fast as to look at each item here
+            items = container
+            if type(container) is dict:
+                items = container.values()
+            # Four times as fast as a loop over the items.
+            if not _CONTAINERS.isdisjoint(map(type, items)):
                 inner += [item for item in items if type(item) in _CONTAINERS]
         level = inner
         depth += 1

@@ -1,10 +1,10 @@
 """A process beside this one in which chat templates run, with limits: they are other people's
 programs, and may not end.
 
-Limits are of CPU time, not of time: a machine that is busy, or sleeps, changes nothing. Nothing
-within Python could end a template for certain: `9 ** (9 ** 9)` is one call of C, in any thread. A
-process can be ended at any time, and so can one of a worker. Its hashes have a fixed seed, and its
-clock no zone.
+The limit is on CPU time, so that it does not matter whether the machine is busy or sleeps. It takes
+a process, since nothing within Python can end every template: `9 ** (9 ** 9)` is one call of C, in
+any thread. Worker processes have a process of their own for it, too. Its hashes have a fixed seed,
+and its clock is in UTC.
 """
 
 import atexit
@@ -24,18 +24,24 @@ from typing import Any
 from data_pipeline import chat_template
 from data_pipeline.errors import DataError, TryAgainError, UsageError
 
-CPU_SECONDS = 60  # of one request, of a few conversations: one takes some 100 microseconds
+# For one request, of a few conversations; one conversation takes some 100 microseconds.
+CPU_SECONDS = 60
 MEMORY_BYTES = 1 << 31
-_OUT_OF_MEMORY = 99  # exit status
+# Exit status.
+_OUT_OF_MEMORY = 99
 _MEND = "A template is a program, and this one may not end: mend it"
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from data_pipeline.template_process import serve; serve({fd}, {seconds})"
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from data_pipeline.template_process import serve; serve({fd}, {seconds})"
+)
 
 
 class _Process:
     """A process that serves requests, one by one."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()  # whose it is: a fork must not talk to it
+        # The process that it belongs to; a fork of that one must not talk to it.
+        self.pid = os.getpid()
         self.connection, theirs = Pipe()
         program = _PROGRAM.format(path=sys.path, fd=theirs.fileno(), seconds=CPU_SECONDS)
         self._process = subprocess.Popen(
@@ -44,12 +50,14 @@ class _Process:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             env=os.environ | {"PYTHONHASHSEED": "0", "TZ": "UTC"},
-            start_new_session=True,  # ctrl-C is for this process, whose end closes the pipe
+            # Ctrl-C goes to this process alone, whose end closes the pipe.
+            start_new_session=True,
         )
         theirs.close()
 
     def close(self, now: bool = False) -> int:
-        """Let it end what it does, or end it `now`; its exit status, negative for a signal."""
+        """Ends the process, after its last request or `now`. Returns its exit status, which is
+        negative for a signal."""
         self.connection.close()
         if now:
             self._process.kill()
@@ -57,7 +65,8 @@ class _Process:
 
 
 _lock = threading.Lock()
-_running: list[_Process] = []  # at most one
+# At most one.
+_running: list[_Process] = []
 
 
 def ask(function: str, *arguments: Any, what: str = "the chat template") -> Any:
@@ -65,12 +74,12 @@ def ask(function: str, *arguments: Any, what: str = "the chat template") -> Any:
 
     Args:
         function: "examine", "render" or "render_all".
-        arguments: its own, but a plain tuple for a Template; of types that JSON has.
-        what: how a message calls the template.
+        arguments: the function's arguments, of types that JSON has; a Template as a plain tuple.
+        what: the template's name in messages.
 
     Raises:
         ChatError: as the function does.
-        DataError: it took more CPU time or memory than there is for it, or ended the process.
+        DataError: the template took more CPU time or memory than it may, or ended the process.
         UsageError: jinja2 is not installed.
         TryAgainError: the process was killed.
     """
@@ -83,7 +92,8 @@ def ask(function: str, *arguments: Any, what: str = "the chat template") -> Any:
             _running.clear()
             status = process.close()
             raise _explain(status, what) from error
-        except BaseException:  # interrupted between a request and its answer, which must not be taken for the next one's
+        except BaseException:
+            # Interrupted before the answer came, which the next request must not take for its own.
             _running.clear()
             process.close(now=True)
             raise
@@ -96,7 +106,7 @@ def ask(function: str, *arguments: Any, what: str = "the chat template") -> Any:
 
 
 def _open() -> _Process:
-    """The process that there is, or a new one."""
+    """The running process, or a new one."""
     if _running and _running[0].pid != os.getpid():
         _running.clear()
     if not _running:
@@ -120,17 +130,18 @@ def _explain(status: int, what: str) -> DataError | TryAgainError:
     if status == _OUT_OF_MEMORY:
         return DataError(f"{what}: needs more than {MEMORY_BYTES:,} bytes of memory. {_MEND}.")
     if status in (-signal.SIGKILL, -signal.SIGTERM):
-        mend = "Run the same command again, with fewer --workers if memory was short; finished work is kept"
-        return TryAgainError(f"{what}: its process was killed. {mend}.")
+        mend = "Run the same command again, with fewer --workers if memory was short"
+        return TryAgainError(f"{what}: its process was killed. {mend}; finished work is kept.")
     return DataError(f"{what}: ended the process that runs it (exit status {status}). {_MEND}.")
 
 
 def serve(fd: int, seconds: int) -> None:
-    """Answer requests from this descriptor, each within so much CPU time, until its other end is
-    closed."""
+    """Answer requests from this descriptor until its other end is closed; each may take so many
+    seconds of CPU time."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_AS)
-    with contextlib.suppress(ValueError, OSError):  # not every system limits it
+    # Not every system limits memory.
+    with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (_at_most(MEMORY_BYTES, most), most))
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
     connection = Connection(fd)
@@ -142,22 +153,28 @@ def serve(fd: int, seconds: int) -> None:
             connection.send_bytes(marshal.dumps(_answer(request)))
     except MemoryError:
         sys.exit(_OUT_OF_MEMORY)
-    except (EOFError, OSError):  # nobody asks any more
+    except (EOFError, OSError):
+        # The other end is closed.
         return
 
 
 def _at_most(limit: int, most: int) -> int:
-    return limit if most == resource.RLIM_INFINITY else min(limit, most)
+    """A limit that is not above the system's `most`."""
+    if most == resource.RLIM_INFINITY:
+        return limit
+    return min(limit, most)
 
 
 def _answer(request: bytes) -> tuple[str, Any]:
-    """What came of a request: "result", "refused" or "usage"; and the result, or a message.
-    MemoryError: too little."""
+    """The outcome of a request ("result", "refused" or "usage"), and its result or a message.
+    MemoryError: the process has too little memory."""
     function, arguments = marshal.loads(request)
     try:
         if function == "examine":
             found = chat_template.examine(*arguments)
-            return "result", found if isinstance(found, str) else tuple(found)
+            if isinstance(found, chat_template.Contents):
+                return "result", tuple(found)
+            return "result", found
         template = chat_template.Template(*arguments[0])
         return "result", getattr(chat_template, function)(template, *arguments[1:])
     except chat_template.ChatError as error:

@@ -219,8 +219,8 @@ def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
     made = generate(
         model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: True, report=speed.append
     )
-    assert made == [row[: job._LOOK_EVERY] for row in free] and speed[0].tokens == 5 * (
-        job._LOOK_EVERY - 1
+    assert made == [row[: job._CHECK_INTERVAL] for row in free] and speed[0].tokens == 5 * (
+        job._CHECK_INTERVAL - 1
     )
 
 
@@ -428,7 +428,7 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
 def test_the_command_says_when_it_forgets(run, command):
     code, _, err = command(run[0], "--prompt", "some", "--max-tokens", "197")
     assert code == 0 and err.startswith(
-        "The model reads at most the 200 tokens that it is meant for (model.max_length): what"
+        "The model reads at most 200 tokens (model.max_length): what is further back is forgotten."
     )
     code, _, err = command(run[0], "--prompt", "some", "--max-tokens", "196", "--stop", "e")
     assert code == 0 and "forgotten" not in err, "one token begins the document"
@@ -485,7 +485,7 @@ def test_what_the_command_refuses(run, command, argv, code, message):
         (["--step", "-1"], "--step -1: must be at least 0. Leave it out for the newest checkpoint"),
         (
             ["--stop", ""],
-            "--stop '': every text begins with nothing, so nothing would come. Give some text",
+            "--stop '': must not be empty, since that would end every completion at once.",
         ),
         (["--stop", "\udc80"], "--stop: has the byte 0x80 at character 0"),
         (["--dtype", "float32"], "--dtype float32: belongs to --hf; RUN has its own. Leave it out"),

@@ -40,66 +40,81 @@ class Anomalies:
     """
 
     def __init__(self, config: AnomalyConfig, leaves: Sequence[str], rows: Callable[[int], str]):
-        self.config, self._leaves, self._rows = config, leaves, rows
+        self.config = config
+        self._leaves = leaves
+        self._rows = rows
         self._before: set[str] = set()
 
     def observe(self, step: int, value: Mapping[str, Any]) -> list[Finding]:
-        """What is to be said about step number `step` (from 1): nothing about a kind that the step
-        before it showed as well."""
+        """The findings of step number `step` (from 1). A kind that the step before had as well is
+        left out, unless the run halts."""
         found = {kind for kind, there in zip(ANOMALIES, value["found"], strict=True) if there}
-        new, self._before = found - self._before, found
-        return [
-            self.describe(step, kind, value)
-            for kind in ANOMALIES
-            if kind in (found if value["halted"] else new)
-        ]
+        reported = found
+        if not value["halted"]:
+            reported = found - self._before
+        self._before = found
+        return [self.describe(step, kind, value) for kind in ANOMALIES if kind in reported]
 
     def describe(self, step: int, kind: str, value: Mapping[str, Any]) -> Finding:
         """A finding of this kind, put into words."""
         policy = getattr(self.config, kind)
         done = {"warn": "; the run goes on", "skip": "; the step changed nothing"}.get(policy, "")
-        rows = (
-            f"\n  {self._rows(step - 1)}"
-            if kind in ("non_finite", "loss_spike", "grad_spike")
-            else ""
-        )
-        message = f"step {step:,}: {kind}: {self._words(kind, value)}{done} (anomaly.{kind}={policy}).{rows}"
+        what = self._words(kind, value)
+        message = f"step {step:,}: {kind}: {what}{done} (anomaly.{kind}={policy})."
+        if kind in ("non_finite", "loss_spike", "grad_spike"):
+            message += f"\n  {self._rows(step - 1)}"
         return Finding(step, kind, policy, message, _MEND[kind])
 
     def _words(self, kind: str, value: Mapping[str, Any]) -> str:
-        config, median, deviation = self.config, value["median"], value["deviation"]
+        """The numbers of an anomaly, and the limit that they exceed."""
+        config = self.config
+        median = value["median"]
+        deviation = value["deviation"]
         numbers = f"loss {value['loss']:.4g}, gradient norm {value['grad_norm']:.4g}"
         if kind == "non_finite":
             if value["bad_leaf"] >= 0:
                 return f"{numbers}, first in {self._leaves[value['bad_leaf']]}"
             if value["bad_update"] >= 0:
-                return (
-                    f"{numbers}, but the update would make {self._leaves[value['bad_update']]} so"
-                )
+                leaf = self._leaves[value["bad_update"]]
+                return f"{numbers}, but the update would make {leaf} so"
             return numbers
-        if kind in ("loss_spike", "grad_spike"):
-            key, i = ("loss", 0) if kind == "loss_spike" else ("grad", 1)
-            limit = getattr(config, f"{key}_limit")
-            highest = f"{median[i]:.4g} + {limit:g} x {deviation[i]:.3g} (median, deviations: anomaly.{key}_limit)"
-            return f"{numbers}: more than {median[i] + limit * deviation[i]:.4g} = {highest}"
+        if kind == "loss_spike":
+            return f"{numbers}: {_spike_words('loss', median[0], deviation[0], config.loss_limit)}"
+        if kind == "grad_spike":
+            return f"{numbers}: {_spike_words('grad', median[1], deviation[1], config.grad_limit)}"
         if kind == "weight_drift":
-            away = f"more than anomaly.drift_limit={config.drift_limit:g} of it away from its median, {median[2]:.6g}"
-            return f"norm of all weights {value['weight_norm']:.6g}, {away}"
+            limit = f"more than anomaly.drift_limit={config.drift_limit:g} of it away"
+            norm = f"norm of all weights {value['weight_norm']:.6g}"
+            return f"{norm}, {limit} from its median, {median[2]:.6g}"
         if kind == "dead":
-            return f"{numbers}: for anomaly.dead_steps={config.dead_steps} steps no gradient, or the very same loss"
-        limit = f"more than anomaly.diverging_limit={config.diverging_limit:g} times the lowest there was"
-        return f"the median of the loss is {median[0]:.4g}, {limit}"
+            steps = f"for anomaly.dead_steps={config.dead_steps} steps"
+            return f"{numbers}: {steps} no gradient, or the very same loss"
+        limit = f"more than anomaly.diverging_limit={config.diverging_limit:g} times the lowest"
+        return f"the median of the loss is {median[0]:.4g}, {limit} there was"
+
+
+def _spike_words(key: str, median: float, deviation: float, limit: float) -> str:
+    """The highest value that is no spike, and how it comes about."""
+    highest = median + limit * deviation
+    sum_of = f"{median:.4g} + {limit:g} x {deviation:.3g}"
+    return f"more than {highest:.4g} = {sum_of} (median, deviations: anomaly.{key}_limit)"
 
 
 def counted(record: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]) -> str:
-    """One line about a run, from a record of metrics and what `checkpoint/rollback.py` remembers;
-    empty if all was well."""
-    counts = [
-        f"{count} x {kind}" for kind in ANOMALIES if (count := record.get(f"anomalies/{kind}"))
-    ]
-    parts = [", ".join(counts)] if counts else []
-    parts += [
-        f"back from step {r['step']:,} ({r['kind']}), left out {r['left_out'][0]:,} to {r['left_out'][1]:,}"
-        for r in rollbacks
-    ]
-    return f"anomalies: {'; '.join(parts)}" if parts else ""
+    """One line about the anomalies of a run, from a record of metrics and what
+    `checkpoint/rollback.py` remembers; empty if there were none."""
+    counts = []
+    for kind in ANOMALIES:
+        count = record.get(f"anomalies/{kind}")
+        if count:
+            counts.append(f"{count} x {kind}")
+    parts = []
+    if counts:
+        parts.append(", ".join(counts))
+    for rollback in rollbacks:
+        first, last = rollback["left_out"]
+        back = f"back from step {rollback['step']:,} ({rollback['kind']})"
+        parts.append(f"{back}, left out {first:,} to {last:,}")
+    if not parts:
+        return ""
+    return f"anomalies: {'; '.join(parts)}"

@@ -1,7 +1,6 @@
 """How far a run has come, read from its folder without jax; and RUN/attempts.jsonl, a line for each
 attempt of a supervisor."""
 
-import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,53 +20,68 @@ _FIELDS = {
     "saved_step": int,
     "lost_seconds": float,
 }
-_TAIL = 1 << 16  # bytes: more than a record has
+# Bytes at the end of a file that hold its last record: more than a record has.
+_TAIL = 1 << 16
 
 
 def saved_step(folder: Path) -> tuple[int, float]:
-    """The newest checkpoint that counts, and when it came to count, in seconds since the epoch;
-    zeros if there is none."""
-    commits = [
-        path for path in folder.glob("checkpoints/*/commit.json") if path.parent.name.isdecimal()
-    ]
-    newest = max(commits, key=lambda path: int(path.parent.name), default=None)
-    return (int(newest.parent.name), newest.stat().st_mtime) if newest else (0, 0.0)
+    """The step of the newest committed checkpoint, and the time of its commit in seconds since the
+    epoch; zeros if there is none."""
+    newest = None
+    step = 0
+    for path in folder.glob("checkpoints/*/commit.json"):
+        if not path.parent.name.isdecimal():
+            continue
+        if newest is None or int(path.parent.name) > step:
+            newest = path
+            step = int(path.parent.name)
+    if newest is None:
+        return 0, 0.0
+    return step, newest.stat().st_mtime
 
 
 def reached_step(folder: Path) -> int:
     """The last step on record or saved."""
-    path, steps = folder / METRICS, [saved_step(folder)[0]]
-    if path.exists():
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL))
-            lines = file.read().split(b"\n")[:-1]  # what follows the last line break is torn
-        for line in lines[-1:]:
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError
-            ):  # it is judged by whoever needs its numbers
-                steps.append(int(strict_json.loads(line)["step"]))
-    return max(steps)
+    saved, _ = saved_step(folder)
+    path = folder / METRICS
+    if not path.exists():
+        return saved
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        # What follows the last line break is torn.
+        lines = file.read().split(b"\n")[:-1]
+    if not lines:
+        return saved
+    try:
+        recorded = int(strict_json.loads(lines[-1])["step"])
+    except (ValueError, KeyError, TypeError):
+        # A damaged record is an error only for those who need its numbers.
+        return saved
+    return max(saved, recorded)
 
 
 def append_attempt(folder: Path, record: Mapping[str, Any], index: int = 0) -> None:
     """Adds a line; the supervisors of the processes of a job, one a host, have a file each."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / attempts(index).name
-    is_torn = path.exists() and path.read_bytes()[-1:] not in (
-        b"",
-        b"\n",
-    )  # by a supervisor that was killed
+    line = encode(record)
+    # A supervisor that was killed may have left a line without its end.
+    if path.exists() and path.read_bytes()[-1:] not in (b"", b"\n"):
+        line = "\n" + line
     with open(path, "a", encoding="utf-8") as file:
-        file.write(("\n" if is_torn else "") + encode(record))
+        file.write(line)
         file.flush()
         os.fsync(file.fileno())
 
 
 def read_attempts(folder: Path, index: int = 0) -> list[dict[str, Any]]:
-    """All attempts in order, as far as they can be read; empty if nobody supervised."""
+    """All attempts in order, as far as they can be read; empty without a supervisor."""
     return attempts(index).read(folder)
 
 
 def attempts(index: int = 0) -> Book:
     """The book of the supervisor with this number."""
-    return Book(FILE_NAME if index == 0 else f"attempts-{index}.jsonl", _FIELDS)
+    name = FILE_NAME
+    if index != 0:
+        name = f"attempts-{index}.jsonl"
+    return Book(name, _FIELDS)

@@ -7,18 +7,22 @@ def count(value: float) -> str:
     """A count in at most five characters and three digits: 950, 12.3k, 1.25M, 21.6B."""
     if not math.isfinite(value):
         return str(value)
-    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-    unit, letter = next((u for u in units if abs(value) >= u[0] * 0.9995), (1, ""))
+    unit = 1.0
+    letter = ""
+    for larger_unit, larger_letter in ((1e3, "k"), (1e6, "M"), (1e9, "B"), (1e12, "T")):
+        # From here on the smaller unit would be rounded to 1000.
+        if abs(value) >= larger_unit * 0.9995:
+            unit = larger_unit
+            letter = larger_letter
     scaled = value / unit
-    decimals = (
-        0
-        if not letter and value % 1 == 0
-        else 2
-        if abs(scaled) < 9.995
-        else 1
-        if abs(scaled) < 99.95
-        else 0
-    )
+    if not letter and value % 1 == 0:
+        decimals = 0
+    elif abs(scaled) < 9.995:
+        decimals = 2
+    elif abs(scaled) < 99.95:
+        decimals = 1
+    else:
+        decimals = 0
     return f"{scaled:.{decimals}f}{letter}"
 
 
@@ -29,5 +33,8 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
-    clock = f"{hour}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
-    return f"{days}d {clock}" if days else clock
+    if days:
+        return f"{days}d {hour}:{minute:02d}:{second:02d}"
+    if hours:
+        return f"{hour}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"

@@ -43,14 +43,17 @@ _FLAGS = re.compile(
     r"XLA_FLAGS|LIBTPU_INIT_ARGS|NVIDIA_TF32_OVERRIDE|TF_CUDNN_\w+|NCCL_(ALGO|PROTO)"
     r"|JAX_(?!COORDINATOR|NUM_PROCESSES|PROCESS_ID|COMPILATION_CACHE|PERSISTENT_CACHE)\w+"
 )
-# How long devices wait for each other, which the program sets by itself; see
-# parallel/distributed.py.
+# How long devices wait for each other; the program sets it itself, see parallel/distributed.py.
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
-# What says nothing about the numbers of training.
+# What does not change the numbers of training.
 _APART = re.compile(
-    r"time|step|command|run|config\.(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
+    r"time|step|command|run|config\."
+    r"(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
-    r"|checkpoint\.(?!init_).*|mesh\.(coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)|data\.(workers|prefetch|accept_changes|cache|cache_bytes))"
+    r"|checkpoint\.(?!init_).*"
+    r"|mesh\.(coordinator|num_processes|process_id|min_processes"
+    r"|connect_seconds|heartbeat_seconds)"
+    r"|data\.(workers|prefetch|accept_changes|cache|cache_bytes))"
 )
 
 
@@ -64,13 +67,17 @@ def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str
         step: the number of finished steps that the launch begins with.
     """
     devices = mesh.devices.flatten().tolist()
-    kind = devices[0].device_kind if devices[0].platform != "cpu" else _cpu()
+    kind = devices[0].device_kind
+    if devices[0].platform == "cpu":
+        kind = _cpu()
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        versions[name] = importlib.metadata.version(name)
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "step": step,
         "command": shlex.join(sys.argv),
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "versions": versions,
         "git": git_revision(Path(maxtrain.__file__).parents[1]),
         "flags": _flags(),
         "kernels": {"attention": asked.model.attention},
@@ -88,7 +95,9 @@ def _flags() -> dict[str, str]:
     """Variables of the environment that change what is computed."""
     flags = {name: value for name, value in sorted(os.environ.items()) if _FLAGS.fullmatch(name)}
     xla = _PATIENCE.sub("", flags.pop("XLA_FLAGS", "")).strip()
-    return flags | ({"XLA_FLAGS": xla} if xla else {})
+    if xla:
+        flags["XLA_FLAGS"] = xla
+    return flags
 
 
 def append_launch(run_dir: Path, record: Mapping[str, Any]) -> None:
@@ -105,8 +114,11 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 def usual_devices(config: RunConfig) -> int:
     """Devices of each process, by the run's last launch; 1 if there was none."""
     launches = read_launches(Path(config.output_dir, config.run_name))
-    had = launches[-1]["devices"]["count"] // max(1, launches[-1]["processes"]) if launches else 1
-    return config.mesh.simulated_devices or had
+    usual = 1
+    if launches:
+        last = launches[-1]
+        usual = last["devices"]["count"] // max(1, last["processes"])
+    return config.mesh.simulated_devices or usual
 
 
 def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
@@ -118,7 +130,7 @@ def launched_config(
     run_dir: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
 ) -> RunConfig:
     """The config of a launch, with overrides; None: that of the run's last one, from
-    RUN/config.yaml. UserError: it is none."""
+    RUN/config.yaml. UserError: it is not a valid config."""
     if launch is None:
         return load_config([f"config={run_dir / 'config.yaml'}", *overrides])
     with tempfile.TemporaryDirectory() as temporary:
@@ -128,29 +140,34 @@ def launched_config(
 
 
 def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """What is not the same in two launches and may change numbers: both values by dotted path."""
-    return {
-        name: pair
-        for name, pair in launch_changes(ours, theirs).items()
-        if not _APART.fullmatch(name)
-    }
+    """What differs between two launches and may change numbers: both values by dotted path."""
+    changes = launch_changes(ours, theirs)
+    return {name: pair for name, pair in changes.items() if not _APART.fullmatch(name)}
 
 
 def launch_changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """All that is not the same in two launches, but for when and from where they started: both
-    values by dotted path."""
-    a, b = (_flat_launch(launch) if launch else {} for launch in (before, after))
-    values = {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in a | b}
-    return {
-        name: pair
-        for name, pair in values.items()
-        if pair[0] != pair[1] and name not in ("time", "step", "command", "run")
-    }
+    """Everything that differs between two launches, except when and how they were started: both
+    values by dotted path. An empty launch has no values."""
+    values_before = {}
+    if before:
+        values_before = _flat_launch(before)
+    values_after = {}
+    if after:
+        values_after = _flat_launch(after)
+    changes = {}
+    for name in values_before | values_after:
+        if name in ("time", "step", "command", "run"):
+            continue
+        old = values_before.get(name, "nothing")
+        new = values_after.get(name, "nothing")
+        if old != new:
+            changes[name] = (old, new)
+    return changes
 
 
 def _flat_launch(launch: dict[str, Any]) -> dict[str, str]:
-    """A launch by dotted path. Keys that its version did not have are as if they were left out: at
-    their defaults."""
+    """A launch by dotted path. Config keys that did not exist yet in its version have their
+    defaults."""
     flat = _flat(launch | {"config": _settings(launch)})
     if isinstance(flat.get("config"), str):
         return flat
@@ -158,7 +175,7 @@ def _flat_launch(launch: dict[str, Any]) -> dict[str, str]:
 
 
 def _settings(launch: Mapping[str, Any]) -> Any:
-    """The config of a launch as plain values; its text where that is no YAML any more."""
+    """The config of a launch as plain values, or its text if that is not valid YAML."""
     try:
         return yaml.safe_load(launch["config"])
     except (yaml.YAMLError, ValueError, RecursionError):
@@ -167,55 +184,60 @@ def _settings(launch: Mapping[str, Any]) -> Any:
 
 def describe_launch(launch: Mapping[str, Any]) -> str:
     """A line for people."""
-    devices, git = launch["devices"], launch.get("git") or ""
-    words = [
-        f"{devices['count']} x {devices['kind']}",
-        f"jax {launch['versions']['jax']}",
-        *([f"git {git[:12]}{git[40:]}"] if git else []),
-    ]
-    return ", ".join([*words, f"determinism {launch['determinism']}"])
+    devices = launch["devices"]
+    words = [f"{devices['count']} x {devices['kind']}", f"jax {launch['versions']['jax']}"]
+    git = launch.get("git")
+    if git:
+        # The first digits of the revision, and "+changes" behind its 40.
+        words.append(f"git {git[:12]}{git[40:]}")
+    words.append(f"determinism {launch['determinism']}")
+    return ", ".join(words)
 
 
 def git_revision(folder: Path) -> str | None:
     """The revision of a checkout whose root is this folder, with "+changes" if files differ from
-    it; None: it is none."""
+    it; None: the folder is not the root of a checkout."""
 
     def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(folder), *arguments]
         try:
-            result = subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20
-            )
-        except (
-            OSError,
-            subprocess.TimeoutExpired,
-        ):  # no git, or a file system that does not answer
+            result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            # There is no git, or the file system does not answer.
             return None
-        return result.stdout.strip() if result.returncode == 0 else None
+        if result.returncode != 0:
+            return None
+        return result.stdout.strip()
 
-    root, revision = git("rev-parse", "--show-toplevel"), git("rev-parse", "HEAD")
-    if not (root and revision and Path(root).resolve() == folder.resolve()):
+    root = git("rev-parse", "--show-toplevel")
+    revision = git("rev-parse", "HEAD")
+    if not root or not revision:
         return None
-    return revision + ("+changes" if git("status", "--porcelain") else "")
+    if Path(root).resolve() != folder.resolve():
+        return None
+    if git("status", "--porcelain"):
+        return f"{revision}+changes"
+    return revision
 
 
 def _cpu() -> str:
     """The model of this machine's CPU: what is compiled for one need not give the bits of
     another."""
     info = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE)
-        if info.exists()
-        else None
-    )
-    return found.group(1) if found else platform.processor() or platform.machine()
+    if info.exists():
+        found = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE)
+        if found:
+            return found.group(1)
+    return platform.processor() or platform.machine()
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The values of nested mappings by dotted path, as text."""
     flat = {}
     for name, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{name}": str(value)}
-        )
+        path = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{path}.")
+        else:
+            flat[path] = str(value)
     return flat
