@@ -144,6 +144,7 @@ THEMES: Sequence[Sequence[str]] = (
     ("mesh.tensor=2", "mesh.fsdp=2", "mesh.data=2", "model.vocab_size=264"),
     ("mesh.tensor=8", "mesh.fsdp=1", "mesh.data=1", "model.vocab_size=264", "model.num_heads=8", "model.num_kv_heads=8"),
     ("precision.params=bfloat16", "optimizer.stochastic_rounding=true"),
+    ("precision.activations=bfloat16", "model.remat=dots_no_batch"),
     ("precision.compute=float16", "loss_scale.mode=dynamic", "loss_scale.initial=1024"),
     ("precision.compute=float32", "loss_scale.mode=static", "loss_scale.initial=8"),
     ("determinism=full", "integrity.repeat_interval=1"),

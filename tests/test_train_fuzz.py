@@ -33,6 +33,34 @@ def test_a_random_config(scene, name, capsys):
     assert outcome.kind != "found", outcome
 
 
+@pytest.mark.long
+def test_bfloat16_activations_train_and_go_on_with_the_same_bits(scene, capsys):
+    """On a mesh with every axis, with noise, accumulation and the worst embeddings nearby."""
+
+    def run(words):
+        code = main(load_config(words))
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    overrides = [
+        "precision.activations=bfloat16",
+        "model.remat=dots",
+        "model.num_layers=2",
+        "mesh.data=2",
+        "mesh.fsdp=2",
+        "mesh.tensor=2",
+        "model.vocab_size=264",
+        "optimizer.accumulation=2",
+        "regularization.residual_dropout=0.1",
+        "regularization.stochastic_depth=0.2",
+        "loss.adversarial=1",
+        "init.mup_base_width=8",
+    ]
+    words = scene.words("rounded")[:1]
+    outcome = fuzz_configs.trial(words, scene.runs, "rounded", overrides, run)
+    assert outcome.kind == "trained", outcome
+
+
 def test_every_key_is_drawn_or_named_as_not():
     drawn = {key.path for key in fuzz_configs.drawn_keys()}
     assert len(drawn) > 100

@@ -19,7 +19,7 @@ from maxtrain.config.sections.mesh import axis_problems, process_problems
 from maxtrain.config.sections.model import heads_problems
 from maxtrain.config.sections.observe import profile_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
-from maxtrain.config.sections.precision import loss_scale_problems
+from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
 from maxtrain.config.sections.schedule import pieces_problems
 
 
@@ -152,6 +152,7 @@ def _of_devices(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
         "loss_scale.min",
         "loss_scale.max",
     )
+    yield from activation_problems(config.precision)
     yield from loss_scale_problems(config.loss_scale, config.precision.compute)
     yield from axis_problems(config.mesh)
     yield from process_problems(config.mesh)

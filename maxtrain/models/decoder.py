@@ -46,17 +46,18 @@ class Decoder(nnx.Module):
         D = config.embed_dim
         tied = config.tie_embeddings
         draw = Initializer(init, config, precision.params)
-        compute = precision.compute
+        recipe = Recipe.of(precision.compute, precision.activations)
         self.config = config
         self.precision = precision
         self.embedding = draw.matrix(rngs.params(), (V, D), ("vocab", "embed"), "embedding")
-        self.layers = Stack(stack, D, config.attention, draw, compute, rngs.params())
+        self.layers = Stack(stack, D, config.attention, draw, recipe, rngs.params())
         norm_role = "tied_norm" if tied else "norm"
         self.final_norm = RMSNorm(D, config.norm_eps, draw, norm_role)
         head = None
         if not tied:
-            recipe = Recipe.of(compute)
-            head = Linear(rngs.params(), {"embed": D}, {"vocab": V}, draw, recipe, "head")
+            # Logits are rounded to a type of their own.
+            of_logits = Recipe.of(precision.compute)
+            head = Linear(rngs.params(), {"embed": D}, {"vocab": V}, draw, of_logits, "head")
         self.head = head
 
     def output_matrix(self) -> Float[Array, "D V"]:
@@ -87,7 +88,7 @@ class Decoder(nnx.Module):
         offset: Float[Array, "B T D"] | None = None,
         noise: Noise | None = None,
     ) -> Float[Array, "B T D"]:
-        """Normalised last hidden states, float32.
+        """Normalised last hidden states, of the type of activations.
 
         Args:
             tokens: [B, T] ids.
@@ -103,7 +104,7 @@ class Decoder(nnx.Module):
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         x = self._embed(tokens)
         if offset is not None:
-            x = x + offset
+            x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
         context = Context(self._rotations(positions), Mask.of_rows(segment_ids), noise)
@@ -163,5 +164,5 @@ class Decoder(nnx.Module):
         # Split over the vocabulary only: a table that is split over its width as well would be
         # gathered whole.
         table = constrain(self.embedding[...], "vocab", None)
-        x = jnp.take(table, tokens, axis=0).astype(jnp.float32)
+        x = jnp.take(table, tokens, axis=0).astype(self.precision.activations)
         return constrain(x, "activation_batch", "activation_length", "activation_embed")

@@ -2,9 +2,11 @@
 a leading dim on top.
 
 Every matrix product with a weight is a Linear, so that one place decides its precision.
-Activations between blocks are float32.
+Activations between blocks, and the results of products, are of the recipe's type; norms, rope,
+softmax and silu are float32 inside.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -23,6 +25,7 @@ from maxtrain.ops.dot import Recipe
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
 from maxtrain.ops.norm import rms_norm
 from maxtrain.ops.rope import apply_rope
+from maxtrain.ops.stored import elementwise
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import constrain
 
@@ -96,14 +99,15 @@ class LayerOut(NamedTuple):
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm with a learned scale; see ops.norm."""
+    """RMSNorm with a learned scale, in the type that comes in; see ops.norm."""
 
     def __init__(self, size: int, eps: float, init: Initializer, role: Role = "norm"):
         self.scale = init.scale(size, role)
         self.eps = eps
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        return rms_norm(x, self.scale[...], self.eps)
+        norm = functools.partial(rms_norm, eps=self.eps)
+        return elementwise(norm, x, self.scale[...])
 
 
 def _norm(
@@ -123,7 +127,7 @@ class Attention(nnx.Module):
         embed_dim: D.
         kernel: of ops.attention.
         init: draws the weights.
-        compute: type of the inputs of products.
+        recipe: types of the products; its result is that of all activations.
         rngs: stream `params`.
     """
 
@@ -133,14 +137,13 @@ class Attention(nnx.Module):
         embed_dim: int,
         kernel: str,
         init: Initializer,
-        compute: str,
+        recipe: Recipe,
         rngs: nnx.Rngs,
     ):
         size = spec.mixer.head_dim
         width = {"embed": embed_dim}
         heads = {"heads": spec.mixer.num_heads, "head_dim": size}
         kv_heads = {"kv_heads": spec.mixer.num_kv_heads, "head_dim": size}
-        recipe = Recipe.of(compute)
         # The scale of muP is folded into what the scores are made of last.
         query_role: Role = "hidden" if "query" in spec.norms else "query"
         biases = spec.biases
@@ -153,7 +156,7 @@ class Attention(nnx.Module):
         self.rope = spec.rope
         self.window = spec.window
         self.kernel = kernel
-        self.compute = compute
+        self.recipe = recipe
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
@@ -184,8 +187,14 @@ class Attention(nnx.Module):
         if noise is not None and noise.config.attention_dropout:
             dropout = Dropout(fold(noise.keys, _WEIGHTS), noise.config.attention_dropout)
         mask = context.mask.within(self.window)
-        out = attention(q, k, v, mask, kernel=kernel, dtype=self.compute, dropout=dropout)
-        return self.o(out), cache
+        dtype = self.recipe.inputs
+        out = attention(q, k, v, mask, kernel=kernel, dtype=dtype, dropout=dropout)
+        return self.o(out.astype(self.recipe.result)), cache
+
+
+def _gated(gate: Array, up: Array) -> Array:
+    """silu(gate) * up, float32."""
+    return jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
 
 
 class SwiGLU(nnx.Module):
@@ -197,12 +206,11 @@ class SwiGLU(nnx.Module):
         spec: LayerSpec,
         embed_dim: int,
         init: Initializer,
-        compute: str,
+        recipe: Recipe,
         rngs: nnx.Rngs,
     ):
         width = {"embed": embed_dim}
         units = {"mlp": spec.mlp.width}
-        recipe = Recipe.of(compute)
         biases = spec.biases
         self.gate = Linear(rngs.params(), width, units, init, recipe, bias="gate" in biases)
         self.up = Linear(rngs.params(), width, units, init, recipe, bias="up" in biases)
@@ -211,7 +219,8 @@ class SwiGLU(nnx.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         gate = self.gate(x)
         up = self.up(x)
-        hidden = constrain(jax.nn.silu(gate) * up, "activation_batch", "activation_length", "mlp")
+        hidden = elementwise(_gated, gate, up)
+        hidden = constrain(hidden, "activation_batch", "activation_length", "mlp")
         return self.down(hidden)
 
 
@@ -228,13 +237,13 @@ class DecoderLayer(nnx.Module):
         embed_dim: int,
         kernel: str,
         init: Initializer,
-        compute: str,
+        recipe: Recipe,
         rngs: nnx.Rngs,
     ):
         self.attention_norm = _norm(spec, "attention", embed_dim, init)
         self.mlp_norm = _norm(spec, "mlp", embed_dim, init)
-        self.attention = Attention(spec, embed_dim, kernel, init, compute, rngs)
-        self.mlp = SwiGLU(spec, embed_dim, init, compute, rngs)
+        self.attention = Attention(spec, embed_dim, kernel, init, recipe, rngs)
+        self.mlp = SwiGLU(spec, embed_dim, init, recipe, rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None

@@ -2,6 +2,7 @@
 
 import math
 
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Key
 
@@ -47,7 +48,7 @@ class Linear(nnx.Module):
         self.recipe = recipe
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """[..., *inputs] -> [..., *outputs]."""
+        """[..., *inputs] -> [..., *outputs], of the recipe's type."""
         input_shape = self.kernel.shape[: self.num_inputs]
         output_shape = self.kernel.shape[self.num_inputs :]
         num_inputs = math.prod(input_shape)
@@ -56,5 +57,6 @@ class Linear(nnx.Module):
         out = dot(x.reshape(*leading, num_inputs), matrix, self.recipe)
         out = out.reshape(*leading, *output_shape)
         if self.bias is not None:
-            out = out + self.bias[...].astype(out.dtype)
-        return out
+            # In float32, so that the gradient of the bias is summed in it.
+            out = out.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
+        return out.astype(self.recipe.result)

@@ -6,6 +6,9 @@ again:
     dots           results of all matrix products
     dots_no_batch  results of products with weights, not those of attention's scores
     full           the input of each layer only
+
+All of these are stored in the type of activations; what attention stores of its own, such as the
+scores under dots, stays float32.
 """
 
 from collections.abc import Callable
@@ -18,14 +21,35 @@ from jaxtyping import Array, Float
 
 from maxtrain.models.layers import Context, KVCache, LayerOut
 from maxtrain.models.stack import Caches, Stack
+from maxtrain.ops.dot import PRODUCT
 from maxtrain.ops.sums import Sum
 
-REMAT: dict[str, Callable[..., Any] | None] = {
+Policy = Callable[..., Any]
+_POLICIES = jax.checkpoint_policies
+REMAT: dict[str, Policy | None] = {
     "full": None,
-    "dots": jax.checkpoint_policies.checkpoint_dots,
-    "dots_no_batch": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "dots": _POLICIES.checkpoint_dots,
+    "dots_no_batch": _POLICIES.checkpoint_dots_with_no_batch_dims,
 }
 Sums = dict[str, Sum]
+
+
+def _is_product_of_attention(primitive: Any, *arrays: Any, **options: Any) -> bool:
+    """A policy: what is stored are the results of products of activations with each other, which
+    are those with batch dims."""
+    if _POLICIES.checkpoint_dots_with_no_batch_dims(primitive, *arrays, **options):
+        return False
+    return _POLICIES.checkpoint_dots(primitive, *arrays, **options)
+
+
+# Products accumulate in float32. Where activations are stored in fewer bits, the results that are
+# kept are those that have been rounded.
+_ROUNDED = _POLICIES.save_only_these_names(PRODUCT)
+REMAT_OF_ROUNDED: dict[str, Policy | None] = {
+    "full": None,
+    "dots": _POLICIES.save_from_both_policies(_ROUNDED, _is_product_of_attention),
+    "dots_no_batch": _ROUNDED,
+}
 
 
 class StackOut(NamedTuple):
@@ -70,7 +94,7 @@ def run_layers(
         context: what they share. Noise is drawn by the number of a layer.
         caches: as of `Stack.new_caches`; None: there are none.
         scan: the period as one loop, which compiles fast; else unrolled, which runs fast.
-        remat: a name of the table above. With caches there is no backward pass, and no remat.
+        remat: a name of the tables above. With caches there is no backward pass, and no remat.
     """
     spec = stack.spec
     if caches is not None:
@@ -79,7 +103,10 @@ def run_layers(
     if context.noise is not None:
         indices = jnp.arange(spec.num_layers)
     in_period = len(spec.period) * spec.repeats
-    run = _Run(stack, context, remat, caches, indices)
+    policies = REMAT
+    if x.dtype != jnp.float32:
+        policies = REMAT_OF_ROUNDED
+    run = _Run(stack, context, remat, policies, caches, indices)
     for number, name in enumerate(stack.prefix_names()):
         x = run.single(name, number, x)
     x = run.period(x, len(spec.prefix), scan)
@@ -99,12 +126,14 @@ class _Run:
         stack: Stack,
         context: Context,
         remat: str,
+        policies: dict[str, Policy | None],
         caches: Caches | None,
         indices: Array | None,
     ):
         self._stack = stack
         self._context = context
         self._remat = remat
+        self._policies = policies
         self._caches = caches
         self._indices = indices
         self.new_caches: Caches = {}
@@ -171,7 +200,7 @@ class _Run:
 
         if self._remat == "none":
             return layer, params
-        return jax.checkpoint(layer, policy=REMAT[self._remat]), params
+        return jax.checkpoint(layer, policy=self._policies[self._remat]), params
 
     def _cache(self, name: str) -> KVCache | None:
         if self._caches is None:

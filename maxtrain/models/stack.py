@@ -15,6 +15,7 @@ from jaxtyping import Array, Key
 from maxtrain.models.init import Initializer
 from maxtrain.models.layers import DecoderLayer, KVCache
 from maxtrain.models.specs import LayerSpec, StackSpec
+from maxtrain.ops.dot import Recipe
 
 # By the name of the layer, or of the place in the period.
 Caches = dict[str, KVCache]
@@ -28,7 +29,7 @@ class Stack(nnx.Module):
         embed_dim: D.
         kernel: of ops.attention.
         init: draws the weights.
-        compute: type of the inputs of products.
+        recipe: types of the products; its result is that of all activations.
         key: that the weights of all layers are drawn from, a part of it for each layer's number.
     """
 
@@ -38,7 +39,7 @@ class Stack(nnx.Module):
         embed_dim: int,
         kernel: str,
         init: Initializer,
-        compute: str,
+        recipe: Recipe,
         key: Key[Array, ""],
     ):
         self.spec = spec
@@ -46,7 +47,7 @@ class Stack(nnx.Module):
 
         def make(layer: LayerSpec, key: Array) -> DecoderLayer:
             rngs = nnx.Rngs(params=key)
-            return DecoderLayer(layer, embed_dim, kernel, init, compute, rngs)
+            return DecoderLayer(layer, embed_dim, kernel, init, recipe, rngs)
 
         number = 0
         for name, layer in zip(self.prefix_names(), spec.prefix, strict=True):

@@ -186,7 +186,7 @@ def _forward(
             dlogits += probability * (2 * z_scale * lse * weight_of_z[..., None])
             loss += z_scale * z.sum()
         dlogits = dlogits.astype(form.dtype)
-        dx = contract("btv,dv->btd", dlogits, low)
+        dx = contract("btv,dv->btd", dlogits, low).astype(hidden.dtype)
         part_of_total = TokenLoss(loss, (nll * weight_of_z).sum(-1), z.sum(-1))
         total = jax.tree.map(jnp.add, total, part_of_total)
         dhead = dhead + contract("btd,btv->dv", x, dlogits)
@@ -196,7 +196,7 @@ def _forward(
     parts = _split(form.chunks, hidden, targets, weights, mask)
     (total, dhead), dx = jax.lax.scan(one, start, parts)
     dx = dx.swapaxes(0, 1).reshape(hidden.shape)
-    return total, (dx.astype(hidden.dtype), dhead.astype(head.dtype))
+    return total, (dx, dhead.astype(head.dtype))
 
 
 def _backward(form: Form, saved: tuple[Array, Array], g: TokenLoss) -> tuple:

@@ -11,9 +11,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from maxtrain.ops.einsum import contract
+
+# What the result of a product is called where the backward pass finds it stored or does not.
+PRODUCT = "product"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +35,9 @@ class Recipe:
     result: str = "float32"
 
     @classmethod
-    def of(cls, dtype: str) -> "Recipe":
-        """All that is multiplied is rounded to one type, and the result is float32."""
-        return cls(inputs=dtype, gradient=dtype)
+    def of(cls, dtype: str, result: str = "float32") -> "Recipe":
+        """All that is multiplied is rounded to one type."""
+        return cls(inputs=dtype, gradient=dtype, result=result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -57,8 +61,9 @@ def dot(x: Float[Array, "*b i"], w: Float[Array, "i o"], recipe: Recipe) -> Floa
 def _forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple[Array, Array, Array]]:
     rounded = x.astype(recipe.inputs)
     out = contract("...i,io->...o", rounded, w.astype(recipe.inputs))
+    out = checkpoint_name(out.astype(recipe.result), PRODUCT)
     like_x = jnp.zeros((), x.dtype)
-    return out.astype(recipe.result), (rounded, w, like_x)
+    return out, (rounded, w, like_x)
 
 
 def _backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, Array]:

@@ -1,7 +1,8 @@
 """What is random in training, drawn from a key of each row.
 
 A row's draws depend on its key and its shape alone: they are the same on every mesh, in any company
-of rows and for every split into micro-batches, and come out again when a layer is recomputed.
+of rows and for every split into micro-batches, and come out again when a layer is recomputed. What
+is computed is float32, and rounded to the type that came in.
 """
 
 import jax
@@ -27,7 +28,8 @@ def dropout(x: Float[Array, "B *s"], keys: Key[Array, " B"], rate: float) -> Flo
         return jax.random.bernoulli(key, 1 - rate, x.shape[1:])
 
     keep = jax.vmap(kept)(keys)
-    return jnp.where(keep, x / (1 - rate), 0.0)
+    scaled = x.astype(jnp.float32) / (1 - rate)
+    return jnp.where(keep, scaled, 0.0).astype(x.dtype)
 
 
 def drop_rows(
@@ -44,7 +46,8 @@ def drop_rows(
 
     other_dims = (1,) * (x.ndim - 1)
     keep = jax.vmap(kept)(keys).reshape(-1, *other_dims)
-    return jnp.where(keep, x / (1 - rate), 0.0)
+    scaled = x.astype(jnp.float32) / (1 - rate)
+    return jnp.where(keep, scaled, 0.0).astype(x.dtype)
 
 
 def embedding_noise(
@@ -63,4 +66,5 @@ def embedding_noise(
         return jax.random.uniform(key, (T, D), minval=-1.0, maxval=1.0)
 
     noise = jax.vmap(drawn)(keys)
-    return x + noise * (alpha / (T * D) ** 0.5)
+    noisy = x.astype(jnp.float32) + noise * (alpha / (T * D) ** 0.5)
+    return noisy.astype(x.dtype)

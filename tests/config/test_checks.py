@@ -267,6 +267,16 @@ def pieces(text: str) -> list[str]:
             "=dynamic",
         ),
         (
+            ["precision.activations=bfloat16", "precision.compute=float16"],
+            "precision.activations=bfloat16 rounds to bfloat16 what precision.compute=float16",
+            "Set precision.compute=bfloat16, or precision.activations=float32.",
+        ),
+        (
+            ["precision.activations=bfloat16", "precision.compute=float32"],
+            "precision.activations=bfloat16 rounds to bfloat16 what precision.compute=float32",
+            "Set precision.compute=bfloat16, or precision.activations=float32.",
+        ),
+        (
             ["precision.params=bfloat16", "optimizer.beta2=0.999"],
             "optimizer.beta2=0.999 changes a moment by less",
             "beta2=0.95",

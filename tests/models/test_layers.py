@@ -21,12 +21,14 @@ from maxtrain.models.layers import (
     SwiGLU,
 )
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.dot import Recipe
 from maxtrain.ops.rope import rope_frequencies, rope_tables
 
 D, N, K, H, F, T = 24, 4, 2, 6, 40, 7
 CONFIG = ModelConfig(num_layers=2, embed_dim=D, mlp_dim=F, num_heads=N, num_kv_heads=K)
 LAYER = FAMILIES["llama"].stack(CONFIG).period[0]
 INIT = Initializer(InitConfig(), CONFIG, "float32")
+EXACT = Recipe.of("float32")
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0]])
 
 
@@ -85,7 +87,7 @@ def inputs():
 
 
 def test_swiglu_is_its_equation():
-    module = SwiGLU(LAYER, D, INIT, "float32", nnx.Rngs(params=0))
+    module = SwiGLU(LAYER, D, INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     np.testing.assert_allclose(module(jnp.asarray(x)), swiglu(x, p), atol=1e-5)
 
@@ -96,7 +98,7 @@ def test_attention_is_its_equation(qk_norm, kernel):
     layer = LAYER
     if qk_norm:
         layer = FAMILIES["qwen3"].stack(CONFIG).period[0]
-    module = Attention(layer, D, kernel, INIT, "float32", nnx.Rngs(params=0))
+    module = Attention(layer, D, kernel, INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     assert ("q_norm.scale" in p) == qk_norm
     out, cache = module(jnp.asarray(x), context(2), None)
@@ -107,7 +109,7 @@ def test_attention_is_its_equation(qk_norm, kernel):
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel):
     layer = dataclasses.replace(LAYER, window=2)
-    module = Attention(layer, D, kernel, INIT, "float32", nnx.Rngs(params=0))
+    module = Attention(layer, D, kernel, INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     expected = attend(x, p, window=2)
     whole = context(2)
@@ -125,7 +127,7 @@ def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel):
 
 
 def test_a_layer_adds_both_blocks_of_normalised_inputs():
-    module = DecoderLayer(LAYER, D, "xla", INIT, "float32", nnx.Rngs(params=0))
+    module = DecoderLayer(LAYER, D, "xla", INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     expected = x + attend(normalised(x, p["attention_norm.scale"]), p, "attention.")
     expected = expected + swiglu(normalised(expected, p["mlp_norm.scale"]), p, "mlp.")
@@ -141,7 +143,7 @@ def test_norm_scales_by_its_parameter():
 def test_every_parameter_names_its_dims_and_has_the_type_asked_for():
     spec = FAMILIES["qwen3"].stack(CONFIG).period[0]
     init = INIT._replace(dtype="bfloat16")
-    layer = DecoderLayer(spec, D, "xla", init, "float32", nnx.Rngs(params=0))
+    layer = DecoderLayer(spec, D, "xla", init, EXACT, nnx.Rngs(params=0))
     sizes = {"embed": D, "heads": N, "kv_heads": K, "head_dim": H, "mlp": F}
     state = dict(nnx.to_flat_state(nnx.state(layer)))
     assert len(state) == 11

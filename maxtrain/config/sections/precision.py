@@ -15,10 +15,23 @@ class PrecisionConfig:
     compute: Literal["float32", "bfloat16", "float16"] = key(
         "bfloat16", "inputs of matrix products; they accumulate in float32"
     )
+    activations: Literal["float32", "bfloat16"] = key(
+        "float32", "residual stream and results of products, as they are stored"
+    )
     accumulate: Literal["float32", "bfloat16"] = key("float32", "sums of micro-batches' gradients")
     output: Literal["float32", "bfloat16"] = key(
         "float32", "what logits are rounded to, and kept in, before the softmax"
     )
+
+
+def activation_problems(precision: PrecisionConfig) -> Iterator[str]:
+    """Activations that are stored in fewer bits than products were asked to have, or in others."""
+    if precision.activations == "bfloat16" and precision.compute != "bfloat16":
+        yield (
+            f"precision.activations=bfloat16 rounds to bfloat16 what "
+            f"precision.compute={precision.compute} products take in. "
+            "Set precision.compute=bfloat16, or precision.activations=float32."
+        )
 
 
 _NOT_SCALED = (
