@@ -80,7 +80,7 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
         "bare": bare.run,
         "finite": finite.run,
         "watched": watched.run,
-        "digests": lambda: (digests(watched.state.params), digests(watched.batch)),
+        "digests": lambda: (digests(watched.state.trainable), digests(watched.batch)),
         "guard": lambda: check_batch(host, MODEL.vocab_size or 0, str),
         "copies": lambda: integrity.check(INTEGRITY_INTERVAL, watched.state),
         "again": lambda: integrity.repeat(

@@ -88,7 +88,9 @@ class Variant:
             }
             arrays["positions"] = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (ROWS, LENGTH))
             self.batch = BatchLayout(mesh, ROWS, LENGTH).to_global(arrays)
-            step = make_train_step(abstract, graphdef, next_token(), optimizer, schedule, 1)
+            step = make_train_step(
+                abstract, {"policy": graphdef}, next_token(), optimizer, schedule, 1
+            )
             start = time.perf_counter()
             self.compiled = step.lower(self.state, self.batch).compile()
             self.compile_seconds = time.perf_counter() - start

@@ -36,8 +36,7 @@ from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.objective import Batch
-from maxtrain.training.optimizer import eval_params
-from maxtrain.training.state import TrainState
+from maxtrain.training.state import TrainState, eval_params, policy_params, with_watch
 from maxtrain.training.step import Metrics
 from maxtrain.validation import STOP_PATIENCE, Validation
 
@@ -104,7 +103,7 @@ class Run:
             progress,
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
-        leaves = [*leaf_names(job.abstract.params), *moments]
+        leaves = [*leaf_names(job.abstract.trainable), *moments]
         self.health = Health(config.data, config.anomaly, job.data, leaves, progress)
         self.validation = Validation(job, clock, progress, stop)
         self.step = 0
@@ -396,7 +395,7 @@ class Run:
     def _require_finite(self) -> None:
         """TryAgainError: weights or moments are not finite. Updates that would make them so are
         never applied (training/step.py)."""
-        arrays = {"params": self.state.params, "opt_state": self.state.opt_state}
+        arrays = {"params": policy_params(self.state), "opt_state": self.state.opt_state}
         bad = non_finite_names(arrays)
         if not bad:
             return
@@ -419,9 +418,9 @@ class Run:
         self.step = found.step - 1
         is_saved = False
         if self.step:
-            watch = self.state.watch
+            watch = self.state.control.watch
             going_on = jax.device_put(np.zeros((), bool), watch.halted.sharding)
-            self.state = self.state._replace(watch=watch._replace(halted=going_on))
+            self.state = with_watch(self.state, watch._replace(halted=going_on))
             is_saved = self.save()
             self.checkpoints.wait()
         saved = "nothing was saved"
