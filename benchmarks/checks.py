@@ -99,7 +99,7 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
         "norms_due": norms_due.run,
         "norms_not_due": norms_not_due.run,
         "memory": lambda: memory_in_use(devices),
-        "digests": lambda: (digests(watched.state.params), digests(watched.batch)),
+        "digests": lambda: (digests(watched.state.trainable), digests(watched.batch)),
         "guard": lambda: check_batch(host, MODEL.vocab_size or 0, str),
         "copies": lambda: integrity.check(INTEGRITY_INTERVAL, watched.state),
         "again": lambda: integrity.repeat(

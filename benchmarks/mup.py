@@ -98,7 +98,9 @@ def train(
     )
 
     def loss(params: nnx.State, batch: dict[str, Array]) -> Array:
-        return objective.forward(nnx.merge(graphdef, params), batch, objective.scales(batch)).loss
+        return objective.forward(
+            {"policy": nnx.merge(graphdef, params)}, batch, objective.scales(batch)
+        ).loss
 
     def step(carry: tuple, batch: dict[str, Array]) -> tuple[tuple, Array]:
         params, state = carry

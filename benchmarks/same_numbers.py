@@ -149,7 +149,7 @@ def numbers_of(set_up: SetUp) -> dict[str, Any]:
     state = create_state(abstract, model, precision, rule, 5, loss_scale, set_up.init)
     step = make_train_step(
         abstract,
-        graphdef,
+        {"policy": graphdef},
         next_token(regularization=set_up.regularization or RegularizationConfig()),
         rule,
         make_schedule(SCHEDULE, config.learning_rate, STEPS),
@@ -159,7 +159,7 @@ def numbers_of(set_up: SetUp) -> dict[str, Any]:
         zero=config.zero,
     )
     put = BatchLayout(mesh, ROWS, LENGTH).to_global
-    first = content_hash(state.params)
+    first = content_hash(state.trainable)
     losses = []
     norms = []
     with jax.set_mesh(mesh):
@@ -171,7 +171,7 @@ def numbers_of(set_up: SetUp) -> dict[str, Any]:
         "initial_params": first,
         "losses": losses,
         "grad_norms": norms,
-        "params": content_hash(state.params),
+        "params": content_hash(state.trainable),
     }
 
 

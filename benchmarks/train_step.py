@@ -90,7 +90,7 @@ class Variant:
             self.batch = BatchLayout(mesh, ROWS, LENGTH).to_global(arrays)
             step = make_train_step(
                 abstract,
-                graphdef,
+                {"policy": graphdef},
                 next_token(),
                 optimizer,
                 schedule,

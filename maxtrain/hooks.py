@@ -14,7 +14,8 @@ from flax import nnx
 from maxtrain.finish import completions
 from maxtrain.run import Run
 from maxtrain.signals import StopRequested
-from maxtrain.training.optimizer import eval_params
+from maxtrain.training.partition import POLICY
+from maxtrain.training.state import eval_params
 
 
 class AfterStep(NamedTuple):
@@ -127,7 +128,7 @@ class Sample(Hook):
             return
         run.progress.phase("completing the prompts")
         with run.clock.during("eval"):
-            model = nnx.merge(run.job.graphdef, eval_params(run.state))
+            model = nnx.merge(run.job.graphdefs[POLICY], eval_params(run.state))
             texts = completions(run.config, run.data.tokenizer, model)
         for prompt, text in zip(run.config.observe.prompts, texts):
             run.progress.sample(after.step, prompt, text)

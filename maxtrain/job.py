@@ -36,12 +36,14 @@ from maxtrain.training.adversarial import adversarial
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.objective import Batch, Objective, next_token
 from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.partition import POLICY
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
     abstract_model,
     abstract_state,
     create_state,
+    policy_params,
     state_from_params,
 )
 from maxtrain.training.step import Metrics, make_train_step
@@ -56,7 +58,8 @@ class Parts:
     config: RunConfig
     mesh: jax.sharding.Mesh
     num_steps: int
-    graphdef: nnx.GraphDef
+    # Of each model: "policy" is the one that trains.
+    graphdefs: dict[str, nnx.GraphDef]
     objective: Objective
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
@@ -70,7 +73,7 @@ class Parts:
         config = self.config
         if config.checkpoint.init_from is None:
             state = self._random_state()
-            bad = non_finite_names({"params": state.params})
+            bad = non_finite_names({"params": policy_params(state)})
             if bad:
                 mend = "Lower init.scale or init.std"
                 raise ConfigError(
@@ -79,10 +82,10 @@ class Parts:
             return state
 
         def random_params() -> nnx.State:
-            return self._random_state().params
+            return policy_params(self._random_state())
 
         params = starting_params(
-            self.abstract.params, config.checkpoint, config.model, random_params, tell
+            policy_params(self.abstract), config.checkpoint, config.model, random_params, tell
         )
         return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
 
@@ -103,7 +106,7 @@ class Parts:
 
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
         """Digests of parameters and batch, for the metrics of the step that made this state."""
-        return {"params_hash": digests(state.params), "batch_hash": digests(batch)}
+        return {"params_hash": digests(policy_params(state)), "batch_hash": digests(batch)}
 
     def make_step(self) -> jax.stages.Wrapped:
         """The jitted step (state, batch) -> (state, metrics)."""
@@ -111,7 +114,7 @@ class Parts:
         rate = make_schedule(config.schedule, config.optimizer.learning_rate, self.num_steps)
         return make_train_step(
             self.abstract,
-            self.graphdef,
+            self.graphdefs,
             self.objective,
             self.optimizer,
             rate,
@@ -256,7 +259,9 @@ def make_parts(
         factors = learning_rate_factors(params, config.init, config.model, rule)
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, params, factors)
         abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
-    return Parts(config, mesh, num_steps, graphdef, objective, optimizer, loss_scale, abstract)
+    return Parts(
+        config, mesh, num_steps, {POLICY: graphdef}, objective, optimizer, loss_scale, abstract
+    )
 
 
 def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:

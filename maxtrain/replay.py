@@ -32,7 +32,7 @@ from maxtrain.observe.launches import (
 )
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
-from maxtrain.training.state import TrainState
+from maxtrain.training.state import TrainState, policy_params
 
 
 @dataclasses.dataclass
@@ -181,7 +181,9 @@ def _go(
 ) -> None:
     """The steps themselves; those `without` the data that a rollback left out."""
     if "params_hash" in records.get(begin, {}):
-        findings.compare(begin, records[begin], {"params_hash": hash_text(digests(state.params))})
+        findings.compare(
+            begin, records[begin], {"params_hash": hash_text(digests(policy_params(state)))}
+        )
     step = job.make_step()
     for batch, origin in job.batches(begin, end, left_out=without):
         state, metrics = step(state, batch)

@@ -38,8 +38,7 @@ from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
 from maxtrain.training.objective import Batch
-from maxtrain.training.optimizer import eval_params
-from maxtrain.training.state import TrainState
+from maxtrain.training.state import TrainState, eval_params, policy_params, with_watch
 from maxtrain.training.step import Metrics
 from maxtrain.validation import STOP_PATIENCE, Validation
 
@@ -106,10 +105,10 @@ class Run:
             progress,
             config.log_interval,
             config.observe.layer_norms_interval,
-            norm_names(job.abstract.params),
+            norm_names(job.abstract.trainable),
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
-        leaves = [*leaf_names(job.abstract.params), *moments]
+        leaves = [*leaf_names(job.abstract.trainable), *moments]
         self.health = Health(config.data, config.anomaly, job.data, leaves, progress)
         self.validation = Validation(job, clock, progress, stop)
         self.step = 0
@@ -405,7 +404,7 @@ class Run:
     def _require_finite(self) -> None:
         """TryAgainError: weights or moments are not finite. Updates that would make them so are
         never applied (training/step.py)."""
-        arrays = {"params": self.state.params, "opt_state": self.state.opt_state}
+        arrays = {"params": policy_params(self.state), "opt_state": self.state.opt_state}
         bad = non_finite_names(arrays)
         if not bad:
             return
@@ -428,9 +427,9 @@ class Run:
         self.step = found.step - 1
         is_saved = False
         if self.step:
-            watch = self.state.watch
+            watch = self.state.control.watch
             going_on = jax.device_put(np.zeros((), bool), watch.halted.sharding)
-            self.state = self.state._replace(watch=watch._replace(halted=going_on))
+            self.state = with_watch(self.state, watch._replace(halted=going_on))
             is_saved = self.save()
             self.checkpoints.wait()
         saved = "nothing was saved"

@@ -67,8 +67,8 @@ from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.objective import Batch
-from maxtrain.training.optimizer import eval_params
-from maxtrain.training.state import zero_summary
+from maxtrain.training.partition import POLICY
+from maxtrain.training.state import eval_params, policy_params, zero_summary
 
 _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
@@ -273,7 +273,7 @@ def conclude(run: Run) -> None:
     if jax.process_index() == 0:
         model = None
         if jax.process_count() == 1:  # else this process does not hold all of the model
-            model = nnx.merge(job.graphdef, eval_params(run.state))
+            model = nnx.merge(job.graphdefs[POLICY], eval_params(run.state))
         finish(
             job.config,
             job.data,
@@ -330,7 +330,7 @@ def describe(progress: Progress, job: Job) -> None:
         progress.message(note, style="yellow")
     config = job.config
     devices = jax.devices()
-    millions = sum(x.size for x in jax.tree.leaves(job.abstract.params)) / 1e6
+    millions = sum(x.size for x in jax.tree.leaves(policy_params(job.abstract))) / 1e6
     axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}"
     if axes:

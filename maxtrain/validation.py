@@ -17,6 +17,7 @@ from maxtrain.parallel.batches import BatchLayout
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
 from maxtrain.training.objective import Batch
+from maxtrain.training.partition import POLICY
 
 STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended it
 
@@ -37,7 +38,7 @@ class Validation:
         self._layouts = {
             n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
         }
-        self._step = make_eval_step(job.graphdef, job.objective)
+        self._step = make_eval_step(job.graphdefs[POLICY], job.objective)
         self.best: dict[str, dict[str, Any]] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
         self.read = {

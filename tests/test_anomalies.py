@@ -5,6 +5,7 @@ One step of a small run on words reads a stretch of noise instead: its loss and 
 above those before it.
 """
 
+import dataclasses
 import json
 import random
 import re
@@ -354,7 +355,8 @@ def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):
 
     def initial_state(self, *tell):
         state = original(self, *tell)
-        return state._replace(params=jax.tree.map_with_path(spoil, state.params))
+        trainable = jax.tree.map_with_path(spoil, state.trainable)
+        return dataclasses.replace(state, trainable=trainable)
 
     def spoil(path, x):
         return x * np.float32(np.inf) if "final_norm" in jax.tree_util.keystr(path) else x

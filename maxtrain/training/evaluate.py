@@ -11,6 +11,7 @@ from data_pipeline.errors import DataError
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.training.objective import Batch, Objective
+from maxtrain.training.partition import POLICY
 
 # Batches that are under way at a time.
 _AHEAD = 8
@@ -21,7 +22,7 @@ def make_eval_step(graphdef: nnx.GraphDef, objective: Objective) -> EvalStep:
     """Jitted (params, batch) -> Sum."""
 
     def step(params: nnx.State, batch: Batch) -> Sum:
-        return objective.nll(nnx.merge(graphdef, params), batch)
+        return objective.nll({POLICY: nnx.merge(graphdef, params)}, batch)
 
     return jax.jit(step, compiler_options=compiler_options(jax.default_backend()))
 

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxtrain.config.schema import LossConfig, RegularizationConfig
-from maxtrain.models.decoder import Decoder
 from maxtrain.models.layers import Noise
 from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import batch_shards
+from maxtrain.training.partition import POLICY, Models
 
 # inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also
 # keys [B], of what is random; embedding_offset [B, T, D] where an objective wants one
@@ -44,14 +44,14 @@ class Objective(NamedTuple):
     factors: what each term's mean is multiplied with.
     denominators: of the terms of a whole batch, from the batch alone; they must add up over any
         split of its rows.
-    forward: (model, micro-batch, scales) -> Result, where scales holds factor / denominator for
-        each term. Its sums have at least `nll`, the summed negative log-likelihood of the targets
-        and their summed loss mask.
+    forward: (models, micro-batch, scales) -> Result, where scales holds factor / denominator for
+        each term, and the model "policy" is the one that trains. Its sums have at least `nll`,
+        the summed negative log-likelihood of the targets and their summed loss mask.
     """
 
     factors: Mapping[str, float]
     denominators: Callable[[Batch], dict[str, Array]]
-    forward: Callable[[Decoder, Batch, Scales], Result]
+    forward: Callable[[Models, Batch, Scales], Result]
 
     def scales(self, batch: Batch, loss_scale: Array | float = 1.0) -> dict[str, Array]:
         """factor * loss_scale / denominator of each term.
@@ -65,10 +65,10 @@ class Objective(NamedTuple):
             scales[name] = factor * loss_scale / jnp.where(count > 0, count, 1.0)
         return scales
 
-    def nll(self, model: Decoder, batch: Batch) -> Sum:
+    def nll(self, models: Models, batch: Batch) -> Sum:
         """Negative log-likelihood of the targets, for evaluation: no other term, nothing random."""
         batch = {name: x for name, x in batch.items() if name != "keys"}
-        return self.forward(model, batch, dict.fromkeys(self.factors, 0.0)).sums["nll"]
+        return self.forward(models, batch, dict.fromkeys(self.factors, 0.0)).sums["nll"]
 
 
 PLAIN = LossConfig()
@@ -109,7 +109,8 @@ def next_token(
                 raise ValueError(f"normalize={normalize} is none of tokens, sequences, constant.")
         return {"nll": count, "z": mask.sum()}
 
-    def forward(model: Decoder, batch: Batch, scales: Scales) -> Result:
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        model = models[POLICY]
         offset = batch.get("embedding_offset")
         noise = None
         if regularization != NO_NOISE and "keys" in batch:

@@ -101,15 +101,15 @@ def scale_by_factors(factors: PyTree) -> optax.GradientTransformation:
     return optax.stateless(scale)
 
 
-def eval_params(state: Any) -> nnx.State:
-    """What a training state is judged by: the average of its weights, or else its parameters."""
-    if not isinstance(state.opt_state, Averaged):
-        return state.params
+def average_or_params(params: PyTree, opt_state: PyTree) -> PyTree:
+    """The average of the weights in their own types, or the weights where there is no average."""
+    if not isinstance(opt_state, Averaged):
+        return params
 
     def as_parameter(average: Array, parameter: Array) -> Array:
         return average.astype(parameter.dtype)
 
-    return jax.tree.map(as_parameter, state.opt_state.average, state.params)
+    return jax.tree.map(as_parameter, opt_state.average, params)
 
 
 def apply_updates(params: PyTree, updates: PyTree, key: Array | None = None) -> PyTree:

@@ -4,7 +4,9 @@ It is made in place on the mesh, or described abstractly. Parameter counts, chec
 weights all read the same abstract tree.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,22 +20,105 @@ from maxtrain.config.schema import InitConfig, LossScaleConfig, ModelConfig, Pre
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.parallel.sharding import named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
+from maxtrain.training.optimizer import average_or_params
+from maxtrain.training.partition import POLICY, join, nothing, only_policy
 from maxtrain.training.watch import Watch, new_watch
 
 
-class TrainState(NamedTuple):
-    """Parameters, optimizer, and counters of optimizer steps."""
+class Control(NamedTuple):
+    """What decides on steps, and counts them."""
 
-    params: nnx.State
-    opt_state: PyTree
-    # Finished steps, whether they changed anything or not.
-    step: Int[Array, ""]
-    # Steps of these that changed nothing: without a target, or rejected.
+    # Steps of the run that changed nothing: without a target, or rejected.
     skipped: Int[Array, ""]
     # Non-finite steps in a row, up to now, that no lower loss scale would have mended.
     skipped_in_row: Int[Array, ""]
     watch: Watch
     loss_scale: LossScale | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a step needs beside the batch, and all that it changes.
+
+    A pytree whose leaves are called what checkpoints call them: `params.layers.0...` are those that
+    train, and what is in `control` has no name in front.
+    """
+
+    # Finished steps, whether they changed anything or not; int32 of shape [], or its description.
+    step: PyTree
+    # Parameters of the policy that have a gradient.
+    trainable: nnx.State
+    # Never updated: the policy's other parameters, and whole models that an objective needs.
+    frozen: dict[str, nnx.State]
+    # Arrays of the policy that change without a gradient.
+    buffers: nnx.State
+    opt_state: PyTree
+    control: Control
+
+
+# Of the children of a TrainState, in the order of its leaves.
+_KEYS = tuple(
+    jax.tree_util.GetAttrKey(name)
+    for name in (
+        "params",
+        "opt_state",
+        "step",
+        "skipped",
+        "skipped_in_row",
+        "watch",
+        "loss_scale",
+        "buffers",
+        "frozen",
+    )
+)
+
+
+def _children(state: TrainState) -> tuple[tuple[Any, ...], None]:
+    control = state.control
+    children = (
+        state.trainable,
+        state.opt_state,
+        state.step,
+        control.skipped,
+        control.skipped_in_row,
+        control.watch,
+        control.loss_scale,
+        state.buffers,
+        state.frozen,
+    )
+    return children, None
+
+
+def _children_with_keys(state: TrainState) -> tuple[tuple[tuple[Any, Any], ...], None]:
+    children, _ = _children(state)
+    return tuple(zip(_KEYS, children, strict=True)), None
+
+
+def _from_children(_: None, children: Iterable[Any]) -> TrainState:
+    trainable, opt_state, step, skipped, in_row, watch, loss_scale, buffers, frozen = children
+    control = Control(skipped, in_row, watch, loss_scale)
+    return TrainState(step, trainable, frozen, buffers, opt_state, control)
+
+
+jax.tree_util.register_pytree_with_keys(TrainState, _children_with_keys, _from_children, _children)
+
+
+def policy_params(state: TrainState) -> nnx.State:
+    """All parameters of the policy, those that train and those that don't."""
+    return join(state.trainable, state.frozen[POLICY])
+
+
+def with_watch(state: TrainState, watch: Watch) -> TrainState:
+    """The state with another watch."""
+    control = state.control._replace(watch=watch)
+    return dataclasses.replace(state, control=control)
+
+
+def eval_params(state: TrainState) -> nnx.State:
+    """What the policy is judged by: the average of its weights, or else its parameters; and all of
+    it that does not train."""
+    trainable = average_or_params(state.trainable, state.opt_state)
+    return join(trainable, state.frozen[POLICY], state.buffers)
 
 
 def _is_variable(x: Any) -> bool:
@@ -92,7 +177,7 @@ def zero_summary(abstract: TrainState, zero: int) -> str:
 
     split = {"optimizer state": abstract.opt_state}
     if zero == 3:
-        split["parameters"] = abstract.params
+        split["parameters"] = abstract.trainable
     parts = []
     for name, tree in split.items():
         leaves = jax.tree.leaves(tree)
@@ -105,14 +190,19 @@ def zero_summary(abstract: TrainState, zero: int) -> str:
 def _init(
     params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None
 ) -> TrainState:
-    return TrainState(
-        params=params,
-        opt_state=optimizer.init(params),
-        step=jnp.zeros((), jnp.int32),
+    control = Control(
         skipped=jnp.zeros((), jnp.int32),
         skipped_in_row=jnp.zeros((), jnp.int32),
         watch=new_watch(),
         loss_scale=initial(loss_scale),
+    )
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        trainable=params,
+        frozen=only_policy(),
+        buffers=nothing(),
+        opt_state=optimizer.init(params),
+        control=control,
     )
 
 
@@ -133,9 +223,9 @@ def abstract_state(
     shapes = jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params)
     state: TrainState = _shard(shapes, mesh)
     if zero >= 1:
-        state = state._replace(opt_state=spread_tree(state.opt_state))
+        state = dataclasses.replace(state, opt_state=spread_tree(state.opt_state))
     if zero == 3:
-        state = state._replace(params=spread_tree(state.params))
+        state = dataclasses.replace(state, trainable=spread_tree(state.trainable))
     return state
 
 

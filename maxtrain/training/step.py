@@ -8,30 +8,35 @@ schedule bit for bit as they were. That the result is finite costs one more pass
 optimizer state.
 """
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
-from maxtrain.training.loss_scale import after_step
+from maxtrain.training.loss_scale import LossScale, after_step
 from maxtrain.training.norms import is_stacked, measure_norms, no_norms
 from maxtrain.training.objective import Batch, Objective, Result, Scales
 from maxtrain.training.optimizer import apply_updates
-from maxtrain.training.state import TrainState, shardings, spread_tree
-from maxtrain.training.watch import judge
+from maxtrain.training.partition import Models, models_from
+from maxtrain.training.state import Control, TrainState, shardings, spread_tree
+from maxtrain.training.watch import Verdict, judge
 
 Metrics = dict[str, Array]
 WARNING = AnomalyConfig()
-_UPDATE = 2**32 - 1  # no row has this number
+# No row has this number.
+_UPDATE = 2**32 - 1
 
 
 def gradients(
-    graphdef: nnx.GraphDef,
+    models: Callable[[nnx.State], Models],
     params: nnx.State,
     batch: Batch,
     objective: Objective,
@@ -42,20 +47,28 @@ def gradients(
 ) -> tuple[Result, nnx.State]:
     """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
 
-    `scales` are the objective's, for the whole batch. `accumulation`, the number of micro-batches,
-    divides B; row r goes to micro-batch r mod accumulation, so that no row leaves its device. Their
-    gradients are summed up in `dtype`. `places` are shardings of gradients, while they are summed
-    up and after; None: those that XLA finds best.
+    Row r goes to micro-batch r mod accumulation, so that no row leaves its device.
+
+    Args:
+        models: from the parameters that train to all models (partition.models_from).
+        params: those that train.
+        scales: the objective's, for the whole batch.
+        accumulation: the number of micro-batches; it divides B.
+        dtype: in which gradients of micro-batches are summed up.
+        places: shardings of gradients, while they are summed up and after; None: those that XLA
+            finds best.
     """
 
     def loss(params: nnx.State, micro: Batch) -> tuple[Array, Result]:
-        result = objective.forward(nnx.merge(graphdef, params), micro, scales)
+        result = objective.forward(models(params), micro, scales)
         return result.loss, result
 
     def one(micro: Batch) -> tuple[Result, nnx.State]:
         (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return result, grads if places is None else jax.lax.with_sharding_constraint(grads, places)
+        if places is not None:
+            grads = jax.lax.with_sharding_constraint(grads, places)
+        return result, grads
 
     if accumulation == 1:
         return one(batch)
@@ -84,7 +97,7 @@ def gradients(
 
 def make_train_step(
     abstract: TrainState,
-    graphdef: nnx.GraphDef,
+    graphdefs: Mapping[str, nnx.GraphDef],
     objective: Objective,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
@@ -102,13 +115,14 @@ def make_train_step(
     exactly as it went in.
 
     Args:
+        graphdefs: the structure of each model that the objective sees.
         accumulation, accumulate: number of micro-batches, and the type in which their gradients are
-        summed up.
+            summed up.
         seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s),
             r), however it is split.
         loss_scale: a resolved one, as the state was made with.
         stochastic_rounding, zero: as in the config; with zero from 2 on the gradients are split
-        over `data` as well.
+            over `data` as well.
         anomaly: what is not well, and what is done about it.
         norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
             them: the others skip that branch of the program.
@@ -118,106 +132,201 @@ def make_train_step(
     (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
     changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
     between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
-    gradient: index of the first array of parameters, then optimizer state, that would not be
-        finite, or -1), loss_scale if there is one, weight_norm (of all parameters, before the
-        update), norms if there is an interval (see `measure_norms`; zeros where not due), and what
-        `watch.judge` says.
+    gradient: index of the first array of parameters that train, then optimizer state, that would
+    not be finite, or -1), loss_scale if there is one, weight_norm (of parameters that train, before
+    the update), norms if there is an interval (see `measure_norms`; zeros where not due), and what
+    `watch.judge` says.
     """
-    places = shardings(spread_tree(abstract.params)) if zero >= 2 else None
-    stacked = is_stacked(abstract.params)
+    places = None
+    if zero >= 2:
+        places = shardings(spread_tree(abstract.trainable))
+    stacked = is_stacked(abstract.trainable)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        scaled = jnp.float32(1) if state.loss_scale is None else state.loss_scale.scale
-        batch = batch | {"keys": row_keys(seed, state.step, batch["targets"].shape[0])}
+        scale = _scale_of_loss(state)
+        rows, _ = batch["targets"].shape
+        batch = batch | {"keys": row_keys(seed, state.step, rows)}
+        models = models_from(graphdefs, state.frozen, state.buffers)
+        scales = objective.scales(batch, scale)
         result, grads = gradients(
-            graphdef,
-            state.params,
-            batch,
-            objective,
-            objective.scales(batch, scaled),
-            accumulation,
-            accumulate,
-            places,
+            models, state.trainable, batch, objective, scales, accumulation, accumulate, places
         )
-        if state.loss_scale is not None:
-            grads = jax.tree.map(lambda g: g / scaled, grads)
-        squares, nll, sources = (
-            _squares(grads),
-            result.sums["nll"],
-            result.sums.pop("sources", None),
-        )
-        measured = {"loss": nll.mean(), "grad_norm": jnp.sqrt(squares.sum())}
-        weight_norm = norm_of(state.params)
-        # Where drift is not looked at, no step is refused for this norm.
-        if anomaly.weight_drift != "off":
-            measured["weight_norm"] = weight_norm
-        finite = jnp.isfinite(jnp.stack([result.loss, *measured.values()])).all()
-        counts = ~(
-            nll.weight <= 0
-        )  # a number of targets that is NaN is no batch without targets: it is a bad one
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        key = (
-            jax.random.fold_in(step_key(seed, state.step), _UPDATE) if stochastic_rounding else None
-        )
-        params = apply_updates(state.params, updates, key)
-        before = (state.params, state.opt_state)
-        # Adam's moments of bfloat16 parameters come out in float32.
-        after = jax.tree.map(lambda new, old: new.astype(old.dtype), (params, opt_state), before)
-        written = finite_leaves(after)
-        sound = finite & written.all()
-
-        next_scale, lost = after_step(state.loss_scale, finite, jnp.isfinite(nll.total), loss_scale)
-        lost |= finite & ~sound  # no lower loss scale would mend what is not the gradient's fault
-        verdict = judge(state.watch, anomaly, measured, sound & counts, lost & counts)
-        apply = sound & counts & ~verdict.reject & ~verdict.halt
-
-        def keep(new: Array, old: Array) -> Array:
-            return jnp.where(apply, new, old)
-
-        in_row = jnp.where(apply, 0, state.skipped_in_row + (lost & counts))
-        counters = (state.step + 1, state.skipped + ~apply, in_row, verdict.watch, next_scale)
-        next_state = TrainState(
-            *jax.tree.map(keep, after, before),
-            *jax.tree.map(lambda new, old: jnp.where(verdict.halt, old, new), counters, state[2:]),
-        )
-        next_state = next_state._replace(watch=next_state.watch._replace(halted=verdict.halt))
-        metrics = {name: value.mean() for name, value in result.sums.items() if name != "nll"} | {
-            "objective": result.loss / scaled,
-            "targets": nll.weight,
-            "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
-            "weight_norm": weight_norm,
-            "bad_leaf": _first_false(jnp.isfinite(squares)),
-            "bad_update": jnp.where(finite, _first_false(written), -1),
-            "learning_rate": schedule(state.step - state.skipped),
-            "skipped": next_state.skipped,
-            "skipped_in_row": next_state.skipped_in_row,
-        }
-        metrics |= measured | verdict.metrics
-        metrics |= (
-            {}
-            if sources is None
-            else {"source_nll": sources.total, "source_targets": sources.weight}
-        )
-        metrics |= {} if state.loss_scale is None else {"loss_scale": scaled}
+        if state.control.loss_scale is not None:
+            grads = jax.tree.map(lambda g: g / scale, grads)
+        measured = _measure(result, grads, state, anomaly)
+        key = None
+        if stochastic_rounding:
+            key = jax.random.fold_in(step_key(seed, state.step), _UPDATE)
+        update = _update(optimizer, grads, state, key)
+        decision = _decide(state, result, measured, update, anomaly, loss_scale)
+        next_state = _keep(state, update, decision)
+        metrics = _described(result, batch, scale)
+        metrics["bad_leaf"] = _first_false(jnp.isfinite(measured.squares))
+        metrics["bad_update"] = jnp.where(decision.finite, _first_false(update.written), -1)
+        applied = state.step - state.control.skipped
+        metrics["learning_rate"] = jnp.asarray(schedule(applied))
+        metrics["skipped"] = next_state.control.skipped
+        metrics["skipped_in_row"] = next_state.control.skipped_in_row
+        if state.control.loss_scale is not None:
+            metrics["loss_scale"] = scale
+        metrics["weight_norm"] = measured.weight_norm
         if norms_interval:
             due = (state.step + 1) % norms_interval == 0
 
             def measure() -> Array:
-                return measure_norms(stacked, grads, state.params, after[0], apply)
+                before = state.trainable
+                return measure_norms(stacked, grads, before, update.trainable, decision.apply)
 
             def skip() -> Array:
-                return no_norms(stacked, state.params)
+                return no_norms(stacked, state.trainable)
 
             metrics["norms"] = jax.lax.cond(due, measure, skip)
-        return next_state, metrics
+        return next_state, metrics | measured.values | decision.verdict.metrics
 
-    (device, *_) = jax.tree.leaves(shardings(abstract))[
-        0
-    ].device_set  # perhaps only described, and not of this machine
+    where = shardings(abstract)
+    # Perhaps only described, and not of this machine.
+    device = next(iter(jax.tree.leaves(where)[0].device_set))
     options = compiler_options(device.platform)
-    return jax.jit(
-        step, donate_argnums=0, out_shardings=(shardings(abstract), None), compiler_options=options
+    return jax.jit(step, donate_argnums=0, out_shardings=(where, None), compiler_options=options)
+
+
+class _Measured(NamedTuple):
+    """What is known of a step before its update."""
+
+    # loss, grad_norm, and weight_norm where it is looked at.
+    values: Metrics
+    # The sum of squares of each gradient.
+    squares: Float[Array, " leaves"]
+    # Of the parameters that train; no step is refused for it unless it is among the values.
+    weight_norm: Float[Array, ""]
+
+
+class _Update(NamedTuple):
+    """What parameters and optimizer state would be after a step."""
+
+    trainable: nnx.State
+    opt_state: PyTree
+    # Of each array of both, whether it is finite.
+    written: Bool[Array, " leaves"]
+
+
+class _Decision(NamedTuple):
+    """What becomes of a step."""
+
+    # Loss and gradient are finite.
+    finite: Bool[Array, ""]
+    # The update is applied.
+    apply: Bool[Array, ""]
+    # The step is not finite, and no lower loss scale would mend that.
+    lost: Bool[Array, ""]
+    verdict: Verdict
+    loss_scale: LossScale | None
+
+
+def _scale_of_loss(state: TrainState) -> Array:
+    loss_scale = state.control.loss_scale
+    if loss_scale is None:
+        return jnp.float32(1)
+    return loss_scale.scale
+
+
+def _measure(
+    result: Result, grads: nnx.State, state: TrainState, anomaly: AnomalyConfig
+) -> _Measured:
+    """The numbers that a step is judged by."""
+    squares = _squares(grads)
+    values = {"loss": result.sums["nll"].mean(), "grad_norm": jnp.sqrt(squares.sum())}
+    weight_norm = norm_of(state.trainable)
+    if anomaly.weight_drift != "off":
+        values["weight_norm"] = weight_norm
+    return _Measured(values, squares, weight_norm)
+
+
+def _update(
+    optimizer: optax.GradientTransformation, grads: nnx.State, state: TrainState, key: Array | None
+) -> _Update:
+    """Parameters and optimizer state after the step, in their own types."""
+    before = (state.trainable, state.opt_state)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
+    trainable = apply_updates(state.trainable, updates, key)
+    # Adam's moments of bfloat16 parameters come out in float32.
+    after = jax.tree.map(lambda new, old: new.astype(old.dtype), (trainable, opt_state), before)
+    trainable, opt_state = after
+    return _Update(trainable, opt_state, finite_leaves(after))
+
+
+def _decide(
+    state: TrainState,
+    result: Result,
+    measured: _Measured,
+    update: _Update,
+    anomaly: AnomalyConfig,
+    loss_scale: LossScaleConfig | None,
+) -> _Decision:
+    """Whether the update is applied, and what the loss scale and the watch make of the step."""
+    nll = result.sums["nll"]
+    control = state.control
+    finite = jnp.isfinite(jnp.stack([result.loss, *measured.values.values()])).all()
+    # A number of targets that is NaN is no batch without targets: it is a bad one.
+    counts = ~(nll.weight <= 0)
+    sound = finite & update.written.all()
+    loss_finite = jnp.isfinite(nll.total)
+    next_scale, lost = after_step(control.loss_scale, finite, loss_finite, loss_scale)
+    # No lower loss scale would mend what is not the gradient's fault.
+    lost |= finite & ~sound
+    lost &= counts
+    verdict = judge(control.watch, anomaly, measured.values, sound & counts, lost)
+    apply = sound & counts & ~verdict.reject & ~verdict.halt
+    return _Decision(finite, apply, lost, verdict, next_scale)
+
+
+def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState:
+    """The state after the step: a step that is not applied changes counters only, and one that
+    halts not even these."""
+    control = state.control
+    halt = decision.verdict.halt
+
+    def if_applied(new: Array, old: Array) -> Array:
+        return jnp.where(decision.apply, new, old)
+
+    def unless_halted(new: Array, old: Array) -> Array:
+        return jnp.where(halt, old, new)
+
+    trainable = jax.tree.map(if_applied, update.trainable, state.trainable)
+    opt_state = jax.tree.map(if_applied, update.opt_state, state.opt_state)
+    in_row = jnp.where(decision.apply, 0, control.skipped_in_row + decision.lost)
+    counted = Control(
+        skipped=control.skipped + ~decision.apply,
+        skipped_in_row=in_row,
+        watch=decision.verdict.watch,
+        loss_scale=decision.loss_scale,
     )
+    counted = jax.tree.map(unless_halted, counted, control)
+    watch = counted.watch._replace(halted=halt)
+    return TrainState(
+        step=unless_halted(state.step + 1, state.step),
+        trainable=trainable,
+        frozen=state.frozen,
+        buffers=state.buffers,
+        opt_state=opt_state,
+        control=counted._replace(watch=watch),
+    )
+
+
+def _described(result: Result, batch: Batch, scale: Array) -> Metrics:
+    """What is recorded of the loss and of the batch."""
+    metrics = {
+        "objective": result.loss / scale,
+        "targets": result.sums["nll"].weight,
+        "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
+    }
+    for name, value in result.sums.items():
+        if name == "sources":
+            metrics["source_nll"] = value.total
+            metrics["source_targets"] = value.weight
+        elif name != "nll":
+            metrics[name] = value.mean()
+    return metrics
 
 
 def _first_false(found: Array) -> Array:

@@ -279,7 +279,7 @@ def test_every_part_of_a_step_takes_bfloat16_activations():
 
         def value(state, graphdef=graphdef):
             scales = objective.scales(b)
-            return objective.forward(nnx.merge(graphdef, state), b, scales).loss
+            return objective.forward({"policy": nnx.merge(graphdef, state)}, b, scales).loss
 
         gradients = jax.eval_shape(jax.grad(value), weights(config)[1])
         assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}

@@ -21,6 +21,7 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
 from maxtrain.training.evaluate import make_eval_step
 from maxtrain.training.objective import next_token
+from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients, row_keys
 
 EXACT = PrecisionConfig(params="float32", compute="float32")
@@ -82,7 +83,12 @@ def compiled(regularization, accumulation, **model):
     def forward(params, arrays, step):
         arrays = arrays | keys(step)
         result, grads = gradients(
-            graphdef, params, arrays, objective, objective.scales(arrays), accumulation
+            models_from({"policy": graphdef}),
+            params,
+            arrays,
+            objective,
+            objective.scales(arrays),
+            accumulation,
         )
         return result.loss, grads
 
@@ -148,7 +154,9 @@ def test_nothing_random_is_compiled_where_all_rates_are_zero():
         graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
         return str(
             jax.make_jaxpr(
-                lambda p, b: objective.forward(nnx.merge(graphdef, p), b, {"nll": 1.0}).loss
+                lambda p, b: (
+                    objective.forward({"policy": nnx.merge(graphdef, p)}, b, {"nll": 1.0}).loss
+                )
             )(weights(), batch() | keys())
         )
 

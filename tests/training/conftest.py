@@ -23,6 +23,7 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.loss_scale import initial
 from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.partition import POLICY
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
@@ -110,7 +111,7 @@ class Tiny:
         parts = Tiny.parts()
         with jax.set_mesh(parts.mesh):
             logits = jax.jit(_logits, static_argnums=0)(
-                parts.graphdef, parts.new_state().params, batch
+                parts.graphdef, parts.new_state().trainable, batch
             )
         likely = np.argsort(np.asarray(logits), axis=-1)
         hard = (np.arange(B) % 2 == 1)[:, None]
@@ -147,19 +148,20 @@ class Tiny:
         loss_scale = options.get("loss_scale")
         abstract = abstract_state(params, rule, mesh, loss_scale, optimizer.zero)
         train_step = make_train_step(
-            abstract, graphdef, objective, rule, schedule, accumulation, **options
+            abstract, {POLICY: graphdef}, objective, rule, schedule, accumulation, **options
         )
 
         def create(seed: int = SEED) -> TrainState:
             return create_state(abstract, config, precision, rule, seed, loss_scale)
 
         def new_state() -> TrainState:
-            first = Tiny.first_state(precision)._replace(loss_scale=initial(loss_scale))
+            first = Tiny.first_state(precision)
+            control = first.control._replace(loss_scale=initial(loss_scale))
+            first = dataclasses.replace(first, control=control)
             if optimizer is OPTIMIZER:
                 return jax.device_put(first, shardings(abstract))
-            return state_from_params(
-                abstract, jax.device_put(first.params, shardings(abstract.params)), rule, loss_scale
-            )
+            params = jax.device_put(first.trainable, shardings(abstract.trainable))
+            return state_from_params(abstract, params, rule, loss_scale)
 
         return Parts(
             mesh,

@@ -19,6 +19,7 @@ from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.training.objective import Result, next_token
 from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.partition import models_from
 from maxtrain.training.state import abstract_model, abstract_state, create_state
 from maxtrain.training.step import gradients
 
@@ -27,9 +28,10 @@ B, T, SPLITS = 64, 8, (1, 2, 4, 8)
 NEXT_TOKEN = next_token(LossConfig(z_loss=0.01, label_smoothing=0.1))
 
 
-def forward(model, batch, scales):
+def forward(models, batch, scales):
     """A third term: the mean square of hidden states over documents' positions, targets or not."""
-    result = NEXT_TOKEN.forward(model, batch, scales)
+    result = NEXT_TOKEN.forward(models, batch, scales)
+    model = models["policy"]
     hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     real = (batch["segment_ids"] > 0).astype(jnp.float32)
     size = Sum((jnp.sin(hidden).sum(-1) * real).sum(), real.sum())
@@ -83,12 +85,12 @@ def compiled(tiny, devices, split):
     @jax.jit
     def gradient(params, batch, only):
         scales = {name: scale * only[name] for name, scale in OBJECTIVE.scales(batch).items()}
-        return gradients(graphdef, params, batch, OBJECTIVE, scales, split)
+        return gradients(models_from({"policy": graphdef}), params, batch, OBJECTIVE, scales, split)
 
     with jax.set_mesh(mesh):
         params = create_state(
             abstract_state(params, optimizer, mesh), config, tiny.precision, optimizer, 5
-        ).params
+        ).trainable
 
     def run(batch, only):
         with jax.set_mesh(mesh):

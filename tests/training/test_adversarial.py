@@ -12,6 +12,7 @@ from flax import nnx
 from maxtrain.config.schema import LossConfig
 from maxtrain.training.adversarial import adversarial, worst_offset
 from maxtrain.training.objective import next_token
+from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -29,10 +30,12 @@ def attacked(tiny):
     scales = PLAIN.scales(batch)
 
     def offset(config, params):
-        return worst_offset(PLAIN, nnx.merge(parts.graphdef, params), batch, scales, config)
+        return worst_offset(
+            PLAIN, {"policy": nnx.merge(parts.graphdef, params)}, batch, scales, config
+        )
 
     with jax.set_mesh(parts.mesh):
-        params = parts.new_state().params
+        params = parts.new_state().trainable
         offsets = [jax.jit(functools.partial(offset, config))(params) for config in (FGM, PGD)]
     return parts, params, batch, scales, offsets
 
@@ -43,7 +46,7 @@ def loss(attacked, offset):
     with jax.set_mesh(parts.mesh):
         model = nnx.merge(parts.graphdef, params)
         value = jax.value_and_grad(
-            lambda o: PLAIN.forward(model, batch | {"embedding_offset": o}, scales).loss
+            lambda o: PLAIN.forward({"policy": model}, batch | {"embedding_offset": o}, scales).loss
         )
         return jax.jit(value)(offset)
 
@@ -81,15 +84,18 @@ def test_the_gradient_is_that_of_both_losses_with_the_offset_held_still(attacked
     def by_hand(params):
         model = nnx.merge(parts.graphdef, params)
         return (
-            PLAIN.forward(model, batch, scales).loss
-            + 0.7 * PLAIN.forward(model, batch | {"embedding_offset": offset}, scales).loss
+            PLAIN.forward({"policy": model}, batch, scales).loss
+            + 0.7
+            * PLAIN.forward({"policy": model}, batch | {"embedding_offset": offset}, scales).loss
         )
 
     with jax.set_mesh(parts.mesh):
         value, expected = jax.jit(jax.value_and_grad(by_hand))(params)
         objective, split = adversarial(PLAIN, config), 4 if config is PGD else 1
         result, grads = jax.jit(
-            lambda p: gradients(parts.graphdef, p, batch, objective, scales, split)
+            lambda p: gradients(
+                models_from({"policy": parts.graphdef}), p, batch, objective, scales, split
+            )
         )(params)
     np.testing.assert_allclose(result.loss, value, rtol=1e-6)
     for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
@@ -105,7 +111,9 @@ def test_evaluation_does_without(attacked):
         costs = []
         for objective in (PLAIN, adversarial(PLAIN, FGM)):
             compiled = (
-                jax.jit(lambda p, o=objective: o.nll(nnx.merge(parts.graphdef, p), batch))
+                jax.jit(
+                    lambda p, o=objective: o.nll({"policy": nnx.merge(parts.graphdef, p)}, batch)
+                )
                 .lower(params)
                 .compile()
             )

@@ -46,7 +46,7 @@ def result(tiny, held_out, rows, shape, num_batches=None, num_tokens="all"):
     layout = BatchLayout(parts.mesh, rows, tiny.length)
     batches = (layout.to_global(batch.arrays) for batch in data.iterate(layout.part, num_batches))
     with jax.set_mesh(parts.mesh):
-        step, params = make_eval_step(parts.graphdef, next_token()), parts.new_state().params
+        step, params = make_eval_step(parts.graphdef, next_token()), parts.new_state().trainable
         values = evaluate(
             step,
             params,

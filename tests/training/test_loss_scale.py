@@ -124,7 +124,7 @@ def test_gradients_of_1e_8_train_in_float16_only_with_scaling(tiny):
         first - last
     )  # what flushes to 0 teaches nothing
     assert metrics[0]["grad_norm"] == pytest.approx(wanted[0]["grad_norm"], rel=0.02)
-    assert state.loss_scale.scale == 2.0**28  # grown four times in 20 steps
+    assert state.control.loss_scale.scale == 2.0**28  # grown four times in 20 steps
 
 
 @pytest.mark.long
@@ -136,7 +136,7 @@ def test_an_overflow_skips_the_update_bit_for_bit_and_lowers_the_scale(tiny, sha
     parts = tiny.parts(shape, precision=HALF, step={"loss_scale": config})
     before = jax.device_get(parts.new_state())
     state, metrics = steps(parts, [tiny.batch()] * 24)
-    skipped = int(state.skipped)
+    skipped = int(state.control.skipped)
     assert 4 < skipped < 24
     scales = [float(m["loss_scale"]) for m in metrics]
     assert scales[: skipped + 1] == [2.0 ** (32 - i) for i in range(skipped + 1)] and set(
@@ -176,13 +176,15 @@ def test_scaling_up_and_down_again_changes_no_bit(tiny):
     with jax.set_mesh(parts.mesh):
         for scale in (1.0, 2.0**12):
             state = parts.new_state()
-            value = jax.device_put(np.float32(scale), state.loss_scale.scale.sharding)
-            state = state._replace(loss_scale=state.loss_scale._replace(scale=value))
+            value = jax.device_put(np.float32(scale), state.control.loss_scale.scale.sharding)
+            scaled = state.control.loss_scale._replace(scale=value)
+            control = state.control._replace(loss_scale=scaled)
+            state = dataclasses.replace(state, control=control)
             metrics = {}
             for seed in (0, 1):
                 state, metrics = parts.step(state, parts.put(tiny.batch(seed)))
             assert metrics.pop("loss_scale") == scale
-            results.append(jax.device_get((state.params, state.opt_state, metrics)))
+            results.append(jax.device_get((state.trainable, state.opt_state, metrics)))
     for ours, theirs in zip(*map(jax.tree.leaves, results), strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
@@ -201,11 +203,11 @@ def test_a_scaled_step_is_the_float32_step_without_a_scale(tiny):
         + tiny.model.num_layers * tiny.model.mlp_dim
     )
     for x, y in zip(
-        jax.tree.leaves((ours.params, ours.opt_state)),
-        jax.tree.leaves((theirs.params, theirs.opt_state)),
+        jax.tree.leaves((ours.trainable, ours.opt_state)),
+        jax.tree.leaves((theirs.trainable, theirs.opt_state)),
     ):
         assert np.linalg.norm(x - y) <= additions * 2.0**-24 * np.linalg.norm(y)
-    assert isinstance(ours.loss_scale, LossScale) and theirs.loss_scale is None
+    assert isinstance(ours.control.loss_scale, LossScale) and theirs.control.loss_scale is None
 
 
 @pytest.mark.long

@@ -11,6 +11,7 @@ from flax import nnx
 from maxtrain.config.schema import LossConfig
 from maxtrain.ops.cross_entropy import token_nll
 from maxtrain.training.objective import next_token
+from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
 
@@ -25,7 +26,7 @@ def test_total_and_weight_are_sums_over_targets(tiny):
         return next_token().nll(model, batch), token_nll(logits, batch["targets"])
 
     with jax.set_mesh(parts.mesh):
-        (total, weight), nll = both(parts.new_state().params, batch)
+        (total, weight), nll = both(parts.new_state().trainable, batch)
     assert total.dtype == weight.dtype == jnp.float32
     assert weight == batch["loss_mask"].sum()
     np.testing.assert_allclose(total, (np.float64(nll) * batch["loss_mask"]).sum(), rtol=1e-6)
@@ -34,8 +35,10 @@ def test_total_and_weight_are_sums_over_targets(tiny):
 def test_fractional_weights_count_as_much_as_they_say(tiny):
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh):
-        params = parts.new_state().params
-        whole = jax.jit(lambda batch: next_token().nll(nnx.merge(parts.graphdef, params), batch))
+        params = parts.new_state().trainable
+        whole = jax.jit(
+            lambda batch: next_token().nll({"policy": nnx.merge(parts.graphdef, params)}, batch)
+        )
         full, quarter = whole(batch), whole(batch | {"loss_mask": batch["loss_mask"] / 4})
         nothing = whole(batch | {"loss_mask": np.zeros_like(batch["loss_mask"])})
     np.testing.assert_allclose(quarter, np.float32(full) / 4, rtol=1e-6)
@@ -48,11 +51,11 @@ def test_the_size_of_chunks_changes_nothing(tiny, chunk):
     batch, results = tiny.batch(), []
     for parts in (tiny.parts(), tiny.parts(loss_chunk=chunk)):
         with jax.set_mesh(parts.mesh):
-            params = parts.new_state().params
+            params = parts.new_state().trainable
             results.append(
-                jax.jit(lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b))(
-                    params, batch
-                )
+                jax.jit(
+                    lambda p, b, g=parts.graphdef: next_token().nll({"policy": nnx.merge(g, p)}, b)
+                )(params, batch)
             )
     np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
 
@@ -66,8 +69,8 @@ def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
         parts = tiny.parts(shape)
         with jax.set_mesh(parts.mesh):
             jaxpr = jax.make_jaxpr(
-                lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b)
-            )(parts.abstract.params, batch)
+                lambda p, b, g=parts.graphdef: next_token().nll({"policy": nnx.merge(g, p)}, b)
+            )(parts.abstract.trainable, batch)
         assert f"f32[{tiny.rows},{length},{model.vocab_size}]" in str(jaxpr), shape
         assert (
             length == tiny.length
@@ -84,7 +87,7 @@ def test_every_way_to_normalize_is_its_formula(tiny):
     """
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh):
-        params = parts.new_state().params
+        params = parts.new_state().trainable
         logits = jax.jit(
             lambda p, b: nnx.merge(parts.graphdef, p)(b["inputs"], b["segment_ids"], b["positions"])
         )(params, batch)
@@ -122,7 +125,7 @@ def test_every_way_to_normalize_is_its_formula(tiny):
             for accumulation in (1, 4):
                 whole = jax.jit(
                     lambda p, b, o=objective, a=accumulation: gradients(
-                        parts.graphdef, p, b, o, o.scales(b), a
+                        models_from({"policy": parts.graphdef}), p, b, o, o.scales(b), a
                     )
                 )
                 result, grads = whole(params, batch)
@@ -141,9 +144,11 @@ def test_the_loss_of_each_source_sums_up_to_the_loss(tiny):
     parts, source = tiny.parts(), np.array([0, 2, 2, 0, 0, 2, 2, 0], np.int32)
     batch = tiny.batch() | {"source": source}
     with jax.set_mesh(parts.mesh):
-        params, objective = parts.new_state().params, next_token(num_sources=4)
+        params, objective = parts.new_state().trainable, next_token(num_sources=4)
         forward = jax.jit(
-            lambda p, b: objective.forward(nnx.merge(parts.graphdef, p), b, {"nll": 1.0}).sums
+            lambda p, b: (
+                objective.forward({"policy": nnx.merge(parts.graphdef, p)}, b, {"nll": 1.0}).sums
+            )
         )
         sums = forward(params, batch)
         assert sums["sources"].total.shape == (4,) and not sums["sources"].weight[1::2].any()

@@ -18,7 +18,7 @@ from maxtrain.config.schema import GroupConfig, OptimizerConfig, ScheduleConfig
 from maxtrain.training.optimizer import (
     COUPLED,
     apply_updates,
-    eval_params,
+    average_or_params,
     make_optimizer,
     paths,
     stochastic_round,
@@ -70,7 +70,11 @@ def run(c, dtype=jnp.float32, num_steps=STEPS, factors=None, scales=lambda step:
         updates, state = update(variables(step + 1, scales(step)), state, params)
         params = apply_updates(params, updates)
         seen.append({name: np.float64(x[...]) for name, x in params.items()})
-    return seen, SimpleNamespace(params=params, opt_state=state)
+    return seen, SimpleNamespace(trainable=params, opt_state=state)
+
+
+def judged(state):
+    return average_or_params(state.trainable, state.opt_state)
 
 
 def layers(name, x):
@@ -302,16 +306,16 @@ def test_the_average_is_of_the_weights_after_each_update():
     for step, params in enumerate(seen):
         decay = min(0.3, (1 + step) / (10 + step))
         average = {name: decay * average[name] + (1 - decay) * x for name, x in params.items()}
-    assert_same([{n: np.float64(x[...]) for n, x in eval_params(state).items()}], [average])
+    assert_same([{n: np.float64(x[...]) for n, x in judged(state).items()}], [average])
     plain = run(dataclasses.replace(c, ema_decay=None))
     assert_same(seen, plain[0], 0.0)
-    assert eval_params(plain[1]) is plain[1].params
+    assert judged(plain[1]) is plain[1].trainable
 
 
 def test_the_average_of_bfloat16_weights_is_float32():
     _, state = run(config(ema_decay=0.9), jnp.bfloat16)
     assert {x.dtype for x in jax.tree.leaves(state.opt_state.average)} == {jnp.dtype("float32")}
-    assert {x.dtype for x in jax.tree.leaves(eval_params(state))} == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(judged(state))} == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.long

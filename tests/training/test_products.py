@@ -166,7 +166,7 @@ def train_and_evaluate(changes: dict[str, Any]) -> None:
         batch = BatchLayout(mesh, rows, length).to_global(arrays)
         step = make_train_step(
             abstract,
-            graphdef,
+            {"policy": graphdef},
             next_token(),
             optimizer,
             schedule,
@@ -176,7 +176,9 @@ def train_and_evaluate(changes: dict[str, Any]) -> None:
         for _ in range(2):
             state, metrics = step(state, batch)
         assert np.isfinite(float(metrics["loss"])) and int(metrics["skipped"]) == 0
-        assert np.isfinite(float(make_eval_step(graphdef, next_token())(state.params, batch).total))
+        assert np.isfinite(
+            float(make_eval_step(graphdef, next_token())(state.trainable, batch).total)
+        )
 
 
 def generate_some(changes: dict[str, Any]) -> None:

@@ -44,14 +44,14 @@ def test_the_abstract_tree_is_the_real_one(states, shape):
 def test_the_same_bits_on_every_mesh(states):
     expected = bits(states[MESHES[0]][1])
     for shape in MESHES[1:]:
-        assert len(states[shape][1].params["head"]["kernel"].get_value().devices()) == 8
+        assert len(states[shape][1].trainable["head"]["kernel"].get_value().devices()) == 8
         assert bits(states[shape][1]) == expected, shape
 
 
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_optimizer_state_lies_like_its_parameter(states, shape):
     state = states[shape][1]
-    params = dict(nnx.to_flat_state(state.params))
+    params = dict(nnx.to_flat_state(state.trainable))
     moments = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_state) if is_state(x)]
     assert len(moments) == 2  # Adam's mean and mean of squares
     for moment in moments:
@@ -80,7 +80,7 @@ def is_state(x):
 
 def test_counters_start_at_nothing(states):
     state = states[1, 1, 1][1]
-    for counter in (state.step, state.skipped, state.skipped_in_row):
+    for counter in (state.step, state.control.skipped, state.control.skipped_in_row):
         assert counter.dtype == jnp.int32 and counter.shape == () and counter == 0
 
 
@@ -93,7 +93,7 @@ def test_parameters_are_counted_by_the_formula(tiny, states):
     )
     expected = 2 * c.vocab_size * c.embed_dim + c.num_layers * layer + c.embed_dim
     for parts, state in states.values():
-        for params in (parts.abstract.params, state.params):
+        for params in (parts.abstract.trainable, state.trainable):
             assert sum(x.size for x in jax.tree.leaves(params)) == expected
 
 
@@ -107,14 +107,15 @@ def test_a_mesh_that_does_not_divide_a_dim_is_refused_with_the_numbers(tiny):
 
 def test_given_parameters_are_kept_and_the_optimizer_is_new(tiny, states):
     parts, state = states[1, 2, 4]
-    optimizer = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps, parts.abstract.params)
+    optimizer = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps, parts.abstract.trainable)
     twice = jax.jit(
-        lambda p: jax.tree.map(lambda x: 2 * x, p), out_shardings=shardings(parts.abstract.params)
-    )(state.params)
+        lambda p: jax.tree.map(lambda x: 2 * x, p),
+        out_shardings=shardings(parts.abstract.trainable),
+    )(state.trainable)
     expected = bits(twice)
     with jax.set_mesh(parts.mesh):
         made = state_from_params(parts.abstract, twice, optimizer)
-    assert bits(made.params) == expected and bits(made.opt_state) == bits(state.opt_state)
+    assert bits(made.trainable) == expected and bits(made.opt_state) == bits(state.opt_state)
     assert jax.tree.map(lambda x: x.sharding, made) == shardings(parts.abstract)
     assert all(
         x.is_deleted() for x in jax.tree.leaves(twice)
@@ -125,9 +126,9 @@ def test_given_parameters_are_kept_and_the_optimizer_is_new(tiny, states):
 def test_bfloat16_masters_have_bfloat16_moments(tiny):
     low = PrecisionConfig(params="bfloat16", compute="bfloat16")
     abstract = tiny.parts(precision=low).abstract
-    assert {x.dtype for x in jax.tree.leaves((abstract.params, abstract.opt_state)) if x.ndim} == {
-        jnp.dtype("bfloat16")
-    }
+    assert {
+        x.dtype for x in jax.tree.leaves((abstract.trainable, abstract.opt_state)) if x.ndim
+    } == {jnp.dtype("bfloat16")}
 
 
 @pytest.mark.long
@@ -137,5 +138,5 @@ def test_other_seeds_give_other_parameters(tiny, states):
         other = parts.create(seed=1)
     assert bits(other.opt_state) == bits(state.opt_state)
     assert not np.array_equal(
-        other.params["head"]["kernel"][...], state.params["head"]["kernel"][...]
+        other.trainable["head"]["kernel"][...], state.trainable["head"]["kernel"][...]
     )

@@ -18,6 +18,7 @@ from maxtrain.config.schema import GroupConfig, LossScaleConfig, PrecisionConfig
 from maxtrain.ops.sums import Sum
 from maxtrain.training.norms import norm_names
 from maxtrain.training.objective import Result, next_token
+from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -74,9 +75,11 @@ def test_the_masks_are_so_ragged_that_means_of_means_would_be_far_off(tiny):
     show nothing."""
     parts, batch, objective = tiny.parts(), tiny.batch(), next_token()
     with jax.set_mesh(parts.mesh):
-        params = parts.new_state().params
+        params = parts.new_state().trainable
         whole = jax.jit(
-            lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 1)
+            lambda p, b: gradients(
+                models_from({"policy": parts.graphdef}), p, b, objective, objective.scales(b), 1
+            )
         )
         per_row = [
             jax.device_get(whole(params, {k: x[row : row + 1] for k, x in batch.items()}))
@@ -106,9 +109,11 @@ def test_the_loss_is_the_mean_over_targets_and_the_norm_that_of_its_gradient(tin
     with jax.set_mesh(parts.mesh), jax.numpy_dtype_promotion("strict"):
         objective = next_token()
         whole = jax.jit(
-            lambda p, b: gradients(parts.graphdef, p, b, objective, objective.scales(b), 4)
+            lambda p, b: gradients(
+                models_from({"policy": parts.graphdef}), p, b, objective, objective.scales(b), 4
+            )
         )
-        result, grads = whole(parts.new_state().params, batch)
+        result, grads = whole(parts.new_state().trainable, batch)
     state, (metrics, _) = expected
     np.testing.assert_allclose(metrics["loss"], result.sums["nll"].mean(), rtol=1e-6)
     norm = np.sqrt(sum((np.float64(g) ** 2).sum() for g in jax.tree.leaves(grads)))
@@ -143,11 +148,11 @@ def test_unrolled_layers_make_the_same_step(tiny, expected):
     assert_same(run(tiny.parts(scan_layers=False), tiny.batch(), tiny.batch(1)), expected)
 
 
-def poisoned(model, batch, scales):
+def poisoned(models, batch, scales):
     """next_token, but a batch that begins with NAN has a loss that is none, and one with INF only
     such a gradient."""
-    result, first = next_token().forward(model, batch, scales), batch["inputs"][0, 0]
-    scale = model.final_norm.scale[...].sum()
+    result, first = next_token().forward(models, batch, scales), batch["inputs"][0, 0]
+    scale = models["policy"].final_norm.scale[...].sum()
     inner = jnp.where(
         first == INF, scale - jax.lax.stop_gradient(scale), 1.0
     )  # the root of 0 has no slope
@@ -181,7 +186,7 @@ def test_an_update_whose_result_is_not_finite_is_rejected(tiny, shape):
     with jax.set_mesh(parts.mesh):
         before = jax.device_get(parts.new_state())
     state, metrics = run(parts, tiny.batch(), tiny.batch(1))
-    assert bits(state.params) == bits(before.params) and bits(state.opt_state) == bits(
+    assert bits(state.trainable) == bits(before.trainable) and bits(state.opt_state) == bits(
         before.opt_state
     )
     assert [m["skipped_in_row"] for m in metrics] == [1, 2] and all(m["found"][0] for m in metrics)
@@ -203,10 +208,10 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     before, _ = run(parts, first)
     kinds = ["nan", "inf", "all masked", "nan weight"]
     state, metrics = run(parts, first, *(bad(second, kind) for kind in kinds))
-    assert bits(state.params) == bits(before.params) and bits(state.opt_state) == bits(
+    assert bits(state.trainable) == bits(before.trainable) and bits(state.opt_state) == bits(
         before.opt_state
     )
-    assert (state.step, state.skipped) == (5, 4)
+    assert (state.step, state.control.skipped) == (5, 4)
     # A step without targets is not one more in a row, but it does not end the row either.
     assert [m["skipped"] for m in metrics] == [0, 1, 2, 3, 4]
     assert [m["skipped_in_row"] for m in metrics] == [0, 1, 2, 2, 3]
@@ -219,7 +224,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
     assert all(m["learning_rate"] == plain_metrics[1]["learning_rate"] for m in metrics[1:])
 
     state, metrics = run(parts, first, *(bad(second, kind) for kind in kinds), second)
-    assert bits(state.params) == bits(plain.params) and bits(state.opt_state) == bits(
+    assert bits(state.trainable) == bits(plain.trainable) and bits(state.opt_state) == bits(
         plain.opt_state
     )
     counters = ("skipped", "anomalies")
@@ -227,7 +232,7 @@ def test_a_bad_step_changes_nothing_and_is_counted(tiny, shape, accumulation):
         {k: v for k, v in m[-1].items() if k not in counters} for m in (metrics, plain_metrics)
     )
     assert bits(after) == bits(without) and metrics[-1]["anomalies"].tolist() == [3, 0, 0, 0, 0, 0]
-    assert (state.step, state.skipped, state.skipped_in_row) == (6, 4, 0)
+    assert (state.step, state.control.skipped, state.control.skipped_in_row) == (6, 4, 0)
 
 
 def test_the_learning_rate_is_that_of_the_update(tiny, expected):
@@ -239,18 +244,18 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
         [optimizer.learning_rate / 2, optimizer.learning_rate],
     )
 
-    def nothing(model, batch, scales):
-        zero = 0.0 * model.head.kernel[...].sum()
+    def nothing(models, batch, scales):
+        zero = 0.0 * models["policy"].head.kernel[...].sum()
         return Result(zero, {"nll": Sum(zero, batch["loss_mask"].sum())})
 
     parts = tiny.parts(objective=next_token()._replace(forward=nothing))
     before, (state, metrics) = jax.device_get(parts.new_state()), run(parts, tiny.batch())
-    shrunk = before.params["head"]["kernel"][...] * (
+    shrunk = before.trainable["head"]["kernel"][...] * (
         1 - metrics[0]["learning_rate"] * optimizer.weight_decay
     )
-    np.testing.assert_allclose(state.params["head"]["kernel"][...], shrunk, rtol=1e-6)
+    np.testing.assert_allclose(state.trainable["head"]["kernel"][...], shrunk, rtol=1e-6)
     np.testing.assert_array_equal(
-        state.params["final_norm"]["scale"][...], before.params["final_norm"]["scale"][...]
+        state.trainable["final_norm"]["scale"][...], before.trainable["final_norm"]["scale"][...]
     )
 
 
@@ -286,7 +291,7 @@ def test_bfloat16_masters_step_and_stay_bfloat16(tiny):
     assert [x.dtype for x in jax.tree.leaves(state)] == [
         x.dtype for x in jax.tree.leaves(parts.abstract)
     ]
-    assert metrics[0]["loss"].dtype == np.float32 and state.skipped == 0
+    assert metrics[0]["loss"].dtype == np.float32 and state.control.skipped == 0
 
 
 @pytest.mark.long
@@ -297,7 +302,7 @@ def test_bfloat16_compute_is_near(tiny, expected):
     np.testing.assert_allclose(
         [m["loss"] for m in metrics], [m["loss"] for m in expected[1]], rtol=1e-2
     )
-    assert {x.dtype for x in jax.tree.leaves(state.params)} == {np.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(state.trainable)} == {np.dtype("float32")}
 
 
 def test_the_loss_goes_down_on_one_batch(tiny):
@@ -314,16 +319,19 @@ def test_gradients_are_float32_and_named_like_parameters(tiny):
         with jax.set_mesh(parts.mesh):
             objective = next_token()
             own = functools.partial(
-                gradients, parts.graphdef, objective=objective, accumulation=accumulation
+                gradients,
+                models_from({"policy": parts.graphdef}),
+                objective=objective,
+                accumulation=accumulation,
             )
             _, grads = jax.eval_shape(
                 lambda p, b, own=own: own(p, b, scales={"nll": 1.0}),
-                parts.abstract.params,
+                parts.abstract.trainable,
                 tiny.batch(),
             )
         assert {x.dtype for x in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
         assert [path for path, _ in nnx.to_flat_state(grads)] == [
-            path for path, _ in nnx.to_flat_state(parts.abstract.params)
+            path for path, _ in nnx.to_flat_state(parts.abstract.trainable)
         ]
 
 
@@ -354,7 +362,7 @@ def test_norms_of_layers_are_those_of_the_states_before_and_after(
             metrics.append(jax.device_get(values))
         states.append(jax.device_get(state))
     assert not metrics[0]["norms"].any(), "not due"
-    names = norm_names(parts.abstract.params)
+    names = norm_names(parts.abstract.trainable)
     assert len(names) == len(set(names)) == metrics[1]["norms"].shape[1]
     _, before, after = states
 
@@ -381,7 +389,7 @@ def test_norms_of_layers_are_those_of_the_states_before_and_after(
     gradient = jax.tree.map(
         lambda new, old: (new - 0.9 * old) / 0.1, moments(after), moments(before)
     )
-    update = jax.tree.map(np.subtract, after.params, before.params)
-    for row, tree in zip(metrics[1]["norms"], (gradient, before.params, update), strict=True):
+    update = jax.tree.map(np.subtract, after.trainable, before.trainable)
+    for row, tree in zip(metrics[1]["norms"], (gradient, before.trainable, update), strict=True):
         np.testing.assert_allclose(row, expected(tree), rtol=1e-3)
         assert (row > 0).all()

@@ -76,13 +76,15 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
         optimizer = make_optimizer(ADAMW, SCHEDULE, steps, params)
         abstract = abstract_state(params, optimizer, mesh)
         state = state_from_params(abstract, nnx.state(model), optimizer)
-        step = make_train_step(abstract, graphdef, next_token(), optimizer, schedule, accumulation)
+        step = make_train_step(
+            abstract, {"policy": graphdef}, next_token(), optimizer, schedule, accumulation
+        )
         layout = BatchLayout(mesh, rows, columns - 1)
         for tokens in theirs["tokens"]:
             state, metrics = step(state, layout.to_global(whole_rows(tokens)))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
-        trained = nnx.merge(graphdef, state.params)
+        trained = nnx.merge(graphdef, state.trainable)
         logits = jax.jit(lambda model, tokens: model(tokens))(trained, jnp.asarray(theirs["probe"]))
 
     np.testing.assert_allclose(losses, theirs["loss"], rtol=TOLERANCE)

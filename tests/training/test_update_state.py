@@ -34,13 +34,12 @@ def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
     abstract = abstract_state(params, optimizer, mesh)
 
     def step(state):
-        grads = jax.tree.map(lambda p: 0.3 * p.astype("float32") - 0.01, state.params)
-        updates, new = optimizer.update(grads, state.opt_state, state.params)
+        grads = jax.tree.map(lambda p: 0.3 * p.astype("float32") - 0.01, state.trainable)
+        updates, new = optimizer.update(grads, state.opt_state, state.trainable)
         key = jax.random.fold_in(jax.random.key(0), state.step) if bfloat16 else None
         new = jax.tree.map(lambda x, old: x.astype(old.dtype), new, state.opt_state)
-        return state._replace(
-            params=apply_updates(state.params, updates, key), opt_state=new, step=state.step + 1
-        )
+        params = apply_updates(state.trainable, updates, key)
+        return dataclasses.replace(state, trainable=params, opt_state=new, step=state.step + 1)
 
     with jax.set_mesh(mesh):
         step = jax.jit(step, out_shardings=shardings(abstract))
@@ -53,9 +52,10 @@ def test_a_checkpoint_goes_on_bit_for_bit(tiny, tmp_path, rule, bfloat16):
         restored, _ = checkpoints.restore(abstract, 1)
         checkpoints.close()
         assert bits(step(restored)) == bits(step(state)) != bits(state)
-    assert bits(state.params) != bits(begin.params)
+    assert bits(state.trainable) != bits(begin.trainable)
     places = {
-        v.shape: v.get_value().sharding for v in jax.tree.leaves(state.params, is_leaf=is_variable)
+        v.shape: v.get_value().sharding
+        for v in jax.tree.leaves(state.trainable, is_leaf=is_variable)
     }
     like = [v for v in jax.tree.leaves(state.opt_state, is_leaf=is_variable) if is_variable(v)]
     assert bool(like) == (bfloat16 or rule not in ("sgd", "adafactor"))
@@ -73,7 +73,7 @@ def test_muon_is_the_same_with_scanned_and_unrolled_layers_and_on_a_mesh(tiny):
         parts = tiny.parts(shape, optimizer=config, scan_layers=scan)
         with jax.set_mesh(parts.mesh):
             state, metrics = parts.step(parts.new_state(), parts.put(tiny.batch()))
-            results.append((jax.device_get(state.params["layers"]), float(metrics["loss"])))
+            results.append((jax.device_get(state.trainable["layers"]), float(metrics["loss"])))
     for params, loss in results[1:]:
         assert loss == pytest.approx(results[0][1], rel=1e-5)
         for x, expected in zip(

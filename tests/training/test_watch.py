@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
 from maxtrain.ops.sums import Sum
 from maxtrain.training.objective import Result, next_token
+from maxtrain.training.state import with_watch
 from maxtrain.training.watch import CAPACITY, judge, new_watch, spread
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -179,10 +180,10 @@ def test_after_a_halt_nothing_is_found_twice_nor_counted():
 GOOD = 5  # steps before a spoilt one
 
 
-def spoilt(model, batch, scales):
+def spoilt(models, batch, scales):
     """next_token, but a batch that begins with 2 has a hundredfold loss, and one with 0 none at
     all."""
-    result, first = next_token().forward(model, batch, scales), batch["inputs"][0, 0]
+    result, first = next_token().forward(models, batch, scales), batch["inputs"][0, 0]
     factor = jnp.where(first == 2, 100.0, jnp.where(first == 0, jnp.nan, 1.0))
     total, weight = result.sums["nll"]
     return Result(result.loss * factor, {"nll": Sum(total * factor, weight)})
@@ -216,9 +217,12 @@ def test_a_skipped_spike_changes_no_bit_of_weights_optimizer_or_window(tiny, sha
     config = dataclasses.replace(OFF, min_steps=4, **{kind: "skip"})
     (before, _), (after, metrics) = steps(tiny, config, shape), steps(tiny, config, shape, 2, 2)
     assert [shown({"found": m["found"][None]}, kind) for m in metrics] == [[]] * GOOD + [[0], [0]]
-    assert bits((before.params, before.opt_state)) == bits((after.params, after.opt_state))
-    assert (after.step, after.skipped, after.skipped_in_row) == (GOOD + 2, 2, 0)
-    assert bits(before.watch[:2]) == bits(after.watch[:2]) and metrics[-1]["anomalies"].sum() == 2
+    assert bits((before.trainable, before.opt_state)) == bits((after.trainable, after.opt_state))
+    assert (after.step, after.control.skipped, after.control.skipped_in_row) == (GOOD + 2, 2, 0)
+    assert (
+        bits(before.control.watch[:2]) == bits(after.control.watch[:2])
+        and metrics[-1]["anomalies"].sum() == 2
+    )
     assert metrics[-1]["learning_rate"] == metrics[-2]["learning_rate"]
 
 
@@ -229,8 +233,8 @@ def test_rollback_and_stop_halt_before_the_step_and_nothing_changes_any_more(tin
     for bad in (2, 0):
         after, metrics = steps(tiny, config, (1, 1, 1), bad, None, None)
         assert [bool(m["halted"]) for m in metrics] == [False] * GOOD + [True] * 3
-        assert after.watch.halted and bits(
-            after._replace(watch=after.watch._replace(halted=np.array(False)))
+        assert after.control.watch.halted and bits(
+            with_watch(after, after.control.watch._replace(halted=np.array(False)))
         ) == bits(before)
 
 
@@ -241,9 +245,9 @@ def test_warnings_change_no_bit_of_any_step(tiny):
     warned, metrics = steps(
         tiny, AnomalyConfig(min_steps=4, weight_drift="warn"), (1, 1, 1), None, 2, None
     )
-    assert bits((off.params, off.opt_state)) == bits((warned.params, warned.opt_state))
+    assert bits((off.trainable, off.opt_state)) == bits((warned.trainable, warned.opt_state))
     assert metrics[GOOD + 1]["found"].tolist() == [False, True, True, False, False, False]
     norm = np.sqrt(
-        sum((np.asarray(w, np.float64) ** 2).sum() for w in jax.tree.leaves(warned.params))
+        sum((np.asarray(w, np.float64) ** 2).sum() for w in jax.tree.leaves(warned.trainable))
     )
     np.testing.assert_allclose(metrics[-1]["weight_norm"], norm, rtol=0.1)

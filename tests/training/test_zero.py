@@ -55,7 +55,7 @@ def test_each_stage_holds_its_share(tiny):
     for zero in range(4):
         parts, memory, _, _ = ran(tiny, zero)
         held[zero] = memory.argument_size_in_bytes
-    params, batch = size(parts.abstract.params), held[0] - 3 * size(parts.abstract.params)
+    params, batch = size(parts.abstract.trainable), held[0] - 3 * size(parts.abstract.trainable)
     assert 0 < batch < 4096
     for zero, expected in (
         (1, params + 2 * params / 8),
@@ -67,7 +67,7 @@ def test_each_stage_holds_its_share(tiny):
 
 def test_the_summary_says_what_cannot_be_divided(tiny):
     parts = ran(tiny, 3)[0]
-    megabytes = size(parts.abstract.params) / 1e6
+    megabytes = size(parts.abstract.trainable) / 1e6
     optimizer, params = f"{megabytes / 4:,.3f} MB a device", f"{megabytes / 8:,.3f} MB a device"
     rest = "0.000 of it not divided"
     assert (
