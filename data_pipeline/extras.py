@@ -2,6 +2,7 @@
 names the extra."""
 
 import importlib
+import importlib.util
 from typing import Any
 
 from data_pipeline.errors import UsageError
@@ -15,3 +16,12 @@ def load_package(name: str, extra: str, wanted_by: str) -> Any:
         raise UsageError(
             f"{wanted_by}: needs {name} ({error}). Install it: pip install 'maxtrain[{extra}]'"
         ) from error
+
+
+def require_package(name: str, extra: str, wanted_by: str) -> None:
+    """UsageError: a package that only an extra brings is not installed. Does not import it."""
+    if importlib.util.find_spec(name) is None:
+        raise UsageError(
+            f"{wanted_by}: needs {name}, which is not installed. "
+            f"Install it: pip install 'maxtrain[{extra}]'"
+        )

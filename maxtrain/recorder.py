@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.errors import DataError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.plan import Plan
 from maxtrain.checkpoint.rollback import Rollback
@@ -21,7 +21,7 @@ from maxtrain.config.schema import ANOMALIES
 from maxtrain.observe.metrics import Kept, MetricsLog, read_metrics
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.speed import SpeedMeter
-from maxtrain.observe.trackers import TensorBoard
+from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import hash_text
 from maxtrain.parallel.memory import memory_in_use
 from maxtrain.training.norms import MEASURED
@@ -38,7 +38,7 @@ class Recorder:
         plan: what is read at which step.
         terms: names, among a step's metrics, of what the objective records; in the order of the
             record.
-        tensorboard: write TensorBoard's files, too.
+        trackers: get every record, too, once they have begun.
         speed: measures the steps between two records.
         progress: shows each record of training.
         log_interval: steps between records of training.
@@ -55,7 +55,7 @@ class Recorder:
         folder: Path,
         plan: Plan,
         terms: Sequence[str],
-        tensorboard: bool,
+        trackers: Trackers,
         speed: SpeedMeter,
         progress: Progress,
         log_interval: int,
@@ -67,7 +67,7 @@ class Recorder:
         self._folder = folder
         self._plan = plan
         self._terms = terms
-        self._tensorboard = tensorboard
+        self._trackers = trackers
         self._speed = speed
         self._progress = progress
         self._log_interval = log_interval
@@ -75,9 +75,9 @@ class Recorder:
         self._norm_names = norm_names
         # The last epoch of each source whose beginning was told.
         self._epoch_told: dict[str, int] = {}
-        self._logs: list[MetricsLog | TensorBoard] = []
-        # The one of these that checkpoints remember, on process 0.
+        # Which checkpoints remember, on process 0; open between `open_logs` and `close_logs`.
         self._metrics: MetricsLog | None = None
+        self._is_open = False
         self.restore(None, [])
 
     # What a checkpoint remembers
@@ -130,8 +130,8 @@ class Recorder:
         return found
 
     def open_logs(self, step: int, again: Sequence[str] = (), run: str = "") -> None:
-        """Logs that go on from this step; what they said of later ones is dropped, and of sets
-        evaluated `again` there.
+        """metrics.jsonl and the trackers go on from this step; what they said of later ones is
+        dropped, and of sets evaluated `again` there.
 
         `run` is the id of the run. Records that are not there any more, or can't be read, are told
         of.
@@ -144,34 +144,23 @@ class Recorder:
                 self._progress.message(problem, style="bold red")
             self.end_at = self._metrics.end_at
             self.made_before = self._metrics.dropped_to
-            self._logs.append(self._metrics)
-            self._logs += self._open_trackers(step)
+            self._is_open = True
+            self._trackers.rewind(step)
         self._progress.update(step)
 
-    def _open_trackers(self, step: int) -> list[TensorBoard]:
-        """What shows the records elsewhere, from this step on."""
-        if not self._tensorboard:
-            return []
-        try:
-            return [TensorBoard(self._folder, step)]
-        except UsageError as missing:
-            # No run ends for want of a picture: metrics.jsonl has every number.
-            self._progress.message(f"{missing} The run goes on without its files.", style="yellow")
-            return []
-
     def close_logs(self) -> None:
-        """Closes the logs, whose records are on the disk already."""
-        logs = self._logs
-        self._logs = []
-        for log in logs:
-            log.close()
+        """Closes metrics.jsonl, whose records are on the disk already."""
+        if self._metrics and self._is_open:
+            self._is_open = False
+            self._metrics.close()
 
     def write(
         self, step: int, values: Mapping[str, Any], kind: Literal["train", "eval", "end", "norms"]
     ) -> None:
         """One record in every log; kinds are those of `MetricsLog`."""
-        for log in self._logs:
-            log.append(step, values, kind=kind)
+        if self._metrics and self._is_open:
+            self._metrics.append(step, values, kind=kind)
+            self._trackers.log(step, values, kind)
 
     # Steps
 

@@ -27,6 +27,7 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import StepTrace, traced_steps
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.speed import SpeedMeter
+from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.agreement import gather
@@ -83,6 +84,7 @@ class Run:
         stop: StopRequest,
         rollbacks: list[Rollback],
         folder: RunFolder,
+        trackers: Trackers,
     ):
         self.job = job
         self.config = job.config
@@ -100,7 +102,7 @@ class Run:
             Path(config.output_dir, config.run_name),
             job.data.plan,
             _TERMS,
-            config.observe.tensorboard,
+            trackers,
             self.speed,
             progress,
             config.log_interval,

@@ -8,7 +8,7 @@ goes on where a stopped run was, to the same numbers.
 import sys
 
 from data_pipeline.errors import end_at_signals
-from maxtrain.config import RunConfig, from_command_line, to_yaml
+from maxtrain.config import RunConfig, from_command_line, plain_leaves, to_yaml
 from maxtrain.models.families.directory import model_of
 
 # Before jax is imported, so that --help, config errors and the end by a signal come at once.
@@ -41,11 +41,13 @@ from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.observe.books import RUN
-from maxtrain.observe.launches import append_launch, launch_record
+from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import traced_steps
 from maxtrain.observe.progress import Progress
+from maxtrain.observe.tracker import RunInfo
+from maxtrain.observe.tracking import Trackers
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.parallel.agreement import (
     Board,
@@ -88,16 +90,18 @@ def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
     with StopRequest(config.checkpoint.grace_seconds, ends_process) as stop, losing_others():
         for attempt in itertools.count():  # each has a checkpoint less
             try:
-                return launch(config, attempt, stop)
+                with Trackers() as trackers:
+                    return launch(config, attempt, stop, trackers)
             except DamagedError as damage:
                 put_aside(damage)
 
 
-def launch(config: RunConfig, attempt: int, stop: StopRequest) -> None:
+def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Trackers) -> None:
     """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is
     not what was saved.
 
-    `attempt`: how often this process has tried with a newer one.
+    `attempt`: how often this process has tried with a newer one. `trackers`: begin here, and
+    finish when this is over, whatever happens.
     """
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
@@ -146,11 +150,12 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest) -> None:
         raise_together(refused)
         for line in checkpoints.put_aside_incomplete():
             progress.message(line, style="bold red")
-        run = Run(job, checkpoints, progress, clock, stop, rollbacks, run_folder)
+        run = Run(job, checkpoints, progress, clock, stop, rollbacks, run_folder, trackers)
         try:
             run.restore(saved)
             checkpoints.copy_newest()  # a launch that was killed may have left that to do
             begin_books(run, watchdog, saved is None)
+            begin_trackers(run, trackers)
             train_until_done(run)
             run.settle()
         except (jax.errors.JaxRuntimeError, ValueError, MemoryError) as error:
@@ -312,6 +317,27 @@ def begin_books(run: Run, watchdog: Watchdog, is_new: bool) -> None:
         )
     if jax.process_index() == 0 and not run.done():
         note_launch(run.job, run.folder, run.step)
+
+
+def begin_trackers(run: Run, trackers: Trackers) -> None:
+    """Starts what shows the records elsewhere, if there will be any; on process 0 alone."""
+    if jax.process_index() != 0 or run.done():
+        return
+    revision, is_dirty = revision_around(Path.cwd())
+    info = RunInfo(
+        folder=run.folder.path,
+        name=run.config.run_name,
+        id=run.folder.id,
+        step=run.step,
+        hyperparameters=plain_leaves(run.job.asked),
+        revision=revision,
+        is_dirty=is_dirty,
+    )
+
+    def tell(text: str) -> None:
+        run.progress.message(text, style="yellow")
+
+    trackers.begin(run.config.observe, info, tell)
 
 
 def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:

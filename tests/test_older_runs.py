@@ -120,7 +120,7 @@ def test_a_run_goes_on_without_a_tracker_whose_package_is_missing(folder, monkey
     )
     said = " ".join(capsys.readouterr().out.split())
     assert (
-        "pip install tensorboardX, or set observe.tensorboard=false. The run goes on without its files."
+        "pip install tensorboardX, or set observe.tensorboard=false. The run goes on without it."
         in said
     )
     assert (

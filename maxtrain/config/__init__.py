@@ -7,6 +7,7 @@ from maxtrain.config.load import (
     from_command_line,
     leaves,
     load_config,
+    plain_leaves,
     resolve,
     to_yaml,
 )
@@ -20,6 +21,7 @@ __all__ = [
     "from_command_line",
     "leaves",
     "load_config",
+    "plain_leaves",
     "resolve",
     "to_yaml",
 ]

@@ -214,7 +214,7 @@ _HUGGING_FACE = (
     ("precision.compute", "bfloat16 (the default), float16 or float32", "bf16 fp16 torch_dtype"),
     ("data.workers", "0: threads of the process", "dataloader_num_workers"),
     ("data.prefetch", "batches, whatever the number of workers", "dataloader_prefetch_factor"),
-    ("observe.tensorboard", "true or false", "report_to"),
+    ("observe.trackers", "a list of tensorboard, wandb and mlflow", "report_to"),
     (
         "output_dir",
         "run directories are made in it; the text is in RUN/metrics.jsonl and RUN/tensorboard",
@@ -288,11 +288,9 @@ _NANOGPT = (
     ),
     ("checkpoint_interval", "a checkpoint is always saved", "always_save_checkpoint"),
     ("", "`eval_steps=-1` and eval.sets evaluate; a run without steps is not there", "eval_only"),
-    (
-        "",
-        "trackers: observe.tensorboard; RUN/metrics.jsonl has every number",
-        "wandb_log wandb_project wandb_run_name",
-    ),
+    ("observe.trackers", "add wandb to the list", "wandb_log"),
+    ("observe.tracking.project", "with wandb in observe.trackers", "wandb_project"),
+    ("observe.tracking.name", "with wandb in observe.trackers", "wandb_run_name"),
     (
         "mesh.coordinator",
         "processes find each other by the section mesh; there is no backend to choose",
@@ -359,7 +357,12 @@ _TORCHTITAN = (
         "checkpoint.keep_latest_k keep_latest_k",
     ),
     ("log_interval", _SAME, "metrics.log_freq log_freq"),
-    ("observe.tensorboard", _SAME, "metrics.enable_tensorboard enable_tensorboard"),
+    (
+        "observe.trackers",
+        "a list, which has tensorboard unless it is set",
+        "metrics.enable_tensorboard enable_tensorboard",
+    ),
+    ("observe.trackers", "add wandb to the list", "metrics.enable_wandb enable_wandb"),
     ("output_dir", "run directories are made in it", "job.dump_folder dump_folder"),
 )
 _LEVANTER = (

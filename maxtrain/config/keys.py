@@ -90,7 +90,10 @@ def describe(kind: Any) -> str:
     origin = typing.get_origin(kind)
     arguments = typing.get_args(kind)
     if origin is tuple:
-        return f"list of {describe(arguments[0])}s"
+        words = describe(arguments[0])
+        if typing.get_origin(arguments[0]) is Literal:
+            return f"list of {words}"
+        return f"list of {words}s"
     if origin is dict:
         return f"{describe(arguments[1])} by name"
     if origin is Literal:

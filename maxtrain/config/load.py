@@ -79,13 +79,19 @@ def to_yaml(config: RunConfig) -> str:
 
 def leaves(config: RunConfig) -> dict[str, str]:
     """Every key of a config by its dotted path, as text."""
-    return _leaves_below("", dataclasses.asdict(config))
+    found = _leaves_below("", dataclasses.asdict(config))
+    return {path: str(value) for path, value in found.items()}
 
 
-def _leaves_below(path: str, value: Any) -> dict[str, str]:
+def plain_leaves(config: RunConfig) -> dict[str, Any]:
+    """Every key of a config by its dotted path, as a plain value: what `to_yaml` writes of it."""
+    return _leaves_below("", yaml.safe_load(to_yaml(config)))
+
+
+def _leaves_below(path: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not value:
-        return {path: str(value)}
-    found: dict[str, str] = {}
+        return {path: value}
+    found: dict[str, Any] = {}
     for name, inner in value.items():
         key = name
         if path:

@@ -17,7 +17,7 @@ from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
 from maxtrain.config.sections.model import heads_problems
-from maxtrain.config.sections.observe import profile_problems
+from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
 from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
 from maxtrain.config.sections.schedule import pieces_problems
@@ -34,6 +34,7 @@ def problems_of(config: RunConfig) -> list[Problem]:
         *_of_anomalies(config, idle),
         *_of_the_schedule(config, idle),
         *_of_devices(config, idle),
+        *tracker_problems(config.observe),
         *updates.repeat_problems(config),
     ]
     # An idle key that has no place above, for example one that was declared only now, comes last.

@@ -18,9 +18,15 @@ def show(value: Any) -> str:
         # A number of more digits than Python writes, or an object of a config file's own.
         text = f"<{type(value).__name__}>"
     text = _AS_TYPED.get(text, text)
+    if isinstance(value, tuple) and value and all(_is_word(element) for element in value):
+        text = f"[{', '.join(value)}]"
     if len(text) <= _MAX_SHOWN:
         return text
     return text[: _MAX_SHOWN - 3] + "..."
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and value.isidentifier()
 
 
 def choices(values: Iterable[Any]) -> str:

@@ -197,27 +197,36 @@ def describe_launch(launch: Mapping[str, Any]) -> str:
 def git_revision(folder: Path) -> str | None:
     """The revision of a checkout whose root is this folder, with "+changes" if files differ from
     it; None: the folder is not the root of a checkout."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(folder), *arguments]
-        try:
-            result = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            # There is no git, or the file system does not answer.
-            return None
-        if result.returncode != 0:
-            return None
-        return result.stdout.strip()
-
-    root = git("rev-parse", "--show-toplevel")
-    revision = git("rev-parse", "HEAD")
-    if not root or not revision:
+    root = _git(folder, "rev-parse", "--show-toplevel")
+    if not root or Path(root).resolve() != folder.resolve():
         return None
-    if Path(root).resolve() != folder.resolve():
+    revision, is_dirty = revision_around(folder)
+    if not revision:
         return None
-    if git("status", "--porcelain"):
+    if is_dirty:
         return f"{revision}+changes"
     return revision
+
+
+def revision_around(folder: Path) -> tuple[str, bool]:
+    """The revision of the repository that a folder is in, empty if it is in none, and whether
+    files there differ from it."""
+    revision = _git(folder, "rev-parse", "HEAD")
+    if not revision:
+        return "", False
+    return revision, bool(_git(folder, "status", "--porcelain"))
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says; None: it refuses, is not there, or its file system does not answer."""
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    if result.returncode != 0:
+        return None
+    return result.stdout.strip()
 
 
 def _cpu() -> str:

@@ -26,7 +26,11 @@ def test_every_reader_is_a_key_and_every_value_one_of_its_own(declared):
     for use in declared.used_by:
         for path, values in use.settings.items():
             named = path.replace("[*]", "[0]")
-            found = [k for k in keys.all_keys() if named in (k.path, k.path.removesuffix(".NAME"))]
+            found = [
+                k
+                for k in keys.all_keys()
+                if named in (k.path, k.path.removesuffix(".NAME"), f"{k.path}[0]")
+            ]
             is_section = any(k.path.startswith(f"{path}.NAME.") for k in keys.all_keys())
             assert found or is_section, path
             listed = [values.value] if isinstance(values, AllBut) else values

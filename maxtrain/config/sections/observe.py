@@ -1,4 +1,4 @@
-"""The section `observe`."""
+"""The section `observe`, and those of the trackers in it."""
 
 import dataclasses
 import re
@@ -8,6 +8,57 @@ from typing import Literal
 from data_pipeline.config_key import AllBut, UsedBy, key
 
 
+def _read_by(*trackers: str) -> UsedBy:
+    """What reads a key of some trackers: runs that have one of them."""
+    return UsedBy(
+        {"observe.trackers[*]": trackers},
+        f"{{key}}={{value}} is not used without {' or '.join(trackers)}. "
+        f"Set observe.trackers=[{trackers[0]}], or leave it out.",
+        cause=f"observe.trackers without {' or '.join(trackers)}",
+        help=f"{' or '.join(trackers)} in observe.trackers",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrackingConfig:
+    """Where the trackers show a run, and what they show beside its records."""
+
+    project: str = key(
+        "maxtrain",
+        "project on Weights & Biases, experiment on MLflow",
+        used_by=_read_by("wandb", "mlflow"),
+    )
+    name: str | None = key(
+        None, "name of the run there; null: run_name", used_by=_read_by("wandb", "mlflow")
+    )
+    tags: tuple[str, ...] = key(
+        (),
+        "tags of the run there; on MLflow NAME=VALUE, and a bare NAME is true",
+        used_by=_read_by("wandb", "mlflow"),
+    )
+    system_metrics: bool = key(
+        True,
+        "load and memory of this machine and its devices, as they measure it",
+        used_by=_read_by("wandb", "mlflow"),
+    )
+    wandb_entity: str | None = key(
+        None,
+        "user or team; null: WANDB_ENTITY, else that of the API key",
+        used_by=_read_by("wandb"),
+    )
+    wandb_group: str | None = key(None, "group of runs; null: none", used_by=_read_by("wandb"))
+    wandb_mode: Literal["online", "offline"] | None = key(
+        None,
+        "offline: into RUN/wandb only, for `wandb sync`; null: WANDB_MODE, else online",
+        used_by=_read_by("wandb"),
+    )
+    mlflow_uri: str | None = key(
+        None,
+        "server or store; null: MLFLOW_TRACKING_URI, else the file mlflow.db in output_dir",
+        used_by=_read_by("mlflow"),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class ObserveConfig:
     """What a person sees."""
@@ -15,7 +66,14 @@ class ObserveConfig:
     progress: Literal["auto", "rich", "plain", "off"] = key(
         "auto", "live line, plain lines, or none; auto: live in a terminal"
     )
-    tensorboard: bool = key(True, "write TensorBoard event files")
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = key(
+        ("tensorboard",), "what shows the records elsewhere; metrics.jsonl has them anyway"
+    )
+    tensorboard: bool | None = key(
+        None,
+        "older spelling: true adds tensorboard to observe.trackers, false takes it out; "
+        "null: as they say",
+    )
     plot: bool = key(True, "draw the curves to curves.png")
     prompts: tuple[str, ...] = key((), "texts that the model completes at the end of the run")
     sample_interval: int = key(
@@ -50,6 +108,29 @@ class ObserveConfig:
         "directory that keeps compiled programs between runs; null: none",
         path="local",
     )
+    tracking: TrackingConfig = key(TrackingConfig(), "what trackers are told")
+
+
+def chosen_trackers(observe: ObserveConfig) -> tuple[str, ...]:
+    """The names of the trackers that a run has, in order."""
+    names: list[str] = list(observe.trackers)
+    if observe.tensorboard is True and "tensorboard" not in names:
+        names.insert(0, "tensorboard")
+    if observe.tensorboard is False and "tensorboard" in names:
+        names.remove("tensorboard")
+    return tuple(names)
+
+
+def tracker_problems(observe: ObserveConfig) -> Iterator[str]:
+    """Trackers that are named twice, and a project without a name."""
+    for name in sorted(set(observe.trackers)):
+        if observe.trackers.count(name) > 1:
+            yield (
+                f"observe.trackers has {name} {observe.trackers.count(name)} times; each tracker "
+                f"gets every record once. Name it once."
+            )
+    if not observe.tracking.project:
+        yield "observe.tracking.project is empty; every run there is in one. Name it."
 
 
 def profile_problems(observe: ObserveConfig) -> Iterator[str]:

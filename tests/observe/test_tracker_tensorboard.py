@@ -4,12 +4,13 @@ from."""
 import struct
 import sys
 
-import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
 from data_pipeline.errors import UsageError
-from maxtrain.observe.trackers import TensorBoard
+from maxtrain.config.schema import ObserveConfig
+from maxtrain.observe.tracker import RunInfo
+from maxtrain.observe.trackers.tensorboard import TensorBoard
 
 
 def events(run):
@@ -22,11 +23,18 @@ def events(run):
             data = data[16 + length :]
 
 
+def begun(folder, step=0):
+    """A tracker that shows a run from this step on."""
+    board = TensorBoard(ObserveConfig())
+    assert board.start(RunInfo(folder=folder, name="name", id="0123", step=step)) == ""
+    return board
+
+
 def test_scalars_by_kind_and_set(tmp_path):
-    board = TensorBoard(tmp_path)
-    board.append(10, {"loss": np.float32(2.5), "tokens_seen": 1000, "note": "x", "absent": None})
-    board.append(10, {"set": "val", "nll": 2.25, "perplexity": float("inf")}, kind="eval")
-    board.close()
+    board = begun(tmp_path)
+    board.log(10, {"loss": 2.5, "tokens_seen": 1000, "note": "x"}, "train")
+    board.log(10, {"set": "val", "nll": 2.25, "perplexity": float("inf")}, "eval")
+    board.finish("finished")
     found = {(e.step, v.tag): v.simple_value for e in events(tmp_path) for v in e.summary.value}
     assert found == {
         (10, "train/loss"): 2.5,
@@ -38,19 +46,31 @@ def test_scalars_by_kind_and_set(tmp_path):
 
 def test_resuming_purges_later_steps(tmp_path):
     for resume_step in (0, 5):
-        board = TensorBoard(tmp_path, resume_step=resume_step)
-        board.append(resume_step + 1, {"loss": 1.0})
-        board.close()
+        board = begun(tmp_path, resume_step)
+        board.log(resume_step + 1, {"loss": 1.0}, "train")
+        board.finish("finished")
     starts = [
         e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START
     ]
     assert starts == [6]
 
 
-def test_a_package_that_is_missing_is_named_with_what_to_do(tmp_path, monkeypatch):
+def test_going_back_purges_later_steps(tmp_path):
+    board = begun(tmp_path)
+    board.log(8, {"loss": 1.0}, "train")
+    board.rewind(5)
+    board.log(6, {"loss": 2.0}, "train")
+    board.finish("finished")
+    starts = [
+        e.step for e in events(tmp_path) if e.session_log.status == event_pb2.SessionLog.START
+    ]
+    assert starts == [6]
+
+
+def test_a_package_that_is_missing_is_named_with_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(
         UsageError,
         match=r"needs tensorboardX, which is not installed.*pip install tensorboardX, or",
     ):
-        TensorBoard(tmp_path)
+        TensorBoard(ObserveConfig())
