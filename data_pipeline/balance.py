@@ -3,11 +3,27 @@ cost on every device and step.
 
 A pure function of the global list of lengths: each host calls it and takes its share, and nothing
 is communicated. Arithmetic is in whole numbers, so that all hosts get the same bits.
+
+`pack` takes any list. `balance_rows` is `data.packing=balanced`:
+
+* A step has the `data.batch_size` documents that it has with `pad`: the same plan, the same order.
+  So losses and gradients are those of `pad`, where a loss is a mean over tokens or documents.
+* They lie in rows of `data.seq_length` tokens, as few as best fit finds, rounded up to the next
+  number of `row_counts`: multiples of `data.balance_rows` that grow by at most an eighth. Each is a
+  shape to compile; the documents of steps are alike enough for a few of them.
+* `pack` makes all rows of the step alike in cost, so that micro-batches and devices, which have as
+  many rows, are at least as alike. A document that is dearer than the mean row can't be made up for.
+* Rows stand in the order of `_interleaved`. With A micro-batches and D devices, row r is in
+  micro-batch r mod A, and the rows of a device follow each other. So the devices have rows of
+  neighbouring cost in a micro-batch, and a fair share of dear and cheap rows in the step. Neither A
+  nor D is needed for that: the batch depends on config, data and seed alone.
+* No document is left out or divided; one that is longer than a row is treated by `data.on_long`.
 """
 
 import dataclasses
 import heapq
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,6 +36,8 @@ _TOLERANCE = 0.005
 _MISSES = 32
 # A cost in whole numbers is at most 2 to this power: sums are exact for millions of sequences.
 _COST_BITS = 40
+# Between two numbers of rows that a batch may have: at most one part in so many.
+_PARTS = 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -280,3 +298,68 @@ def _deal(members: list[np.ndarray], costs: np.ndarray, num_shards: int) -> list
             work[shard] += spent[of_step[shard]]
             dealt.append(np.sort(members[of_step[shard]]))
     return dealt
+
+
+class RowPlaces(NamedTuple):
+    """Where the documents of a step lie: the row and the first column of each, both int64
+    [documents]."""
+
+    row: np.ndarray
+    column: np.ndarray
+
+
+def row_counts(num_documents: int, unit: int) -> list[int]:
+    """The numbers of rows that a batch of so many documents may have, increasing.
+
+    Multiples of `unit`; the last one has room for documents that need a row each.
+    """
+    units = 1
+    counts = [unit]
+    while counts[-1] < num_documents:
+        units += max(1, units // _PARTS)
+        counts.append(units * unit)
+    return counts
+
+
+def count_batch_rows(sizes: np.ndarray, length: int, unit: int) -> int:
+    """Rows of `length` tokens for documents of these sizes, int64 in [1, length]: see
+    `row_counts`."""
+    offsets, _ = best_fit(sizes, length)
+    least = len(offsets) - 1
+    return next(count for count in row_counts(len(sizes), unit) if count >= least)
+
+
+def balance_rows(sizes: np.ndarray, length: int, num_rows: int, quadratic: float) -> RowPlaces:
+    """Puts the documents of a step into rows that are alike in cost.
+
+    Args:
+        sizes: int64 [documents], in [1, length].
+        length: tokens in a row.
+        num_rows: from `count_batch_rows`.
+        quadratic: b of a document's cost n + b n^2.
+    """
+    groups = pack(sizes, length, min_groups=num_rows, cost=(1.0, quadratic))
+    members = groups.of_shard(0)
+    assert len(members) == num_rows, (len(members), num_rows)
+    row = np.empty(len(sizes), np.int64)
+    column = np.empty(len(sizes), np.int64)
+    # Groups come by cost, the dearest first.
+    for place, group in zip(_interleaved(num_rows).tolist(), members):
+        row[group] = place
+        column[group] = np.cumsum(sizes[group]) - sizes[group]
+    return RowPlaces(row, column)
+
+
+def _interleaved(count: int) -> np.ndarray:
+    """The numbers from 0 to before `count`, int64, by their bits in reverse: 0, 4, 2, 6, 1, 5, 3,
+    7.
+
+    Neighbours in this order lie far apart, and are alike in their last bits.
+
+    Source: J. G. van der Corput, Verteilungsfunktionen, 1935.
+    """
+    numbers = np.arange(count)
+    reverse = np.zeros(count, np.int64)
+    for bit in range(count.bit_length()):
+        reverse = 2 * reverse + (numbers >> bit & 1)
+    return np.argsort(reverse, kind="stable")

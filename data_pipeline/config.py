@@ -46,6 +46,8 @@ _CORRUPTED = UsedBy(
     "{key}={value} is not used with {cause}. Set data.corruption.rate=0.15, or leave it out.",
 )
 
+_BALANCED = UsedBy({"data.packing": ("balanced",)})
+
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
@@ -122,22 +124,42 @@ class DataConfig:
         "or refuse to start",
     )
     seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
-    batch_size: int = key(8, "rows in one optimizer step, over all hosts", low=1, high=MAX_ROWS)
+    batch_size: int = key(
+        8,
+        "rows in one optimizer step, over all hosts; documents, with packing=balanced",
+        low=1,
+        high=MAX_ROWS,
+    )
     seed: int | None = key(
         None,
         "of the order of rows, and of their corruption; null: the root's seed",
         low=0,
         high=MAX_SEED,
     )
-    packing: Literal["stream", "bins", "pad"] = key(
+    packing: Literal["stream", "bins", "pad", "balanced"] = key(
         "stream",
-        "rows: windows of one token stream, whole documents by best fit, or one document each",
+        "rows: windows of one token stream, documents by best fit, one document each, "
+        "or a step's documents, alike in cost",
+    )
+    balance_rows: int = key(
+        1,
+        "the rows of a step are a multiple of this; accumulation and mesh divide it",
+        low=1,
+        high=MAX_ROWS,
+        used_by=_BALANCED,
+    )
+    balance_quadratic: float | None = key(
+        None,
+        "b, where a document of n tokens costs n + b n^2; null: by the FLOPs of the model's layers",
+        low=0,
+        high=1,
+        used_by=_BALANCED,
     )
     on_long: Literal["raise", "skip", "truncate"] = key(
         "raise",
         "what to do about a document longer than a row",
         used_by=UsedBy(
-            {"data.packing": ("bins", "pad")},
+            {"data.packing": ("bins", "pad", "balanced")},
             "{key}={value} is not used with {cause}. Set data.packing=bins, or leave it out.",
         ),
     )

@@ -13,28 +13,39 @@ import hashlib
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import grain
 import numpy as np
 from absl import flags
 from grain import experimental
 
-from data_pipeline.bins import Bins, open_bins
+from data_pipeline.balance import RowPlaces, balance_rows, count_batch_rows, row_counts
+from data_pipeline.bins import Bins, document_targets, open_bins
 from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig
 from data_pipeline.corruption import corrupt, row_seed
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.guard import check_batch, checksum
 from data_pipeline.one_tokenizer import require_one_tokenizer
-from data_pipeline.packing import Part, Windows, count_rows, pack, pack_documents, phase
-from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Steps
+from data_pipeline.packing import (
+    Part,
+    Windows,
+    count_rows,
+    fold_documents,
+    pack,
+    pack_documents,
+    phase,
+)
+from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Shape, Steps
 from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
 
 # Rows of the plan that are looked up at once: small batches share one look-up.
 _BLOCK_ROWS = 4096
+# Steps whose batches are looked at to describe them before a run.
+_STEPS_DESCRIBED = 32
 
 # What a host holds of a batch: alike for all batches, or by their shape; None: the whole batch.
 Parts = Part | dict[tuple[int, int], Part] | None
@@ -45,7 +56,8 @@ class Batch(NamedTuple):
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
     of this host's b rows, and source (int32 [b]): the number of each row's source among the plan's
-    names; 0 where the batch is of an evaluation set.
+    names, or that of its first document; 0 where the batch is of an evaluation set, or the row is
+    empty.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -111,14 +123,7 @@ class _Dataset:
 
         check_batch(arrays, self.vocab_size, describe, first_column)
         arrays["source"] = source.astype(np.int32)
-        return Batch(
-            step=step,
-            arrays=arrays,
-            num_targets=int(np.count_nonzero(arrays["loss_mask"] != 0)),
-            digest=_digest(*batch),
-            content=checksum(arrays["targets"], rows, first_column),
-            place=place,
-        )
+        return _batch(step, arrays, batch, place, rows, first_column)
 
     def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
         """The batches that `read` gives for these steps, in order, read ahead by grain."""
@@ -171,7 +176,8 @@ class TrainingData(_Dataset):
     """The training stream. Build it with `open_training`.
 
     `plan` says what is read when, `shards` are in its order of names, `start` is the cursor that
-    the plan goes on from.
+    the plan goes on from. With `data.packing=balanced` a row of the plan is a document, and the
+    rows of a batch are made of a step's documents: see balance.py.
     """
 
     def __init__(
@@ -186,7 +192,10 @@ class TrainingData(_Dataset):
         self.plan = plan
         self.shards = shards
         self.start = start
+        self.is_balanced = config.packing == "balanced"
         self._block = functools.lru_cache(maxsize=8)(self._read_block)
+        # Of balanced batches, which are asked for their shape several times.
+        self._num_rows = functools.lru_cache(maxsize=4096)(self._count_rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TrainingData, (self.config, self.plan, self.shards, self.bins, self.start)
@@ -200,10 +209,33 @@ class TrainingData(_Dataset):
         """What a run reads and why it ends; a line for the rows of each source, if they are of
         whole documents."""
         lines = [self.plan.describe()]
+        if self.is_balanced:
+            lines.append(self._describe_balanced())
+            return "\n".join(lines)
         for of_length in self.bins.values():
             for name, bins in zip(self.plan.names, of_length):
                 lines.append(f"{name}: {bins.describe()}")
         return "\n".join(lines)
+
+    def _describe_balanced(self) -> str:
+        """How many rows the first batches have, and how full they are."""
+        first = self.plan.spans[0].step
+        steps = range(first, min(first + _STEPS_DESCRIBED, self.plan.num_steps))
+        if not steps:
+            return "balanced: no step"
+        shapes = [self.shape_at(step) for step in steps]
+        counts = [shape.batch_size for shape in shapes]
+        num_tokens = sum(int(self._sizes_at(step).sum()) for step in steps)
+        fill = num_tokens / sum(shape.batch_size * shape.seq_length for shape in shapes)
+        documents = self.plan.span(first).batch_size
+        line = f"balanced: {documents:,} documents of a step in {min(counts):,} to {max(counts):,} "
+        line += f"rows, {fill:.2%} full in the first {len(steps):,} steps"
+        of_lengths = [bins for of_length in self.bins.values() for bins in of_length]
+        skipped = sum(bins.skipped for bins in of_lengths)
+        truncated = sum(bins.truncated for bins in of_lengths)
+        if skipped or truncated:
+            line += f"; longer than a row: {skipped:,} left out, {truncated:,} cut"
+        return line
 
     def fingerprint_at(self, step: int) -> str:
         """Identity of all batches before `step`, hex: what a checkpoint of that step must agree on
@@ -218,6 +250,8 @@ class TrainingData(_Dataset):
         if any(bins.skipped or bins.truncated for bins in self._all_bins()):
             on_long = config.on_long
         content = [self.plan.fingerprint_at(step), config.packing, on_long, restart, across]
+        if self.is_balanced:
+            content += [config.balance_rows, self._quadratic]
         if config.corruption.rate:
             content += dataclasses.astuple(config.corruption)
         return hashlib.blake2b(repr(tuple(content)).encode(), digest_size=16).hexdigest()
@@ -269,11 +303,14 @@ class TrainingData(_Dataset):
     def show_command(self, step: int) -> str:
         """The command that shows the first row of a step."""
         source, epoch, row, _ = self._rows(step)[:, 0].tolist()
+        packing = self.config.packing
+        if self.is_balanced:
+            packing = "pad"
         options = {
             "row": row,
             "epoch": epoch,
             "seq-length": self.plan.span(step).seq_length,
-            "packing": self.config.packing,
+            "packing": packing,
             "seed": self.plan.seed,
         }
         words = " ".join(f"--{name} {value}" for name, value in options.items())
@@ -302,6 +339,53 @@ class TrainingData(_Dataset):
             return None
         return self.bins[self.plan.span(step).seq_length][source]
 
+    @property
+    def _quadratic(self) -> float:
+        """b of the cost n + b n^2 of a document."""
+        return self.config.balance_quadratic or 0.0
+
+    def shape_at(self, step: int) -> Shape:
+        """The shape of the batch of a step."""
+        span = self.plan.span(step)
+        if self.is_balanced:
+            return Shape(self._num_rows(step), span.seq_length)
+        return span.shape
+
+    def shapes(self) -> set[Shape]:
+        """Every shape that a batch may have."""
+        if not self.is_balanced:
+            return {span.shape for span in self.plan.spans}
+        unit = self.config.balance_rows
+        shapes = set()
+        for span in self.plan.spans:
+            for count in row_counts(span.batch_size, unit):
+                shapes.add(Shape(count, span.seq_length))
+        return shapes
+
+    def _sizes_at(self, step: int) -> np.ndarray:
+        """The targets of each document of a step, int64, at most a row of them."""
+        length = self.plan.span(step).seq_length
+        source, _, row, _ = self._rows(step)
+        sizes = np.empty(len(row), np.int64)
+        for number in np.unique(source).tolist():
+            mine = source == number
+            _, documents = self.bins[length][number].documents(row[mine])
+            _, sizes[mine] = document_targets(self.shards[number], documents)
+        return np.minimum(sizes, length)
+
+    def _count_rows(self, step: int) -> int:
+        """Rows of the balanced batch of a step."""
+        length = self.plan.span(step).seq_length
+        return count_batch_rows(self._sizes_at(step), length, self.config.balance_rows)
+
+    def places_at(self, step: int) -> RowPlaces:
+        """Where in the batch of a step what it reads lies: `rows_at`, in that order."""
+        span = self.plan.span(step)
+        if self.is_balanced:
+            num_rows = self._num_rows(step)
+            return balance_rows(self._sizes_at(step), span.seq_length, num_rows, self._quadratic)
+        return RowPlaces(np.arange(span.batch_size), np.zeros(span.batch_size, np.int64))
+
     def batch(self, step: int, part: Parts = None) -> Batch:
         """This part of the batch of a step, its rows in this order: a pure function of (config,
         manifests, seed, step).
@@ -312,12 +396,70 @@ class TrainingData(_Dataset):
         source, epoch, row, phases = self._rows(step)
         rows = Rows(source, epoch, row)
         if isinstance(part, dict):
-            part = part[span.batch_size, span.seq_length]
+            part = part[self.shape_at(step)]
+        if self.is_balanced:
+            return self._read_balanced(step, rows, part)
         result = self._read(step, rows, phases, part, self.plan.names, span.seq_length)
         if self.config.corruption.rate:
             held = part or Part(np.arange(span.batch_size))
             self._corrupt(result.arrays, rows, held, span.seq_length)
         return result
+
+    def _read_balanced(self, step: int, batch: Rows, part: Part | None) -> Batch:
+        """This part of a balanced batch, which is made of these rows of one document each."""
+        shape = self.shape_at(step)
+        length = shape.seq_length
+        held, columns = part or Part(np.arange(shape.batch_size))
+        places = self.places_at(step)
+        sizes = self._sizes_at(step)
+        # The documents in rows of this part, and their rows in it.
+        row_in_part = np.full(shape.batch_size, -1)
+        row_in_part[held] = np.arange(len(held))
+        mine = np.flatnonzero(row_in_part[places.row] >= 0)
+        row = row_in_part[places.row[mine]]
+        column = places.column[mine]
+
+        # First each has a row of its own, as with `pad`.
+        width = int(sizes[mine].max(initial=1))
+        first_columns = slice(0, width)
+        source = batch.source[mine]
+        restart = self.config.restart_positions
+        across = self.config.attend_across_documents
+        documents = pack_documents(
+            self.sources,
+            self.bins[length],
+            source,
+            batch.row[mine],
+            length,
+            restart,
+            across,
+            first_columns,
+        )
+        if self.config.corruption.rate:
+            self._corrupt(documents, batch, Part(mine, first_columns), length)
+        held_shape = (len(held), length)
+        arrays = fold_documents(
+            documents, sizes[mine], row, column, held_shape, restart, across, columns
+        )
+
+        def describe(i: int) -> str:
+            listed = []
+            for number in np.flatnonzero(row == i).tolist():
+                at = source[number]
+                listed.append(
+                    f"row {batch.row[mine[number]]} of source '{self.plan.names[at]}' "
+                    f"in {self.sources[at].path}, epoch {batch.epoch[mine[number]]}"
+                )
+            return f"step {step}, documents that are with data.packing=pad {'; '.join(listed)}"
+
+        first_column, _, _ = columns.indices(length)
+        check_batch(arrays, self.vocab_size, describe, first_column)
+        begins_row = column == 0
+        of_row = np.zeros(len(held), np.int32)
+        of_row[row[begins_row]] = source[begins_row]
+        arrays["source"] = of_row
+        place = _digest(batch.source, batch.row)
+        return _batch(step, arrays, batch, place, held, first_column)
 
     def _corrupt(self, arrays: dict[str, np.ndarray], batch: Rows, part: Part, length: int) -> None:
         """Replaces inputs of this part of the batch, in place; padding and the marks between
@@ -354,12 +496,18 @@ class TrainingData(_Dataset):
 class EvaluationData(_Dataset):
     """A held-out set, every token a target exactly once, in order. Build it with `open_evaluation`.
 
+    With `data.packing=balanced` its rows are those of `bins`.
+
     `num_tokens` counts all targets, `text_bytes` their text (0: some of it is no target); they and
     `num_batches` come from the manifest, not from hosts.
     """
 
     def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
-        bins = _open_bins(config, [shards], {config.seq_length})
+        # Rows that are made for each step are for training: here, all documents are at hand.
+        packing = config.packing
+        if packing == "balanced":
+            packing = "bins"
+        bins = _open_bins(config, packing, [shards], {config.seq_length})
         super().__init__(config, [shards], bins)
         self.batch_size = batch_size
         self.shards = shards
@@ -434,6 +582,26 @@ def carry_errors(
             yield Batch(step, arrays, 0, "", 0, "", error)
 
 
+def _batch(
+    step: int,
+    arrays: dict[str, np.ndarray],
+    read: Rows,
+    place: str,
+    rows: np.ndarray,
+    first_column: int,
+) -> Batch:
+    """The batch of a step with these arrays, which hold `rows` of it from `first_column` on; `read`
+    is what the plan says of all of it."""
+    return Batch(
+        step=step,
+        arrays=arrays,
+        num_targets=int(np.count_nonzero(arrays["loss_mask"] != 0)),
+        digest=_digest(*read),
+        content=checksum(arrays["targets"], rows, first_column),
+        place=place,
+    )
+
+
 def _digest(*arrays: np.ndarray) -> str:
     content = np.concatenate(arrays).astype("<i8").tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()
@@ -463,7 +631,10 @@ def open_training(
     ordered = [shards[name] for name in names]
     lengths = {config.seq_length}
     lengths.update(stage.seq_length or config.seq_length for stage in config.stages)
-    bins = _open_bins(config, ordered, lengths)
+    packing = config.packing
+    if packing == "balanced":
+        packing = "pad"
+    bins = _open_bins(config, packing, ordered, lengths)
     sources = {}
     for i, name in enumerate(names):
         num_tokens = ordered[i].num_tokens
@@ -562,14 +733,17 @@ def open_evaluation(
 
 
 def _open_bins(
-    config: DataConfig, shards: list[TokenShards], lengths: set[int]
+    config: DataConfig,
+    packing: Literal["stream", "bins", "pad"],
+    shards: list[TokenShards],
+    lengths: set[int],
 ) -> dict[int, list[Bins]]:
     """The rows of each source by row length; empty where rows are windows of a stream. DataError: a
     source has none."""
-    if config.packing == "stream":
+    if packing == "stream":
         return {}
     bins = {
-        length: [open_bins(s, length, config.packing, config.on_long) for s in shards]
+        length: [open_bins(s, length, packing, config.on_long) for s in shards]
         for length in sorted(lengths)
     }
     for length, of_length in bins.items():

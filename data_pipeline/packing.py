@@ -3,7 +3,8 @@
 `pack`: row i of an epoch has the `seq_length` stream tokens from phase + i * seq_length + 1 on as
 targets and the token before each as input. The phase differs by epoch, so rows are cut elsewhere
 each time, and every token is a target exactly once per epoch. `pack_documents`: a row has the
-documents that `bins` gives it, one after the other, then padding.
+documents that `bins` gives it, one after the other, then padding. `fold_documents` puts documents
+that have a row each into rows that they share.
 
 The segment of a position is the document of its TARGET: the end-of-document token that ends one
 document is, as input, the begin mark of the next and sits in its segment; a row of documents begins
@@ -21,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data_pipeline.bins import Bins, document_targets
-from data_pipeline.shards import TokenShards
+from data_pipeline.shards import TokenShards, ranges
 
 
 class Windows(NamedTuple):
@@ -165,6 +166,50 @@ def pack_documents(
     targets = np.ascontiguousarray(targets[:, wanted])
     loss_mask = np.ascontiguousarray(loss_mask[:, wanted])
     return _batch(inputs, targets, loss_mask, begins, counts, restart_positions)
+
+
+def fold_documents(
+    documents: dict[str, np.ndarray],
+    sizes: np.ndarray,
+    row: np.ndarray,
+    column: np.ndarray,
+    shape: tuple[int, int],
+    restart_positions: bool,
+    attend_across_documents: bool,
+    columns: slice = slice(None),
+) -> dict[str, np.ndarray]:
+    """Put documents that have a row each into rows that they share, and build the arrays of a
+    batch, as `pack` does.
+
+    Args:
+        documents: inputs, targets and loss_mask [n, t] of `pack_documents`.
+        sizes: int64 [n], targets of each document.
+        row, column: int64 [n], where each begins.
+        shape: rows and positions of the batch; what no document fills is padding.
+        restart_positions, attend_across_documents, columns: as for `pack`.
+    """
+    num_rows, length = shape
+    width = documents["inputs"].shape[1]
+    from_where = ranges(np.arange(len(sizes)) * width, sizes)
+    to_where = ranges(row * length + column, sizes)
+
+    def folded(name: str) -> np.ndarray:
+        array = np.zeros(num_rows * length, documents[name].dtype)
+        array[to_where] = documents[name].ravel()[from_where]
+        return np.ascontiguousarray(array.reshape(shape)[:, columns])
+
+    _, end, _ = columns.indices(length)
+    begins = np.zeros(shape, bool)
+    begins[row, column] = not attend_across_documents
+    counts = np.bincount(row, sizes, num_rows).astype(np.int64)
+    return _batch(
+        folded("inputs"),
+        folded("targets"),
+        folded("loss_mask"),
+        begins[:, :end].copy(),
+        counts,
+        restart_positions,
+    )
 
 
 def _batch(

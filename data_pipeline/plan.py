@@ -160,7 +160,8 @@ class Plan:
     """A solved plan. Build it with `Plan.solve`.
 
     `history` is the fingerprint of what came before the cursor that this plan goes on from, empty
-    without one; `past` has the sources of that cursor which this plan does not have.
+    without one; `past` has the sources of that cursor which this plan does not have. `unit` is what
+    its rows are to people: documents, where the rows of a batch are made of a step's documents.
     """
 
     seed: int
@@ -172,6 +173,7 @@ class Plan:
     ends_because: str
     history: str = ""
     past: dict[str, list] = dataclasses.field(default_factory=dict)
+    unit: Literal["rows", "documents"] = "rows"
 
     @classmethod
     def solve(
@@ -212,6 +214,9 @@ class Plan:
         reason = layout.reason
         if steps != "auto":
             reason = f"steps={steps:,}"
+        unit = "rows"
+        if config.packing == "balanced":
+            unit = "documents"
         history = ""
         past = {}
         if cursor:
@@ -228,6 +233,7 @@ class Plan:
             ends_because=reason,
             history=history,
             past=past,
+            unit=unit,
         )
 
     @functools.cached_property
@@ -412,7 +418,7 @@ class Plan:
         tokens = _short_count(self.tokens_at(self.num_steps))
         passes = self.epochs_at(self.num_steps)
         epochs = ", ".join(f"{name} {count:.3g} epochs" for name, count in passes.items())
-        text = f"plan: {self.num_steps:,} steps, {tokens} tokens (rows x length); "
+        text = f"plan: {self.num_steps:,} steps, {tokens} tokens ({self.unit} x length); "
         text += f"ends because {self.ends_because}; {epochs}"
         for before, after in zip(self.spans, self.spans[1:]):
             text += f"; from step {after.step:,} on {after.batch_size:,} x {after.seq_length:,}"

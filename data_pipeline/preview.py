@@ -20,16 +20,15 @@ class RowPreview(NamedTuple):
     """One row of a step.
 
     Attributes:
-        source, epoch, row: where it is from; the row counts in the epoch.
-        documents: int64 [documents], by their numbers in the source, in order.
+        origin: where it is from: source, epoch, and, unless its documents share it in this step
+            alone, which row of the epoch it is.
+        documents: int64 [documents], by their numbers in their sources, in order.
         num_targets: positions that are targets.
         num_tokens: positions that are not padding.
         text: of the first targets, in one line; with marks around targets, if not all of them are.
     """
 
-    source: str
-    epoch: int
-    row: int
+    origin: str
     documents: np.ndarray
     num_targets: int
     num_tokens: int
@@ -43,9 +42,9 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
     DataError: a shard is damaged.
     """
     batch = data.batch(step)
-    span = data.plan.span(step)
-    shape = f"{span.batch_size:,} rows of {span.seq_length:,} tokens"
-    positions = span.batch_size * span.seq_length
+    num_rows, length = data.shape_at(step)
+    shape = f"{num_rows:,} rows of {length:,} tokens"
+    positions = num_rows * length
     targets_of = f"{batch.num_targets:,} targets in {positions:,} positions"
     yield f"step {step + 1:,} of {data.plan.num_steps:,}: {shape}, {targets_of}"
     yield f"  batch {batch.digest}"
@@ -62,12 +61,11 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
     for number, preview in enumerate(preview_rows(data, step, batch.arrays, most, width - 4)):
         listed = _list_documents(preview.documents)
         share = f"{preview.num_targets:,} of {preview.num_tokens:,} tokens are targets"
-        origin = f"{preview.source}, epoch {preview.epoch:,}, row {preview.row:,} of it"
-        yield f"row {number:,}: {origin}, {listed}; {share}"
+        yield f"row {number:,}: {preview.origin}, {listed}; {share}"
         yield f"    {preview.text}"
     if (more := len(targets) - most) > 0:
         yield f"and {more:,} rows more; --rows {len(targets)} shows all"
-    source = data.shards[int(sources[0])]
+    source = data.shards[int(data.rows_at(step).source[0])]
     show = f"python -m data_pipeline.prepare show {shlex.quote(str(source.path))}"
     yield f"A whole document: {show} --document {_documents(data, step, 0)[0]}"
     yield f"A whole row: {data.show_command(step)}"
@@ -79,11 +77,22 @@ def preview_rows(
     """The first `most` rows of a step, whose arrays these are, with so many characters of their
     text."""
     rows = data.rows_at(step)
-    for i in range(min(most, len(rows.row))):
-        source = int(rows.source[i])
+    places = data.places_at(step)
+    for i in range(min(most, len(arrays["targets"]))):
+        (mine,) = np.nonzero(places.row == i)
+        mine = mine[np.argsort(places.column[mine])].tolist()
+        origins = []
+        for place in mine:
+            origin = f"{data.plan.names[rows.source[place]]}, epoch {rows.epoch[place]:,}"
+            if not data.is_balanced:
+                origin += f", row {rows.row[place]:,} of it"
+            if origin not in origins:
+                origins.append(origin)
         real = arrays["segment_ids"][i] > 0
         learnt = arrays["loss_mask"][i] > 0
-        documents = _documents(data, step, i)
+        documents = np.array([], np.int64)
+        for place in mine:
+            documents = np.append(documents, _documents(data, step, place))
         ids = arrays["targets"][i][real][:_MOST_TOKENS]
         mask = learnt[real][:_MOST_TOKENS]
         if learnt[real].all():
@@ -91,9 +100,7 @@ def preview_rows(
         else:
             text = marked_text(data.tokenizer, ids, mask)
         yield RowPreview(
-            source=data.plan.names[source],
-            epoch=int(rows.epoch[i]),
-            row=int(rows.row[i]),
+            origin=" and ".join(origins) or "empty",
             documents=documents,
             num_targets=int(np.count_nonzero(learnt)),
             num_tokens=int(np.count_nonzero(real)),
@@ -102,7 +109,7 @@ def preview_rows(
 
 
 def _documents(data: TrainingData, step: int, place: int) -> np.ndarray:
-    """The documents that a row of a step has targets of, by their numbers in its source."""
+    """The documents that a row of the plan has targets of, by their numbers in its source."""
     source = int(data.rows_at(step).source[place])
     shards = data.shards[source]
     bins = data.bins_of(step, source)

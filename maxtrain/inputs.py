@@ -7,17 +7,20 @@ from typing import Any
 
 import yaml
 
+from data_pipeline.config import DataConfig
 from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.loader import EvaluationData, TrainingData, open_evaluation, resume_training
 from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
+from maxtrain.models.cost import sequence_cost
 
 # What of the section `data` decides which tokens are read; where they are does not.
 _DECIDES = re.compile(
     r"data\.(sources\.[^.]+\.(weight|epochs)|stages|on_exhausted|seq_length|batch_size|packing"
-    r"|on_long|corruption\..*|attend_across_documents|restart_positions)"
+    r"|balance_rows|balance_quadratic|on_long|corruption\..*|attend_across_documents"
+    r"|restart_positions)"
 )
 
 
@@ -47,7 +50,7 @@ def open_data(
 def open_training_data(config: RunConfig, saved: dict[str, Any] | None) -> TrainingData:
     """The training data of a run with its plan solved; `saved` as for `open_data`."""
     changes = _changes_of_data(config, saved)
-    return resume_training(config.data, data_seed(config), config.steps, saved, changes)
+    return resume_training(data_section(config), data_seed(config), config.steps, saved, changes)
 
 
 def _open_sets(config: RunConfig) -> dict[str, EvaluationData]:
@@ -72,6 +75,19 @@ def _require_held_out(name: str, eval_set: EvaluationData, data: TrainingData) -
             rule = f"holds {len(seen):,} shards that {where}: its loss would say nothing"
             mend = "Hold out text with `prepare --holdout`, or leave one of the two out"
             raise ConfigError(f"{key} {rule}. {mend}.")
+
+
+def data_section(config: RunConfig) -> DataConfig:
+    """The section `data`, with the cost of documents by the model's layers where it has none.
+
+    Without the vocabulary, which the data may decide. To three digits, so that how it is computed
+    does not matter.
+    """
+    data = config.data
+    if data.packing != "balanced" or data.balance_quadratic is not None:
+        return data
+    linear, quadratic = sequence_cost(dataclasses.replace(config.model, vocab_size=0))
+    return dataclasses.replace(data, balance_quadratic=float(f"{quadratic / linear:.2e}"))
 
 
 def data_seed(config: RunConfig) -> int:

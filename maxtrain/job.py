@@ -144,14 +144,12 @@ class Job(Parts):
 
     @functools.cached_property
     def layouts(self) -> dict[tuple[int, int], BatchLayout]:
-        """How batches lie on the mesh, for each shape in the plan."""
-        shapes = {(span.batch_size, span.seq_length) for span in self.data.plan.spans}
-        return {shape: BatchLayout(self.mesh, *shape) for shape in shapes}
+        """How batches lie on the mesh, for each shape that they may have."""
+        return {shape: BatchLayout(self.mesh, *shape) for shape in self.data.shapes()}
 
     def layout(self, step: int) -> BatchLayout:
         """How the batch of a step lies on the mesh."""
-        span = self.data.plan.span(step)
-        return self.layouts[span.batch_size, span.seq_length]
+        return self.layouts[self.data.shape_at(step)]
 
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()

@@ -42,7 +42,7 @@ from data_pipeline.loader import open_training
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
-from maxtrain.inputs import data_seed, open_data, with_vocabulary
+from maxtrain.inputs import data_section, data_seed, open_data, with_vocabulary
 from maxtrain.job import Job, make_parts
 from maxtrain.models.families.directory import model_of
 from maxtrain.observe import human
@@ -174,7 +174,7 @@ def data_of(config: RunConfig) -> Data:
         epochs = config.data.sources[name].epochs or 1.0
         one_pass += source.num_tokens * min(1.0, epochs)
     try:
-        plan = open_training(config.data, data_seed(config), "auto").plan
+        plan = open_training(data_section(config), data_seed(config), "auto").plan
     # No source ends.
     except ConfigError:
         return Data(None, one_pass)
@@ -329,6 +329,13 @@ def probe(config: RunConfig, asked: argparse.Namespace, arguments: Sequence[str]
     what = asked.what
     if what is None:
         what = "batch" if asked.topology else "both"
+    looks_for_rows = what in ("batch", "both")
+    if looks_for_rows and config.data.packing == "balanced":
+        raise ConfigError(
+            "data.packing=balanced counts documents in data.batch_size, and probe looks for the "
+            "rows that fit into memory. "
+            "Set data.packing=bins to find them, or use --what learning_rate or max_tokens."
+        )
     devices = None
     mesh = config.mesh
     if asked.topology:

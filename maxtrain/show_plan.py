@@ -27,7 +27,13 @@ from data_pipeline.plan import Plan
 from data_pipeline.preview import describe_step
 from maxtrain.checkpoint.listing import complete, latest_record, read_record, second_of
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
-from maxtrain.inputs import data_seed, open_data, open_training_data, with_vocabulary
+from maxtrain.inputs import (
+    data_section,
+    data_seed,
+    open_data,
+    open_training_data,
+    with_vocabulary,
+)
 from maxtrain.observe.human import count
 from maxtrain.observe.launches import launch_of, launched_config, read_launches
 from maxtrain.observe.metrics import read_metrics
@@ -42,7 +48,7 @@ def table(plan: Plan) -> Table:
     """
     result = Table(box=None, header_style="bold", pad_edge=False)
     of_sources = [f"{name}\nshare, epochs" for name in plan.names]
-    for head in ("steps", "tokens", "rows x length", *of_sources):
+    for head in ("steps", "tokens", f"{plan.unit} x length", *of_sources):
         result.add_column(head, justify="right", overflow="fold")
     for first, end in itertools.pairwise(plan.changes()):
         shares = plan.shares_at(first)
@@ -146,7 +152,7 @@ def _data_as_read(
     problems: list[UserError] = []
     for start in _starts(run, config, step):
         try:
-            data = open_training(config.data, data_seed(config), config.steps, start)
+            data = open_training(data_section(config), data_seed(config), config.steps, start)
         except UserError as error:
             problems.append(error)
             continue

@@ -150,7 +150,7 @@ def test_a_step_is_of_the_seed_of_the_data_as_in_training(config, tmp_path):
     assert said.endswith("Read by the run: its record of this step names the same batch.\n")
 
 
-@pytest.mark.parametrize("packing", ["stream", "bins", "pad"])
+@pytest.mark.parametrize("packing", ["stream", "bins", "pad", "balanced"])
 def test_the_documents_of_a_row_are_those_whose_tokens_it_has(tmp_path, packing):
     folder = tmp_path / "many"
     folder.mkdir()

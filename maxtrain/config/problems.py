@@ -93,6 +93,8 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
         "data.corruption.token_id",
         "data.fill_patience",
         "data.on_long",
+        "data.balance_rows",
+        "data.balance_quadratic",
     )
     yield from probability_problems(config.regularization)
     yield from attention.dropout_problems(config)
@@ -158,3 +160,4 @@ def _of_devices(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from axis_problems(config.mesh)
     yield from process_problems(config.mesh)
     yield from shapes.division_problems(config)
+    yield from shapes.balance_problems(config)

@@ -209,6 +209,31 @@ def pieces(text: str) -> list[str]:
             "Set data.packing=bins",
         ),
         (
+            ["data.balance_rows=2"],
+            "data.balance_rows=2 is for balanced, not for data.packing=stream",
+            "Set data.packing=balanced",
+        ),
+        (
+            ["data.packing=balanced", "data.balance_rows=6", "optimizer.accumulation=4"],
+            "data.balance_rows=6 must be divisible by optimizer.accumulation=4",
+            "Set data.balance_rows to 4 or 8",
+        ),
+        (
+            ["data.packing=balanced", "data.balance_rows=64"],
+            "data.balance_rows=64 must be at most data.batch_size=",
+            "Set data.balance_rows to ",
+        ),
+        (
+            [
+                "data.packing=balanced",
+                "loss.by_source=true",
+                "data.sources.a.path=a",
+                "data.sources.b.path=b",
+            ],
+            "loss.by_source=true needs rows of one source each, and data.packing=balanced puts",
+            "Set loss.by_source=false",
+        ),
+        (
             ["optimizer.normalize=sequences", "data.attend_across_documents=true"],
             "optimizer.normalize=sequences is a mean over documents, and data.attend_across_documents=true",
             "Set data.attend_across_documents=false",

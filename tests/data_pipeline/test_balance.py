@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_pipeline.balance import pack
+from data_pipeline.balance import balance_rows, count_batch_rows, pack, row_counts
 from data_pipeline.errors import DataError
 
 
@@ -144,3 +144,74 @@ def test_another_process_gets_the_same():
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     lengths = np.random.default_rng(7).lognormal(6.5, 1, 999).astype(int).clip(1, 8192)
     assert output == f"{pack(lengths, 8192, cost=(1e9, 3e5), num_shards=4).order.tolist()}\n"
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_numbers_of_rows_are_few_multiples_that_grow_by_an_eighth(num_documents, unit):
+    counts = row_counts(num_documents, unit)
+    assert counts[0] == unit and counts[-1] >= num_documents
+    assert len(counts) == 1 or counts[-2] < num_documents
+    assert all(count % unit == 0 for count in counts)
+    for before, after in itertools.pairwise(counts):
+        assert 0 < after - before <= max(unit, before / 8)
+    assert len(counts) < 70
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases, st.integers(1, 6), st.sampled_from([0.0, 0.01, 1.0]), st.sampled_from([1, 2, 3]))
+def test_documents_of_a_step_lie_once_in_rows_and_micro_batches_are_as_alike_as_rows(
+    case, unit, quadratic, accumulation
+):
+    length, lengths = case
+    sizes = np.array(lengths)
+    unit *= accumulation
+    num_rows = count_batch_rows(sizes, length, unit)
+    assert num_rows in row_counts(len(sizes), unit)
+    places = balance_rows(sizes, length, num_rows, quadratic)
+    used = np.zeros((num_rows, length), int)
+    for size, row, column in zip(lengths, places.row.tolist(), places.column.tolist()):
+        assert column + size <= length
+        used[row, column : column + size] += 1
+    assert used.max() == 1 and used.sum() == sizes.sum()
+    filled = used.sum(axis=1)
+    for row in range(num_rows):
+        assert used[row, : filled[row]].all(), "padding is at the end of a row"
+
+    of_rows = np.bincount(places.row, sizes + quadratic * sizes.astype(float) ** 2, num_rows)
+    groups = pack(sizes, length, min_groups=num_rows, cost=(1.0, quadratic))
+    np.testing.assert_allclose(np.sort(of_rows), np.sort(groups.cost))
+    micro = of_rows.reshape(-1, accumulation).mean(axis=0)
+    assert np.ptp(micro) <= groups.spread * groups.cost.mean() * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("quadratic", [0.0, 1 / 24_576, 1 / 4096])
+@pytest.mark.parametrize("mean", [5.5, 6.5])
+def test_rows_of_lognormal_documents_are_as_alike_as_the_dearest_document_allows(mean, quadratic):
+    """Within 5 %, as `pack` says of its groups."""
+    for seed in range(5):
+        sizes = lognormal(seed, mean=mean)
+        num_rows = count_batch_rows(sizes, 8192, 8)
+        places = balance_rows(sizes, 8192, num_rows, quadratic)
+        costs = sizes + quadratic * sizes.astype(float) ** 2
+        of_rows = np.bincount(places.row, costs, num_rows)
+        assert of_rows.max() <= max(1.05 * of_rows.mean(), costs.max())
+        if costs.max() > of_rows.mean():
+            continue
+        for devices, accumulation in ((1, 8), (2, 4), (4, 2), (8, 1)):
+            cells = of_rows.reshape(devices, -1, accumulation).sum(axis=1)
+            assert np.ptp(cells) <= 0.05 * cells.mean()
+
+
+def test_a_device_gets_its_share_of_dear_rows_and_rows_of_neighbouring_cost_in_a_micro_batch():
+    """Documents of a row each can't be made alike, so that their order is all there is."""
+    sizes = np.arange(100, 116)
+    places = balance_rows(sizes, 128, 16, 0.01)
+    by_row = np.empty(16, int)
+    by_row[places.row] = sizes
+    for accumulation in (2, 4, 8, 16):
+        for micro in range(accumulation):
+            assert np.ptp(by_row[micro::accumulation]) == 16 // accumulation - 1
+    for devices in (2, 4, 8, 16):
+        shares = by_row.reshape(devices, -1).sum(axis=1)
+        assert np.ptp(shares) <= 16
+        assert np.ptp(by_row.reshape(devices, -1), axis=1).min() >= 16 - devices

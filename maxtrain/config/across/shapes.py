@@ -43,12 +43,41 @@ def division_problems(config: RunConfig) -> Iterator[str]:
     yield from _tensor_problems(config)
 
 
-def _batch_problems(config: RunConfig) -> Iterator[str]:
-    accumulation = config.optimizer.accumulation
+def _batch_sizes(config: RunConfig) -> dict[str, int]:
+    """Every number of rows, or documents, of a step, by its key."""
     sizes = {"data.batch_size": config.data.batch_size}
     for index, stage in enumerate(config.data.stages):
         if stage.batch_size:
             sizes[f"data.stages[{index}].batch_size"] = stage.batch_size
+    return sizes
+
+
+def balance_problems(config: RunConfig) -> Iterator[str]:
+    """Rows that are made for each step, of fewer documents than rows, or of several sources whose
+    losses are to be told apart."""
+    data = config.data
+    if data.packing != "balanced":
+        return
+    for key, documents in _batch_sizes(config).items():
+        if documents < data.balance_rows:
+            yield (
+                f"data.balance_rows={data.balance_rows} must be at most {key}={documents}, "
+                "the documents of a step, or rows would have none. "
+                f"Set data.balance_rows to {documents} or less, or {key} higher."
+            )
+    if config.loss.by_source and len(data.sources) > 1:
+        yield (
+            "loss.by_source=true needs rows of one source each, and data.packing=balanced puts "
+            "documents of several sources into one row. "
+            "Set loss.by_source=false, or data.packing=bins."
+        )
+
+
+def _batch_problems(config: RunConfig) -> Iterator[str]:
+    accumulation = config.optimizer.accumulation
+    sizes = _batch_sizes(config)
+    if config.data.packing == "balanced":
+        sizes = {"data.balance_rows": config.data.balance_rows}
     for key, rows in sizes.items():
         unit = _shards(config)
         by = _by_mesh(config)
@@ -73,6 +102,14 @@ def _held_out_problems(config: RunConfig) -> Iterator[str]:
     for name, held_out in config.eval.sets.items():
         sizes[f"eval.sets.{name}.batch_size"] = held_out.batch_size
     shards = _shards(config)
+    is_default = config.eval.batch_size is None
+    default = config.data.batch_size
+    if config.data.packing == "balanced" and config.eval.sets and is_default and default % shards:
+        yield (
+            f"eval.batch_size=null takes data.batch_size={default} for rows, "
+            f"which must be divisible by {_by_mesh(config)}. "
+            f"Set eval.batch_size to {multiples(default, shards)}."
+        )
     for key, rows in sizes.items():
         if rows and rows % shards:
             yield (
