@@ -23,17 +23,30 @@ from maxtrain.observe.launches import describe_launch, read_launches
 from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.report import plot_curves, summary
 
-MAX_GZIP_BYTES = 64 << 20  # a second or two
+# Larger texts are not compared with gzip; these take it a second or two.
+MAX_GZIP_BYTES = 64 << 20
 _COMPLETION_TOKENS = 64
 
 
 def gzip_bits_per_byte(eval_set: EvaluationData, tokenizer: Tokenizer) -> float:
     """Bits per byte of `gzip -9` on the text of a set, all documents one after the other."""
     shards = eval_set.shards
-    text = "".join(
-        tokenizer.decode(shards.read(*shards.document(n))) for n in range(shards.num_documents)
-    ).encode()
+    documents = []
+    for number in range(shards.num_documents):
+        ids = shards.read(*shards.document(number))
+        documents.append(tokenizer.decode(ids))
+    text = "".join(documents).encode()
     return 8 * len(gzip.compress(text, 9)) / len(text)
+
+
+def _compare_with_gzip(sets: Mapping[str, EvaluationData], tokenizer: Tokenizer) -> str:
+    """A line for each evaluation set with a text that is not too large."""
+    lines = []
+    for name, eval_set in sets.items():
+        if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES:
+            bits = gzip_bits_per_byte(eval_set, tokenizer)
+            lines.append(f"gzip -9 reaches {bits:.4f} bits per byte on the text of {name}.")
+    return "\n".join(lines)
 
 
 def finish(
@@ -51,23 +64,33 @@ def finish(
 ) -> None:
     """Draws curves.png; prints completions of observe.prompts, the summary, and what to try next.
 
-    `step` is the number of finished steps, `ending` why these are not all, or empty, `found` at how
-    many of them something was wrong with the batch. `model` is None where this process does not
-    hold all of it. `rollbacks` are those of checkpoint/rollback.py. With a `problem`, the weights
-    are of no use: no completions, and nothing to try. `read` says of each evaluation set what it is
-    now (see validation.py): evaluations of what it was before are not in the summary.
+    Args:
+        config: of the run.
+        data: the run's plan and tokenizer.
+        sets: evaluation sets by name.
+        step: the number of finished steps.
+        clock: the time of this launch, for a run that has no record of all launches' time.
+        ending: why not all steps of the plan are finished; empty: they are.
+        found: the number of steps with a batch that something was wrong with.
+        model: None where this process does not hold all of it.
+        rollbacks: those that checkpoint/rollback.py has recorded.
+        problem: why the weights can't be used, which means no completions and nothing to try;
+            empty: they can.
+        read: the identity of each evaluation set's text as it is now (see validation.py);
+            evaluations of an earlier text are not in the summary.
     """
-    notes = (
-        [f"Something was wrong with the batches of {found:,} steps (data.zero_weight)."]
-        if found
-        else []
-    )
+    notes = []
+    if found:
+        notes.append(f"Something was wrong with the batches of {found:,} steps (data.zero_weight).")
     if problem:
         notes.append(problem)
-    early = f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}" if ending else ""
-    notes += [early] if early else []
+    early = ""
+    if ending:
+        early = f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}"
+        notes.append(early)
     folder = Path(config.output_dir, config.run_name)
-    records, launches = read_metrics(folder), read_launches(folder)
+    records = read_metrics(folder)
+    launches = read_launches(folder)
     seconds = goodput(read_clock(folder)) or clock.seconds()
     seconds.pop("down", None)
     files = {
@@ -90,85 +113,80 @@ def finish(
             resumes,
             changes,
         )
-    comparison = "\n".join(
-        f"gzip -9 reaches {gzip_bits_per_byte(eval_set, data.tokenizer):.4f} bits per byte on the text of {name}."
-        for name, eval_set in sets.items()
-        if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES
-    )
+    comparison = _compare_with_gzip(sets, data.tokenizer)
     console = Console(highlight=False)
     if config.observe.prompts and model is not None and not problem:
         show(console, config.observe.prompts, completions(config, data.tokenizer, model))
-    made_by = describe_launch(launches[-1]) if launches else ""
+    made_by = ""
+    if launches:
+        made_by = describe_launch(launches[-1])
     last = next((record for record in reversed(records) if record["kind"] == "train"), {})
-    notes += filter(None, [counted(last, rollbacks)])
-    words = {"comparison": comparison, "ending": "\n".join(notes), "made_by": made_by}
-    shown = [
-        record for record in records if record["kind"] != "eval" or _is_of_now(record, read or {})
-    ]
-    console.print(summary(config.run_name, step, shown, seconds, **words, files=files))
-    commands = {} if problem else _next_commands(config, folder)
-    for what, command in commands.items():
-        console.print(
-            Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan")), soft_wrap=True
-        )  # to be copied whole
+    anomalies = counted(last, rollbacks)
+    if anomalies:
+        notes.append(anomalies)
+    shown = []
+    for record in records:
+        if record["kind"] != "eval" or _is_current(record, read or {}):
+            shown.append(record)
+    text = summary(
+        config.run_name,
+        step,
+        shown,
+        seconds,
+        comparison=comparison,
+        ending="\n".join(notes),
+        made_by=made_by,
+        files=files,
+    )
+    console.print(text)
+    if not problem:
+        for what, command in _next_commands(config, folder).items():
+            lines = Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan"))
+            # Not wrapped, so that the command can be copied whole.
+            console.print(lines, soft_wrap=True)
     if early:
         console.print(Text(early, "bold yellow"), soft_wrap=True)
 
 
-def _is_of_now(record: Mapping[str, Any], read: Mapping[str, str]) -> bool:
-    """Whether an evaluation is of a set that there still is, and of the text that it is now."""
+def _is_current(record: Mapping[str, Any], read: Mapping[str, str]) -> bool:
+    """Whether an evaluation is of a set that still exists, and of the text that it has now."""
     now = read.get(record["set"])
     return now is not None and record.get("data", now) == now
 
 
 def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list[str]:
-    """What the model makes of each of observe.prompts, of which there is at least one."""
-    options = {
-        "max_tokens": _COMPLETION_TOKENS,
-        "temperature": 0.7,
-        "top_p": 0.95,
-        "seed": config.seed,
-    }
-    return complete(model, tokenizer, config.observe.prompts, **options)
+    """The model's completions of observe.prompts, of which there is at least one."""
+    return complete(
+        model,
+        tokenizer,
+        config.observe.prompts,
+        max_tokens=_COMPLETION_TOKENS,
+        temperature=0.7,
+        top_p=0.95,
+        seed=config.seed,
+    )
 
 
 def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
     """What to try next, each as a command that works in this shell."""
+    maxtrain = _program("maxtrain") or "maxtrain"
     prompt = next(iter(config.observe.prompts), "Once upon a time")
-    commands = {
-        "write text": [
-            _program("maxtrain") or "maxtrain",
-            "generate",
-            str(folder),
-            "--prompt",
-            prompt,
-        ]
-    }
+    commands = {"write text": [maxtrain, "generate", str(folder), "--prompt", prompt]}
     if (folder / "tensorboard").is_dir():
+        what = "look at the curves"
         tensorboard = _program("tensorboard")
-        first = "" if tensorboard else " (after pip install tensorboard, which is not here)"
-        commands[f"look at the curves{first}"] = [
-            tensorboard or "tensorboard",
-            "--logdir",
-            str(folder),
-        ]
-    wider = [f"run_name={config.run_name}-wide", f"model.embed_dim={config.model.embed_dim * 2}"]
+        if tensorboard is None:
+            what += " (after pip install tensorboard, which is not here)"
+            tensorboard = "tensorboard"
+        commands[what] = [tensorboard, "--logdir", str(folder)]
     python = _program(Path(sys.executable).name) or sys.executable
-    commands["train a wider model"] = [
-        python,
-        "-m",
-        "maxtrain.train",
-        f"config={folder / 'config.yaml'}",
-        *wider,
-    ]
-    commands["give it to other programs (transformers, vLLM, ...)"] = [
-        _program("maxtrain") or "maxtrain",
-        "export",
-        str(folder),
-        str(Path("exported") / config.run_name),
-        "--format",
-        "hf",
-    ]
+    train = [python, "-m", "maxtrain.train", f"config={folder / 'config.yaml'}"]
+    train.append(f"run_name={config.run_name}-wide")
+    train.append(f"model.embed_dim={config.model.embed_dim * 2}")
+    commands["train a wider model"] = train
+    exported = Path("exported", config.run_name)
+    export = [maxtrain, "export", str(folder), str(exported), "--format", "hf"]
+    commands["give it to other programs (transformers, vLLM, ...)"] = export
     return {what: shlex.join(words) for what, words in commands.items()}
 
 
@@ -185,4 +203,6 @@ def _program(name: str) -> str | None:
     if found and Path(found).absolute() == path.absolute():
         return name
     here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    if path.is_relative_to(here):
+        return str(path.relative_to(here))
+    return str(path)

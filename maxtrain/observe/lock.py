@@ -1,4 +1,4 @@
-"""One run folder, one run that writes there."""
+"""The lock of a run's folder: only one run writes there."""
 
 import contextlib
 import errno
@@ -12,23 +12,30 @@ from typing import IO
 from data_pipeline.errors import LockedError, StorageError
 
 FILE_NAME = "lock"
-_PATIENCE = 10.0  # seconds
+# Seconds for freeing a lock that is not needed.
+_PATIENCE = 10.0
 
 
 class RunLock:
     """Use as `with RunLock(folder):`. The system frees the lock when its process ends, however it
     ends.
 
-    A POSIX lock: also between hosts, where the file system has them; not inherited by worker
-    processes. If it is not `needed`, a folder that can't have one is taken without.
+    It is a POSIX lock, which holds between hosts as well if the file system supports that, and is
+    not inherited by worker processes.
+
+    Args:
+        folder: the run's folder.
+        needed: whether a folder that can't be locked is an error; otherwise it is used without a
+            lock.
 
     Raises:
-        LockedError: another process has it; says which. StorageError: there are no locks in that
-            folder.
+        LockedError: another process has the lock; the message names it.
+        StorageError: the folder can't be locked.
     """
 
     def __init__(self, folder: Path, needed: bool = True):
-        self._path, self._needed = folder / FILE_NAME, needed
+        self._path = folder / FILE_NAME
+        self._needed = needed
         self._file: IO[str] | None = None
 
     def __enter__(self) -> "RunLock":
@@ -52,38 +59,41 @@ class RunLock:
             self._file.close()
             self._file = None
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                rule = (
-                    f"can't be locked ({error.strerror}), so two runs could write there at a time"
-                )
+                what = f"{self._path} can't be locked ({error.strerror})"
                 raise StorageError(
-                    f"{self._path} {rule}. Set output_dir to a file system with locks."
+                    f"{what}, so two runs could write there at a time. Set output_dir to a file "
+                    "system with locks."
                 ) from error
-            who = holder(self._path.parent)
-            elsewhere = not who.endswith(f" on {platform.node()}")
-            gone = f" If that host is gone for good, delete {self._path}." if elsewhere else ""
-            rule = f"{self._path.parent} is being written by {who or 'a process that has not said which it is'}"
-            raise LockedError(
-                f"{rule}. Wait for it or end it, or set run_name to another name.{gone}"
-            ) from error
+            recorded = holder(self._path.parent)
+            who = recorded or "a process that has not said which it is"
+            mend = "Wait for it or end it, or set run_name to another name."
+            if not recorded.endswith(f" on {platform.node()}"):
+                mend += f" If that host is gone for good, delete {self._path}."
+            raise LockedError(f"{self._path.parent} is being written by {who}. {mend}") from error
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {platform.node()}")
         self._file.flush()
 
     def __exit__(self, *_: object) -> None:
-        # Apart: a file system that hangs does not keep a process from ending that may do without
-        #     the lock.
+        # In a thread: a process that does not need the lock ends even if the file system hangs.
         free = threading.Thread(target=self._free, daemon=True)
         free.start()
-        free.join(None if self._needed else _PATIENCE)
+        timeout = _PATIENCE
+        if self._needed:
+            timeout = None
+        free.join(timeout)
 
     def _free(self) -> None:
         if self._file:
-            with contextlib.suppress(OSError):  # who had it is of no use any more
+            # The name of the last holder is no longer needed.
+            with contextlib.suppress(OSError):
                 self._file.truncate(0)
                 self._file.close()
 
 
 def holder(folder: Path) -> str:
-    """Who writes to a run, or did when it was killed; empty if nobody."""
+    """The process that writes to a run, or that did when it was killed; empty if there is none."""
     path = folder / FILE_NAME
-    return path.read_text("utf-8", "replace") if path.exists() else ""
+    if not path.exists():
+        return ""
+    return path.read_text("utf-8", "replace")
