@@ -1,0 +1,206 @@
+"""Divergence of a model's next-token distribution from a teacher's, a few tokens' logits at a time.
+
+As in cross_entropy.py, the sequence is cut in chunks: each chunk's logits, of both models, give the
+divergence and at once its gradients, and are gone. No gradient flows to the teacher.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.einsum import contract
+
+KINDS = ("forward", "reverse")
+
+
+class Predictor(NamedTuple):
+    """What a model's logits are made of."""
+
+    # Last hidden states [B, T, D]; D is the model's own.
+    hidden: Float[Array, "B T D"]
+    # Output matrix [D, V].
+    head: Float[Array, "D V"]
+
+
+class Numbers(NamedTuple):
+    """Number formats of a model's logits."""
+
+    # Inputs of the product with the head.
+    compute: str
+    # What logits are rounded to; what follows is float32.
+    logits: str = "float32"
+
+
+class TokenDivergence(NamedTuple):
+    """`loss` is to be differentiated; the others are for the record, and no gradient flows through
+    them."""
+
+    # The sum of weight * temperature^2 * divergence.
+    loss: Float[Array, ""]
+    # Of each row, the sum of mask * divergence, nats.
+    divergence: Float[Array, " B"]
+    # Of each row, the sum of mask where both models have the same most likely token.
+    agreement: Float[Array, " B"]
+
+
+class Form(NamedTuple):
+    """What is known when the program is compiled; see `divergence`."""
+
+    chunks: int
+    student: Numbers
+    teacher: Numbers
+    temperature: float
+    kind: str
+
+
+def divergence(
+    student: Predictor,
+    teacher: Predictor,
+    weights: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    *,
+    chunks: int,
+    student_numbers: Numbers,
+    teacher_numbers: Numbers,
+    temperature: float = 1.0,
+    kind: str = "forward",
+) -> TokenDivergence:
+    """Weighted sum over tokens of the Kullback-Leibler divergence between two models.
+
+    Args:
+        student: the model that learns.
+        teacher: the model that it is compared with; of the same V.
+        weights: [B, T] of the loss; 0 for what is no target. No gradient flows to them.
+        mask: [B, T] weights of what is recorded.
+        chunks: parts that the sequence is cut in; divides T.
+        student_numbers, teacher_numbers: number formats of each model's logits.
+        temperature: divides the logits of both. The loss is multiplied with its square, so that
+            the gradient is of the same size at any temperature.
+        kind: `forward`: KL(teacher || student); `reverse`: KL(student || teacher).
+
+    Source: Hinton et al., https://arxiv.org/abs/1503.02531, section 2; for `reverse` Gu et al.,
+        https://arxiv.org/abs/2306.08543.
+    """
+    assert kind in KINDS, kind
+    form = Form(chunks, student_numbers, teacher_numbers, temperature, kind)
+    return _chunked(student, teacher, weights, mask, form)
+
+
+def plain_divergence(
+    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
+) -> TokenDivergence:
+    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
+    `divergence`."""
+    teacher = jax.lax.stop_gradient(teacher)
+    of_student = _plain_logits(student, form.student)
+    of_teacher = _plain_logits(teacher, form.teacher)
+    log_s = jax.nn.log_softmax(of_student / form.temperature)
+    log_t = jax.nn.log_softmax(of_teacher / form.temperature)
+    if form.kind == "forward":
+        each = (jnp.exp(log_t) * (log_t - log_s)).sum(-1)
+    else:
+        each = (jnp.exp(log_s) * (log_s - log_t)).sum(-1)
+    same = of_student.argmax(-1) == of_teacher.argmax(-1)
+    loss = form.temperature**2 * (each * weights).sum()
+    rows = (each * mask).sum(-1)
+    return TokenDivergence(
+        loss, jax.lax.stop_gradient(rows), (same.astype(jnp.float32) * mask).sum(-1)
+    )
+
+
+def _plain_logits(model: Predictor, numbers: Numbers) -> Array:
+    logits = dot(model.hidden, model.head, Recipe.of(numbers.compute))
+    return logits.astype(numbers.logits).astype(jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _chunked(
+    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
+) -> TokenDivergence:
+    def one(total: TokenDivergence, part: tuple[Array, ...]) -> tuple[TokenDivergence, None]:
+        x, y, weight, of_record = part
+        here = plain_divergence(
+            Predictor(x, student.head), Predictor(y, teacher.head), weight, of_record, form
+        )
+        return jax.tree.map(jnp.add, total, here), None
+
+    parts = _split(form.chunks, student.hidden, teacher.hidden, weights, mask)
+    total, _ = jax.lax.scan(one, _zero(weights), parts)
+    return total
+
+
+def _zero(weights: Array) -> TokenDivergence:
+    rows = jnp.zeros(weights.shape[:1], jnp.float32)
+    return TokenDivergence(jnp.zeros((), jnp.float32), rows, rows)
+
+
+def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
+    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices."""
+    parts = []
+    for x in arrays:
+        rows = x.shape[0]
+        parts.append(x.reshape(rows, chunks, -1, *x.shape[2:]).swapaxes(0, 1))
+    return tuple(parts)
+
+
+def _logits(hidden: Array, low_head: Array, numbers: Numbers) -> Array:
+    logits = contract("btd,dv->btv", hidden.astype(numbers.compute), low_head)
+    return logits.astype(numbers.logits).astype(jnp.float32)
+
+
+def _forward(
+    student: Predictor, teacher: Predictor, weights: Array, mask: Array, form: Form
+) -> tuple[TokenDivergence, tuple[Array, Array]]:
+    low = student.head.astype(form.student.compute)
+    low_of_teacher = teacher.head.astype(form.teacher.compute)
+    temperature = form.temperature
+
+    def one(
+        carry: tuple[TokenDivergence, Array], part: tuple[Array, ...]
+    ) -> tuple[tuple[TokenDivergence, Array], Array]:
+        total, dhead = carry
+        x, y, weight, of_record = part
+        of_student = _logits(x, low, form.student)
+        of_teacher = _logits(y, low_of_teacher, form.teacher)
+        log_s = jax.nn.log_softmax(of_student / temperature)
+        log_t = jax.nn.log_softmax(of_teacher / temperature)
+        probability = jnp.exp(log_s)
+        if form.kind == "forward":
+            wanted = jnp.exp(log_t)
+            each = (wanted * (log_t - log_s)).sum(-1)
+            dlogits = probability - wanted
+        else:
+            difference = log_s - log_t
+            each = (probability * difference).sum(-1)
+            dlogits = probability * (difference - each[..., None])
+        # temperature^2, divided by the temperature that divides the logits.
+        dlogits = (temperature * weight[..., None] * dlogits).astype(form.student.compute)
+        dx = contract("btv,dv->btd", dlogits, low)
+        dhead = dhead + contract("btd,btv->dv", x.astype(form.student.compute), dlogits)
+        same = of_student.argmax(-1) == of_teacher.argmax(-1)
+        here = TokenDivergence(
+            temperature**2 * (each * weight).sum(),
+            (each * of_record).sum(-1),
+            (same.astype(jnp.float32) * of_record).sum(-1),
+        )
+        return (jax.tree.map(jnp.add, total, here), dhead), dx
+
+    start = (_zero(weights), jnp.zeros(student.head.shape, jnp.float32))
+    parts = _split(form.chunks, student.hidden, teacher.hidden, weights, mask)
+    (total, dhead), dx = jax.lax.scan(one, start, parts)
+    dx = dx.swapaxes(0, 1).reshape(student.hidden.shape)
+    return total, (dx.astype(student.hidden.dtype), dhead.astype(student.head.dtype))
+
+
+def _backward(form: Form, saved: tuple[Array, Array], g: TokenDivergence) -> tuple[Any, ...]:
+    dx, dhead = saved
+    dx = (dx.astype(jnp.float32) * g.loss).astype(dx.dtype)
+    dhead = (dhead.astype(jnp.float32) * g.loss).astype(dhead.dtype)
+    return Predictor(dx, dhead), None, None, None
+
+
+_chunked.defvjp(_forward, _backward)
