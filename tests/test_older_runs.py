@@ -48,9 +48,16 @@ def numbers(folder, run_name):
     return [[record[key] for key in keys] for record in read_metrics(folder / "runs" / run_name)]
 
 
-@pytest.mark.long
-def test_the_same_command_goes_on_with_the_defaults_of_then(folder, monkeypatch, capsys):
+@pytest.fixture(scope="module")
+def whole(folder) -> Path:
+    """A run that was never stopped, in a folder with others."""
     assert train(folder, "whole", *THEN) == 0
+    return folder
+
+
+@pytest.mark.long
+def test_the_same_command_goes_on_with_the_defaults_of_then(whole, monkeypatch, capsys):
+    folder = whole
     with monkeypatch.context() as patch:
         patch.setenv(failpoints.VARIABLE, "after_step:nan:10")
         assert train(folder, "half", *THEN) == 75
@@ -84,8 +91,9 @@ def test_a_new_run_has_the_defaults_of_now(folder, capsys):
     assert "min_learning_rate: null" in launch["config"] and "window: 1000" in launch["config"]
 
 
-def test_a_key_that_a_version_did_not_have_is_no_difference(folder):
-    (launch, *_) = read_launches(folder / "runs" / "whole")
+@pytest.mark.long
+def test_a_key_that_a_version_did_not_have_is_no_difference(whole):
+    (launch, *_) = read_launches(whole / "runs" / "whole")
     older = launch | {"config": launch["config"].replace("  min_lr_ratio: 0.1\n", "")}
     assert older != launch and launch_differences(older, launch) == {}
 

@@ -270,7 +270,7 @@ def test_every_part_of_a_step_takes_bfloat16_activations():
     )
     attack = LossConfig(adversarial=1.0, adversarial_steps=2, z_loss=1e-4)
     objective = adversarial(next_token(attack, regularization=noise), attack)
-    b = batch()
+    b = dict(batch())
     b["loss_mask"] = b.pop("weights")
     b["keys"] = jax.random.split(jax.random.key(0), B)
 
