@@ -23,7 +23,7 @@ def test_total_and_weight_are_sums_over_targets(tiny):
     def both(params, batch):
         model = nnx.merge(parts.graphdef, params)
         logits = model(batch["inputs"], batch["segment_ids"], batch["positions"])
-        return next_token().nll(model, batch), token_nll(logits, batch["targets"])
+        return next_token().nll({"policy": model}, batch), token_nll(logits, batch["targets"])
 
     with jax.set_mesh(parts.mesh):
         (total, weight), nll = both(parts.new_state().trainable, batch)
