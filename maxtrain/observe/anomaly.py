@@ -68,8 +68,8 @@ class Anomalies:
     def _words(self, kind: str, value: Mapping[str, Any]) -> str:
         """The numbers of an anomaly, and the limit that they exceed."""
         config = self.config
-        median = value["median"]
-        deviation = value["deviation"]
+        median = [float(x) for x in value["median"]]
+        deviation = [float(x) for x in value["deviation"]]
         numbers = f"loss {value['loss']:.4g}, gradient norm {value['grad_norm']:.4g}"
         if kind == "non_finite":
             if value["bad_leaf"] >= 0:
