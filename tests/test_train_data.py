@@ -101,7 +101,7 @@ def test_the_end_is_written_down_whatever_comes_after_the_last_checkpoint(config
 
     def interrupted(run):
         save(run)
-        if run.records.ending:
+        if run.health.ending:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
