@@ -13,6 +13,7 @@ from data_pipeline.loader import open_training
 from data_pipeline.shards import Manifest, ShardWriter
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.training.objective import next_token
+from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
 LENGTH = 48
@@ -54,9 +55,10 @@ def gradients_of(tiny, host, accumulation, shape, normalize):
 
         def all_gradients(params, batch):
             scales = objective.scales(batch)
-            return gradients(parts.graphdef, params, batch, objective, scales, accumulation)
+            models = models_from({"policy": parts.graphdef})
+            return gradients(models, params, batch, objective, scales, accumulation)
 
-        params = parts.new_state().params
+        params = parts.new_state().trainable
         result, grads = jax.jit(all_gradients)(params, layout.to_global(arrays))
         return float(result.loss), [np.asarray(leaf) for leaf in jax.tree.leaves(grads)]
 
@@ -121,7 +123,7 @@ def test_attention_of_documents_that_share_a_row_is_that_of_documents_alone(tiny
 
 
 def _hidden_of(parts):
-    params = parts.new_state().params
+    params = parts.new_state().trainable
 
     @jax.jit
     def hidden(batch):
