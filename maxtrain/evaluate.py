@@ -35,11 +35,11 @@ from maxtrain.model_source import (
 )
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.directory import read_config
+from maxtrain.objectives.next_token import next_token
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import next_token
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 

@@ -22,6 +22,7 @@ from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
 from maxtrain.models.cost import token_flops
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
@@ -35,15 +36,12 @@ from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.integrity import Integrity
-from maxtrain.training.objective import Batch
 from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import TrainState
 from maxtrain.training.step import Metrics
 from maxtrain.validation import STOP_PATIENCE, Validation
 
 _MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
-# What objectives record beside the loss, in the order of the record.
-_TERMS = ("z", "adversarial")
 _LONGEST_COPY = 120.0  # seconds that the end of a run waits for the copy of its last checkpoint
 
 
@@ -98,7 +96,7 @@ class Run:
         self.recorder = Recorder(
             Path(config.output_dir, config.run_name),
             job.data.plan,
-            _TERMS,
+            [quantity.name for quantity in job.objective.recorded],
             config.observe.tensorboard,
             self.speed,
             progress,

@@ -40,6 +40,7 @@ from maxtrain.checkpoint.rollback import read_rollbacks, went_with
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import append_launch, launch_record
 from maxtrain.observe.lock import RunLock
@@ -65,7 +66,6 @@ from maxtrain.parallel.memory import (
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
-from maxtrain.training.objective import Batch
 from maxtrain.training.optimizer import eval_params
 from maxtrain.training.state import zero_summary
 

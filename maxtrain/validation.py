@@ -10,13 +10,13 @@ from flax import nnx
 from data_pipeline.loader import carry_errors
 from maxtrain import failpoints
 from maxtrain.job import Job
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import Batch
 
 STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended it
 

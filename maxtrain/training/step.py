@@ -15,11 +15,11 @@ from flax import nnx
 from jaxtyping import Array, PyTree
 
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
+from maxtrain.objectives.objective import POLICY, Batch, Objective, Result, Scales
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import after_step
-from maxtrain.training.objective import Batch, Objective, Result, Scales
 from maxtrain.training.optimizer import apply_updates
 from maxtrain.training.state import TrainState, shardings, spread_tree
 from maxtrain.training.watch import judge
@@ -48,7 +48,7 @@ def gradients(
     """
 
     def loss(params: nnx.State, micro: Batch) -> tuple[Array, Result]:
-        result = objective.forward(nnx.merge(graphdef, params), micro, scales)
+        result = objective.forward({POLICY: nnx.merge(graphdef, params)}, micro, scales)
         return result.loss, result
 
     def one(micro: Batch) -> tuple[Result, nnx.State]:
@@ -109,8 +109,8 @@ def make_train_step(
         over `data` as well.
         anomaly: what is not well, and what is done about it.
 
-    The metrics are loss (nats per target), objective (what was minimised), the mean of each further
-    term, source_nll and source_targets (sums by source) if there are such, targets, empty_rows
+    The metrics are loss (nats per target), objective (what was minimised), the mean of each quantity
+    that the objective records, source_nll and source_targets (sums by source) if there are such, targets, empty_rows
     (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
     changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
     between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
@@ -173,7 +173,8 @@ def make_train_step(
             *jax.tree.map(lambda new, old: jnp.where(verdict.halt, old, new), counters, state[2:]),
         )
         next_state = next_state._replace(watch=next_state.watch._replace(halted=verdict.halt))
-        metrics = {name: value.mean() for name, value in result.sums.items() if name != "nll"} | {
+        recorded = [quantity.name for quantity in objective.recorded]
+        metrics = {name: result.sums[name].mean() for name in recorded} | {
             "objective": result.loss / scaled,
             "targets": nll.weight,
             "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),

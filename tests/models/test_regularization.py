@@ -14,13 +14,14 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RegularizationConfig
 from maxtrain.models.layers import Noise
 from maxtrain.models.registry import build_model
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.attention import Dropout, attention
 from maxtrain.ops.attention.eager import eager_attention
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
 from maxtrain.training.evaluate import make_eval_step
-from maxtrain.training.objective import next_token
 from maxtrain.training.step import gradients, row_keys
 
 EXACT = PrecisionConfig(params="float32", compute="float32")
@@ -148,7 +149,9 @@ def test_nothing_random_is_compiled_where_all_rates_are_zero():
         graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
         return str(
             jax.make_jaxpr(
-                lambda p, b: objective.forward(nnx.merge(graphdef, p), b, {"nll": 1.0}).loss
+                lambda p, b: (
+                    objective.forward({POLICY: nnx.merge(graphdef, p)}, b, {"nll": 1.0}).loss
+                )
             )(weights(), batch() | keys())
         )
 

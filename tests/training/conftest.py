@@ -18,10 +18,10 @@ from maxtrain.config.schema import (
     PrecisionConfig,
     ScheduleConfig,
 )
+from maxtrain.objectives.next_token import next_token
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.loss_scale import initial
-from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (

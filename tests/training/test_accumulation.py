@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from maxtrain.config.schema import LossConfig
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.training.objective import Result, next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.state import abstract_model, abstract_state, create_state
 from maxtrain.training.step import gradients
@@ -27,10 +28,10 @@ B, T, SPLITS = 64, 8, (1, 2, 4, 8)
 NEXT_TOKEN = next_token(LossConfig(z_loss=0.01, label_smoothing=0.1))
 
 
-def forward(model, batch, scales):
+def forward(models, batch, scales):
     """A third term: the mean square of hidden states over documents' positions, targets or not."""
-    result = NEXT_TOKEN.forward(model, batch, scales)
-    hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+    result = NEXT_TOKEN.forward(models, batch, scales)
+    hidden = models["policy"].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     real = (batch["segment_ids"] > 0).astype(jnp.float32)
     size = Sum((jnp.sin(hidden).sum(-1) * real).sum(), real.sum())
     return Result(result.loss + scales["size"] * size.total, result.sums | {"size": size})

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import LossConfig
-from maxtrain.training.adversarial import adversarial, worst_offset
-from maxtrain.training.objective import next_token
+from maxtrain.objectives.adversarial import adversarial, worst_offset
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.training.step import gradients
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -29,7 +30,9 @@ def attacked(tiny):
     scales = PLAIN.scales(batch)
 
     def offset(config, params):
-        return worst_offset(PLAIN, nnx.merge(parts.graphdef, params), batch, scales, config)
+        return worst_offset(
+            PLAIN, {POLICY: nnx.merge(parts.graphdef, params)}, batch, scales, config
+        )
 
     with jax.set_mesh(parts.mesh):
         params = parts.new_state().params
@@ -43,7 +46,7 @@ def loss(attacked, offset):
     with jax.set_mesh(parts.mesh):
         model = nnx.merge(parts.graphdef, params)
         value = jax.value_and_grad(
-            lambda o: PLAIN.forward(model, batch | {"embedding_offset": o}, scales).loss
+            lambda o: PLAIN.forward({POLICY: model}, batch | {"embedding_offset": o}, scales).loss
         )
         return jax.jit(value)(offset)
 
@@ -81,8 +84,9 @@ def test_the_gradient_is_that_of_both_losses_with_the_offset_held_still(attacked
     def by_hand(params):
         model = nnx.merge(parts.graphdef, params)
         return (
-            PLAIN.forward(model, batch, scales).loss
-            + 0.7 * PLAIN.forward(model, batch | {"embedding_offset": offset}, scales).loss
+            PLAIN.forward({POLICY: model}, batch, scales).loss
+            + 0.7
+            * PLAIN.forward({POLICY: model}, batch | {"embedding_offset": offset}, scales).loss
         )
 
     with jax.set_mesh(parts.mesh):
@@ -105,7 +109,11 @@ def test_evaluation_does_without(attacked):
         costs = []
         for objective in (PLAIN, adversarial(PLAIN, FGM)):
             compiled = (
-                jax.jit(lambda p, o=objective: o.nll(nnx.merge(parts.graphdef, p), batch))
+                jax.jit(
+                    lambda p, o=objective: o.evaluate(
+                        {POLICY: nnx.merge(parts.graphdef, p)}, batch
+                    )["nll"]
+                )
                 .lower(params)
                 .compile()
             )

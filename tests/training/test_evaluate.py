@@ -13,10 +13,10 @@ from data_pipeline.errors import DataError
 from data_pipeline.loader import open_evaluation
 from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import CharTokenizer
+from maxtrain.objectives.next_token import next_token
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import next_token
 
 LENGTHS = np.array([40, 1, 7, 90, 33, 5, 61, 2, 24, 24, 150])
 
@@ -103,7 +103,7 @@ def test_a_part_of_the_set_has_no_bits_per_byte(tiny, held_out):
 def test_nothing_evaluated_is_not_a_number_and_a_huge_loss_is_not_an_error():
     huge = Sum(jax.numpy.float32(1e30), jax.numpy.float32(1))
     values = [
-        evaluate(lambda params, batch: huge, nnx.State({}), batches, None, 0)
+        evaluate(lambda params, batch: {"nll": huge}, nnx.State({}), batches, None, 0)
         for batches in ([], [{}])
     ]
     assert math.isnan(values[0]["nll"]) and values[1]["perplexity"] == math.exp(700)

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import LossConfig
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.cross_entropy import token_nll
-from maxtrain.training.objective import next_token
 from maxtrain.training.step import gradients
 
 
@@ -22,7 +23,9 @@ def test_total_and_weight_are_sums_over_targets(tiny):
     def both(params, batch):
         model = nnx.merge(parts.graphdef, params)
         logits = model(batch["inputs"], batch["segment_ids"], batch["positions"])
-        return next_token().nll(model, batch), token_nll(logits, batch["targets"])
+        return next_token().evaluate({POLICY: model}, batch)["nll"], token_nll(
+            logits, batch["targets"]
+        )
 
     with jax.set_mesh(parts.mesh):
         (total, weight), nll = both(parts.new_state().params, batch)
@@ -35,7 +38,11 @@ def test_fractional_weights_count_as_much_as_they_say(tiny):
     parts, batch = tiny.parts(), tiny.batch()
     with jax.set_mesh(parts.mesh):
         params = parts.new_state().params
-        whole = jax.jit(lambda batch: next_token().nll(nnx.merge(parts.graphdef, params), batch))
+        whole = jax.jit(
+            lambda batch: next_token().evaluate({POLICY: nnx.merge(parts.graphdef, params)}, batch)[
+                "nll"
+            ]
+        )
         full, quarter = whole(batch), whole(batch | {"loss_mask": batch["loss_mask"] / 4})
         nothing = whole(batch | {"loss_mask": np.zeros_like(batch["loss_mask"])})
     np.testing.assert_allclose(quarter, np.float32(full) / 4, rtol=1e-6)
@@ -50,9 +57,11 @@ def test_the_size_of_chunks_changes_nothing(tiny, chunk):
         with jax.set_mesh(parts.mesh):
             params = parts.new_state().params
             results.append(
-                jax.jit(lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b))(
-                    params, batch
-                )
+                jax.jit(
+                    lambda p, b, g=parts.graphdef: next_token().evaluate(
+                        {POLICY: nnx.merge(g, p)}, b
+                    )["nll"]
+                )(params, batch)
             )
     np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
 
@@ -66,7 +75,9 @@ def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
         parts = tiny.parts(shape)
         with jax.set_mesh(parts.mesh):
             jaxpr = jax.make_jaxpr(
-                lambda p, b, g=parts.graphdef: next_token().nll(nnx.merge(g, p), b)
+                lambda p, b, g=parts.graphdef: next_token().evaluate({POLICY: nnx.merge(g, p)}, b)[
+                    "nll"
+                ]
             )(parts.abstract.params, batch)
         assert f"f32[{tiny.rows},{length},{model.vocab_size}]" in str(jaxpr), shape
         assert (
@@ -143,7 +154,9 @@ def test_the_loss_of_each_source_sums_up_to_the_loss(tiny):
     with jax.set_mesh(parts.mesh):
         params, objective = parts.new_state().params, next_token(num_sources=4)
         forward = jax.jit(
-            lambda p, b: objective.forward(nnx.merge(parts.graphdef, p), b, {"nll": 1.0}).sums
+            lambda p, b: (
+                objective.forward({POLICY: nnx.merge(parts.graphdef, p)}, b, {"nll": 1.0}).sums
+            )
         )
         sums = forward(params, batch)
         assert sums["sources"].total.shape == (4,) and not sums["sources"].weight[1::2].any()

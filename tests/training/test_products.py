@@ -34,13 +34,13 @@ from maxtrain.config.schema import (
 )
 from maxtrain.generate import generate
 from maxtrain.models.registry import build_model
+from maxtrain.objectives.next_token import next_token
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.evaluate import make_eval_step
 from maxtrain.training.loss_scale import resolve
-from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import abstract_model, abstract_state, create_state

@@ -15,8 +15,9 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import GroupConfig, PrecisionConfig
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
-from maxtrain.training.objective import Result, next_token
 from maxtrain.training.step import gradients
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -142,11 +143,11 @@ def test_unrolled_layers_make_the_same_step(tiny, expected):
     assert_same(run(tiny.parts(scan_layers=False), tiny.batch(), tiny.batch(1)), expected)
 
 
-def poisoned(model, batch, scales):
+def poisoned(models, batch, scales):
     """next_token, but a batch that begins with NAN has a loss that is none, and one with INF only
     such a gradient."""
-    result, first = next_token().forward(model, batch, scales), batch["inputs"][0, 0]
-    scale = model.final_norm.scale[...].sum()
+    result, first = next_token().forward(models, batch, scales), batch["inputs"][0, 0]
+    scale = models["policy"].final_norm.scale[...].sum()
     inner = jnp.where(
         first == INF, scale - jax.lax.stop_gradient(scale), 1.0
     )  # the root of 0 has no slope
@@ -238,8 +239,8 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
         [optimizer.learning_rate / 2, optimizer.learning_rate],
     )
 
-    def nothing(model, batch, scales):
-        zero = 0.0 * model.head.kernel[...].sum()
+    def nothing(models, batch, scales):
+        zero = 0.0 * models["policy"].head.kernel[...].sum()
         return Result(zero, {"nll": Sum(zero, batch["loss_mask"].sum())})
 
     parts = tiny.parts(objective=next_token()._replace(forward=nothing))

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
-from maxtrain.training.objective import Result, next_token
 from maxtrain.training.watch import CAPACITY, judge, new_watch, spread
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
@@ -179,10 +180,10 @@ def test_after_a_halt_nothing_is_found_twice_nor_counted():
 GOOD = 5  # steps before a spoilt one
 
 
-def spoilt(model, batch, scales):
+def spoilt(models, batch, scales):
     """next_token, but a batch that begins with 2 has a hundredfold loss, and one with 0 none at
     all."""
-    result, first = next_token().forward(model, batch, scales), batch["inputs"][0, 0]
+    result, first = next_token().forward(models, batch, scales), batch["inputs"][0, 0]
     factor = jnp.where(first == 2, 100.0, jnp.where(first == 0, jnp.nan, 1.0))
     total, weight = result.sums["nll"]
     return Result(result.loss * factor, {"nll": Sum(total * factor, weight)})

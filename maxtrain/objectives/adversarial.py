@@ -17,9 +17,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxtrain.config.schema import LossConfig
-from maxtrain.models.decoder import Decoder
+from maxtrain.objectives.objective import (
+    POLICY,
+    Batch,
+    Models,
+    Objective,
+    Quantity,
+    Result,
+    Scales,
+)
 from maxtrain.ops.sums import Sum
-from maxtrain.training.objective import Batch, Objective, Result, Scales
 
 # PGD's steps together are this many radii long, so that the border is reached from anywhere.
 _OVERSHOOT = 2.5
@@ -31,25 +38,28 @@ def adversarial(objective: Objective, loss: LossConfig) -> Objective:
     Recorded as well: `adversarial`, nats per target there.
     """
 
-    def forward(model: Decoder, batch: Batch, scales: Scales) -> Result:
-        clean = objective.forward(model, batch, scales)
-        offset = worst_offset(objective, model, batch, scales, loss)
-        attacked = objective.forward(model, batch | {"embedding_offset": offset}, scales)
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        clean = objective.forward(models, batch, scales)
+        offset = worst_offset(objective, models, batch, scales, loss)
+        attacked = objective.forward(models, batch | {"embedding_offset": offset}, scales)
         sums = clean.sums | {"adversarial": Sum(*attacked.sums["nll"])}
         return Result(clean.loss + loss.adversarial * attacked.loss, sums)
 
-    return objective._replace(forward=forward)
+    recorded = (*objective.recorded, Quantity("adversarial", "nats per target"))
+    return objective._replace(forward=forward, recorded=recorded)
 
 
 def worst_offset(
-    objective: Objective, model: Decoder, batch: Batch, scales: Scales, loss: LossConfig
+    objective: Objective, models: Models, batch: Batch, scales: Scales, loss: LossConfig
 ) -> Float[Array, "B T D"]:
     """What to add to the embeddings of each row; no gradient flows.
 
     Its Euclidean length is `loss.adversarial_radius` at most.
     """
-    graphdef, params = nnx.split(model)
-    frozen = nnx.merge(graphdef, jax.lax.stop_gradient(params))
+    frozen = {}
+    for name, model in models.items():
+        graphdef, params = nnx.split(model)
+        frozen[name] = nnx.merge(graphdef, jax.lax.stop_gradient(params))
     rows, length = batch["inputs"].shape
     step = loss.adversarial_radius
     if loss.adversarial_steps > 1:
@@ -63,7 +73,7 @@ def worst_offset(
         size = jnp.sqrt((offset * offset).sum((1, 2), keepdims=True))
         return offset * jnp.minimum(1.0, loss.adversarial_radius / jnp.maximum(size, 1e-30))
 
-    start = jnp.zeros((rows, length, model.config.embed_dim), jnp.float32)
+    start = jnp.zeros((rows, length, models[POLICY].config.embed_dim), jnp.float32)
     return jax.lax.stop_gradient(jax.lax.fori_loop(0, loss.adversarial_steps, climb, start))
 
 
