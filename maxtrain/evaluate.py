@@ -35,11 +35,12 @@ from maxtrain.model_source import (
 )
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.directory import read_config
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import next_token
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 
@@ -68,7 +69,7 @@ def evaluate_sets(
         for name, config in reading.sets.items()
     }
     graphdef, params = nnx.split(model)
-    step, results = make_eval_step(graphdef, next_token()), {}
+    step, results = make_eval_step({POLICY: graphdef}, next_token()), {}
     with jax.set_mesh(mesh):
         for name, data in opened.items():
             layout = BatchLayout(mesh, data.batch_size, data.config.seq_length)
@@ -79,7 +80,11 @@ def evaluate_sets(
             begin = time.perf_counter()
             targets, text_bytes = (data.num_tokens, data.text_bytes) if whole else (None, 0)
             result = evaluate(
-                step, params, (layout.to_global(b.arrays) for b in batches), targets, text_bytes
+                step,
+                {POLICY: params},
+                (layout.to_global(b.arrays) for b in batches),
+                targets,
+                text_bytes,
             )
             results[name] = result | {"seconds": time.perf_counter() - begin}
     return results

@@ -25,6 +25,9 @@ from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.init import learning_rate_factors
+from maxtrain.objectives.adversarial import adversarial
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY, Batch, Objective
 from maxtrain.observe.launches import usual_devices
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
@@ -32,11 +35,8 @@ from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.adversarial import adversarial
 from maxtrain.training.loss_scale import resolve
-from maxtrain.training.objective import Batch, Objective, next_token
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import POLICY
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,

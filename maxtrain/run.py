@@ -22,6 +22,7 @@ from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
 from maxtrain.models.cost import token_flops
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import StepTrace, traced_steps
@@ -38,14 +39,11 @@ from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
-from maxtrain.training.objective import Batch
-from maxtrain.training.state import TrainState, eval_params, policy_params, with_watch
+from maxtrain.training.state import TrainState, params_of_models, policy_params, with_watch
 from maxtrain.training.step import Metrics
 from maxtrain.validation import STOP_PATIENCE, Validation
 
 _MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
-# What objectives record beside the loss, in the order of the record.
-_TERMS = ("z", "adversarial")
 _LONGEST_COPY = 120.0  # seconds that the end of a run waits for the copy of its last checkpoint
 
 
@@ -101,7 +99,7 @@ class Run:
         self.recorder = Recorder(
             Path(config.output_dir, config.run_name),
             job.data.plan,
-            _TERMS,
+            [quantity.name for quantity in job.objective.recorded],
             trackers,
             self.speed,
             progress,
@@ -380,7 +378,7 @@ class Run:
         was_asked = bool(self.unevaluated)
         while self.unevaluated:
             name = self.unevaluated[0]
-            result = self.validation.evaluate(name, self.step, eval_params(self.state))
+            result = self.validation.evaluate(name, self.step, params_of_models(self.state))
             if result is None:
                 raise StopRequested
             self.recorder.write(self.step, result, "eval")

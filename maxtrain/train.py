@@ -40,6 +40,7 @@ from maxtrain.checkpoint.rollback import read_rollbacks, went_with
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
+from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
@@ -68,8 +69,6 @@ from maxtrain.parallel.memory import (
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
-from maxtrain.training.objective import Batch
-from maxtrain.training.partition import POLICY
 from maxtrain.training.state import eval_params, policy_params, zero_summary
 
 _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing

@@ -36,6 +36,8 @@ FLOORS = {
     # What families say of other formats is written in its steps.
     "maxtrain.weights.codec": 3,
     "maxtrain.models": 4,
+    # Above the models that they are of, below the step that calls them.
+    "maxtrain.objectives": 4.5,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         [
