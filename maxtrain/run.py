@@ -37,9 +37,16 @@ from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
+from maxtrain.teacher import DIGEST, require_same_teacher, teacher_digest
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
-from maxtrain.training.state import TrainState, params_of_models, policy_params, with_watch
+from maxtrain.training.state import (
+    TrainState,
+    params_of_models,
+    policy_params,
+    saved_part,
+    with_watch,
+)
 from maxtrain.training.step import Metrics
 from maxtrain.validation import STOP_PATIENCE, Validation
 
@@ -115,6 +122,8 @@ class Run:
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []
         self.save_is_postponed = False
+        # Digest of the teacher of objective=distill; None: there is none.
+        self._teacher: str | None = None
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
@@ -157,6 +166,8 @@ class Run:
             self._make_initial_state()
         else:
             self._restore_arrays(record)
+        self._teacher = teacher_digest(self.state)
+        require_same_teacher(self.config.distill.teacher, self._teacher, record)
 
     def _make_initial_state(self) -> None:
         weights = self.config.checkpoint.init_from
@@ -170,7 +181,8 @@ class Run:
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
-            self.state, _ = self.checkpoints.restore(self.job.abstract, step)
+            state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
+            self.state = self.job.with_teacher(state)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
         if self.data.start == record["cursor"]:
             self.progress.message(
@@ -528,13 +540,13 @@ class Run:
         self._integrity.check(self.step, self.state, save=True)
         self.checkpoints.confirm(self.step - 1)
         with self.clock.during("save"):
-            if self.checkpoints.save(self.step, self.state, self._record()):
+            if self.checkpoints.save(self.step, saved_part(self.state), self._record()):
                 self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
         return True
 
     def _record(self) -> dict[str, Any]:
         """What a checkpoint holds beside the arrays: all that a run must remember."""
-        return {
+        record = {
             "run": self.folder.id,
             "step": self.step,
             "num_steps": self.num_steps,
@@ -550,6 +562,9 @@ class Run:
             "kept": self.job.kept,
             "config": to_yaml(self.config),
         }
+        if self._teacher is not None:
+            record[DIGEST] = self._teacher
+        return record
 
     def newest(self) -> str:
         """A sentence about the newest checkpoint."""

@@ -60,7 +60,7 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
-    **dict.fromkeys(["maxtrain.export", "maxtrain.model_source"], 6),
+    **dict.fromkeys(["maxtrain.export", "maxtrain.model_source", "maxtrain.teacher"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

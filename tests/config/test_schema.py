@@ -20,7 +20,8 @@ def test_a_section_has_few_keys_of_its_own():
     flat keys elsewhere."""
     sections = collections.Counter(key.path.rpartition(".")[0] for key in keys.all_keys())
     assert max(sections.values()) <= 24, sections
-    assert 60 <= len(keys.all_keys()) <= 200
+    # Distillation has brought five.
+    assert 60 <= len(keys.all_keys()) <= 207
 
 
 @pytest.mark.parametrize("key", keys.all_keys(), ids=lambda k: k.path)

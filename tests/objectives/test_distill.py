@@ -15,6 +15,10 @@ from maxtrain.objectives.distill import TEACHER, distill
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
 from maxtrain.training.evaluate import evaluate, make_eval_step
+from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.schedule import make_schedule
+from maxtrain.training.state import abstract_model, shardings, with_frozen
+from maxtrain.training.step import make_train_step
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 TEMPERATURE, WEIGHT = 2.0, 0.7
@@ -177,3 +181,51 @@ def test_a_student_comes_closer_to_its_teacher_than_one_that_learns_from_the_dat
 def test_what_is_no_distillation_is_refused(options, mend):
     with pytest.raises(ValueError, match=mend):
         distill(**options)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny, models):
+    """What three steps of distillation give on a mesh of this shape: the losses and divergences of
+    each, and the teacher before and after."""
+    _, weights = models[TEACHER]
+    objective = distill(TEMPERATURE, WEIGHT)
+
+    def train(shape):
+        parts = tiny.parts(shape)
+        wide = dataclasses.replace(tiny.model, embed_dim=48, num_layers=1)
+        rule = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps, parts.abstract.trainable)
+        graphdef, shapes = abstract_model(wide, tiny.precision, parts.mesh)
+        abstract = with_frozen(parts.abstract, {TEACHER: shapes})
+        step = make_train_step(
+            abstract,
+            {POLICY: parts.graphdef, TEACHER: graphdef},
+            objective,
+            rule,
+            make_schedule(tiny.schedule, tiny.optimizer.learning_rate, tiny.steps),
+            2,
+        )
+        found = []
+        with jax.set_mesh(parts.mesh):
+            copied = jax.device_put(jax.tree.map(np.array, weights), shardings(shapes))
+            before = jax.tree.map(np.array, copied)
+            state = with_frozen(parts.new_state(), {TEACHER: copied})
+            for _ in range(3):
+                state, metrics = step(state, parts.put(tiny.batch()))
+                found.append([float(metrics[name]) for name in ("loss", "distill", "agreement")])
+        return np.array(found), before, jax.tree.map(np.array, state.frozen[TEACHER])
+
+    return train
+
+
+def test_a_step_changes_no_bit_of_the_teacher_and_the_student_comes_closer(trained):
+    found, before, after = trained((1, 1, 1))
+    for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert found[-1, 1] < found[0, 1]
+
+
+@pytest.mark.long
+def test_several_devices_give_the_same_steps(trained):
+    one, _, _ = trained((1, 1, 1))
+    four, _, _ = trained((2, 2, 1))
+    np.testing.assert_allclose(four, one, rtol=1e-5)

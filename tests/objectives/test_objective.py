@@ -1,6 +1,7 @@
 """The next-token objective: sums over targets, whatever their places, chunks and devices."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.config.schema import LossConfig
+from maxtrain.config.keys import all_keys
+from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
+from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
+from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
@@ -179,3 +183,14 @@ def test_a_batch_with_nothing_has_scales_that_are_finite(tiny):
         assert scales["z"] == 0.5 and scales["nll"] == (
             1 / batch["loss_mask"].size if normalize == "constant" else 1
         )
+
+
+def test_every_name_that_a_config_can_choose_is_an_objective():
+    (kind,) = [key.kind for key in all_keys() if key.path == "objective"]
+    assert set(typing.get_args(kind)) == set(OBJECTIVES)
+    settings = Settings(LossConfig(), DistillConfig(), RegularizationConfig(), "tokens", 0)
+    assert make_objective("next_token", settings).models == (POLICY,)
+    assert make_objective("distill", settings).models == (POLICY, TEACHER)
+    attacked = settings._replace(loss=LossConfig(adversarial=1.0))
+    names = [quantity.name for quantity in make_objective("distill", attacked).recorded]
+    assert names == ["distill", "agreement", "adversarial"]
