@@ -284,8 +284,9 @@ def make_parts(
         abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
         graphdefs = {POLICY: graphdef}
         if teacher is not None:
-            graphdefs[TEACHER], params = teacher.abstract(mesh)
-            abstract = with_frozen(abstract, {TEACHER: params})
+            structure, shapes = teacher.abstract(mesh)
+            graphdefs[TEACHER] = structure
+            abstract = with_frozen(abstract, {TEACHER: shapes})
     return Parts(
         config, mesh, num_steps, graphdefs, objective, optimizer, loss_scale, abstract, teacher
     )
