@@ -219,7 +219,7 @@ def _table(results: dict[str, dict[str, Any]]) -> Table:
     for head in ("set", "nats/token", "perplexity", "bits/byte", "targets", "seconds"):
         table.add_column(head, justify="left" if head == "set" else "right", no_wrap=True)
     if any(_of_teacher(result) for result in results.values()):
-        table.add_column("KL, nats/token", justify="right", no_wrap=True)
+        table.add_column("KL", justify="right", no_wrap=True)
         table.add_column("agreement", justify="right", no_wrap=True)
     for name, r in results.items():
         bits = f"{r['bits_per_byte']:.4f}" if "bits_per_byte" in r else "-"
