@@ -61,11 +61,11 @@ CHANGES = {
 MEND = re.compile(
     r"(Set|Add|Keep|Write|Leave|Did you mean|Remove|Correct|Give|Use|Lower|Raise|Prepare|Install|Look|Mend|Put)\b"
 )
-# Where a run is and who is in it, what ends it early, and what only waits.
+# Where a run is and who is in it, what ends it early, what only waits, and what needs a teacher.
 NOT_DRAWN = re.compile(
     r"run_name|output_dir|steps|checkpoint_interval|log_interval|.*\.path|data\.(cache|cache_bytes|accept_changes|workers)"
     r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)"
-    r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)|observe\..*|watchdog\..*|.*\.NAME\.?.*"
+    r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)|observe\..*|objective|distill\..*|watchdog\..*|.*\.NAME\.?.*"
 )
 # Values of keys whose range says too little about what is usual; the others have the ends of their
 # range and some in between.

@@ -36,7 +36,8 @@ from maxtrain.config.schema import (
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
-from maxtrain.training.objective import next_token
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.training.optimizer import make_optimizer
 
 RESULTS = Path(__file__).parent / "results" / "mup.md"
@@ -98,9 +99,8 @@ def train(
     )
 
     def loss(params: nnx.State, batch: dict[str, Array]) -> Array:
-        return objective.forward(
-            {"policy": nnx.merge(graphdef, params)}, batch, objective.scales(batch)
-        ).loss
+        models = {POLICY: nnx.merge(graphdef, params)}
+        return objective.forward(models, batch, objective.scales(batch)).loss
 
     def step(carry: tuple, batch: dict[str, Array]) -> tuple[tuple, Array]:
         params, state = carry

@@ -37,11 +37,11 @@ from maxtrain.config.schema import (
     ScheduleConfig,
 )
 from maxtrain.models.cost import token_flops
+from maxtrain.objectives.next_token import next_token
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
 from maxtrain.parallel.hardware import measure_matmul
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import abstract_model, abstract_state, create_state

@@ -25,7 +25,7 @@ from data_pipeline.config import DataConfig, EvalSetConfig
 from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
 from data_pipeline.loader import EvaluationData, open_evaluation
 from data_pipeline.tokenizer import Tokenizer
-from maxtrain.config.schema import MeshConfig, ObserveConfig
+from maxtrain.config.schema import DistillConfig, MeshConfig, ObserveConfig
 from maxtrain.model_source import (
     add_model_arguments,
     check_model_arguments,
@@ -35,13 +35,24 @@ from maxtrain.model_source import (
 )
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.directory import read_config
+from maxtrain.objectives.distill import TEACHER, distill
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY, Objective
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.teacher import find_teacher
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import next_token
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
+
+
+class Comparison(NamedTuple):
+    """What a model is compared with: a teacher, and the objective that measures the divergence."""
+
+    objective: Objective
+    graphdef: nnx.GraphDef
+    params: nnx.State
 
 
 class Reading(NamedTuple):
@@ -55,9 +66,14 @@ class Reading(NamedTuple):
 
 
 def evaluate_sets(
-    model: Decoder, mesh: Mesh, tokenizer: Tokenizer, reading: Reading
+    model: Decoder,
+    mesh: Mesh,
+    tokenizer: Tokenizer,
+    reading: Reading,
+    comparison: Comparison | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """For each set what `training.evaluate.evaluate` gives, and the seconds it took.
+    """For each set what `training.evaluate.evaluate` gives, and the seconds it took; with the
+    divergence from a teacher if it is compared with one.
 
     Raises:
         ConfigError: a set of another tokenizer, or more entries than the model has.
@@ -67,8 +83,16 @@ def evaluate_sets(
         name: _open(name, config, reading, tokenizer, model)
         for name, config in reading.sets.items()
     }
-    graphdef, params = nnx.split(model)
-    step, results = make_eval_step(graphdef, next_token()), {}
+    graphdef, of_model = nnx.split(model)
+    objective = next_token()
+    graphdefs = {POLICY: graphdef}
+    params = {POLICY: of_model}
+    if comparison is not None:
+        objective = comparison.objective
+        graphdefs[TEACHER] = comparison.graphdef
+        params[TEACHER] = comparison.params
+    step = make_eval_step(graphdefs, objective)
+    results = {}
     with jax.set_mesh(mesh):
         for name, data in opened.items():
             layout = BatchLayout(mesh, data.batch_size, data.config.seq_length)
@@ -79,7 +103,11 @@ def evaluate_sets(
             begin = time.perf_counter()
             targets, text_bytes = (data.num_tokens, data.text_bytes) if whole else (None, 0)
             result = evaluate(
-                step, params, (layout.to_global(b.arrays) for b in batches), targets, text_bytes
+                step,
+                params,
+                (layout.to_global(b.arrays) for b in batches),
+                targets,
+                text_bytes,
             )
             results[name] = result | {"seconds": time.perf_counter() - begin}
     return results
@@ -103,6 +131,29 @@ def _open(
             f"eval.sets.{name}={config.path} {rule}. Prepare it with the model's own tokenizer."
         )
     return data
+
+
+def _open_teacher(
+    asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, length: int, mesh: Mesh
+) -> Comparison:
+    """The teacher that --teacher names, at the temperature that a distilled run has learnt with.
+
+    Raises:
+        ConfigError: its tokens are others than the model's, or rows are too long for it.
+    """
+    config = DistillConfig()
+    if asked.run is not None:
+        of_run = read_run_config(asked.run)
+        if of_run.objective == "distill":
+            config = of_run.distill
+    teacher = find_teacher(asked.teacher, "--teacher ")
+    teacher.require_same_tokens(model.config.vocab_size or 0)
+    teacher.require_same_tokenizer(tokenizer.sha256)
+    teacher.require_length(length)
+    objective = distill(config.temperature, config.weight, config.kind)
+    with jax.set_mesh(mesh):
+        graphdef, params = teacher.abstract(mesh)
+        return Comparison(objective, graphdef, teacher.load(params))
 
 
 def _mesh(rows: Sequence[int]) -> Mesh:
@@ -167,6 +218,9 @@ def _table(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for head in ("set", "nats/token", "perplexity", "bits/byte", "targets", "seconds"):
         table.add_column(head, justify="left" if head == "set" else "right", no_wrap=True)
+    if any(_of_teacher(result) for result in results.values()):
+        table.add_column("KL", justify="right", no_wrap=True)
+        table.add_column("agreement", justify="right", no_wrap=True)
     for name, r in results.items():
         bits = f"{r['bits_per_byte']:.4f}" if "bits_per_byte" in r else "-"
         table.add_row(
@@ -176,8 +230,16 @@ def _table(results: dict[str, dict[str, Any]]) -> Table:
             bits,
             f"{r['tokens']:,}",
             f"{r['seconds']:.1f}",
+            *_of_teacher(r),
         )
     return table
+
+
+def _of_teacher(result: dict[str, Any]) -> list[str]:
+    """The columns of a comparison with a teacher; empty if there was none."""
+    if "distill" not in result:
+        return []
+    return [f"{result['distill']:.4f}", f"{result['agreement']:.4f}"]
 
 
 def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
@@ -214,6 +276,11 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         type=int,
         help=f"of a row (default: as RUN, at most {_LENGTH:,} for --hf)",
     )
+    add(
+        "--teacher",
+        metavar="DIR",
+        help="also the divergence from this run, checkpoint or Hugging Face directory",
+    )
     add("--json", action="store_true", help="print the numbers as JSON")
     asked = parser.parse_args(argv)
     check_model_arguments(parser, asked, "is evaluated")
@@ -240,7 +307,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         what = asked.hf
         if asked.hf is None:
             what = f"{asked.run}, step {step_of(asked.run, asked.step) or 0:,}"
-        results = evaluate_sets(model, mesh, tokenizer, reading)
+        comparison = None
+        if asked.teacher is not None:
+            length = reading.data.seq_length
+            comparison = _open_teacher(asked, model, tokenizer, length, mesh)
+        results = evaluate_sets(model, mesh, tokenizer, reading, comparison)
         if asked.json:
             print(json.dumps({"model": what, "sets": results}))
         else:

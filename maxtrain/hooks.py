@@ -12,9 +12,9 @@ from typing import NamedTuple
 from flax import nnx
 
 from maxtrain.finish import completions
+from maxtrain.objectives.objective import POLICY
 from maxtrain.run import Run
 from maxtrain.signals import StopRequested
-from maxtrain.training.partition import POLICY
 from maxtrain.training.state import eval_params
 
 

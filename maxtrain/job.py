@@ -20,11 +20,15 @@ from data_pipeline.errors import ConfigError
 from data_pipeline.loader import Batch as HostBatch
 from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
+from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.init import learning_rate_factors
+from maxtrain.objectives.distill import TEACHER
+from maxtrain.objectives.objective import POLICY, Batch, Objective
+from maxtrain.objectives.registry import Settings, make_objective
 from maxtrain.observe.launches import usual_devices
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
@@ -32,11 +36,9 @@ from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.adversarial import adversarial
+from maxtrain.teacher import Teacher, find_teacher
 from maxtrain.training.loss_scale import resolve
-from maxtrain.training.objective import Batch, Objective, next_token
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import POLICY
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
@@ -44,7 +46,9 @@ from maxtrain.training.state import (
     abstract_state,
     create_state,
     policy_params,
+    saved_part,
     state_from_params,
+    with_frozen,
 )
 from maxtrain.training.step import Metrics, make_train_step
 from maxtrain.weights.start import starting_params
@@ -64,6 +68,8 @@ class Parts:
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
     abstract: TrainState
+    # Whose parameters are among the frozen ones of the state; None: there is none.
+    teacher: Teacher | None
 
     def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
         """The state before the first step.
@@ -79,7 +85,7 @@ class Parts:
                 raise ConfigError(
                     f"init: the initial weights are not finite, first those of {bad[0]}. {mend}."
                 )
-            return state
+            return self.with_teacher(state)
 
         def random_params() -> nnx.State:
             return policy_params(self._random_state())
@@ -87,7 +93,16 @@ class Parts:
         params = starting_params(
             policy_params(self.abstract), config.checkpoint, config.model, random_params, tell
         )
-        return state_from_params(self.abstract, params, self.optimizer, self.loss_scale)
+        abstract = saved_part(self.abstract)
+        state = state_from_params(abstract, params, self.optimizer, self.loss_scale)
+        return self.with_teacher(state)
+
+    def with_teacher(self, state: TrainState) -> TrainState:
+        """The state of a checkpoint, or a new one, with the teacher that no checkpoint holds."""
+        if self.teacher is None:
+            return state
+        params = self.teacher.load(self.abstract.frozen[TEACHER])
+        return with_frozen(state, {TEACHER: params})
 
     def _random_state(self) -> TrainState:
         config = self.config
@@ -95,7 +110,7 @@ class Parts:
         if seed is None:
             seed = config.seed
         return create_state(
-            self.abstract,
+            saved_part(self.abstract),
             config.model,
             config.precision,
             self.optimizer,
@@ -209,6 +224,9 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool 
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
     parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
+    if parts.teacher is not None:
+        parts.teacher.require_same_tokenizer(data.shards[0].manifest.tokenizer["sha256"])
+        parts.teacher.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
 
 
@@ -243,11 +261,18 @@ def make_parts(
     mesh = make_mesh(config.mesh, devices)
     if not config.loss.by_source:
         num_sources = 0
-    objective = next_token(
-        config.loss, config.optimizer.normalize, num_sources, config.regularization
+    settings = Settings(
+        config.loss,
+        config.distill,
+        config.regularization,
+        config.optimizer.normalize,
+        num_sources,
     )
-    if config.loss.adversarial:
-        objective = adversarial(objective, config.loss)
+    objective = make_objective(config.objective, settings)
+    teacher = None
+    if TEACHER in objective.models:
+        teacher = find_teacher(config.distill.teacher or "", "distill.teacher=")
+        teacher.require_same_tokens(config.model.vocab_size or 0)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
@@ -257,8 +282,13 @@ def make_parts(
         factors = learning_rate_factors(params, config.init, config.model, rule)
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, params, factors)
         abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
+        graphdefs = {POLICY: graphdef}
+        if teacher is not None:
+            structure, shapes = teacher.abstract(mesh)
+            graphdefs[TEACHER] = structure
+            abstract = with_frozen(abstract, {TEACHER: shapes})
     return Parts(
-        config, mesh, num_steps, {POLICY: graphdef}, objective, optimizer, loss_scale, abstract
+        config, mesh, num_steps, graphdefs, objective, optimizer, loss_scale, abstract, teacher
     )
 
 
@@ -277,6 +307,8 @@ def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
         fields[package] = importlib.metadata.version(package)
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
+    if job.teacher is not None:
+        fields["teacher"] = f"step {job.teacher.step}"
     fields["checkpoint"] = "none"
     if saved:
         fields["checkpoint"] = f"step {saved['step']}"

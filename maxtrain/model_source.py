@@ -125,16 +125,31 @@ def load_run(
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     graphdef, params = abstract_model(config.model, config.precision, mesh)
     folder = Path(directory).expanduser() / "checkpoints"
+    return nnx.merge(graphdef, restore_params(folder, config, params, step)), tokenizer
+
+
+def restore_params(
+    folder: Path, config: RunConfig, params: nnx.State, step: int | None
+) -> nnx.State:
+    """The weights that a run is judged by: the averaged ones, if it has them.
+
+    Args:
+        folder: of the run's checkpoints.
+        config: of the run.
+        params: the model's, as shapes with shardings.
+        step: None for the newest checkpoint.
+
+    Raises:
+        UserError: something is wrong with the checkpoint.
+    """
     checkpoints = Checkpoints(folder, config.checkpoint)
     try:
-        if config.optimizer.ema_decay is None:
-            restored, _ = checkpoints.restore({"params": params}, step, partial=True)
-            params = restored["params"]
-        else:
-            params = _averaged(checkpoints, params, step)
+        if config.optimizer.ema_decay is not None:
+            return _averaged(checkpoints, params, step)
+        restored, _ = checkpoints.restore({"params": params}, step, partial=True)
+        return restored["params"]
     finally:
         checkpoints.close()
-    return nnx.merge(graphdef, params), tokenizer
 
 
 def _averaged(checkpoints: Checkpoints, params: Any, step: int | None) -> Any:

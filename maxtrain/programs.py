@@ -3,6 +3,7 @@
 import jax
 
 from data_pipeline.errors import ConfigError
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import raise_together
@@ -12,7 +13,6 @@ from maxtrain.parallel.memory import (
     is_out_of_memory,
     require_memory,
 )
-from maxtrain.training.objective import Batch
 from maxtrain.training.state import TrainState
 
 

@@ -32,7 +32,8 @@ from maxtrain.observe.launches import (
 )
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
-from maxtrain.training.state import TrainState, policy_params
+from maxtrain.teacher import require_same_teacher, teacher_digest
+from maxtrain.training.state import TrainState, policy_params, saved_part
 
 
 @dataclasses.dataclass
@@ -103,6 +104,7 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
+        require_same_teacher(job.config.distill.teacher, teacher_digest(state), record)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
         now = launch_record(config, job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
@@ -154,18 +156,19 @@ def _start(
     On the way to it, every checkpoint of the window is held against its own digests.
     """
     checkpoints = Checkpoints(folder / "checkpoints", job.config.checkpoint)
-    state = job.abstract
+    abstract = saved_part(job.abstract)
+    state = abstract
     for step, then in sorted(saved.items(), reverse=True):
         # One at a time in memory.
         del state
-        state, _ = checkpoints.restore(job.abstract, step, check=False)
+        state, _ = checkpoints.restore(abstract, step, check=False)
         found = tree_digests(state)
         wrong = [name for name, digest in then.items() if found.get(name) != digest]
         if wrong:
             findings.damaged[step] = wrong
     checkpoints.close()
     if begin in saved:
-        return state
+        return job.with_teacher(state)
     return job.initial_state()
 
 
@@ -203,7 +206,7 @@ def _go(
             findings.last = done
         then = saved.get(done)
         if then:
-            found = tree_digests(state)
+            found = tree_digests(saved_part(state))
             findings.arrays += len(then)
             findings.last = done
             wrong = [name for name in then | found if then.get(name) != found.get(name)]

@@ -22,6 +22,7 @@ from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
 from maxtrain.models.cost import token_flops
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import StepTrace, traced_steps
@@ -36,16 +37,20 @@ from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
+from maxtrain.teacher import DIGEST, require_same_teacher, teacher_digest
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
-from maxtrain.training.objective import Batch
-from maxtrain.training.state import TrainState, eval_params, policy_params, with_watch
+from maxtrain.training.state import (
+    TrainState,
+    params_of_models,
+    policy_params,
+    saved_part,
+    with_watch,
+)
 from maxtrain.training.step import Metrics
 from maxtrain.validation import STOP_PATIENCE, Validation
 
 _MOST_NAMES = 1 << 16  # bytes in which processes tell each other names of evaluation sets
-# What objectives record beside the loss, in the order of the record.
-_TERMS = ("z", "adversarial")
 _LONGEST_COPY = 120.0  # seconds that the end of a run waits for the copy of its last checkpoint
 
 
@@ -101,7 +106,7 @@ class Run:
         self.recorder = Recorder(
             Path(config.output_dir, config.run_name),
             job.data.plan,
-            _TERMS,
+            [quantity.name for quantity in job.objective.recorded],
             trackers,
             self.speed,
             progress,
@@ -117,6 +122,8 @@ class Run:
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []
         self.save_is_postponed = False
+        # Digest of the teacher of objective=distill; None: there is none.
+        self._teacher: str | None = None
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
@@ -159,6 +166,8 @@ class Run:
             self._make_initial_state()
         else:
             self._restore_arrays(record)
+        self._teacher = teacher_digest(self.state)
+        require_same_teacher(self.config.distill.teacher, self._teacher, record)
 
     def _make_initial_state(self) -> None:
         weights = self.config.checkpoint.init_from
@@ -172,7 +181,8 @@ class Run:
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
-            self.state, _ = self.checkpoints.restore(self.job.abstract, step)
+            state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
+            self.state = self.job.with_teacher(state)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
         if self.data.start == record["cursor"]:
             self.progress.message(
@@ -380,7 +390,7 @@ class Run:
         was_asked = bool(self.unevaluated)
         while self.unevaluated:
             name = self.unevaluated[0]
-            result = self.validation.evaluate(name, self.step, eval_params(self.state))
+            result = self.validation.evaluate(name, self.step, params_of_models(self.state))
             if result is None:
                 raise StopRequested
             self.recorder.write(self.step, result, "eval")
@@ -530,13 +540,13 @@ class Run:
         self._integrity.check(self.step, self.state, save=True)
         self.checkpoints.confirm(self.step - 1)
         with self.clock.during("save"):
-            if self.checkpoints.save(self.step, self.state, self._record()):
+            if self.checkpoints.save(self.step, saved_part(self.state), self._record()):
                 self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
         return True
 
     def _record(self) -> dict[str, Any]:
         """What a checkpoint holds beside the arrays: all that a run must remember."""
-        return {
+        record = {
             "run": self.folder.id,
             "step": self.step,
             "num_steps": self.num_steps,
@@ -552,6 +562,9 @@ class Run:
             "kept": self.job.kept,
             "config": to_yaml(self.config),
         }
+        if self._teacher is not None:
+            record[DIGEST] = self._teacher
+        return record
 
     def newest(self) -> str:
         """A sentence about the newest checkpoint."""

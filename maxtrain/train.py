@@ -40,6 +40,8 @@ from maxtrain.checkpoint.rollback import read_rollbacks, went_with
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
+from maxtrain.objectives.distill import TEACHER
+from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
@@ -68,9 +70,7 @@ from maxtrain.parallel.memory import (
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
-from maxtrain.training.objective import Batch
-from maxtrain.training.partition import POLICY
-from maxtrain.training.state import eval_params, policy_params, zero_summary
+from maxtrain.training.state import eval_params, policy_params, saved_part, zero_summary
 
 _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
@@ -184,7 +184,7 @@ def train_until_done(run: Run) -> None:
         style = "yellow" if run.health.ending else "green"
         run.progress.message(f"Nothing to do: {run.folder.path} {run.why_done()}", style=style)
         return
-    warning = run.checkpoints.require_space(run.job.abstract)
+    warning = run.checkpoints.require_space(saved_part(run.job.abstract))
     if warning:
         run.progress.message(warning, style="yellow")
     while not run.done():
@@ -365,6 +365,14 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {config.precision.params} weights; devices: {where}"
     )
+    if job.teacher is not None:
+        teacher = job.teacher
+        size = sum(x.size for x in jax.tree.leaves(job.abstract.frozen[TEACHER])) / 1e6
+        progress.message(
+            f"teacher: {teacher.model.family}, {size:,.2f} M parameters, "
+            f"{teacher.precision.compute} on {teacher.precision.params} weights; "
+            f"of {teacher.describe()}"
+        )
     if config.init.mup_base_width:
         progress.message(
             f"muP: initial weights and learning rates for a width of {config.model.embed_dim} as "

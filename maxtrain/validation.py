@@ -1,7 +1,7 @@
 """Evaluation sets within a run: when each is due, and its best step."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,14 +10,13 @@ from flax import nnx
 from data_pipeline.loader import carry_errors
 from maxtrain import failpoints
 from maxtrain.job import Job
+from maxtrain.objectives.objective import Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import Batch
-from maxtrain.training.partition import POLICY
 
 STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended it
 
@@ -38,7 +37,7 @@ class Validation:
         self._layouts = {
             n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
         }
-        self._step = make_eval_step(job.graphdefs[POLICY], job.objective)
+        self._step = make_eval_step(job.graphdefs, job.objective)
         self.best: dict[str, dict[str, Any]] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
         self.read = {
@@ -107,9 +106,11 @@ class Validation:
         steps = self._config.eval.sets[name].steps
         return self._config.eval_steps if steps is None else steps
 
-    def evaluate(self, name: str, step: int, params: nnx.State) -> dict[str, Any] | None:
+    def evaluate(
+        self, name: str, step: int, params: Mapping[str, nnx.State]
+    ) -> dict[str, Any] | None:
         """The record of one evaluation set after this step: read whole, unless its steps say
-        otherwise.
+        otherwise; `params` are those of each model by its name.
 
         None, in all processes: somebody asks to stop, and it was abandoned.
 

@@ -30,6 +30,7 @@ COMPILED_QUICKLY = (
     "models/test_regularization",
     "training/test_products",
     "test_anomalies",
+    "test_distilled_runs",
     "test_probe",
     "test_quickstart",
     "test_train",

@@ -36,6 +36,8 @@ FLOORS = {
     # What families say of other formats is written in its steps.
     "maxtrain.weights.codec": 3,
     "maxtrain.models": 4,
+    # Above the models that they are of, below the step that calls them.
+    "maxtrain.objectives": 4.5,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         [
@@ -58,7 +60,7 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
-    **dict.fromkeys(["maxtrain.export", "maxtrain.model_source"], 6),
+    **dict.fromkeys(["maxtrain.export", "maxtrain.model_source", "maxtrain.teacher"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

@@ -13,6 +13,7 @@ from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.paths import path_problems
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.anomaly import window_problems
+from maxtrain.config.sections.distill import teacher_problems
 from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
@@ -80,6 +81,10 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
 
 
 def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
+    yield from idle_among(
+        idle, "distill.teacher", "distill.temperature", "distill.weight", "distill.kind"
+    )
+    yield from teacher_problems(config.objective, config.distill)
     yield from updates.mean_problems(config)
     yield from idle_among(
         idle,

@@ -12,6 +12,7 @@ from data_pipeline.config import MAX_SEED, DataConfig, EvalConfig, Interval
 from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.sections.anomaly import ANOMALIES, AnomalyConfig
 from maxtrain.config.sections.checkpoint import CheckpointConfig
+from maxtrain.config.sections.distill import DistillConfig
 from maxtrain.config.sections.health import IntegrityConfig, WatchdogConfig
 from maxtrain.config.sections.init import InitConfig
 from maxtrain.config.sections.loss import LossConfig, RegularizationConfig
@@ -27,6 +28,7 @@ __all__ = [
     "AnomalyConfig",
     "CheckpointConfig",
     "DataConfig",
+    "DistillConfig",
     "EvalConfig",
     "GroupConfig",
     "InitConfig",
@@ -86,10 +88,16 @@ class RunConfig:
         "seeded: records have hashes of parameters and batch; "
         "full: also only programs that repeat bit for bit",
     )
+    objective: Literal["next_token", "distill"] = key(
+        "next_token",
+        "what is minimised: the cross-entropy of the next token; "
+        "distill: also the divergence from a teacher",
+    )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
     eval: EvalConfig = key(EvalConfig(), "what is held out")
-    loss: LossConfig = key(LossConfig(), "what is minimised")
+    loss: LossConfig = key(LossConfig(), "terms of the loss beside the objective's own")
+    distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
     regularization: RegularizationConfig = key(
         RegularizationConfig(), "dropout and other noise in training"

@@ -93,6 +93,8 @@ class Progress:
             if values.get("bits_per_byte") is not None
             else []
         )
+        if "distill" in values:
+            words.append(f"KL from the teacher {values['distill']:.4f} nats")
         words += [f"({human.count(values['tokens'])} tokens)"] if "tokens" in values else []
         self.message("  ".join(words), style="green")
 

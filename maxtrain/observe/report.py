@@ -227,11 +227,7 @@ def summary(
     if curve := terminal_curve([r["step"] for r in train], [r["loss"] for r in train]):
         parts += ["", Text(curve, "cyan", no_wrap=True)]
     if evaluations:
-        cells = {name: _evaluation(record) for name, record in evaluations.items()}
-        parts += [
-            "",
-            _table(("evaluation", "nats/token", "perplexity", "bits/byte", "targets"), cells),
-        ]
+        parts += ["", _evaluations(evaluations)]
     if comparison:
         parts.append(Text(comparison, "dim"))
     if made_by:
@@ -253,6 +249,20 @@ def summary(
         border_style="dim",
         padding=(0, 2),
     )
+
+
+def _evaluations(records: Mapping[str, Mapping[str, Any]]) -> Table:
+    """The last evaluation of each set, a row each; with the divergence if there is a teacher."""
+    columns = ["evaluation", "nats/token", "perplexity", "bits/byte", "targets"]
+    cells = {name: _evaluation(record) for name, record in records.items()}
+    if any("distill" in record for record in records.values()):
+        columns.append("KL, nats/token")
+        for name, record in records.items():
+            divergence = "-"
+            if "distill" in record:
+                divergence = f"{record['distill']:.4f}"
+            cells[name].append(divergence)
+    return _table(columns, cells)
 
 
 def _evaluation(record: Mapping[str, Any]) -> list[str]:

@@ -1,70 +1,89 @@
 """Evaluation of a held-out set: every target counted once, sums first, one division at the end."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
 from data_pipeline.errors import DataError
+from maxtrain.objectives.objective import Batch, Objective
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
-from maxtrain.training.objective import Batch, Objective
-from maxtrain.training.partition import POLICY
 
 # Batches that are under way at a time.
 _AHEAD = 8
-EvalStep = Callable[[nnx.State, Batch], Sum]
+# The parameters of each model by its name, and a batch.
+EvalStep = Callable[[Mapping[str, nnx.State], Batch], dict[str, Sum]]
 
 
-def make_eval_step(graphdef: nnx.GraphDef, objective: Objective) -> EvalStep:
-    """Jitted (params, batch) -> Sum."""
+def make_eval_step(graphdefs: Mapping[str, nnx.GraphDef], objective: Objective) -> EvalStep:
+    """Jitted (params, batch) -> the sums that the objective evaluates, by name.
 
-    def step(params: nnx.State, batch: Batch) -> Sum:
-        return objective.nll({POLICY: nnx.merge(graphdef, params)}, batch)
+    Structures and parameters are those of each model that the objective needs, by its name.
+    """
+
+    def step(params: Mapping[str, nnx.State], batch: Batch) -> dict[str, Sum]:
+        models = {name: nnx.merge(graphdefs[name], params[name]) for name in objective.models}
+        return objective.evaluate(models, batch)
 
     return jax.jit(step, compiler_options=compiler_options(jax.default_backend()))
 
 
 def evaluate(
     step: EvalStep,
-    params: nnx.State,
+    params: Mapping[str, nnx.State],
     batches: Iterable[Batch],
     num_tokens: int | None,
     text_bytes: int,
 ) -> dict[str, Any]:
-    """Negative log-likelihood over all batches.
+    """Negative log-likelihood over all batches, and what else the objective evaluates.
 
     Args:
-        step, params, batches: of `make_eval_step`, of the model, and global arrays, in which rows
-        of padding have no weight.
+        step: of `make_eval_step`.
+        params: of each model by its name.
+        batches: global arrays, in which rows of padding have no weight.
         num_tokens: targets of the whole set, which must be what was evaluated; None if only part of
             it is read.
         text_bytes: UTF-8 bytes of the text of the whole set; 0: some of it is no target.
 
     Returns:
         nll (nats per target), perplexity, tokens (evaluated), and bits_per_byte if the whole set
-        was read.
+        was read; and the mean of everything else that the step gives.
 
     Raises:
         DataError: the whole set was meant and another number of targets came.
     """
-    sums: list[Sum] = []
+    sums: list[dict[str, Sum]] = []
     for batch in batches:
         sums.append(step(params, batch))
         # Else all batches of a large set would be on the device at once.
         jax.block_until_ready(sums[-_AHEAD:][0])
     sums = jax.device_get(sums)
-    total = math.fsum(float(s.total) for s in sums)
-    weight = math.fsum(float(s.weight) for s in sums)
+    total, weight = _total(sums, "nll")
     if num_tokens is not None and weight != num_tokens:
         rule = f"read {weight:,.0f} targets, but its manifest has {num_tokens:,}"
         raise DataError(f"the evaluation {rule}. Run `prepare verify` on the set.")
-    nll = math.nan
-    if weight:
-        nll = total / weight
+    nll = _mean(total, weight)
     result = {"nll": nll, "perplexity": math.exp(min(nll, 700.0)), "tokens": int(weight)}
     if num_tokens is not None and text_bytes:
         result["bits_per_byte"] = total / math.log(2) / text_bytes
+    others = dict.fromkeys(name for batch in sums for name in batch if name != "nll")
+    for name in others:
+        result[name] = _mean(*_total(sums, name))
     return result
+
+
+def _total(sums: Sequence[dict[str, Sum]], name: str) -> tuple[float, float]:
+    """One sum over all batches: its total and its weight."""
+    total = math.fsum(float(batch[name].total) for batch in sums)
+    weight = math.fsum(float(batch[name].weight) for batch in sums)
+    return total, weight
+
+
+def _mean(total: float, weight: float) -> float:
+    """NaN: of nothing."""
+    if not weight:
+        return math.nan
+    return total / weight

@@ -8,11 +8,7 @@ from collections.abc import Callable, Mapping
 
 from flax import nnx
 
-from maxtrain.models.decoder import Decoder
-
-# The model that is trained; every other one is frozen as a whole.
-POLICY = "policy"
-Models = Mapping[str, Decoder]
+from maxtrain.objectives.objective import POLICY, Models
 
 
 def nothing() -> nnx.State:

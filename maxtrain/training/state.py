@@ -6,7 +6,7 @@ weights all read the same abstract tree.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +18,11 @@ from jaxtyping import Array, Int, PyTree
 
 from maxtrain.config.schema import InitConfig, LossScaleConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.registry import build_model, logical_axes
+from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.sharding import named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
 from maxtrain.training.optimizer import average_or_params
-from maxtrain.training.partition import POLICY, join, nothing, only_policy
+from maxtrain.training.partition import join, nothing, only_policy
 from maxtrain.training.watch import Watch, new_watch
 
 
@@ -119,6 +120,21 @@ def eval_params(state: TrainState) -> nnx.State:
     it that does not train."""
     trainable = average_or_params(state.trainable, state.opt_state)
     return join(trainable, state.frozen[POLICY], state.buffers)
+
+
+def params_of_models(state: TrainState) -> dict[str, nnx.State]:
+    """What each model that an objective sees is judged by, by its name."""
+    return state.frozen | {POLICY: eval_params(state)}
+
+
+def saved_part(state: TrainState) -> TrainState:
+    """The state without what checkpoints do not hold: frozen models other than the policy."""
+    return dataclasses.replace(state, frozen={POLICY: state.frozen[POLICY]})
+
+
+def with_frozen(state: TrainState, models: Mapping[str, nnx.State]) -> TrainState:
+    """The state with the parameters of these whole models among the frozen ones."""
+    return dataclasses.replace(state, frozen=state.frozen | dict(models))
 
 
 def _is_variable(x: Any) -> bool:

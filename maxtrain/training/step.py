@@ -18,14 +18,14 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
+from maxtrain.objectives.objective import Batch, Models, Objective, Result, Scales
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import LossScale, after_step
 from maxtrain.training.norms import is_stacked, measure_norms, no_norms
-from maxtrain.training.objective import Batch, Objective, Result, Scales
 from maxtrain.training.optimizer import apply_updates
-from maxtrain.training.partition import Models, models_from
+from maxtrain.training.partition import models_from
 from maxtrain.training.state import Control, TrainState, shardings, spread_tree
 from maxtrain.training.watch import Verdict, judge
 
@@ -127,9 +127,9 @@ def make_train_step(
         norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
             them: the others skip that branch of the program.
 
-    The metrics are loss (nats per target), objective (what was minimised), the mean of each further
-    term, source_nll and source_targets (sums by source) if there are such, targets, empty_rows
-    (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
+    The metrics are loss (nats per target), objective (what was minimised), the mean of each
+    quantity that the objective records, source_nll and source_targets (sums by source) if there are
+    such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
     changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
     between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
     gradient: index of the first array of parameters that train, then optimizer state, that would
@@ -160,7 +160,7 @@ def make_train_step(
         update = _update(optimizer, grads, state, key)
         decision = _decide(state, result, measured, update, anomaly, loss_scale)
         next_state = _keep(state, update, decision)
-        metrics = _described(result, batch, scale)
+        metrics = _described(objective, result, batch, scale)
         metrics["bad_leaf"] = _first_false(jnp.isfinite(measured.squares))
         metrics["bad_update"] = jnp.where(decision.finite, _first_false(update.written), -1)
         applied = state.step - state.control.skipped
@@ -313,19 +313,19 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
     )
 
 
-def _described(result: Result, batch: Batch, scale: Array) -> Metrics:
+def _described(objective: Objective, result: Result, batch: Batch, scale: Array) -> Metrics:
     """What is recorded of the loss and of the batch."""
     metrics = {
         "objective": result.loss / scale,
         "targets": result.sums["nll"].weight,
         "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
     }
-    for name, value in result.sums.items():
-        if name == "sources":
-            metrics["source_nll"] = value.total
-            metrics["source_targets"] = value.weight
-        elif name != "nll":
-            metrics[name] = value.mean()
+    for quantity in objective.recorded:
+        metrics[quantity.name] = result.sums[quantity.name].mean()
+    sources = result.sums.get("sources")
+    if sources is not None:
+        metrics["source_nll"] = sources.total
+        metrics["source_targets"] = sources.weight
     return metrics
 
 

@@ -238,6 +238,32 @@ def pieces(text: str) -> list[str]:
             "optimizer.normalize=sequences is a mean over documents, and data.attend_across_documents=true",
             "Set data.attend_across_documents=false",
         ),
+        # objective
+        (
+            ["objective=distill"],
+            "objective=distill needs a teacher, but distill.teacher=null",
+            "Set distill.teacher to a run of maxtrain",
+        ),
+        (
+            ["distill.teacher=runs/wide"],
+            "is not used with objective=next_token",
+            "Set objective=distill, or leave it out",
+        ),
+        (
+            ["distill.kind=reverse"],
+            "distill.kind=reverse is not used with objective=next_token",
+            "Set objective=distill, or leave it out",
+        ),
+        (
+            ["objective=distill", "distill.teacher=runs/wide", "distill.temperature=0"],
+            "distill.temperature=0",
+            "more than 0",
+        ),
+        (
+            ["objective=distill", "distill.teacher=runs/wide", "distill.weight=1.5"],
+            "distill.weight=1.5",
+            "at most 1",
+        ),
         # regularization
         (
             ["regularization.residual_dropout=1"],
@@ -670,6 +696,7 @@ def test_a_value_already_refused_is_not_judged_against_others():
             "init.mup_base_width=64",
             "init.mup_base_depth=2",
         ],
+        ["objective=distill", "distill.teacher=runs/wide", "distill.weight=1", "loss.z_loss=0.1"],
         ["mesh.coordinator=[::1]:1234", "mesh.num_processes=2", "mesh.process_id=1"],
     ],
     ids=" ".join,

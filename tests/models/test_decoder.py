@@ -19,11 +19,11 @@ from maxtrain.config.schema import (
 from maxtrain.models.init import head_dim
 from maxtrain.models.layers import Noise
 from maxtrain.models.registry import build_model, logical_axes
+from maxtrain.objectives.adversarial import adversarial
+from maxtrain.objectives.next_token import next_token
 from maxtrain.ops.cross_entropy import cross_entropy
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
-from maxtrain.training.adversarial import adversarial
-from maxtrain.training.objective import next_token
 
 EXACT = PrecisionConfig(params="float32", compute="float32")
 ROUNDED = PrecisionConfig(activations="bfloat16")

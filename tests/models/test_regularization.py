@@ -14,13 +14,14 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RegularizationConfig
 from maxtrain.models.layers import Noise
 from maxtrain.models.registry import build_model
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.attention import Dropout, attention
 from maxtrain.ops.attention.eager import eager_attention
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.parallel.sharding import named_sharding
 from maxtrain.training.evaluate import make_eval_step
-from maxtrain.training.objective import next_token
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients, row_keys
 
@@ -141,11 +142,10 @@ def test_masks_are_the_same_on_every_mesh_and_for_every_split_into_micro_batches
 
 def test_evaluation_draws_nothing_even_where_there_are_keys():
     graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
-    step = make_eval_step(graphdef, next_token(regularization=ALL))
+    step = make_eval_step({POLICY: graphdef}, next_token(regularization=ALL))
     for given in ({}, keys()):
-        assert float(step(weights(), batch() | given).mean()) == pytest.approx(
-            float(plain(RegularizationConfig())[0]), rel=1e-6
-        )
+        nll = step({POLICY: weights()}, batch() | given)["nll"]
+        assert float(nll.mean()) == pytest.approx(float(plain(RegularizationConfig())[0]), rel=1e-6)
 
 
 def test_nothing_random_is_compiled_where_all_rates_are_zero():
@@ -155,7 +155,7 @@ def test_nothing_random_is_compiled_where_all_rates_are_zero():
         return str(
             jax.make_jaxpr(
                 lambda p, b: (
-                    objective.forward({"policy": nnx.merge(graphdef, p)}, b, {"nll": 1.0}).loss
+                    objective.forward({POLICY: nnx.merge(graphdef, p)}, b, {"nll": 1.0}).loss
                 )
             )(weights(), batch() | keys())
         )

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from maxtrain.config.schema import LossConfig
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.training.objective import Result, next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import models_from
 from maxtrain.training.state import abstract_model, abstract_state, create_state
@@ -31,8 +32,7 @@ NEXT_TOKEN = next_token(LossConfig(z_loss=0.01, label_smoothing=0.1))
 def forward(models, batch, scales):
     """A third term: the mean square of hidden states over documents' positions, targets or not."""
     result = NEXT_TOKEN.forward(models, batch, scales)
-    model = models["policy"]
-    hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+    hidden = models["policy"].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     real = (batch["segment_ids"] > 0).astype(jnp.float32)
     size = Sum((jnp.sin(hidden).sum(-1) * real).sum(), real.sum())
     return Result(result.loss + scales["size"] * size.total, result.sums | {"size": size})

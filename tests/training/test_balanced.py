@@ -11,8 +11,8 @@ from flax import nnx
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.loader import open_training
 from data_pipeline.shards import Manifest, ShardWriter
+from maxtrain.objectives.next_token import next_token
 from maxtrain.parallel.batches import BatchLayout
-from maxtrain.training.objective import next_token
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 

@@ -6,17 +6,17 @@ import math
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import DataError
 from data_pipeline.loader import open_evaluation
 from data_pipeline.shards import Manifest, ShardWriter
 from data_pipeline.tokenizer import CharTokenizer
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.training.evaluate import evaluate, make_eval_step
-from maxtrain.training.objective import next_token
 
 LENGTHS = np.array([40, 1, 7, 90, 33, 5, 61, 2, 24, 24, 150])
 
@@ -46,7 +46,8 @@ def result(tiny, held_out, rows, shape, num_batches=None, num_tokens="all"):
     layout = BatchLayout(parts.mesh, rows, tiny.length)
     batches = (layout.to_global(batch.arrays) for batch in data.iterate(layout.part, num_batches))
     with jax.set_mesh(parts.mesh):
-        step, params = make_eval_step(parts.graphdef, next_token()), parts.new_state().trainable
+        step = make_eval_step({POLICY: parts.graphdef}, next_token())
+        params = {POLICY: parts.new_state().trainable}
         values = evaluate(
             step,
             params,
@@ -103,7 +104,7 @@ def test_a_part_of_the_set_has_no_bits_per_byte(tiny, held_out):
 def test_nothing_evaluated_is_not_a_number_and_a_huge_loss_is_not_an_error():
     huge = Sum(jax.numpy.float32(1e30), jax.numpy.float32(1))
     values = [
-        evaluate(lambda params, batch: huge, nnx.State({}), batches, None, 0)
+        evaluate(lambda params, batch: {"nll": huge}, {}, batches, None, 0)
         for batches in ([], [{}])
     ]
     assert math.isnan(values[0]["nll"]) and values[1]["perplexity"] == math.exp(700)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from maxtrain.config.schema import LossScaleConfig, PrecisionConfig
+from maxtrain.objectives.next_token import next_token
 from maxtrain.training.loss_scale import LossScale, advance, at_its_end, initial, resolve
-from maxtrain.training.objective import next_token
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 HALF = PrecisionConfig(params="float32", compute="float16")

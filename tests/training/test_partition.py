@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxtrain.objectives.next_token import next_token
 from maxtrain.ops.digest import leaf_names
-from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import POLICY, join, models_from, nothing
 from maxtrain.training.schedule import make_schedule

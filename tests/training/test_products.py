@@ -34,13 +34,14 @@ from maxtrain.config.schema import (
 )
 from maxtrain.generate import generate
 from maxtrain.models.registry import build_model
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.evaluate import make_eval_step
 from maxtrain.training.loss_scale import resolve
-from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import abstract_model, abstract_state, create_state
@@ -176,9 +177,9 @@ def train_and_evaluate(changes: dict[str, Any]) -> None:
         for _ in range(2):
             state, metrics = step(state, batch)
         assert np.isfinite(float(metrics["loss"])) and int(metrics["skipped"]) == 0
-        assert np.isfinite(
-            float(make_eval_step(graphdef, next_token())(state.trainable, batch).total)
-        )
+        eval_step = make_eval_step({POLICY: graphdef}, next_token())
+        nll = eval_step({POLICY: state.trainable}, batch)["nll"]
+        assert np.isfinite(float(nll.total))
 
 
 def generate_some(changes: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import GroupConfig, LossScaleConfig, PrecisionConfig
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
 from maxtrain.training.norms import norm_names
-from maxtrain.training.objective import Result, next_token
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 

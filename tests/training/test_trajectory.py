@@ -15,9 +15,9 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import MeshConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from maxtrain.objectives.next_token import next_token
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.training.objective import next_token
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import abstract_model, abstract_state, state_from_params

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
-from maxtrain.training.objective import Result, next_token
 from maxtrain.training.state import with_watch
 from maxtrain.training.watch import CAPACITY, judge, new_watch, spread
 

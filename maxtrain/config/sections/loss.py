@@ -30,7 +30,7 @@ class LossConfig:
     )
     adversarial: float = key(
         0.0,
-        "factor of the loss at the worst embeddings nearby; see training/adversarial.py",
+        "factor of the loss at the worst embeddings nearby; see objectives/adversarial.py",
         low=0,
         high=1000,
     )

@@ -1,6 +1,7 @@
 """The next-token objective: sums over targets, whatever their places, chunks and devices."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -8,9 +9,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.config.schema import LossConfig
+from maxtrain.config.keys import all_keys
+from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
+from maxtrain.objectives.distill import TEACHER
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
+from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
-from maxtrain.training.objective import next_token
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
@@ -23,7 +28,9 @@ def test_total_and_weight_are_sums_over_targets(tiny):
     def both(params, batch):
         model = nnx.merge(parts.graphdef, params)
         logits = model(batch["inputs"], batch["segment_ids"], batch["positions"])
-        return next_token().nll({"policy": model}, batch), token_nll(logits, batch["targets"])
+        return next_token().evaluate({POLICY: model}, batch)["nll"], token_nll(
+            logits, batch["targets"]
+        )
 
     with jax.set_mesh(parts.mesh):
         (total, weight), nll = both(parts.new_state().trainable, batch)
@@ -37,7 +44,9 @@ def test_fractional_weights_count_as_much_as_they_say(tiny):
     with jax.set_mesh(parts.mesh):
         params = parts.new_state().trainable
         whole = jax.jit(
-            lambda batch: next_token().nll({"policy": nnx.merge(parts.graphdef, params)}, batch)
+            lambda batch: next_token().evaluate({POLICY: nnx.merge(parts.graphdef, params)}, batch)[
+                "nll"
+            ]
         )
         full, quarter = whole(batch), whole(batch | {"loss_mask": batch["loss_mask"] / 4})
         nothing = whole(batch | {"loss_mask": np.zeros_like(batch["loss_mask"])})
@@ -54,7 +63,9 @@ def test_the_size_of_chunks_changes_nothing(tiny, chunk):
             params = parts.new_state().trainable
             results.append(
                 jax.jit(
-                    lambda p, b, g=parts.graphdef: next_token().nll({"policy": nnx.merge(g, p)}, b)
+                    lambda p, b, g=parts.graphdef: next_token().evaluate(
+                        {POLICY: nnx.merge(g, p)}, b
+                    )["nll"]
                 )(params, batch)
             )
     np.testing.assert_allclose(results[0], results[1], rtol=1e-6)
@@ -69,7 +80,9 @@ def test_logits_of_at_most_loss_chunk_tokens_exist_on_a_device(tiny):
         parts = tiny.parts(shape)
         with jax.set_mesh(parts.mesh):
             jaxpr = jax.make_jaxpr(
-                lambda p, b, g=parts.graphdef: next_token().nll({"policy": nnx.merge(g, p)}, b)
+                lambda p, b, g=parts.graphdef: next_token().evaluate({POLICY: nnx.merge(g, p)}, b)[
+                    "nll"
+                ]
             )(parts.abstract.trainable, batch)
         assert f"f32[{tiny.rows},{length},{model.vocab_size}]" in str(jaxpr), shape
         assert (
@@ -147,7 +160,7 @@ def test_the_loss_of_each_source_sums_up_to_the_loss(tiny):
         params, objective = parts.new_state().trainable, next_token(num_sources=4)
         forward = jax.jit(
             lambda p, b: (
-                objective.forward({"policy": nnx.merge(parts.graphdef, p)}, b, {"nll": 1.0}).sums
+                objective.forward({POLICY: nnx.merge(parts.graphdef, p)}, b, {"nll": 1.0}).sums
             )
         )
         sums = forward(params, batch)
@@ -170,3 +183,14 @@ def test_a_batch_with_nothing_has_scales_that_are_finite(tiny):
         assert scales["z"] == 0.5 and scales["nll"] == (
             1 / batch["loss_mask"].size if normalize == "constant" else 1
         )
+
+
+def test_every_name_that_a_config_can_choose_is_an_objective():
+    (kind,) = [key.kind for key in all_keys() if key.path == "objective"]
+    assert set(typing.get_args(kind)) == set(OBJECTIVES)
+    settings = Settings(LossConfig(), DistillConfig(), RegularizationConfig(), "tokens", 0)
+    assert make_objective("next_token", settings).models == (POLICY,)
+    assert make_objective("distill", settings).models == (POLICY, TEACHER)
+    attacked = settings._replace(loss=LossConfig(adversarial=1.0))
+    names = [quantity.name for quantity in make_objective("distill", attacked).recorded]
+    assert names == ["distill", "agreement", "adversarial"]

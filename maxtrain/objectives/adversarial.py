@@ -17,9 +17,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxtrain.config.schema import LossConfig
+from maxtrain.objectives.objective import (
+    POLICY,
+    Batch,
+    Models,
+    Objective,
+    Quantity,
+    Result,
+    Scales,
+)
 from maxtrain.ops.sums import Sum
-from maxtrain.training.objective import Batch, Objective, Result, Scales
-from maxtrain.training.partition import POLICY, Models
 
 # PGD's steps together are this many radii long, so that the border is reached from anywhere.
 _OVERSHOOT = 2.5
@@ -38,7 +45,8 @@ def adversarial(objective: Objective, loss: LossConfig) -> Objective:
         sums = clean.sums | {"adversarial": Sum(*attacked.sums["nll"])}
         return Result(clean.loss + loss.adversarial * attacked.loss, sums)
 
-    return objective._replace(forward=forward)
+    recorded = (*objective.recorded, Quantity("adversarial", "nats per target"))
+    return objective._replace(forward=forward, recorded=recorded)
 
 
 def worst_offset(

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import LossConfig
-from maxtrain.training.adversarial import adversarial, worst_offset
-from maxtrain.training.objective import next_token
+from maxtrain.objectives.adversarial import adversarial, worst_offset
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
@@ -31,7 +32,7 @@ def attacked(tiny):
 
     def offset(config, params):
         return worst_offset(
-            PLAIN, {"policy": nnx.merge(parts.graphdef, params)}, batch, scales, config
+            PLAIN, {POLICY: nnx.merge(parts.graphdef, params)}, batch, scales, config
         )
 
     with jax.set_mesh(parts.mesh):
@@ -46,7 +47,7 @@ def loss(attacked, offset):
     with jax.set_mesh(parts.mesh):
         model = nnx.merge(parts.graphdef, params)
         value = jax.value_and_grad(
-            lambda o: PLAIN.forward({"policy": model}, batch | {"embedding_offset": o}, scales).loss
+            lambda o: PLAIN.forward({POLICY: model}, batch | {"embedding_offset": o}, scales).loss
         )
         return jax.jit(value)(offset)
 
@@ -84,9 +85,9 @@ def test_the_gradient_is_that_of_both_losses_with_the_offset_held_still(attacked
     def by_hand(params):
         model = nnx.merge(parts.graphdef, params)
         return (
-            PLAIN.forward({"policy": model}, batch, scales).loss
+            PLAIN.forward({POLICY: model}, batch, scales).loss
             + 0.7
-            * PLAIN.forward({"policy": model}, batch | {"embedding_offset": offset}, scales).loss
+            * PLAIN.forward({POLICY: model}, batch | {"embedding_offset": offset}, scales).loss
         )
 
     with jax.set_mesh(parts.mesh):
@@ -112,7 +113,9 @@ def test_evaluation_does_without(attacked):
         for objective in (PLAIN, adversarial(PLAIN, FGM)):
             compiled = (
                 jax.jit(
-                    lambda p, o=objective: o.nll({"policy": nnx.merge(parts.graphdef, p)}, batch)
+                    lambda p, o=objective: o.evaluate(
+                        {POLICY: nnx.merge(parts.graphdef, p)}, batch
+                    )["nll"]
                 )
                 .lower(params)
                 .compile()

@@ -1,0 +1,53 @@
+"""The section `distill`, and what must hold inside it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from data_pipeline.config_key import UsedBy, key
+
+_DISTILL = UsedBy(
+    {"objective": ("distill",)},
+    "{key}={value} is not used with {cause}. Set objective=distill, or leave it out.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """A frozen teacher, and how the model that is trained learns from its distributions."""
+
+    teacher: str | None = key(
+        None,
+        "run of maxtrain, RUN/checkpoints/STEP of one, or Hugging Face directory to learn from",
+        path="local",
+        used_by=_DISTILL,
+    )
+    temperature: float = key(
+        1.0,
+        "divides the logits of teacher and student in the divergence",
+        above=0,
+        high=1000,
+        used_by=_DISTILL,
+    )
+    weight: float = key(
+        0.5,
+        "of the divergence in the loss; the next token's cross-entropy has the rest",
+        low=0,
+        high=1,
+        used_by=_DISTILL,
+    )
+    kind: Literal["forward", "reverse"] = key(
+        "forward",
+        "forward: KL(teacher || student); reverse: KL(student || teacher)",
+        used_by=_DISTILL,
+    )
+
+
+def teacher_problems(objective: str, distill: DistillConfig) -> Iterator[str]:
+    """Distillation without a teacher."""
+    if objective == "distill" and distill.teacher is None:
+        yield (
+            "objective=distill needs a teacher, but distill.teacher=null. "
+            "Set distill.teacher to a run of maxtrain or a Hugging Face directory, "
+            "or objective=next_token."
+        )

@@ -1,0 +1,1 @@
+"""What is minimised, recorded and evaluated: one file for each objective, all of one kind."""

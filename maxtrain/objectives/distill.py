@@ -1,0 +1,123 @@
+"""Distillation: a model learns the distributions of a frozen teacher, and the data's next tokens.
+
+Source: Hinton et al., https://arxiv.org/abs/1503.02531.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxtrain.config.schema import LossConfig, RegularizationConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.objectives.next_token import (
+    NO_NOISE,
+    PLAIN,
+    chunks_of,
+    loss_of_hidden,
+    next_token,
+    noisy_hidden,
+    num_targets,
+    target_weights,
+)
+from maxtrain.objectives.objective import (
+    POLICY,
+    Batch,
+    Models,
+    Objective,
+    Quantity,
+    Result,
+    Scales,
+)
+from maxtrain.ops.divergence import KINDS, Numbers, Predictor, divergence
+from maxtrain.ops.sums import Sum
+
+TEACHER = "teacher"
+
+
+def distill(
+    temperature: float,
+    weight: float,
+    kind: str = "forward",
+    loss: LossConfig = PLAIN,
+    normalize: str = "tokens",
+    num_sources: int = 0,
+    regularization: RegularizationConfig = NO_NOISE,
+) -> Objective:
+    """weight * temperature^2 * KL + (1 - weight) * cross-entropy of the next token.
+
+    The divergence is that of the policy's distribution of each target from the teacher's, both at
+    the temperature. The teacher reads the same tokens, and nothing is random for it.
+
+    Args:
+        temperature: above 0; divides the logits of both models.
+        weight: from 0 to 1; of the divergence.
+        kind: `forward`: KL(teacher || policy); `reverse`: KL(policy || teacher).
+        loss, normalize, num_sources, regularization: as of `next_token`; the divergence is
+            normalized as the cross-entropy is.
+
+    Raises:
+        ValueError: a number or a name that is none of these.
+    """
+    _require(temperature, weight, kind)
+    plain = next_token(loss, normalize, num_sources, regularization)
+    factors = {**plain.factors, "nll": 1 - weight, "distill": weight}
+    compared = (
+        Quantity("distill", "nats per target"),
+        Quantity("agreement", "share of targets"),
+    )
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        return plain.denominators(batch) | {"distill": num_targets(batch, normalize)}
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        policy = models[POLICY]
+        teacher = models[TEACHER]
+        hidden = noisy_hidden(policy, batch, regularization)
+        learnt = loss_of_hidden(hidden, policy, batch, scales, loss, normalize, num_sources)
+        of_teacher = teacher.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+        found = divergence(
+            Predictor(hidden, policy.output_matrix()),
+            jax.lax.stop_gradient(Predictor(of_teacher, teacher.output_matrix())),
+            target_weights(batch, normalize) * scales["distill"],
+            batch["loss_mask"].astype(jnp.float32),
+            chunks=chunks_of(batch, policy),
+            student_numbers=_numbers(policy),
+            teacher_numbers=_numbers(teacher),
+            temperature=temperature,
+            kind=kind,
+        )
+        targets = learnt.sums["nll"].weight
+        sums = {
+            **learnt.sums,
+            "distill": Sum(found.divergence.sum(), targets),
+            "agreement": Sum(found.agreement.sum(), targets),
+        }
+        return Result(learnt.loss + found.loss, sums)
+
+    return Objective(
+        factors,
+        denominators,
+        forward,
+        models=(POLICY, TEACHER),
+        recorded=(*plain.recorded, *compared),
+        evaluated=compared,
+    )
+
+
+def _numbers(model: Decoder) -> Numbers:
+    return Numbers(model.precision.compute, model.precision.output)
+
+
+def _require(temperature: float, weight: float, kind: str) -> None:
+    if not temperature > 0:
+        raise ValueError(
+            f"temperature={temperature} must be above 0: it divides the logits. "
+            "Set it to 1 for the distributions as they are."
+        )
+    if not 0 <= weight <= 1:
+        raise ValueError(
+            f"weight={weight} must be from 0 to 1: it is the share of the divergence in the loss. "
+            "Set it to 0.5, for example."
+        )
+    if kind not in KINDS:
+        raise ValueError(f"kind={kind} must be one of {', '.join(KINDS)}. Set it to forward.")

@@ -1,0 +1,152 @@
+"""Cross-entropy of the next token: what pre-training and fine-tuning minimise."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxtrain.config.schema import LossConfig, RegularizationConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.layers import Noise
+from maxtrain.objectives.objective import (
+    POLICY,
+    Batch,
+    Models,
+    Objective,
+    Quantity,
+    Result,
+    Scales,
+)
+from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
+from maxtrain.ops.sums import Sum
+from maxtrain.parallel.sharding import batch_shards
+
+PLAIN = LossConfig()
+NO_NOISE = RegularizationConfig()
+
+
+def next_token(
+    loss: LossConfig = PLAIN,
+    normalize: str = "tokens",
+    num_sources: int = 0,
+    regularization: RegularizationConfig = NO_NOISE,
+) -> Objective:
+    """Cross-entropy of the next token, with label smoothing and z-loss if the config asks for them.
+
+    Args:
+        loss: factors.
+        normalize: what the cross-entropy is a mean of. `tokens`: all targets weigh the same;
+            `sequences`: all documents of all rows do, whatever their length (a document that is cut
+            by a row's end counts in each row); `constant`: it is divided by the number of
+            positions, targets or not.
+        num_sources: also record the loss of each of so many sources, in `sources`; 0: don't.
+        regularization: what is random where the batch has keys.
+    """
+    factors = {"nll": 1.0}
+    recorded = ()
+    if loss.z_loss:
+        factors["z"] = loss.z_loss
+        recorded = (Quantity("z", "squared nats per target"),)
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        targets = batch["loss_mask"].astype(jnp.float32).sum()
+        return {"nll": num_targets(batch, normalize), "z": targets}
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        model = models[POLICY]
+        hidden = noisy_hidden(model, batch, regularization)
+        return loss_of_hidden(hidden, model, batch, scales, loss, normalize, num_sources)
+
+    return Objective(factors, denominators, forward, recorded=recorded)
+
+
+def num_targets(batch: Batch, normalize: str) -> Float[Array, ""]:
+    """What a sum over targets is divided by; `normalize` as of `next_token`."""
+    mask = batch["loss_mask"].astype(jnp.float32)
+    match normalize:
+        case "tokens":
+            return mask.sum()
+        case "sequences":
+            return _sequences(batch).sum()
+        case "constant":
+            return jnp.float32(mask.size)
+        case _:
+            raise ValueError(f"normalize={normalize} is none of tokens, sequences, constant.")
+
+
+def target_weights(batch: Batch, normalize: str) -> Float[Array, "B T"]:
+    """How much each target counts in a sum that `num_targets` divides."""
+    if normalize == "sequences":
+        return _sequences(batch)
+    return batch["loss_mask"].astype(jnp.float32)
+
+
+def chunks_of(batch: Batch, model: Decoder) -> int:
+    """How many parts the sequences are cut in where there are logits."""
+    rows, length = batch["targets"].shape
+    # Rounded up.
+    rows_of_shard = -(-rows // batch_shards())
+    return num_chunks(length, rows_of_shard, model.config.loss_chunk)
+
+
+def noisy_hidden(
+    model: Decoder, batch: Batch, regularization: RegularizationConfig
+) -> Float[Array, "B T D"]:
+    """Last hidden states of a model that trains: with what is random where the batch has keys, and
+    at the embeddings nearby that the batch may ask for."""
+    noise = None
+    if regularization != NO_NOISE and "keys" in batch:
+        noise = Noise(regularization, batch["keys"])
+    offset = batch.get("embedding_offset")
+    return model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"], offset, noise)
+
+
+def loss_of_hidden(
+    hidden: Float[Array, "B T D"],
+    model: Decoder,
+    batch: Batch,
+    scales: Scales,
+    loss: LossConfig,
+    normalize: str,
+    num_sources: int,
+) -> Result:
+    """The terms of `next_token`, of a model's last hidden states."""
+    mask = batch["loss_mask"].astype(jnp.float32)
+    z_scale = None
+    if "z" in scales:
+        z_scale = jnp.float32(scales["z"])
+    tokens = cross_entropy(
+        hidden,
+        model.output_matrix(),
+        batch["targets"],
+        target_weights(batch, normalize) * scales["nll"],
+        chunks=chunks_of(batch, model),
+        dtype=model.precision.compute,
+        mask=mask,
+        z_scale=z_scale,
+        smoothing=loss.label_smoothing,
+        logits=model.precision.output,
+    )
+    targets = mask.sum(-1)
+    sums = {"nll": Sum(tokens.nll.sum(), targets.sum())}
+    if loss.z_loss:
+        sums["z"] = Sum(tokens.z.sum(), targets.sum())
+    if num_sources:
+        totals = jax.ops.segment_sum(tokens.nll, batch["source"], num_sources)
+        counts = jax.ops.segment_sum(targets, batch["source"], num_sources)
+        sums["sources"] = Sum(totals, counts)
+    return Result(tokens.loss, sums)
+
+
+def _sequences(batch: Batch) -> Float[Array, "B T"]:
+    """The loss mask, divided by its sum over the token's own document in the row.
+
+    So every document with a target sums to 1.
+    """
+    mask = batch["loss_mask"].astype(jnp.float32)
+    segments = batch["segment_ids"]
+
+    def of_row(mask: Array, segments: Array) -> Array:
+        return jax.ops.segment_sum(mask, segments, segments.size + 1)[segments]
+
+    sums = jax.vmap(of_row)(mask, segments)
+    return mask / jnp.where(sums > 0, sums, 1.0)

@@ -1,0 +1,53 @@
+"""Objectives by the names that configs call them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
+from maxtrain.objectives.adversarial import adversarial
+from maxtrain.objectives.distill import distill
+from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import Objective
+
+
+class Settings(NamedTuple):
+    """What objectives are made of; each takes what it needs."""
+
+    loss: LossConfig
+    distill: DistillConfig
+    regularization: RegularizationConfig
+    # As of `next_token`.
+    normalize: str
+    num_sources: int
+
+
+def _next_token(settings: Settings) -> Objective:
+    return next_token(
+        settings.loss, settings.normalize, settings.num_sources, settings.regularization
+    )
+
+
+def _distill(settings: Settings) -> Objective:
+    return distill(
+        settings.distill.temperature,
+        settings.distill.weight,
+        settings.distill.kind,
+        settings.loss,
+        settings.normalize,
+        settings.num_sources,
+        settings.regularization,
+    )
+
+
+OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
+    "next_token": _next_token,
+    "distill": _distill,
+}
+
+
+def make_objective(name: str, settings: Settings) -> Objective:
+    """The objective of this name, at the worst embeddings nearby too if the config says so."""
+    objective = OBJECTIVES[name](settings)
+    if settings.loss.adversarial:
+        return adversarial(objective, settings.loss)
+    return objective

@@ -1,0 +1,188 @@
+"""The teacher of objective=distill: found, held against the run, and read onto its mesh.
+
+It is never saved with the run. Checkpoints hold the digest of its arrays instead, so that a run
+goes on with the teacher that it began with.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.checkpoint.listing import complete
+from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from maxtrain.model_source import read_run_config, restore_params, step_of, tokenizer_place
+from maxtrain.models.families.directory import read_config, read_json
+from maxtrain.objectives.distill import TEACHER
+from maxtrain.ops.attention import require_platform
+from maxtrain.ops.digest import digests, hash_text
+from maxtrain.training.state import TrainState, abstract_model
+from maxtrain.weights.hf import load_weights
+
+# In the record of a checkpoint: the digest of the teacher's arrays.
+DIGEST = "teacher"
+
+
+@dataclasses.dataclass(frozen=True)
+class Teacher:
+    """What a teacher is, before any of its weights are read.
+
+    Attributes:
+        name: what asks for it, such as `distill.teacher=DIR`.
+        directory: of the run, or with the weights of Hugging Face.
+        model, precision: its own.
+        run, step: the config of the run, and the checkpoint; None: it is no run of maxtrain.
+    """
+
+    name: str
+    directory: Path
+    model: ModelConfig
+    precision: PrecisionConfig
+    run: RunConfig | None = None
+    step: int | None = None
+
+    def describe(self) -> str:
+        """The directory, and of a run the step."""
+        if self.run is None:
+            return f"{self.directory}"
+        return f"{self.directory}, step {self.step:,}"
+
+    def abstract(self, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
+        """The structure, and the parameters as shapes with shardings on this mesh.
+
+        Raises:
+            ConfigError: a dim that the mesh does not divide, or a kernel that its devices lack.
+        """
+        platform = next(iter(mesh.devices.flat)).platform
+        try:
+            require_platform(self.model.attention, platform)
+            return abstract_model(self.model, self.precision, mesh)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.name} can't be used on these devices: {error} "
+                "The keys named are the teacher's."
+            ) from error
+
+    def require_same_tokens(self, vocab_size: int) -> None:
+        """ConfigError: its vocabulary is not that of a model with so many entries."""
+        if self.model.vocab_size != vocab_size:
+            raise ConfigError(
+                f"{self.name} has a vocabulary of {self.model.vocab_size:,} "
+                f"entries, and the model has {vocab_size:,}: their distributions can't be "
+                f"compared. Set model.vocab_size={self.model.vocab_size} if the data's tokenizer "
+                "is the teacher's, or choose another teacher."
+            )
+
+    def require_same_tokenizer(self, sha256: str) -> None:
+        """ConfigError: it was trained with another tokenizer than the one with this hash."""
+        place = self.directory
+        if self.run is not None:
+            place = tokenizer_place(self.run)
+        if load_tokenizer(place).sha256 != sha256:
+            raise ConfigError(
+                f"{self.name} has another tokenizer than the data, so that ids "
+                f"would mean different text. Prepare the data with `--tokenizer {place}`, or "
+                "choose another teacher."
+            )
+
+    def require_length(self, length: int) -> None:
+        """ConfigError: it is not meant for rows of so many tokens."""
+        if length > self.model.max_length:
+            raise ConfigError(
+                f"{self.name} is meant for at most {self.model.max_length:,} "
+                f"tokens (its max_length), and rows have {length:,}. "
+                f"Set data.seq_length={self.model.max_length} or less, or choose another teacher."
+            )
+
+    def load(self, params: nnx.State) -> nnx.State:
+        """The parameters as arrays, laid out as these shapes say.
+
+        Raises:
+            StorageError, DataError: they can't be read, are damaged, or are not finite.
+        """
+        if self.run is None:
+            return load_weights(params, self.directory, self.model)
+        folder = self.directory / "checkpoints"
+        try:
+            return restore_params(folder, self.run, params, self.step)
+        except DamagedError as damage:
+            # Of another run, whose checkpoints are not ours to put aside.
+            raise StorageError(
+                f"{self.name}: {damage.path} is damaged: {damage.what}. Name another step of it."
+            ) from damage
+
+
+def find_teacher(place: str, asked_by: str) -> Teacher:
+    """The teacher in a directory; of a run without a step the newest checkpoint.
+
+    Args:
+        place: a run of maxtrain, RUN/checkpoints/STEP, or a Hugging Face directory.
+        asked_by: the key or option that names it.
+
+    Raises:
+        ConfigError: there is none.
+        UserError: something is wrong with its config.
+    """
+    name = f"{asked_by}{place}"
+    directory = Path(place).expanduser().absolute()
+    if (directory / "config.json").exists():
+        return Teacher(name, directory, read_config(directory), _stored_precision(directory))
+    run = directory
+    asked = None
+    if directory.name.isdecimal() and directory.parent.name == "checkpoints":
+        run = directory.parents[1]
+        asked = int(directory.name)
+    if not (run / "config.yaml").exists():
+        raise ConfigError(
+            f"{name} is neither a run of maxtrain, nor one of its checkpoints, "
+            "nor a Hugging Face directory. Name a directory with config.yaml or config.json."
+        )
+    step = step_of(run, asked)
+    if step not in complete(run / "checkpoints"):
+        raise ConfigError(
+            f"{name} has no complete checkpoint there. Wait for one, or name another step or run."
+        )
+    config = read_run_config(run)
+    return Teacher(name, run, config.model, config.precision, config, step)
+
+
+def teacher_digest(state: TrainState) -> str | None:
+    """One digest of all of the teacher's arrays, the same on every mesh; None: there is none."""
+    if TEACHER not in state.frozen:
+        return None
+    return hash_text(digests(state.frozen[TEACHER]))
+
+
+def require_same_teacher(
+    name: str | None, digest: str | None, record: Mapping[str, Any] | None
+) -> None:
+    """ConfigError: a checkpoint with this record was made with another teacher.
+
+    Args:
+        name: `distill.teacher`.
+        digest: of `teacher_digest`.
+        record: of the checkpoint that a run goes on from; None: there is none.
+    """
+    before = (record or {}).get(DIGEST)
+    if before is None or digest is None or before == digest:
+        return
+    raise ConfigError(
+        f"distill.teacher={name} holds other weights (digest {digest}) than the teacher that this "
+        f"run has learnt from until now (digest {before}). Set distill.teacher to that one, such "
+        "as RUN/checkpoints/STEP, or set run_name to a new name to start afresh."
+    )
+
+
+def _stored_precision(directory: Path) -> PrecisionConfig:
+    """The precision that the weights of a Hugging Face directory are stored in."""
+    values = read_json(directory / "config.json")
+    stored = values.get("dtype", values.get("torch_dtype"))
+    dtype = "float32"
+    if stored == "bfloat16":
+        dtype = "bfloat16"
+    return PrecisionConfig(params=dtype, compute=dtype)

@@ -1,0 +1,177 @@
+"""Runs that learn from a teacher: closer to it than others, resumed bit for bit, replayed, and
+refused where the teacher does not fit."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from maxtrain import evaluate, replay, teacher
+from maxtrain.checkpoint.manager import Checkpoints
+from maxtrain.config import load_config
+from maxtrain.config.schema import CheckpointConfig, MeshConfig
+from maxtrain.model_source import load_run
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.ops.digest import digests, hash_text
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.teacher import find_teacher
+from maxtrain.train import main
+from maxtrain.weights.hf_export import write_config, write_weights
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
+
+
+def train(config: Path, run_name: str, *overrides: str) -> int:
+    """Exit code of a run in this process."""
+    return main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
+
+
+def distillation(config: Path, *overrides: str) -> list[str]:
+    """Overrides of a run that learns from the teacher's distributions alone."""
+    return [
+        "objective=distill",
+        f"distill.teacher={config.parent / 'runs' / 'teacher' / 'checkpoints' / '00000006'}",
+        "distill.weight=1",
+        *overrides,
+    ]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_run) -> Path:
+    """A config file beside its data and the runs of a teacher, a student, and one that learns from
+    the data alone. The teacher is a wide model that has hardly trained, so that whoever learns from
+    the data goes another way."""
+    folder = tmp_path_factory.mktemp("distill")
+    path = tiny_run(
+        folder,
+        *("--holdout", "0.2"),
+        steps=24,
+        checkpoint_interval=12,
+        optimizer={"learning_rate": 1e-2},
+        schedule={"warmup_steps": 2},
+        eval={"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
+    )
+    wide = ["steps=6", "model.embed_dim=32", "model.mlp_dim=48", "precision.compute=float32"]
+    assert train(path, "teacher", *wide) == 0
+    assert train(path, "student", *distillation(path, "eval_at_start=true")) == 0
+    assert train(path, "alone") == 0
+    return path
+
+
+def final_state(folder: Path) -> dict[str, bytes]:
+    """Bits of every array of the newest checkpoint."""
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    commit = folder / "checkpoints" / f"{checkpoints.latest():08d}" / "commit.json"
+    saved = json.loads(commit.read_text())["arrays"]
+    tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
+    state, _ = checkpoints.restore(tree)
+    checkpoints.close()
+    return {name: np.asarray(x).tobytes() for name, x in state.items()}
+
+
+def test_a_student_is_closer_to_its_teacher_than_who_learns_from_the_data(config, capfd):
+    runs = config.parent / "runs"
+    records = [r for r in read_metrics(runs / "student") if r["kind"] == "eval"]
+    assert [record["step"] for record in records] == [0, 24]
+    before, after = records
+    assert after["distill"] < 0.5 * before["distill"]
+    steps = [r for r in read_metrics(runs / "student") if r["kind"] == "train"]
+    assert all(0 <= record["agreement"] <= 1 for record in steps)
+    assert steps[-1]["objective"] == pytest.approx(steps[-1]["distill"], rel=1e-5)
+
+    def compared(run: str) -> dict[str, float]:
+        capfd.readouterr()
+        place = str(runs / "teacher")
+        assert evaluate.main([str(runs / run), "--teacher", place, "--json"]) == 0
+        return json.loads(capfd.readouterr().out)["sets"]["heldout"]
+
+    student = compared("student")
+    alone = compared("alone")
+    assert student["distill"] < 0.5 * alone["distill"]
+    assert alone["nll"] < student["nll"]
+    assert student["distill"] == pytest.approx(after["distill"], rel=1e-3)
+
+
+def test_no_checkpoint_holds_the_teacher_and_each_says_which_it_is(config):
+    student = config.parent / "runs" / "student" / "checkpoints" / "00000024"
+    arrays = json.loads((student / "commit.json").read_text())["arrays"]
+    assert not any("teacher" in name or name.startswith("frozen") for name in arrays)
+    record = json.loads((student / "record.json").read_text())
+    assert len(record["teacher"]) == 16
+    alone = config.parent / "runs" / "alone" / "checkpoints" / "00000024"
+    assert "teacher" not in json.loads((alone / "record.json").read_text())
+
+
+def test_a_resumed_run_is_as_never_stopped_and_needs_the_same_teacher(config, capfd):
+    folder = config.parent / "runs" / "student"
+    overrides = distillation(config, "eval_at_start=true")
+    expected = final_state(folder)
+    shutil.rmtree(folder / "checkpoints" / "00000024")
+    # Another teacher: the same run, longer trained.
+    other = [
+        f"distill.teacher={config.parent / 'runs' / 'alone'}" if "teacher=" in word else word
+        for word in overrides
+    ]
+    assert train(config, "student", *other) == 78
+    told = capfd.readouterr().err
+    assert "holds other weights" in told and "Set distill.teacher to that one" in told
+    assert train(config, "student", *overrides) == 0
+    assert final_state(folder) == expected
+    assert replay.main([str(folder), "--steps", "12:24"]) == 0
+
+
+def test_a_hugging_face_directory_is_the_same_teacher_in_its_own_precision(config, tmp_path):
+    run = config.parent / "runs" / "teacher"
+    model, tokenizer = load_run(run)
+    write_config(tmp_path, model.config, "float32", tokenizer)
+    write_weights(tmp_path, nnx.split(model)[1], model.config, "float32", 10**9, print)
+    mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
+    hashes = []
+    with jax.set_mesh(mesh):
+        for directory in (run, tmp_path):
+            found = find_teacher(str(directory), "distill.teacher=")
+            assert found.precision.compute == "float32"
+            _, params = found.abstract(mesh)
+            hashes.append(hash_text(digests(found.load(params))))
+    assert hashes[0] == hashes[1]
+    write_config(tmp_path, model.config, "bfloat16", tokenizer)
+    assert find_teacher(str(tmp_path), "distill.teacher=").precision.params == "bfloat16"
+
+
+def test_a_teacher_with_other_tokens_or_shorter_rows_is_refused(config):
+    place = str(config.parent / "runs" / "teacher")
+    found = find_teacher(place, "distill.teacher=")
+    vocabulary = found.model.vocab_size
+    with pytest.raises(ConfigError, match=f"Set model.vocab_size={vocabulary} if the data's"):
+        found.require_same_tokens(vocabulary + 8)
+    with pytest.raises(ConfigError, match="Prepare the data with `--tokenizer "):
+        found.require_same_tokenizer("0" * 64)
+    with pytest.raises(ConfigError, match=r"Set data\.seq_length=32 or less"):
+        found.require_length(33)
+
+
+def test_what_is_no_teacher_is_refused(config, tmp_path):
+    with pytest.raises(ConfigError, match=r"Name a directory with config\.yaml or config\.json"):
+        find_teacher(str(tmp_path / "missing"), "distill.teacher=")
+    step = config.parent / "runs" / "teacher" / "checkpoints" / "00000005"
+    with pytest.raises(ConfigError, match="Wait for one, or name another step"):
+        find_teacher(str(step), "distill.teacher=")
+
+
+def test_a_damaged_teacher_is_not_put_aside(config, monkeypatch):
+    """It is of another run: only the checkpoints of one's own are renamed."""
+    place = config.parent / "runs" / "teacher"
+
+    def damaged(*_):
+        raise DamagedError(place, "a file of it is cut off")
+
+    monkeypatch.setattr(teacher, "restore_params", damaged)
+    found = find_teacher(str(place), "distill.teacher=")
+    _, params = found.abstract(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
+    with pytest.raises(StorageError, match=r"is cut off\. Name another step of it"):
+        found.load(params)
