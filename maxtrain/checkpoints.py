@@ -21,6 +21,7 @@ from rich.text import Text
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
 from maxtrain.checkpoint.copying import copy_step, remove_step
 from maxtrain.checkpoint.finite import find_non_finite
+from maxtrain.checkpoint.frozen import FOLDER, KEY, copy_frozen, frozen_of, lack, place_of
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.observe.lock import RunLock
@@ -92,6 +93,11 @@ def show_list(directory: Path, console: Console) -> None:
         if _step_of(path).isdecimal():
             table.add_row(*_cells(path, "put aside", []))
     console.print(table)
+    frozen = place_of(folder)
+    if frozen.exists():
+        megabytes = f"{size(frozen) / 1e6:,.1f} MB"
+        state = Text(defect(frozen) or "whole", "red" if defect(frozen) else "green")
+        console.print(Text(f"frozen parameters, of all steps: {megabytes}, ") + state)
     how = "their sizes are checked here, their bytes by verify"
     console.print(f"{len(records)} whole of {len(steps)}; {how}.", style="dim")
 
@@ -166,6 +172,10 @@ def show_step(directory: Path, step: int | None, console: Console, raw: bool = F
     console.print(_table_of_record(record))
     console.print()
     _print_arrays(path, commit, console)
+    frozen = frozen_of(path, commit)
+    if frozen is not None:
+        console.print(f"\nfrozen, in {frozen.path}\n", soft_wrap=True)
+        _print_arrays(frozen.path, frozen.commit, console)
 
 
 def _table_of_record(record: dict[str, Any]) -> Table:
@@ -221,13 +231,20 @@ def check(path: Path) -> str:
     if commit["format"] > FORMAT:
         rule = f"has format {commit['format']}; this version reads up to {FORMAT}"
         raise StorageError(f"{path} {rule}. Upgrade maxtrain.")
+    if KEY in commit:
+        lacking = lack(path.parent, commit[KEY])
+        if lacking:
+            return f"its frozen parameters: {lacking}"
     return find_damage(path, commit["files"]) or find_non_finite(path, commit)
 
 
 def verify(directory: Path, console: Console) -> None:
     """Reads all steps; DamagedError: one is not what was saved."""
     bad = []
-    _, steps = open_directory(directory)
+    folder, steps = open_directory(directory)
+    frozen = place_of(folder)
+    if frozen.exists():
+        steps = [frozen, *steps]
     for path in steps:
         begin = time.monotonic()
         told = check(path)
@@ -240,7 +257,10 @@ def verify(directory: Path, console: Console) -> None:
             if read_commit(path)["format"] > 1:
                 told = "all hashes are those of what was saved"
         rate = size(path) / max(1e-9, time.monotonic() - begin) / 1e9
-        console.print(Text(f"{path.name}: {told} ({rate:.1f} GB/s)", color), soft_wrap=True)
+        name = path.name
+        if path == frozen:
+            name = FOLDER
+        console.print(Text(f"{name}: {told} ({rate:.1f} GB/s)", color), soft_wrap=True)
     if bad:
         path, why = bad[0]
         raise DamagedError(path, why)
@@ -253,6 +273,7 @@ def copy(directory: Path, target: Path, step: int | None, console: Console) -> N
     target = target.expanduser().absolute()
     if (target / path.name).exists():
         raise UsageError(f"TO={target / path.name} exists. Name another directory, or remove it.")
+    copy_frozen(path, target, read_back=True)
     final = copy_step(path, target, read_back=True)
     console.print(f"{path} is copied to {final} and checked.", soft_wrap=True)
 

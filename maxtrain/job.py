@@ -39,6 +39,7 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.teacher import Teacher, find_teacher
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.partition import frozen_paths, split
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
@@ -276,12 +277,14 @@ def make_parts(
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, params = abstract_model(config.model, config.precision, mesh)
+        trainable, frozen = split(params, frozen_paths(config.train, params))
         rule = "adam"
         if config.optimizer.name in ("sgd", "momentum", "nesterov"):
             rule = "sgd"
-        factors = learning_rate_factors(params, config.init, config.model, rule)
-        optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, params, factors)
-        abstract = abstract_state(params, optimizer, mesh, loss_scale, config.optimizer.zero)
+        factors = learning_rate_factors(trainable, config.init, config.model, rule)
+        optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, trainable, factors)
+        zero = config.optimizer.zero
+        abstract = abstract_state(trainable, optimizer, mesh, loss_scale, zero, frozen)
         graphdefs = {POLICY: graphdef}
         if teacher is not None:
             structure, shapes = teacher.abstract(mesh)

@@ -20,6 +20,7 @@ from maxtrain.config.schema import MeshConfig, RunConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import require_own_config
+from maxtrain.training.partition import join, split
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
 
@@ -153,7 +154,12 @@ def restore_params(
 
 
 def _averaged(checkpoints: Checkpoints, params: Any, step: int | None) -> Any:
-    """The averaged weights of a step, which are float32, in the types of the parameters."""
+    """The averaged weights of a step, which are float32, in the types of the parameters.
+
+    Frozen parameters have no average.
+    """
+    names = {name.removeprefix("params.") for name in checkpoints.frozen_names(step)}
+    trainable, frozen = split(params, names)
 
     def in_float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=leaf.sharding)
@@ -161,6 +167,10 @@ def _averaged(checkpoints: Checkpoints, params: Any, step: int | None) -> Any:
     def as_asked(average: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return average.astype(leaf.dtype)
 
-    wanted = {"opt_state": {"average": jax.tree.map(in_float32, params)}}
+    wanted = {
+        "opt_state": {"average": jax.tree.map(in_float32, trainable)},
+        "params": frozen,
+    }
     restored, _ = checkpoints.restore(wanted, step, partial=True)
-    return jax.tree.map(as_asked, restored["opt_state"]["average"], params)
+    average = jax.tree.map(as_asked, restored["opt_state"]["average"], trainable)
+    return join(average, restored["params"])

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from data_pipeline.errors import DivergedError, StorageError, TryAgainError
+from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError
 from data_pipeline.loader import Batch as HostBatch
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_record
@@ -21,8 +21,8 @@ from maxtrain.config import to_yaml
 from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
-from maxtrain.models.cost import token_flops
-from maxtrain.objectives.objective import Batch
+from maxtrain.models.cost import product_weights, token_flops
+from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.profile import StepTrace, traced_steps
@@ -42,6 +42,8 @@ from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
 from maxtrain.training.state import (
     TrainState,
+    changing_part,
+    constant_part,
     params_of_models,
     policy_params,
     saved_part,
@@ -101,7 +103,8 @@ class Run:
         self.rollbacks = rollbacks
         self.folder = folder  # process 0 alone knows all of it, and writes all that it tells of
         config = job.config
-        flops = {length: token_flops(config.model, length) for _, length in job.layouts}
+        frozen = product_weights(job.abstract.frozen[POLICY], config.model.tie_embeddings)
+        flops = {length: token_flops(config.model, length, frozen) for _, length in job.layouts}
         self.speed = SpeedMeter(clock, flops, jax.device_count())
         self.recorder = Recorder(
             Path(config.output_dir, config.run_name),
@@ -112,7 +115,7 @@ class Run:
             progress,
             config.log_interval,
             config.observe.layer_norms_interval,
-            norm_names(job.abstract.trainable),
+            norm_names(job.abstract.trainable, policy_params(job.abstract)),
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
         leaves = [*leaf_names(job.abstract.trainable), *moments]
@@ -181,6 +184,7 @@ class Run:
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
+            self._require_same_frozen(step)
             state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
             self.state = self.job.with_teacher(state)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
@@ -197,6 +201,24 @@ class Run:
                 f"the learning rate follows the new plan from here on.",
                 style="yellow",
             )
+
+    def _require_same_frozen(self, step: int) -> None:
+        """ConfigError: the checkpoint is of a run that trained other parameters."""
+        ours = set(leaf_names(constant_part(self.job.abstract)))
+        theirs = self.checkpoints.frozen_names(step)
+        if ours == theirs:
+            return
+        lines = []
+        if ours - theirs:
+            lines.append(f"they did train {', '.join(sorted(ours - theirs))}")
+        if theirs - ours:
+            lines.append(f"they did not train {', '.join(sorted(theirs - ours))}")
+        train = self.config.train
+        raise ConfigError(
+            f"train.only={list(train.only)} and train.freeze={list(train.freeze)} choose other "
+            f"parameters than the steps of this run until now: {', and '.join(lines)}. "
+            "Set both back, or begin another run with checkpoint.init_from."
+        )
 
     def _sets_to_read(self, record: dict[str, Any] | None) -> list[str]:
         """Evaluation sets to read before anything else, at the first step or at a checkpoint with
@@ -540,7 +562,9 @@ class Run:
         self._integrity.check(self.step, self.state, save=True)
         self.checkpoints.confirm(self.step - 1)
         with self.clock.during("save"):
-            if self.checkpoints.save(self.step, saved_part(self.state), self._record()):
+            changing = changing_part(self.state)
+            constant = constant_part(self.state)
+            if self.checkpoints.save(self.step, changing, self._record(), constant):
                 self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
         return True
 

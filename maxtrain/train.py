@@ -70,7 +70,13 @@ from maxtrain.parallel.memory import (
 from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
-from maxtrain.training.state import eval_params, policy_params, saved_part, zero_summary
+from maxtrain.training.state import (
+    eval_params,
+    policy_params,
+    saved_part,
+    trained_summary,
+    zero_summary,
+)
 
 _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
@@ -365,6 +371,8 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {config.precision.params} weights; devices: {where}"
     )
+    if job.abstract.frozen[POLICY]:
+        progress.message(trained_summary(job.abstract))
     if job.teacher is not None:
         teacher = job.teacher
         size = sum(x.size for x in jax.tree.leaves(job.abstract.frozen[TEACHER])) / 1e6

@@ -24,6 +24,8 @@ from data_pipeline import prepare
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 from data_pipeline.tokenizer import ByteTokenizer
+from maxtrain.checkpoint.frozen import all_arrays, place_of
+from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig
@@ -91,9 +93,8 @@ def numbers(folder, kind="train"):
 def final_state(folder):
     """Bits of every array of the newest checkpoint, and its record."""
     checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
-    saved = json.loads(
-        (folder / "checkpoints" / f"{checkpoints.latest():08d}" / "commit.json").read_text()
-    )["arrays"]
+    step = folder / "checkpoints" / f"{checkpoints.latest():08d}"
+    saved = all_arrays(step, read_commit(step))
     tree = {name: jax.ShapeDtypeStruct(tuple(x["shape"]), x["dtype"]) for name, x in saved.items()}
     state, record = checkpoints.restore(tree)
     checkpoints.close()
@@ -532,8 +533,9 @@ def free_port():
 @pytest.mark.processes
 def test_two_processes_are_as_one(config):
     """Two processes of one device each, and one process with two: the same losses, and the files of
-    one run."""
+    one run, with frozen parameters too."""
     keys = [*SHORT[::2], "eval_interval=3", "mesh.data=1", "mesh.fsdp=2", "checkpoint_interval=3"]
+    keys.append("train.freeze=[embedding]")
     job = [
         f"mesh.coordinator=localhost:{free_port()}",
         "mesh.num_processes=2",
@@ -564,6 +566,11 @@ def test_two_processes_are_as_one(config):
         final_state(folder_of(config, "two"))[1]["data"]
         == final_state(folder_of(config, "one"))[1]["data"]
     )
+    frozen = [
+        json.loads((place_of(folder_of(config, name) / "checkpoints") / "commit.json").read_text())
+        for name in ("two", "one")
+    ]
+    assert frozen[0]["arrays"] == frozen[1]["arrays"] and len(frozen[0]["arrays"]) == 1
 
 
 @pytest.mark.long

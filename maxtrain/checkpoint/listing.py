@@ -13,6 +13,7 @@ from typing import Any
 from data_pipeline import strict_json
 from data_pipeline.errors import StorageError, UserError
 from maxtrain.checkpoint.formats import migrate
+from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.integrity import damaged, read_commit, survey
 from maxtrain.config.schema import CheckpointConfig
 
@@ -91,12 +92,13 @@ def latest_record(
 def saved_steps(directory: Path) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
     """What `read_step` gives for all complete checkpoints below a directory, by step.
 
-    One that a training removes meanwhile is passed over. StorageError: one can't be read.
+    Frozen arrays are among the others. One that a training removes meanwhile is passed over. StorageError: one can't be read.
     """
     found = {}
     for step, path in complete(directory.expanduser()).items():
         try:
-            found[step] = read_step(path)
+            commit, record = read_step(path)
+            found[step] = (commit | {"arrays": all_arrays(path, commit)}, record)
         except StorageError:
             if path.exists():
                 raise

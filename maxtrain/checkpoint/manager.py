@@ -6,6 +6,7 @@
                                      config
     DIRECTORY/00001000/commit.json   format, versions, shape, dtype and digest of every array, size
                                      and hashes of every file: written last
+    DIRECTORY/frozen/                what no step changes, saved once: see frozen.py
 
 A step is prepared in `.00001000.partial`, gets its commit record when everything else is on the
 disk, and then its name by one rename: a process killed at any instant leaves a whole step or none.
@@ -38,6 +39,7 @@ from jaxtyping import Array, Bool, PyTree, UInt32
 import maxtrain
 from data_pipeline.errors import ConfigError, DamagedError, StorageError, TryAgainError
 from maxtrain import failpoints
+from maxtrain.checkpoint import frozen
 from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.finite import must_be_finite
 from maxtrain.checkpoint.integrity import (
@@ -117,6 +119,8 @@ class Checkpoints:
         self._confirmed = -1
         # The steps of the best evaluations, by the newest record.
         self._best: set[int] = set()
+        # What steps call the arrays that no step changes, once these are on the disk.
+        self._constant: str | None = None
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_not_of_orbax)
         if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
@@ -141,13 +145,22 @@ class Checkpoints:
             return False
         return time.monotonic() - self._last >= 60 * self._config.minutes
 
-    def save(self, step: int, state: PyTree[jax.Array], record: dict[str, Any]) -> bool:
+    def save(
+        self,
+        step: int,
+        state: PyTree[jax.Array],
+        record: dict[str, Any],
+        constant: PyTree[jax.Array] = None,
+    ) -> bool:
         """Saves one step, after any save under way.
 
         If `asynchronous`, it returns as soon as the state may be changed or donated.
 
         Args:
+            state: what steps change.
             record: what belongs beside the arrays, as strict JSON.
+            constant: what no step changes. It is written by the first save of a run, which waits
+                for that; later ones refer to it.
 
         Returns:
             False if that step is complete on the disk already; it is left alone.
@@ -155,18 +168,17 @@ class Checkpoints:
         Raises:
             StorageError: this save, or the one before it, failed. Earlier checkpoints are
                 untouched.
-            TryAgainError: likewise, because weights are not finite.
+            TryAgainError: likewise, because weights are not finite, or constant arrays have
+                changed.
         """
         self.wait()
         self._last = time.monotonic()
         if not self._prepare(step):
             return False
+        refers = self._save_constant(constant)
         text = json.dumps(record | {"format": FORMAT}, indent=1, sort_keys=True, allow_nan=False)
         names, leaves, _ = _flatten(state)
-        arrays = {
-            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-            for name, leaf in zip(names, leaves)
-        }
+        arrays = _described(names, leaves)
         with self._saving(step):
             # An accelerator's arrays are on the host when this returns. A CPU's are read in place
             # meanwhile, which is as good: jax does not reuse the buffer of a donated array that
@@ -181,10 +193,70 @@ class Checkpoints:
             jax.block_until_ready(found)
         self._newest = step
         number = next(self._numbers)
-        self._pending = self._thread.submit(self._commit, step, text, arrays, found, number)
+        self._pending = self._thread.submit(self._commit, step, text, arrays, refers, found, number)
         if not self._config.asynchronous:
             self.wait()
         return True
+
+    def _save_constant(self, constant: PyTree[jax.Array]) -> str | None:
+        """Sees to it that arrays that no step changes are on the disk, once in a process.
+
+        Returns:
+            What the commit records of steps call them; None: there are none.
+        """
+        if not jax.tree.leaves(constant):
+            return None
+        if self._constant is not None:
+            return self._constant
+        names, leaves, _ = _flatten(constant)
+        arrays = _described(names, leaves)
+        for name, digest in by_name(names, digests(leaves)).items():
+            arrays[name]["digest"] = digest
+        wanted = frozen.identity(arrays)
+        if self._makes_room_for_constant(wanted):
+            folder = self.directory / frozen.FOLDER
+            checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False))
+            try:
+                checkpoints.save(0, constant, {})
+            finally:
+                checkpoints.close()
+        self._constant = wanted
+        return wanted
+
+    def _makes_room_for_constant(self, wanted: str) -> bool:
+        """Whether arrays that no step changes are still to be written, as process 0 sees it.
+
+        TryAgainError, in all processes: the steps there were saved with others.
+        """
+        lacks = False
+        error = None
+        if jax.process_index() == 0:
+            try:
+                lacks = bool(frozen.lack(self.directory, wanted))
+                if lacks:
+                    self._remove_other_constant(wanted)
+            except (StorageError, TryAgainError) as problem:
+                error = problem
+        raise_together(error)
+        primary, *_ = gather({"lacks": lacks})
+        return primary["lacks"]
+
+    def _remove_other_constant(self, wanted: str) -> None:
+        """Removes what no step refers to; TryAgainError: some step does."""
+        for step in self.steps():
+            before = read_commit(self._path(step)).get(frozen.KEY)
+            if before != wanted:
+                raise TryAgainError(
+                    f"the frozen parameters (hash {wanted}) are not those of step {step:,} "
+                    f"(hash {before}), although nothing changes them. That is a fault of memory "
+                    "or of a device. Nothing of it is saved. Run the same command again: it goes "
+                    "on from the last checkpoint. If it comes again, test this machine's memory."
+                )
+        path = frozen.place_of(self.directory)
+        if path.exists():
+            doing = f"removing {path}"
+            with as_storage_error(doing, "Permit that, then run the same command again."):
+                remove_step(path)
 
     def restore(
         self,
@@ -214,7 +286,14 @@ class Checkpoints:
         """
         path, commit, record = self._open(step)
         names, leaves, treedef = _flatten(abstract_state)
-        differences = _differences(commit["arrays"], dict(zip(names, leaves)), partial)
+        parts = [_Part(path, commit)]
+        constant = frozen.frozen_of(path, commit, self._directories())
+        if constant is not None:
+            parts.append(_Part(*constant))
+        there = {}
+        for part in parts:
+            there |= part.commit["arrays"]
+        differences = _differences(there, dict(zip(names, leaves)), partial)
         if differences:
             mend = (
                 f"Set the config back to that of {path / 'record.json'}, "
@@ -225,25 +304,56 @@ class Checkpoints:
             )
         home = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         shardings = [getattr(leaf, "sharding", None) or home for leaf in leaves]
-        stored = [commit["arrays"][name].get("stored", name) for name in names]
         targets = {}
-        for name, leaf, sharding in zip(stored, leaves, shardings):
+        for name, leaf, sharding in zip(names, leaves, shardings):
             targets[name] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        advice = f"Remove or rename {path} to go on from the checkpoint before it."
-        digester = Digester(sum(target.size * target.dtype.itemsize for target in targets.values()))
+        arrays = {}
+        for part in parts:
+            of_part = {name: x for name, x in targets.items() if name in part.commit["arrays"]}
+            if of_part:
+                arrays |= self._read_part(part, of_part, check)
+        return jax.tree.unflatten(treedef, [arrays[name] for name in names]), record
+
+    def frozen_names(self, step: int | None = None) -> set[str]:
+        """The names of the arrays of a complete step (None: the newest) that no step changes.
+
+        StorageError: there is no such step, or these arrays are missing.
+        """
+        path, commit, _ = self._open(step)
+        constant = frozen.frozen_of(path, commit, self._directories())
+        if constant is None:
+            return set()
+        return set(constant.commit["arrays"])
+
+    def _directories(self) -> list[Path]:
+        """Those that have steps of the run."""
+        if self.second is None:
+            return [self.directory]
+        return [self.directory, self.second]
+
+    def _read_part(
+        self, part: "_Part", targets: dict[str, jax.ShapeDtypeStruct], check: bool
+    ) -> dict[str, jax.Array]:
+        """Arrays of one directory by their names; with `check` held against their digests."""
+        entries = part.commit["arrays"]
+        stored = {name: entries[name].get("stored", name) for name in targets}
+        wanted = {stored[name]: target for name, target in targets.items()}
+        digester = Digester(sum(target.size * target.dtype.itemsize for target in wanted.values()))
         # Digests of arrays of many processes need them all, and one may fail to read the next
         # array: not before all have.
         early = None
         if check and jax.process_count() == 1:
             early = digester.add
-        with as_storage_error(f"reading the checkpoint {path}", advice):
-            arrays = self._read(path, commit, targets, early)
+        advice = f"Remove or rename {part.path} to go on from the checkpoint before it."
+        with as_storage_error(f"reading the checkpoint {part.path}", advice):
+            read = self._read(part.path, part.commit, wanted, early)
+        arrays = {name: read[there] for name, there in stored.items()}
         if check:
-            found = digester.finish(arrays)
-            for name, there in zip(names, stored):
-                _require_digest(path, name, commit["arrays"][name], found[there])
-            _require_finite(path, {name: arrays[there] for name, there in zip(names, stored)})
-        return jax.tree.unflatten(treedef, [arrays[name] for name in stored]), record
+            found = digester.finish(read)
+            for name, there in stored.items():
+                _require_digest(part.path, name, entries[name], found[there])
+            _require_finite(part.path, arrays)
+        return arrays
 
     def require_space(self, abstract_state: PyTree) -> str:
         """A warning if the disk has no space for all checkpoints that are kept at once.
@@ -509,13 +619,15 @@ class Checkpoints:
         step: int,
         record: str,
         arrays: dict[str, dict[str, Any]],
+        constant: str | None,
         found: "_Found",
         number: int,
     ) -> None:
         """In the background: when the arrays are written, writes the rest, makes it a checkpoint,
         and retires old ones.
 
-        Every process hashes the files that it wrote. `number` counts the saves.
+        Every process hashes the files that it wrote. `constant` is what `_save_constant` gave,
+        and `number` counts the saves.
         """
         with self._saving(step):
             self._orbax.wait_until_finished()
@@ -538,6 +650,8 @@ class Checkpoints:
                 arrays[name] |= {"digest": digest, "finite": finite[name]}
             commit = {"format": FORMAT, "step": step, "versions": _VERSIONS, "arrays": arrays}
             commit["files"] = {name: files[name] for name in names}
+            if constant is not None:
+                commit[frozen.KEY] = constant
             sync(*entries)
             self._make_it_count(step, commit)
         if self._on_commit:
@@ -618,6 +732,13 @@ class Checkpoints:
         return [step for step in steps if step not in kept and (every is None or step % every)]
 
 
+class _Part(NamedTuple):
+    """A directory with arrays of a step, and its commit record."""
+
+    path: Path
+    commit: dict[str, Any]
+
+
 class _Found(NamedTuple):
     """What a device finds out of the arrays that are saved, in their order."""
 
@@ -659,6 +780,8 @@ def put_aside(damage: DamagedError) -> None:
             aside = rename_aside(path).name
             what = f"{path} is damaged: {damage.what}."
             then = f"It is put aside as {aside}; the run goes on from the checkpoint before it."
+            if path.parent.name == frozen.FOLDER:
+                then = f"It is put aside as {aside}; the run goes on if there is a copy of it."
             print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
         except StorageError as problem:
             error = problem
@@ -671,6 +794,14 @@ def _flatten(tree: PyTree) -> tuple[list[str], list[Any], Any]:
     names = leaf_names(tree)
     assert len(set(names)) == len(names), "two leaves have the same name"
     return names, leaves, treedef
+
+
+def _described(names: list[str], leaves: list[Any]) -> dict[str, dict[str, Any]]:
+    """The entry of each array in a commit record, as far as it is known before it is written."""
+    described = {}
+    for name, leaf in zip(names, leaves, strict=True):
+        described[name] = {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+    return described
 
 
 def _differences(saved: dict[str, dict], wanted: dict[str, Any], partial: bool) -> str:

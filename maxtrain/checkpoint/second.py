@@ -15,7 +15,8 @@ from pathlib import Path
 
 from maxtrain import failpoints
 from maxtrain.checkpoint.copying import copy_step, remove_step
-from maxtrain.checkpoint.integrity import defect
+from maxtrain.checkpoint.frozen import KEY, copy_frozen, lack
+from maxtrain.checkpoint.integrity import defect, read_commit
 from maxtrain.checkpoint.listing import complete
 
 
@@ -109,6 +110,7 @@ class SecondDirectory:
         source = self.source / f"{step:08d}"
         before_commit = functools.partial(failpoints.hit, "during_copy", step)
         try:
+            copy_frozen(source, self.target)
             copy_step(source, self.target, before_commit=before_commit)
         except FileNotFoundError:
             if source.exists():
@@ -143,7 +145,10 @@ class SecondDirectory:
                 return True
             ours = (here / "commit.json").read_bytes()
             theirs = (there / "commit.json").read_bytes()
-        except OSError:
+            frozen = read_commit(here).get(KEY)
+            if frozen is not None and lack(self.target, frozen):
+                return True
+        except (OSError, ValueError):
             return True
         return ours != theirs
 

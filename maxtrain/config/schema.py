@@ -22,6 +22,7 @@ from maxtrain.config.sections.observe import ObserveConfig, TrackingConfig
 from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
 from maxtrain.config.sections.schedule import PieceConfig, ScheduleConfig
+from maxtrain.config.sections.train import TrainConfig
 
 __all__ = [
     "ANOMALIES",
@@ -45,6 +46,7 @@ __all__ = [
     "RunConfig",
     "ScheduleConfig",
     "TrackingConfig",
+    "TrainConfig",
     "WatchdogConfig",
 ]
 
@@ -97,6 +99,7 @@ class RunConfig:
     data: DataConfig = key(DataConfig(), "what the model reads")
     eval: EvalConfig = key(EvalConfig(), "what is held out")
     loss: LossConfig = key(LossConfig(), "terms of the loss beside the objective's own")
+    train: TrainConfig = key(TrainConfig(), "which parameters train")
     distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
     regularization: RegularizationConfig = key(

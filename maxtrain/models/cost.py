@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from flax import nnx
+
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.specs import StackSpec
@@ -20,15 +22,33 @@ class TokenFlops(NamedTuple):
     causal: float
 
 
-def token_flops(config: ModelConfig, length: int) -> TokenFlops:
+def token_flops(config: ModelConfig, length: int, frozen: int = 0) -> TokenFlops:
     """Of matrix products only, with vocab_size known, in rows of `length` tokens, over which
-    attention reaches."""
+    attention reaches.
+
+    Args:
+        frozen: number of weights in products that are not trained. They have no gradient of their
+            own, which is a third of their FLOPs; that of their inputs counts, although a compiler
+            may leave it out below the first layer that trains.
+    """
     assert config.vocab_size is not None
     stack = FAMILIES[config.family].stack(config)
-    return stack_flops(stack, config.embed_dim, config.vocab_size, length)
+    return stack_flops(stack, config.embed_dim, config.vocab_size, length, frozen)
 
 
-def stack_flops(stack: StackSpec, embed_dim: int, vocab_size: int, length: int) -> TokenFlops:
+def product_weights(params: nnx.State, tied: bool) -> int:
+    """How many weights of these parameters are in matrix products; `tied`: the embedding is the
+    head as well."""
+    count = 0
+    for path, variable in nnx.to_flat_state(params):
+        if path[-1] == "kernel" or (tied and path[-1] == "embedding"):
+            count += variable.get_value().size
+    return count
+
+
+def stack_flops(
+    stack: StackSpec, embed_dim: int, vocab_size: int, length: int, frozen: int = 0
+) -> TokenFlops:
     """As `token_flops`, of any layers; a window bounds what attention reaches."""
     D = embed_dim
     weights = D * vocab_size
@@ -49,7 +69,10 @@ def stack_flops(stack: StackSpec, embed_dim: int, vocab_size: int, length: int) 
         square += 2 * heads * size * length * reach
         seen = reach * (reach + 1) // 2 + (length - reach) * reach
         causal += 2 * heads * size * seen
-    return TokenFlops(6.0 * (weights + square / length), 6.0 * (weights + causal / length))
+    not_made = 2.0 * frozen
+    return TokenFlops(
+        6.0 * (weights + square / length) - not_made, 6.0 * (weights + causal / length) - not_made
+    )
 
 
 def sequence_cost(config: ModelConfig) -> tuple[float, float]:

@@ -20,7 +20,7 @@ MEASURED = ("gradient", "weight", "update")
 _PLACE = re.compile(r"layers\.(prefix_|rest_)?(\d+)\.(.*)")
 
 
-def norm_names(params: PyTree) -> list[str]:
+def norm_names(params: PyTree, whole: PyTree | None = None) -> list[str]:
     """Names such as `layers.3.mlp.up.kernel`, in the order of `measure_norms`.
 
     Layers are counted through the model from 0, those of a prefix, of the repeated period and of a
@@ -28,11 +28,14 @@ def norm_names(params: PyTree) -> list[str]:
 
     Args:
         params: abstract ones, or arrays.
+        whole: all parameters of the model, which layers are counted by; None: these are all.
     """
+    if whole is None:
+        whole = params
     named = paths(params)
     places: dict[str, set[int]] = {"prefix_": set(), "": set(), "rest_": set()}
     repeats = 0
-    for path, variable in named.items():
+    for path, variable in paths(whole).items():
         found = _PLACE.fullmatch(path)
         if found:
             kind = found[1] or ""

@@ -4,11 +4,16 @@ The step and whoever uses a model see the same parameters: the step takes gradie
 them, and everybody else gets the parts joined.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
 from flax import nnx
 
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import TrainConfig
 from maxtrain.objectives.objective import POLICY, Models
+from maxtrain.training.optimizer import paths
 
 
 def nothing() -> nnx.State:
@@ -19,6 +24,57 @@ def nothing() -> nnx.State:
 def only_policy() -> dict[str, nnx.State]:
     """What is frozen where nothing is."""
     return {POLICY: nothing()}
+
+
+def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
+    """The paths of the parameters that the config does not train, such as `layers.0.mlp.up.kernel`.
+
+    Args:
+        config: patterns of those that train, and of those that do not.
+        params: all of the policy's; only their paths are read.
+
+    Raises:
+        ConfigError: a pattern that no path has, or nothing is left to train.
+    """
+    names = list(paths(params))
+    frozen: set[str] = set()
+    if config.only:
+        frozen.update(names)
+        frozen -= _matching("train.only", config.only, names)
+    frozen |= _matching("train.freeze", config.freeze, names)
+    if len(frozen) == len(names):
+        raise ConfigError(
+            f"train.only={list(config.only)} and train.freeze={list(config.freeze)} leave no "
+            f"parameter to train. The parameters are {', '.join(names)}. "
+            "Name fewer of them in train.freeze, or more in train.only."
+        )
+    return frozenset(frozen)
+
+
+def _matching(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:
+    """The names in which one of the patterns is found; ConfigError: a pattern that is in none."""
+    matching: set[str] = set()
+    for pattern in patterns:
+        found = [name for name in names if re.search(pattern, name)]
+        if not found:
+            raise ConfigError(
+                f"{key}: {pattern} is found in the path of no parameter. "
+                f"Set it to a part of one of these: {', '.join(names)}."
+            )
+        matching.update(found)
+    return matching
+
+
+def split(params: nnx.State, frozen: Container[str]) -> tuple[nnx.State, nnx.State]:
+    """The parameters that train, and those whose paths are among the frozen ones."""
+
+    def is_frozen(path: tuple[Any, ...], _: Any) -> bool:
+        return ".".join(map(str, path)) in frozen
+
+    apart, trainable = nnx.split_state(params, is_frozen, ...)
+    if not apart:
+        return params, nothing()
+    return trainable, apart
 
 
 def join(*parts: nnx.State) -> nnx.State:

@@ -21,9 +21,12 @@ from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.sharding import named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
-from maxtrain.training.optimizer import average_or_params
-from maxtrain.training.partition import join, nothing, only_policy
+from maxtrain.training.optimizer import average_or_params, paths
+from maxtrain.training.partition import join, nothing, only_policy, split
 from maxtrain.training.watch import Watch, new_watch
+
+# Parameters that a summary names.
+_MOST_NAMED = 8
 
 
 class Control(NamedTuple):
@@ -57,7 +60,8 @@ class TrainState:
     control: Control
 
 
-# Of the children of a TrainState, in the order of its leaves.
+# Of the children of a TrainState, in the order of its leaves. The policy's frozen parameters have
+# the same kind of names as those that train.
 _KEYS = tuple(
     jax.tree_util.GetAttrKey(name)
     for name in (
@@ -69,6 +73,7 @@ _KEYS = tuple(
         "watch",
         "loss_scale",
         "buffers",
+        "params",
         "frozen",
     )
 )
@@ -76,6 +81,7 @@ _KEYS = tuple(
 
 def _children(state: TrainState) -> tuple[tuple[Any, ...], None]:
     control = state.control
+    others = {name: params for name, params in state.frozen.items() if name != POLICY}
     children = (
         state.trainable,
         state.opt_state,
@@ -85,7 +91,8 @@ def _children(state: TrainState) -> tuple[tuple[Any, ...], None]:
         control.watch,
         control.loss_scale,
         state.buffers,
-        state.frozen,
+        state.frozen[POLICY],
+        others,
     )
     return children, None
 
@@ -96,9 +103,10 @@ def _children_with_keys(state: TrainState) -> tuple[tuple[tuple[Any, Any], ...],
 
 
 def _from_children(_: None, children: Iterable[Any]) -> TrainState:
-    trainable, opt_state, step, skipped, in_row, watch, loss_scale, buffers, frozen = children
+    trainable, opt_state, step, skipped, in_row, watch, loss_scale, buffers, *frozen = children
+    of_policy, others = frozen
     control = Control(skipped, in_row, watch, loss_scale)
-    return TrainState(step, trainable, frozen, buffers, opt_state, control)
+    return TrainState(step, trainable, {POLICY: of_policy, **others}, buffers, opt_state, control)
 
 
 jax.tree_util.register_pytree_with_keys(TrainState, _children_with_keys, _from_children, _children)
@@ -128,8 +136,21 @@ def params_of_models(state: TrainState) -> dict[str, nnx.State]:
 
 
 def saved_part(state: TrainState) -> TrainState:
-    """The state without what checkpoints do not hold: frozen models other than the policy."""
+    """The state without what is never saved with the run: frozen models other than the policy."""
     return dataclasses.replace(state, frozen={POLICY: state.frozen[POLICY]})
+
+
+def changing_part(state: TrainState) -> TrainState:
+    """What each checkpoint holds: all that steps change."""
+    return dataclasses.replace(state, frozen=only_policy())
+
+
+def constant_part(state: TrainState) -> dict[str, nnx.State]:
+    """What is saved once per run: the policy's frozen parameters; empty if all train."""
+    frozen = state.frozen[POLICY]
+    if not frozen:
+        return {}
+    return {"params": frozen}
 
 
 def with_frozen(state: TrainState, models: Mapping[str, nnx.State]) -> TrainState:
@@ -191,11 +212,11 @@ def zero_summary(abstract: TrainState, zero: int) -> str:
     def is_whole(leaf: Any) -> bool:
         return "data" not in jax.tree.leaves(tuple(leaf.sharding.spec))
 
-    split = {"optimizer state": abstract.opt_state}
+    divided: dict[str, Any] = {"optimizer state": abstract.opt_state}
     if zero == 3:
-        split["parameters"] = abstract.trainable
+        divided["parameters"] = policy_params(abstract)
     parts = []
-    for name, tree in split.items():
+    for name, tree in divided.items():
         leaves = jax.tree.leaves(tree)
         whole = [leaf for leaf in leaves if is_whole(leaf)]
         size = f"{megabytes(leaves):,.3f} MB a device"
@@ -203,8 +224,29 @@ def zero_summary(abstract: TrainState, zero: int) -> str:
     return f"zero {zero}: {', '.join(parts)}"
 
 
+def trained_summary(abstract: TrainState) -> str:
+    """Which parameters train, in words, where some are frozen."""
+
+    names = []
+    for path, variable in paths(abstract.trainable).items():
+        axes = logical_axes(variable)
+        name = path
+        if axes[0] == "layers":
+            name = f"{path} (of {variable.get_value().shape[0]} layers)"
+        names.append(name)
+    listed = ", ".join(names[:_MOST_NAMED])
+    if len(names) > _MOST_NAMED:
+        listed += f" and {len(names) - _MOST_NAMED:,} more"
+    trained = sum(x.size for x in jax.tree.leaves(abstract.trainable))
+    total = sum(x.size for x in jax.tree.leaves(policy_params(abstract)))
+    return f"trains {trained:,} of {total:,} parameters: {listed}; the others are frozen"
+
+
 def _init(
-    params: nnx.State, optimizer: optax.GradientTransformation, loss_scale: LossScaleConfig | None
+    trainable: nnx.State,
+    frozen: nnx.State,
+    optimizer: optax.GradientTransformation,
+    loss_scale: LossScaleConfig | None,
 ) -> TrainState:
     control = Control(
         skipped=jnp.zeros((), jnp.int32),
@@ -214,34 +256,47 @@ def _init(
     )
     return TrainState(
         step=jnp.zeros((), jnp.int32),
-        trainable=params,
-        frozen=only_policy(),
+        trainable=trainable,
+        frozen={POLICY: frozen},
         buffers=nothing(),
-        opt_state=optimizer.init(params),
+        opt_state=optimizer.init(trainable),
         control=control,
     )
 
 
 def abstract_state(
-    params: nnx.State,
+    trainable: nnx.State,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     loss_scale: LossScaleConfig | None = None,
     zero: int = 0,
+    frozen: nnx.State | None = None,
 ) -> TrainState:
     """The state as shapes with shardings, from abstract parameters.
 
     Args:
+        trainable: the parameters that train; the optimizer is for these.
         loss_scale: a resolved one.
         zero: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters,
             too.
+        frozen: the policy's other parameters; None: all train.
     """
-    shapes = jax.eval_shape(lambda p: _init(p, optimizer, loss_scale), params)
+    if frozen is None:
+        frozen = nothing()
+
+    def init(trainable: nnx.State, frozen: nnx.State) -> TrainState:
+        return _init(trainable, frozen, optimizer, loss_scale)
+
+    shapes = jax.eval_shape(init, trainable, frozen)
     state: TrainState = _shard(shapes, mesh)
     if zero >= 1:
         state = dataclasses.replace(state, opt_state=spread_tree(state.opt_state))
     if zero == 3:
-        state = dataclasses.replace(state, trainable=spread_tree(state.trainable))
+        state = dataclasses.replace(
+            state,
+            trainable=spread_tree(state.trainable),
+            frozen={POLICY: spread_tree(state.frozen[POLICY])},
+        )
     return state
 
 
@@ -264,9 +319,11 @@ def create_state(
     The bits are the same on every mesh.
     """
 
+    frozen = paths(abstract.frozen[POLICY])
+
     def create(key: Array) -> TrainState:
         params = nnx.state(build_model(model, precision, key, init))
-        return _init(params, optimizer, loss_scale)
+        return _init(*split(params, frozen), optimizer, loss_scale)
 
     return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
 
@@ -277,10 +334,11 @@ def state_from_params(
     optimizer: optax.GradientTransformation,
     loss_scale: LossScaleConfig | None = None,
 ) -> TrainState:
-    """Given parameters (donated) and a fresh optimizer."""
+    """All of the policy's parameters (donated) and a fresh optimizer."""
+    frozen = paths(abstract.frozen[POLICY])
 
     def create(params: nnx.State) -> TrainState:
-        return _init(params, optimizer, loss_scale)
+        return _init(*split(params, frozen), optimizer, loss_scale)
 
     program = jax.jit(create, out_shardings=shardings(abstract), donate_argnums=0)
     return program(params)

@@ -16,6 +16,7 @@ import yaml
 from flax import nnx
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, ModelConfig
@@ -60,7 +61,8 @@ def starting_params(
     _require_same_model(path, record, config, model)
     leaves, treedef = jax.tree.flatten(params)
     wanted = {f"params.{name}": leaf for name, leaf in zip(leaf_names(params), leaves, strict=True)}
-    there = {name: array for name, array in commit["arrays"].items() if name.startswith("params.")}
+    arrays_there = all_arrays(path, commit)
+    there = {name: array for name, array in arrays_there.items() if name.startswith("params.")}
     loaded = _compare(path, wanted, there, config, tell)
     arrays = _restore(path, loaded, config)
     if arrays.keys() != wanted.keys():

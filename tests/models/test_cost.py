@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
-from maxtrain.models.cost import sequence_cost, token_flops
+from maxtrain.models.cost import product_weights, sequence_cost, token_flops
 from maxtrain.models.registry import build_model
 from maxtrain.ops.cross_entropy import Form, plain_cross_entropy
 
@@ -47,6 +47,20 @@ def test_llama3_8b_by_hand():
     products = 8_030_261_248 - 128_256 * 4096 - (2 * 32 + 1) * 4096
     assert full == 6 * products + 12 * 32 * 4096 * 8192
     assert causal == pytest.approx(6 * products + 6 * 32 * 4096 * 8192, rel=1e-4)
+
+
+def test_frozen_weights_have_no_gradient_of_their_own():
+    """A third of the FLOPs of each; those of scores and of what trains stay."""
+    config = dataclasses.replace(LLAMA, tie_embeddings=False)
+    model = nnx.eval_shape(lambda: build_model(config, PrecisionConfig()))
+    params = nnx.state(model)
+    frozen = product_weights(params, tied=False)
+    full, causal = token_flops(config, 10)
+    some, of_causal = token_flops(config, 10, frozen)
+    scores = 6 * 2 * (2 * 48 * 10)
+    assert full - some == causal - of_causal == 2 * frozen
+    assert frozen == (full - scores) / 6
+    assert product_weights(params, tied=True) == frozen + 96 * 32, "the embedding is the head"
 
 
 def test_tying_the_head_changes_no_product():

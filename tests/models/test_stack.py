@@ -18,13 +18,16 @@ from maxtrain.config.schema import (
     PrecisionConfig,
     RegularizationConfig,
     ScheduleConfig,
+    TrainConfig,
 )
 from maxtrain.models.cost import stack_flops
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.layers import Noise
 from maxtrain.models.specs import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, StackSpec
+from maxtrain.training.norms import norm_names
 from maxtrain.training.optimizer import make_optimizer, paths
+from maxtrain.training.partition import frozen_paths, split
 
 MODEL = ModelConfig(
     vocab_size=40, num_layers=6, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2
@@ -115,6 +118,19 @@ def test_places_of_the_period_are_stacked_and_other_layers_have_their_own_names(
     assert "layers.0.attention.q.bias" not in found
     assert "layers.1.attention.q_norm.scale" not in found
     assert "layers.rest_0.attention.q_norm.scale" in found
+
+
+def test_norms_of_a_part_have_the_names_that_they_have_in_the_whole():
+    """Layers are counted by all parameters, although some have none that train."""
+    params = nnx.state(build())
+    names = norm_names(params)
+    assert "layers.0.mlp.up.kernel" in names and len(names) == len(set(names))
+    for pattern in ("prefix", "rest", r"layers\.1\."):
+        part, _ = split(params, frozen_paths(TrainConfig(only=(pattern,)), params))
+        of_part = norm_names(part, params)
+        assert of_part and set(of_part) < set(names)
+    of_second, _ = split(params, frozen_paths(TrainConfig(only=(r"layers\.1\.",)), params))
+    assert norm_names(of_second) != norm_names(of_second, params)
 
 
 @pytest.mark.parametrize(("scan", "remat"), [(False, "none"), (True, "full"), (False, "dots")])

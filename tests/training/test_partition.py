@@ -7,12 +7,29 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import TrainConfig
 from maxtrain.objectives.next_token import next_token
 from maxtrain.ops.digest import leaf_names
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import POLICY, join, models_from, nothing
+from maxtrain.training.partition import (
+    POLICY,
+    frozen_paths,
+    join,
+    models_from,
+    nothing,
+    split,
+)
 from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import abstract_state, eval_params, policy_params, with_watch
+from maxtrain.training.state import (
+    abstract_state,
+    changing_part,
+    constant_part,
+    eval_params,
+    policy_params,
+    trained_summary,
+    with_watch,
+)
 from maxtrain.training.step import gradients, make_train_step
 
 
@@ -57,6 +74,63 @@ def test_parts_join_to_what_was_split(tiny):
     assert jax.tree.structure(joined) == jax.tree.structure(params)
     assert jax.tree.leaves(joined) == jax.tree.leaves(params)
     assert join(params, nothing()) is params
+
+
+def chosen(tiny, **changes):
+    """The parameters that train with these patterns."""
+    params = tiny.parts().abstract.trainable
+    trainable, frozen = split(params, frozen_paths(TrainConfig(**changes), params))
+    names = {*leaf_names(trainable), *leaf_names(frozen)}
+    assert names == set(leaf_names(params)), "none is lost"
+    assert not set(leaf_names(trainable)) & set(leaf_names(frozen)), "and none is both"
+    return set(leaf_names(trainable))
+
+
+def test_patterns_choose_what_trains(tiny):
+    everything = chosen(tiny)
+    mlp = {name for name in everything if ".mlp." in name}
+    assert 0 < len(mlp) < len(everything)
+    assert chosen(tiny, only=(r"\.mlp\.",)) == mlp
+    assert chosen(tiny, freeze=(r"\.mlp\.",)) == everything - mlp
+    assert chosen(tiny, only=("mlp", "final_norm"), freeze=("norm", "up")) == {
+        name for name in mlp if "up" not in name
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"only": ("mpl",)}, r"train\.only: mpl is found in the path of no parameter"),
+        ({"freeze": ("mlp", "no")}, None),
+        ({"freeze": ("mlp", "nope")}, r"train\.freeze: nope is found .* embedding"),
+        ({"freeze": ("",)}, r"leave no parameter to train"),
+        ({"only": ("norm",), "freeze": ("norm",)}, r"leave no parameter to train"),
+    ],
+)
+def test_patterns_that_mean_nothing_are_refused(tiny, changes, told):
+    if told is None:
+        assert chosen(tiny, **changes)
+        return
+    with pytest.raises(ConfigError, match=told):
+        chosen(tiny, **changes)
+
+
+def test_the_launch_says_what_trains(tiny):
+    parts = tiny.parts()
+    params = parts.abstract.trainable
+    trainable, frozen = split(params, frozen_paths(TrainConfig(only=("up", "final")), params))
+    rule = make_optimizer(tiny.optimizer, tiny.schedule, tiny.steps, trainable)
+    abstract = abstract_state(trainable, rule, parts.mesh, frozen=frozen)
+    told = trained_summary(abstract)
+    total = sum(x.size for x in jax.tree.leaves(params))
+    ours = sum(x.size for x in jax.tree.leaves(trainable))
+    assert f"trains {ours:,} of {total:,} parameters: final_norm.scale, " in told
+    assert f"layers.0.mlp.up.kernel (of {tiny.model.num_layers} layers)" in told
+    names = set(leaf_names(abstract))
+    assert {"params.embedding", "params.final_norm.scale"} <= names
+    assert not any(name.startswith("opt_state") and "embedding" in name for name in names)
+    assert leaf_names(constant_part(abstract)) == [f"params.{name}" for name in leaf_names(frozen)]
+    assert not set(leaf_names(changing_part(abstract))) & set(leaf_names(constant_part(abstract)))
 
 
 def test_frozen_parameters_have_no_gradient(tiny):

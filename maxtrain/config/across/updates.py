@@ -29,6 +29,10 @@ def pattern_problems(config: RunConfig) -> Iterator[str]:
         yield from pattern_problem("optimizer.no_decay", pattern)
     for pattern in config.checkpoint.init_partial:
         yield from pattern_problem("checkpoint.init_partial", pattern)
+    for pattern in config.train.only:
+        yield from pattern_problem("train.only", pattern)
+    for pattern in config.train.freeze:
+        yield from pattern_problem("train.freeze", pattern)
     for name, group in config.optimizer.groups.items():
         yield from pattern_problem(f"optimizer.groups.{name}.pattern", group.pattern)
 
