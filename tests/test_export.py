@@ -157,6 +157,7 @@ def test_rounding_is_told_and_is_all_that_differs(tmp_path, place):
         np.testing.assert_array_equal(leaf, other.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+@pytest.mark.long
 def test_parameters_in_bfloat16_are_written_as_they_are_or_wider(tmp_path, place):
     before = leaves(load_pretrained(PARITY / "llama3", dtype="bfloat16")[0])
     for dtype in (None, "float32"):
@@ -416,6 +417,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(run, tmp_path, command, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_model_config_is_written_and_read_as_itself(tmp_path, place):
     config = ModelConfig(vocab_size=160, head_dim=16, tie_embeddings=True, **SIZES)
     for family in ("llama", "qwen3"):

@@ -66,7 +66,18 @@ def forward(model, tokens):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"family": "qwen3", "scan_layers": False, "attention": "eager", "tie_embeddings": True}],
+    [
+        {},
+        pytest.param(
+            {
+                "family": "qwen3",
+                "scan_layers": False,
+                "attention": "eager",
+                "tie_embeddings": True,
+            },
+            marks=pytest.mark.long,
+        ),
+    ],
 )
 def test_greedy_with_the_cache_is_the_argmax_of_the_full_forward_pass(changes):
     model = tiny(**changes)

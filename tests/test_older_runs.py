@@ -170,7 +170,9 @@ def go_on(name, *overrides):
     return main(load_config(words))
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "adamw")) for name in OPTIONS]
+)
 def test_a_run_of_format_3_goes_on_to_the_same_bits(format_3, name):
     assert go_on(name) == 0
     made = []
@@ -184,6 +186,7 @@ def test_a_run_of_format_3_goes_on_to_the_same_bits(format_3, name):
     assert "params.layers.0.attention.q.kernel" in saved[3]
 
 
+@pytest.mark.long
 def test_weights_of_a_run_of_format_3_begin_another(format_3, capsys):
     begun = ("run_name=next", "checkpoint.init_from=runs/adamw", "steps=1")
     assert main(load_config(["config=tiny.yaml", *begun, "schedule.warmup_steps=0"])) == 0

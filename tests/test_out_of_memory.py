@@ -45,6 +45,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_made(config, mo
     assert not (config.parent / "runs/state").exists()
 
 
+@pytest.mark.long
 def test_a_step_that_does_not_fit_is_refused_before_it_is_made(config, monkeypatch, capfd):
     job = open_job(load_config([f"config={config}"]), None)
     monkeypatch.setattr(memory, "available_memory", lambda: 8 * bytes_on_device(job.abstract))
@@ -62,6 +63,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_is_made(config, monkeypat
     assert saved_steps(config.parent / "runs/step/checkpoints") == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "error",
     [

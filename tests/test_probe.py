@@ -169,6 +169,7 @@ def test_the_room_of_a_group_is_printed_as_pack_takes_it(config, capsys):
     assert "pack(lengths, max_tokens=256)" in shown and "maxtrain train" not in shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [

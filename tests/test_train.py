@@ -108,6 +108,7 @@ def finished(config):
     return folder_of(config, "undisturbed")
 
 
+@pytest.mark.long
 def test_records_have_the_norm_of_weights_memory_and_new_epochs(finished):
     records = [r for r in read_metrics(finished) if r["kind"] == "train"]
     assert all(r["weight_norm"] > 1 for r in records)
@@ -158,6 +159,7 @@ def test_evaluation_reads_every_held_out_token(config, finished):
     assert evals[-1]["bits_per_byte"] < evals[0]["bits_per_byte"]
 
 
+@pytest.mark.long
 def test_sets_have_their_own_times_sizes_and_batches_and_the_best_is_kept(config, finished, capsys):
     data = config.parent / "data" / "eval"
     often = [

@@ -145,6 +145,7 @@ def test_hosts_read_their_rows_and_columns_of_one_batch(
     assert nothing.arrays["inputs"].shape == (0, 64) and nothing.digest == whole.digest
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stream_goes_on_anywhere_with_any_workers(config, workers):
     data = open_training(dataclasses.replace(config, workers=workers), 3, NUM_STEPS)

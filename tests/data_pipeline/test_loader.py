@@ -143,7 +143,10 @@ def test_pickled_data_gives_the_same_batches(config):
     assert_same(pickle.loads(pickle.dumps(data)).batch(20), data.batch(20))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    "workers",
+    [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)],
+)
 def test_stream_is_the_same_for_any_number_of_workers(config, workers):
     data = open_training(dataclasses.replace(config, workers=workers), seed=3, steps=50)
     rows = Part(np.array([4, 0, 3]))

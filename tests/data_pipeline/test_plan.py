@@ -324,6 +324,7 @@ def test_every_finished_epoch_covers_every_row(case):
         assert plan.epochs_at(plan.num_steps) == dict(zip(plan.names, passes.tolist(), strict=True))
 
 
+@pytest.mark.long
 @given(
     st.lists(st.floats(0, 6).map(lambda x: int(10**x)), min_size=1, max_size=6),
     st.integers(1, 64),

@@ -134,7 +134,9 @@ def packed(corpus, tmp_path_factory):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("which", ["plain", "packed, without duplicates"])
+@pytest.mark.parametrize(
+    "which", [pytest.param("plain", marks=pytest.mark.long), "packed, without duplicates"]
+)
 def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
     corpus, reference, packed, tmp_path, which
 ):

@@ -117,6 +117,7 @@ def look(tmp_path, capsys):
     return call
 
 
+@pytest.mark.long
 def test_every_format_is_read_from_urls_with_the_same_result(url, tmp_path, run):
     commands, uids = write_inputs(tmp_path / "in"), {}
     send(tmp_path / "in", url)
@@ -176,6 +177,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.long
 def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, monkeypatch):
     write_inputs(tmp_path / "in")
     command = ("--jsonl", tmp_path / "in" / "a.jsonl", "--parquet", tmp_path / "in" / "a.parquet")
@@ -252,6 +254,7 @@ def test_scratch_of_an_output_that_was_finished_elsewhere_is_removed(
     assert "complete" in run(f"{url}/c", *command) and not list(scratch.iterdir())
 
 
+@pytest.mark.long
 def test_workers_need_nothing_of_the_machine_where_the_command_runs(
     url, tmp_path, run, monkeypatch
 ):
@@ -315,6 +318,7 @@ def test_a_service_whose_package_is_missing_says_what_to_install(tmp_path, run, 
         )
 
 
+@pytest.mark.long
 def test_a_changed_input_is_noticed(url, tmp_path, run):
     write_inputs(tmp_path / "in")
     send(tmp_path / "in", url)

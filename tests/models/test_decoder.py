@@ -133,6 +133,7 @@ def test_every_remat_policy_equals_none(remat, scan):
     assert_same(run(dataclasses.replace(LLAMA, remat=remat, scan_layers=scan)), run(LLAMA))
 
 
+@pytest.mark.long
 def test_remat_keeps_what_its_name_says():
     """Less is kept by each policy than by the one before it, and none keeps most."""
     state = weights()[1]
@@ -221,6 +222,7 @@ def test_hidden_states_have_the_type_of_activations_and_gradients_that_of_weight
         assert {x.dtype for x in jax.tree.leaves(gradients)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model",
     [{}, {"scan_layers": False, "remat": "dots"}],
@@ -263,6 +265,7 @@ def test_packed_documents_do_not_see_each_other_in_bfloat16():
     assert np.linalg.norm(difference) < 0.02 * np.linalg.norm(exact)
 
 
+@pytest.mark.long
 def test_every_part_of_a_step_takes_bfloat16_activations():
     """Noise of every kind, the worst embeddings nearby and their terms; traced, not run."""
     noise = RegularizationConfig(
@@ -448,7 +451,14 @@ def test_without_segments_a_row_is_one_document():
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA, QWEN3, dataclasses.replace(LLAMA, scan_layers=False, remat="full", attention="eager")],
+    [
+        LLAMA,
+        pytest.param(QWEN3, marks=pytest.mark.long),
+        pytest.param(
+            dataclasses.replace(LLAMA, scan_layers=False, remat="full", attention="eager"),
+            marks=pytest.mark.long,
+        ),
+    ],
     ids=["llama", "qwen3", "unrolled"],
 )
 def test_extending_a_cache_equals_reading_all_at_once(config):

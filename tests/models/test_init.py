@@ -102,6 +102,7 @@ def test_fans_come_from_the_names_of_dims():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("residual", ["none", "depth"])
 def test_what_is_added_to_the_residual_stream_starts_smaller_with_depth(residual):
     model = dataclasses.replace(
@@ -141,7 +142,11 @@ def test_the_embedding_has_its_own_deviation():
     ("model", "digest"),
     [
         (MODEL, "24c005e049dd8c9736b19e42d0cc688eccb3961c6e96c67a88b71fe812e87130"),
-        (QWEN3, "5ac1ca10cb91693b6bdac3b4aa47508d330122c09f4ef035a8306ff25083a50c"),
+        pytest.param(
+            QWEN3,
+            "5ac1ca10cb91693b6bdac3b4aa47508d330122c09f4ef035a8306ff25083a50c",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["llama", "qwen3"],
 )

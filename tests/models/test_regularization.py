@@ -140,6 +140,7 @@ def test_masks_are_the_same_on_every_mesh_and_for_every_split_into_micro_batches
     assert_same(run(accumulation=2, mesh=(2, 1, 4)), plain())
 
 
+@pytest.mark.long
 def test_evaluation_draws_nothing_even_where_there_are_keys():
     graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
     step = make_eval_step({POLICY: graphdef}, next_token(regularization=ALL))

@@ -133,7 +133,14 @@ def test_norms_of_a_part_have_the_names_that_they_have_in_the_whole():
     assert norm_names(of_second) != norm_names(of_second, params)
 
 
-@pytest.mark.parametrize(("scan", "remat"), [(False, "none"), (True, "full"), (False, "dots")])
+@pytest.mark.parametrize(
+    ("scan", "remat"),
+    [
+        (False, "none"),
+        pytest.param(True, "full", marks=pytest.mark.long),
+        pytest.param(False, "dots", marks=pytest.mark.long),
+    ],
+)
 def test_scanned_and_unrolled_train_to_the_same(trained, scan, remat):
     losses, params, _ = train(build(scan, remat))
     assert trained[0][-1] < trained[0][0]
@@ -142,6 +149,7 @@ def test_scanned_and_unrolled_train_to_the_same(trained, scan, remat):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_saved_stack_goes_on_to_the_same_bits(tmp_path, trained):
     _, params, opt_state = train(build(), steps=2)
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False))
@@ -157,6 +165,7 @@ def test_a_saved_stack_goes_on_to_the_same_bits(tmp_path, trained):
         assert np.array_equal(ours, theirs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False])
 def test_generation_with_a_cache_is_that_without(trained, scan):
     graphdef, _ = nnx.split(build(scan))
@@ -187,6 +196,7 @@ def test_windows_and_global_attention_take_turns():
     assert not np.array_equal(whole.hidden(ids)[:, -1], whole.hidden(changed)[:, -1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False])
 def test_each_layer_draws_its_own_noise_by_its_number(scan):
     keys = jax.random.split(jax.random.key(1), ROWS)
@@ -196,6 +206,7 @@ def test_each_layer_draws_its_own_noise_by_its_number(scan):
     assert not np.allclose(noisy, build().hidden(tokens()), atol=1e-2)
 
 
+@pytest.mark.long
 def test_biases_are_vectors_without_weight_decay():
     params = nnx.state(build())
     config = OptimizerConfig(learning_rate=1.0, weight_decay=0.5, clip_norm=None)

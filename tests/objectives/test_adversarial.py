@@ -64,6 +64,7 @@ def test_fgm_goes_along_the_gradient_of_each_row(attacked):
     )
 
 
+@pytest.mark.long
 def test_both_attacks_stay_in_the_ball_and_pgd_finds_worse(attacked):
     fgm, pgd = attacked[4]
     for offset in (fgm, pgd):

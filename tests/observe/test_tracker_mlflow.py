@@ -41,6 +41,7 @@ def launch(folder, step=0, **values):
     return tracker, tracker.start(info)
 
 
+@pytest.mark.long
 def test_two_launches_are_one_run(tmp_path):
     # Here, since every worker of the tests would import it otherwise.
     tracking = importlib.import_module("mlflow.tracking")

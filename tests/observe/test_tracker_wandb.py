@@ -64,6 +64,7 @@ def launch(folder, step, config, **values):
     return tracker
 
 
+@pytest.mark.long
 def test_two_launches_are_one_run(tmp_path):
     (tmp_path / "config.yaml").write_text("seed: 1\n")
     tracking = TrackingConfig(project="p", tags=("a", "b"), system_metrics=False, wandb_group="g")

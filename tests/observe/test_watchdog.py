@@ -160,9 +160,10 @@ def test_the_beat_goes_on_when_nobody_can_hear_it(tmp_path, monkeypatch):
     ("where", "stacks"),
     [
         ("python", ['File "<string>", line 38 in <module>']),
-        (
+        pytest.param(
             "collective",
             ['File "<string>", line 23 in late', 'File "<string>", line 47 in <module>'],
+            marks=pytest.mark.long,
         ),
     ],
 )
@@ -185,6 +186,7 @@ def test_a_process_that_hangs_ends_with_exit_75_and_leaves_stacks_and_rows(tmp_p
         assert "Step 7: rows 6\nStep 8: rows 7\n" in said
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_process_that_keeps_pythons_lock_is_ended_from_outside_with_its_stacks(tmp_path):
     with start(tmp_path, seconds=4, where="c") as process:
@@ -227,6 +229,7 @@ def test_the_judge_waits_as_long_as_it_was_told_last(monkeypatch, events, killed
     assert kills == ([(7, signal.SIGABRT)] if killed else []) and not events
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_stopped_process_is_named_by_the_others(tmp_path):
     with socket.socket() as free:

@@ -325,6 +325,7 @@ print(total(jnp.ones(2)))
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.skipif(os.environ["JAX_PLATFORMS"] != "cpu", reason="of CPUs")
 @pytest.mark.parametrize(("seconds", "code"), [(1, -signal.SIGABRT), (None, 0)])

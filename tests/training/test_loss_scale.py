@@ -155,6 +155,7 @@ def test_an_overflow_skips_the_update_bit_for_bit_and_lowers_the_scale(tiny, sha
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+@pytest.mark.long
 def test_what_no_lower_scale_can_mend_counts_as_divergence(tiny):
     """At the lowest scale, with a static one, and where the loss itself is not finite."""
     overflowing = next_token()._replace(factors={"nll": 1e30})

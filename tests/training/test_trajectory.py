@@ -46,15 +46,19 @@ def whole_rows(tokens):
     }
 
 
+def thorough(*case):
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
 @pytest.mark.usefixtures("optax_dtypes")
 @pytest.mark.parametrize(
     ("case", "axes", "accumulation", "changes"),
     [
         ("llama3", {"fsdp": 1}, 1, {}),
-        ("llama3", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
-        ("llama_tied_mha", {"fsdp": 2}, 2, {"remat": "full"}),
+        thorough("llama3", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
+        thorough("llama_tied_mha", {"fsdp": 2}, 2, {"remat": "full"}),
         ("qwen3", {"fsdp": 1}, 1, {"attention": "eager"}),
-        ("qwen3", {"data": 2, "fsdp": 2}, 1, {"loss_chunk": 32}),
+        thorough("qwen3", {"data": 2, "fsdp": 2}, 1, {"loss_chunk": 32}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )

@@ -49,6 +49,7 @@ def test_every_stage_makes_the_same_steps(tiny, zero, shape, accumulation):
     assert jax.tree.map(lambda x: x.sharding, state) == shardings(parts.abstract)
 
 
+@pytest.mark.long
 def test_each_stage_holds_its_share(tiny):
     """Of 3 P bytes, P of parameters and 2 P of Adam's moments, on 8 devices."""
     held = {}

@@ -99,6 +99,7 @@ def test_what_differs_is_refused_with_a_table(run):
         start(run, dataclasses.replace(MODEL, rope_theta=1e4), ["."])
 
 
+@pytest.mark.long
 def test_named_parts_may_differ_and_are_new(run):
     other = dataclasses.replace(MODEL, vocab_size=48)
     params, told = start(run, other, ["^embed", "head"])

@@ -203,6 +203,7 @@ def _read(url, folder, seed, queue):
     queue.put((seed, digest.hexdigest()))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_processes_share_a_cache(both, tmp_path):
     local, url = both

@@ -327,6 +327,7 @@ def small_blocks(tmp_path, monkeypatch):
     return build(tmp_path / "small_blocks", documents, masks=masks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("verify", ["full", "lazy"])
 def test_none_of_a_thousand_damages_goes_unnoticed_and_none_is_imagined(small_blocks, verify):
     """Each check finds all of 650 random changes (130 are deletions) in any file, before what
@@ -437,6 +438,7 @@ def _replaced(value, place, wrong):
     return copy
 
 
+@pytest.mark.long
 def test_a_manifest_with_a_wrong_value_anywhere_is_told(tmp_path):
     """Even where its digest is that of what it says: then it was not damaged, but written by
     another program."""

@@ -78,6 +78,7 @@ def test_same_documents_same_shards(tmp_path_factory, documents):
     assert set(uids.values()) == {uids["*.txt"]}, uids
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_any_number_of_workers_and_any_interruption(tmp_path, monkeypatch):
     """Formats counted in bytes, records and tokens, divided into many units and built at once."""

@@ -189,6 +189,7 @@ def test_a_sink_that_is_far_below_all_scores_changes_nothing_and_one_far_above_t
         assert (np.asarray(call(sinks=sinks * 0 + 1e4)) == 0).all()
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=8)
 @given(
     seed=st.integers(0, 1 << 20),
