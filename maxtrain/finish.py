@@ -61,6 +61,7 @@ def finish(
     rollbacks: Sequence[Mapping[str, Any]] = (),
     problem: str = "",
     read: Mapping[str, str] | None = None,
+    units: Mapping[str, str] | None = None,
 ) -> None:
     """Draws curves.png; prints completions of observe.prompts, the summary, and what to try next.
 
@@ -78,6 +79,7 @@ def finish(
             empty: they can.
         read: the identity of each evaluation set's text as it is now (see validation.py);
             evaluations of an earlier text are not in the summary.
+        units: of the numbers that the objective records beside the loss, by their names.
     """
     notes = []
     if found:
@@ -137,6 +139,7 @@ def finish(
         ending="\n".join(notes),
         made_by=made_by,
         files=files,
+        units=units,
     )
     console.print(text)
     if not problem:

@@ -72,6 +72,12 @@ class Parts:
     # Whose parameters are among the frozen ones of the state; None: there is none.
     teacher: Teacher | None
 
+    @property
+    def units(self) -> dict[str, str]:
+        """The unit of each number that the objective records beside the loss."""
+        quantities = (*self.objective.recorded, *self.objective.evaluated)
+        return {quantity.name: quantity.unit for quantity in quantities}
+
     def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
         """The state before the first step.
 

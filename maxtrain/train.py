@@ -134,7 +134,7 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
         jax.set_mesh(job.mesh),
         contextlib.ExitStack() as held,
         Watchdog(config.watchdog, folder, clock, rows, jax.process_index(), board) as watchdog,
-        Progress(shown, job.data.plan.num_steps) as progress,
+        Progress(shown, job.data.plan.num_steps, units=job.units) as progress,
     ):
         describe(progress, job)
         fields = launch_fields(job, saved) | {"rollbacks": str(rollbacks)}
@@ -297,6 +297,7 @@ def conclude(run: Run) -> None:
             run.rollbacks,
             problem,
             run.validation.read,
+            job.units,
         )
     if problem:
         raise DivergedError(problem)
@@ -352,6 +353,8 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
     record = launch_record(job.asked, job.mesh, data, step)
+    if job.units:
+        record["units"] = job.units
     append_launch(run_folder.path, record | {RUN: run_folder.id})
 
 

@@ -38,6 +38,7 @@ class Validation:
             n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
         }
         self._step = make_eval_step(job.graphdefs, job.objective)
+        self._summed = [q.name for q in job.objective.evaluated if q.reduction == "sum"]
         self.best: dict[str, dict[str, Any]] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
         self.read = {
@@ -138,7 +139,9 @@ class Validation:
         try:
             with self._clock.during("eval"), self._stop.interrupting():
                 failpoints.hit("eval", step)
-                result = evaluate(self._step, params, placed(), num_tokens, eval_set.text_bytes)
+                result = evaluate(
+                    self._step, params, placed(), num_tokens, eval_set.text_bytes, self._summed
+                )
         except KeyboardInterrupt:
             return None
         if (

@@ -80,6 +80,8 @@ def test_a_student_is_closer_to_its_teacher_than_who_learns_from_the_data(config
     assert [record["step"] for record in records] == [0, 24]
     before, after = records
     assert after["distill"] < 0.5 * before["distill"]
+    launch = json.loads((runs / "student" / "launches.jsonl").read_text().splitlines()[-1])
+    assert launch["units"] == {"distill": "nats per target", "agreement": "share of targets"}
     steps = [r for r in read_metrics(runs / "student") if r["kind"] == "train"]
     assert all(0 <= record["agreement"] <= 1 for record in steps)
     assert steps[-1]["objective"] == pytest.approx(steps[-1]["distill"], rel=1e-5)

@@ -9,7 +9,7 @@ because another one counts more tokens.
 """
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -37,13 +37,21 @@ class Result(NamedTuple):
 
 
 class Quantity(NamedTuple):
-    """One number that is recorded beside the loss: the mean of a sum of `Result.sums` over the
-    whole batch, its total divided once by its weight."""
+    """One number that is recorded beside the loss, of a sum of `Result.sums` over the whole batch
+    of a step, or over a whole evaluation."""
 
     # In `Result.sums` and in the records.
     name: str
     # Such as "nats per target".
     unit: str
+    # mean: the total divided once by its weight; sum: the total.
+    reduction: Literal["mean", "sum"] = "mean"
+
+    def of(self, found: Sum) -> Float[Array, ""]:
+        """The number that is recorded of this sum."""
+        if self.reduction == "sum":
+            return found.total
+        return found.mean()
 
 
 class Objective(NamedTuple):

@@ -12,12 +12,11 @@ floats. Names that others rely on:
             data_wait_seconds (of each of step_seconds, how much it waited for its batch),
             weight_norm (of all parameters, before the update of this step), host_bytes (resident,
             of process 0), device_bytes and device_peak_bytes (of its fullest device; not on CPUs),
-            epoch_begun/SOURCE (the number of an epoch that began since the last record), and of a
-            run with a teacher distill (the divergence, nats per target) and agreement (share of
-            targets where both find the same token most likely), of this step alone
+            epoch_begun/SOURCE (the number of an epoch that began since the last record), and what
+            the objective records of this step alone, with the units that launches.jsonl has
     eval    set, nll (nats per token), perplexity, bits_per_byte, tokens (evaluated), data (what the
-            set was: another text after it was exchanged begins another series); with a teacher
-            distill and agreement
+            set was: another text after it was exchanged begins another series), and what
+            the objective evaluates
     end     ending (why the run ends early), planned_steps
     norms   gradient/NAME, weight/NAME, update/NAME: Euclidean norms of the parameters of each layer
             (of the gradient before clipping, of the weights before the update)

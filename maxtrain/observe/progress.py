@@ -26,7 +26,8 @@ class Progress:
 
     Mode "rich" draws a live line, and leaves some 100 records of a run standing above it; "plain"
     prints a line for each record and flushes it; "off" prints nothing; "auto" is rich in a terminal
-    and plain elsewhere.
+    and plain elsewhere. `units` are those of the numbers of an evaluation that are shown beside
+    the loss, by their names.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class Progress:
         mode: Literal["auto", "rich", "plain", "off"],
         total_steps: int,
         console: Console | None = None,
+        units: Mapping[str, str] | None = None,
     ):
         self._console = console or Console(
             force_terminal=True if mode == "rich" else None, highlight=False
         )
+        self._units = units or {}
         self._mode = ("rich" if self._console.is_terminal else "plain") if mode == "auto" else mode
         self._total, self._step = total_steps, 0
         self._record: Mapping[str, Any] = {}
@@ -93,8 +96,9 @@ class Progress:
             if values.get("bits_per_byte") is not None
             else []
         )
-        if "distill" in values:
-            words.append(f"KL from the teacher {values['distill']:.4f} nats")
+        for quantity, unit in self._units.items():
+            if quantity in values:
+                words.append(f"{quantity} {values[quantity]:.4f} {unit}")
         words += [f"({human.count(values['tokens'])} tokens)"] if "tokens" in values else []
         self.message("  ".join(words), style="green")
 

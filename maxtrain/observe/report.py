@@ -195,6 +195,7 @@ def summary(
     ending: str = "",
     made_by: str = "",
     files: Mapping[str, str | Path] | None = None,
+    units: Mapping[str, str] | None = None,
 ) -> RenderableType:
     """What to print at the end of a run: rich text that also reads well without a terminal.
 
@@ -208,6 +209,7 @@ def summary(
             empty.
         made_by: a line about the machine and the versions.
         files: what is where.
+        units: of numbers of evaluations that are shown beside the loss, by their names.
     """
     train = [r for r in records if r["kind"] == "train"]
     last = {r["set"]: r for r in records if r["kind"] == "eval"}
@@ -227,7 +229,12 @@ def summary(
     if curve := terminal_curve([r["step"] for r in train], [r["loss"] for r in train]):
         parts += ["", Text(curve, "cyan", no_wrap=True)]
     if evaluations:
-        parts += ["", _evaluations(evaluations)]
+        columns = ("evaluation", "nats/token", "perplexity", "bits/byte", "targets")
+        cells = {name: _evaluation(record) for name, record in evaluations.items()}
+        parts += ["", _table(columns, cells)]
+        others = _beside_the_loss(evaluations, units or {})
+        if others:
+            parts += ["", _table(("also evaluated", "", "unit"), others)]
     if comparison:
         parts.append(Text(comparison, "dim"))
     if made_by:
@@ -251,18 +258,16 @@ def summary(
     )
 
 
-def _evaluations(records: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The last evaluation of each set, a row each; with the divergence if there is a teacher."""
-    columns = ["evaluation", "nats/token", "perplexity", "bits/byte", "targets"]
-    cells = {name: _evaluation(record) for name, record in records.items()}
-    if any("distill" in record for record in records.values()):
-        columns.append("KL, nats/token")
-        for name, record in records.items():
-            divergence = "-"
-            if "distill" in record:
-                divergence = f"{record['distill']:.4f}"
-            cells[name].append(divergence)
-    return _table(columns, cells)
+def _beside_the_loss(
+    records: Mapping[str, Mapping[str, Any]], units: Mapping[str, str]
+) -> dict[str, list[str]]:
+    """The other numbers of the last evaluation of each set, with their units, as rows."""
+    rows = {}
+    for name, record in records.items():
+        for quantity, unit in units.items():
+            if quantity in record:
+                rows[f"{name}, {quantity}"] = [f"{record[quantity]:.4f}", unit]
+    return rows
 
 
 def _evaluation(record: Mapping[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """Evaluation of a held-out set: every target counted once, sums first, one division at the end."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def evaluate(
     batches: Iterable[Batch],
     num_tokens: int | None,
     text_bytes: int,
+    summed: Collection[str] = (),
 ) -> dict[str, Any]:
     """Negative log-likelihood over all batches, and what else the objective evaluates.
 
@@ -47,10 +48,11 @@ def evaluate(
         num_tokens: targets of the whole set, which must be what was evaluated; None if only part of
             it is read.
         text_bytes: UTF-8 bytes of the text of the whole set; 0: some of it is no target.
+        summed: of what else the step gives, the names of which the total is recorded, not the mean.
 
     Returns:
         nll (nats per target), perplexity, tokens (evaluated), and bits_per_byte if the whole set
-        was read; and the mean of everything else that the step gives.
+        was read; and the mean, or the total, of everything else that the step gives.
 
     Raises:
         DataError: the whole set was meant and another number of targets came.
@@ -71,7 +73,8 @@ def evaluate(
         result["bits_per_byte"] = total / math.log(2) / text_bytes
     others = dict.fromkeys(name for batch in sums for name in batch if name != "nll")
     for name in others:
-        result[name] = _mean(*_total(sums, name))
+        total, weight = _total(sums, name)
+        result[name] = total if name in summed else _mean(total, weight)
     return result
 
 

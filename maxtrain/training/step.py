@@ -127,8 +127,8 @@ def make_train_step(
         norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
             them: the others skip that branch of the program.
 
-    The metrics are loss (nats per target), objective (what was minimised), the mean of each
-    quantity that the objective records, source_nll and source_targets (sums by source) if there are
+    The metrics are loss (nats per target), objective (what was minimised), each quantity that
+    the objective records, source_nll and source_targets (sums by source) if there are
     such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
     changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
     between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
@@ -321,7 +321,7 @@ def _described(objective: Objective, result: Result, batch: Batch, scale: Array)
         "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
     }
     for quantity in objective.recorded:
-        metrics[quantity.name] = result.sums[quantity.name].mean()
+        metrics[quantity.name] = quantity.of(result.sums[quantity.name])
     sources = result.sums.get("sources")
     if sources is not None:
         metrics["source_nll"] = sources.total

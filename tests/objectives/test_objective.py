@@ -13,9 +13,10 @@ from maxtrain.config.keys import all_keys
 from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.next_token import next_token
-from maxtrain.objectives.objective import POLICY
+from maxtrain.objectives.objective import POLICY, Quantity
 from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
+from maxtrain.ops.sums import Sum
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
@@ -194,3 +195,31 @@ def test_every_name_that_a_config_can_choose_is_an_objective():
     attacked = settings._replace(loss=LossConfig(adversarial=1.0))
     names = [quantity.name for quantity in make_objective("distill", attacked).recorded]
     assert names == ["distill", "agreement", "adversarial"]
+
+
+def test_a_number_is_a_mean_or_a_total_as_its_reduction_says():
+    found = Sum(jnp.float32(6), jnp.float32(4))
+    assert Quantity("a", "nats").of(found) == 1.5
+    assert Quantity("a", "tokens", "sum").of(found) == 6
+    nothing = Sum(jnp.float32(0), jnp.float32(0))
+    assert Quantity("a", "nats").of(nothing) == 0
+
+
+@pytest.mark.usefixtures("optax_dtypes")
+def test_what_an_objective_records_is_among_the_metrics_of_a_step_however_it_is_split(tiny):
+    plain = next_token()
+
+    def forward(models, batch, scales):
+        made = plain.forward(models, batch, scales)
+        counted = {"long": Sum((batch["positions"] > 3).sum() * 1.0, jnp.float32(1))}
+        return made._replace(sums=made.sums | counted)
+
+    recorded = (Quantity("long", "tokens", "sum"), Quantity("nll", "nats per target"))
+    objective = plain._replace(forward=forward, recorded=recorded)
+    batch = tiny.batch()
+    for accumulation in (1, 4):
+        parts = tiny.parts(accumulation=accumulation, objective=objective)
+        with jax.set_mesh(parts.mesh):
+            _, metrics = parts.step(parts.new_state(), parts.put(batch))
+        assert metrics["long"] == (batch["positions"] > 3).sum()
+        np.testing.assert_allclose(metrics["nll"], metrics["loss"], rtol=1e-6)

@@ -170,16 +170,18 @@ def test_the_summary_says_everything_and_fits():
     assert "\x1b" not in text and all(len(line) <= 80 for line in text.splitlines())
 
 
-def test_the_summary_of_a_run_with_a_teacher_has_the_divergence():
+def test_the_summary_has_what_the_objective_evaluates_with_its_unit():
     records = [
         evaluation(2) | {"distill": 0.19661, "tokens": 10},
         {"kind": "eval", "step": 2, "set": "bare", "nll": 3.0},
     ]
-    text = printed(summary(run_name="r", steps=2, records=records, seconds={}))
+    records[0]["agreement"] = 0.5
+    units = {"distill": "nats per target", "agreement": "share of targets", "z": "not evaluated"}
+    text = printed(summary(run_name="r", steps=2, records=records, seconds={}, units=units))
     squeezed = " ".join(text.replace("│", " ").split())
-    assert "bits/byte targets KL, nats/token" in squeezed
-    assert "val 3.0000 - 1.0000 10 0.1966" in squeezed
-    assert "bare 3.0000 - - - -" in squeezed
+    assert "val, distill 0.1966 nats per target" in squeezed
+    assert "val, agreement 0.5000 share of targets" in squeezed
+    assert "not evaluated" not in squeezed and "bare," not in squeezed
     assert all(len(line) <= 80 for line in text.splitlines())
 
 

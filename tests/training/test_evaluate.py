@@ -108,3 +108,11 @@ def test_nothing_evaluated_is_not_a_number_and_a_huge_loss_is_not_an_error():
         for batches in ([], [{}])
     ]
     assert math.isnan(values[0]["nll"]) and values[1]["perplexity"] == math.exp(700)
+
+
+def test_a_total_is_recorded_where_the_objective_says_so():
+    def step(params, batch):
+        return {"nll": Sum(np.float32(3), np.float32(2)), "long": Sum(np.float32(5), np.float32(2))}
+
+    assert evaluate(step, {}, [{}, {}], None, 0)["long"] == 2.5
+    assert evaluate(step, {}, [{}, {}], None, 0, ["long"])["long"] == 10
