@@ -81,15 +81,9 @@ def finish(
             evaluations of an earlier text are not in the summary.
         units: of the numbers that the objective records beside the loss, by their names.
     """
-    notes = []
-    if found:
-        notes.append(f"Something was wrong with the batches of {found:,} steps (data.zero_weight).")
-    if problem:
-        notes.append(problem)
     early = ""
     if ending:
         early = f"ENDED EARLY at step {step:,} of {data.plan.num_steps:,}: {ending}"
-        notes.append(early)
     folder = Path(config.output_dir, config.run_name)
     records = read_metrics(folder)
     launches = read_launches(folder)
@@ -103,17 +97,15 @@ def finish(
     }
     if config.observe.plot:
         files["curves"] = folder / "curves.png"
-        left_out = [rollback["left_out"] for rollback in rollbacks]
         resumes = [launch["step"] for launch in launches if 0 < launch["step"] < step]
-        changes = [span.step for span in data.plan.spans[1:]]
         plot_curves(
             records,
             files["curves"],
             config.run_name,
             data.plan.describe(),
-            left_out,
-            resumes,
-            changes,
+            left_out=[rollback["left_out"] for rollback in rollbacks],
+            resumes=resumes,
+            changes=[span.step for span in data.plan.spans[1:]],
         )
     comparison = _compare_with_gzip(sets, data.tokenizer)
     console = Console(highlight=False)
@@ -122,10 +114,6 @@ def finish(
     made_by = ""
     if launches:
         made_by = describe_launch(launches[-1])
-    last = next((record for record in reversed(records) if record["kind"] == "train"), {})
-    anomalies = counted(last, rollbacks)
-    if anomalies:
-        notes.append(anomalies)
     shown = []
     for record in records:
         if record["kind"] != "eval" or _is_current(record, read or {}):
@@ -136,7 +124,7 @@ def finish(
         shown,
         seconds,
         comparison=comparison,
-        ending="\n".join(notes),
+        ending="\n".join(_notes(found, problem, early, records, rollbacks)),
         made_by=made_by,
         files=files,
         units=units,
@@ -149,6 +137,28 @@ def finish(
             console.print(lines, soft_wrap=True)
     if early:
         console.print(Text(early, "bold yellow"), soft_wrap=True)
+
+
+def _notes(
+    found: int,
+    problem: str,
+    early: str,
+    records: Sequence[Mapping[str, Any]],
+    rollbacks: Sequence[Mapping[str, Any]],
+) -> list[str]:
+    """What the summary says first, a line each: what went wrong, or otherwise than planned."""
+    notes = []
+    if found:
+        notes.append(f"Something was wrong with the batches of {found:,} steps (data.zero_weight).")
+    if problem:
+        notes.append(problem)
+    if early:
+        notes.append(early)
+    last = next((record for record in reversed(records) if record["kind"] == "train"), {})
+    anomalies = counted(last, rollbacks)
+    if anomalies:
+        notes.append(anomalies)
+    return notes
 
 
 def _is_current(record: Mapping[str, Any], read: Mapping[str, str]) -> bool:
