@@ -24,7 +24,13 @@ from data_pipeline.chat_template import (
 from data_pipeline.errors import DataError, UserError
 from data_pipeline.extras import load_package
 from data_pipeline.template_process import ask
-from data_pipeline.tokenizer import SETTINGS, named_token, read_settings, tokenizer_path
+from data_pipeline.tokenizer import (
+    CHAT_TEMPLATE,
+    SETTINGS,
+    named_token,
+    read_settings,
+    tokenizer_path,
+)
 
 __all__ = [
     "MARKS",
@@ -48,7 +54,6 @@ _CHATML = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
-_FILE = "chat_template.jinja"
 
 
 def load_template(
@@ -124,7 +129,7 @@ def _find_source(
     if spec:
         return _read_source(Path(spec)), [Path(spec)]
     if tokenizer:
-        file = tokenizer.with_name(_FILE)
+        file = tokenizer.with_name(CHAT_TEMPLATE)
         if file.exists():
             return _read_source(file), [file]
     source = settings.get("chat_template")
@@ -137,7 +142,7 @@ def _find_source(
         source = by_name.get("default")
     if not isinstance(source, str):
         raise DataError(
-            f"--chat: there is no chat template beside the tokenizer: neither {_FILE} nor "
+            f"--chat: there is no chat template beside the tokenizer: neither {CHAT_TEMPLATE} nor "
             f"chat_template in {SETTINGS}. Give --chat-template FILE, or --chat-template chatml if "
             "the tokenizer has its tokens."
         )

@@ -54,7 +54,14 @@ from data_pipeline.shards import (
 from data_pipeline.sources import FORMATS
 from data_pipeline.sources.document import Options, Piece, held_out
 from data_pipeline.strict_json import loads
-from data_pipeline.tokenizer import Tokenizer, bpe_entries, load_tokenizer
+from data_pipeline.tokenizer import (
+    BESIDE,
+    CHAT_TEMPLATE,
+    JsonTokenizer,
+    Tokenizer,
+    bpe_entries,
+    load_tokenizer,
+)
 
 _PROGRAM = "python -m data_pipeline.prepare"
 _EXAMPLES = "examples:\n" + "".join(
@@ -78,7 +85,8 @@ _FILES = (
     r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan"
     r"|manifest\.json|tokenizer\.json|prepare\.json"
 )
-_OURS = re.compile(rf"\.*({_FILES})(\.tmp)?|train|eval|\.prepare")
+_BESIDE = "|".join(map(re.escape, BESIDE))
+_OURS = re.compile(rf"\.*({_FILES}|{_BESIDE})(\.tmp)?|train|eval|\.prepare")
 # Options that say where and how the work is done, but not what comes out of it.
 _NOT_IN_COMMAND = ("out", "workers", "runner", "runner_options", "cache", "overwrite")
 
@@ -338,6 +346,9 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
         settings["chat_targets"] = "marked" if template.marked else "compared"
+        if isinstance(tokenizer, JsonTokenizer):
+            source = template.source.encode()
+            tokenizer.beside = {**tokenizer.beside, CHAT_TEMPLATE: source}
     parts = _divide(pieces, arguments.holdout, arguments.holdout_by)
     origin = {"sources": sources, "settings": settings, "command": command}
     return _Request(parts, origin, tokenizer)

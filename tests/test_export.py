@@ -277,6 +277,13 @@ def test_a_chat_template_is_carried_along_or_missed(tmp_path):
     model, _ = load_pretrained(PARITY / "llama3")
     params = nnx.state(model)
     copy = jax.tree.map(jnp.copy, params)
+    carried = jax.tree.map(jnp.copy, params)
+    exported = write(model, place, tmp_path / "carried")
+    assert exported.notes == [] and "chat_template.jinja" in exported.files
+    assert "<|im_start|>" in (tmp_path / "carried/chat_template.jinja").read_text()
+    nnx.update(model, carried)
+    # Data of an older version has none beside its tokenizer.
+    (place / "chat_template.jinja").unlink()
     exported = write(model, place, tmp_path / "out")
     assert [
         note.endswith("--chat-template FILE to carry it along.") for note in exported.notes

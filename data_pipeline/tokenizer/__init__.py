@@ -26,6 +26,9 @@ __all__ = [
     "TiktokenTokenizer", "Tokenizer", "bpe_entries", "load_tokenizer", "train_bpe",
 ]  # fmt: skip
 SETTINGS = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+# What transformers keeps beside a tokenizer.json.
+BESIDE = (SETTINGS, CHAT_TEMPLATE, "special_tokens_map.json")
 _MODEL = "tokenizer.model"
 
 
@@ -71,7 +74,23 @@ def load_tokenizer(spec: str | Path | RemotePath) -> Tokenizer:
             )
         tokenizer.name = entry["name"]
         tokenizer.eod_id = entry["special_ids"]["eod"]
+    if isinstance(tokenizer, JsonTokenizer):
+        tokenizer.beside = _files_beside(path)
     return tokenizer
+
+
+def _files_beside(path: Path | RemotePath) -> dict[str, bytes]:
+    """What lies beside a tokenizer.json and goes with it. StorageError: it can't be read now."""
+    found = {}
+    try:
+        for name in BESIDE:
+            file = path.with_name(name)
+            if file.exists():
+                found[name] = file.read_bytes()
+    except OSError as error:
+        blame_storage(str(path.parent), error)
+        raise
+    return found
 
 
 def tokenizer_path(spec: str | Path | RemotePath) -> Any:

@@ -5,7 +5,8 @@ import abc
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ class Tokenizer(abc.ABC):
         eod_id: ends a document; None: there is none.
         content: of its tokenizer.json.
         special: tokens that no text produces, by how a template spells them.
+        beside: files that go with it, such as a chat template, by their names.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Tokenizer(abc.ABC):
     eod_id: int | None
     content: bytes
     special: dict[str, int]
+    beside: Mapping[str, bytes] = types.MappingProxyType({})
 
     @property
     def sha256(self) -> str:
@@ -121,7 +124,9 @@ class Tokenizer(abc.ABC):
         """As `locate`, for text without special tokens; `first`: nothing comes before it."""
 
     def save(self, directory: Path | RemotePath) -> None:
-        """Write directory/tokenizer.json."""
+        """Write directory/tokenizer.json, and the files that go with it."""
+        for name, content in self.beside.items():
+            write_atomic(directory / name, content)
         write_atomic(directory / TOKENIZER, self.content)
 
 

@@ -22,6 +22,8 @@ from data_pipeline.errors import DataError, blame_storage
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
 from data_pipeline.tokenizer import (
+    BESIDE,
+    CHAT_TEMPLATE,
     SETTINGS,
     JsonTokenizer,
     Tokenizer,
@@ -35,8 +37,6 @@ from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
 
 # What a file calls a type.
 DTYPES = {"float32": "F32", "bfloat16": "BF16"}
-TEMPLATE = "chat_template.jinja"
-_BESIDE = (SETTINGS, TEMPLATE, "special_tokens_map.json")
 
 
 def write_weights(
@@ -190,12 +190,12 @@ def write_tokenizer(
     """
     write_atomic(directory / TOKENIZER, tokenizer.content)
     source = tokenizer_path(place)
-    for name in _BESIDE:
+    for name in BESIDE:
         content = _content_of(source.with_name(name))
         if content is not None:
             write_atomic(directory / name, content)
     if template is not None:
-        write_atomic(directory / TEMPLATE, template)
+        write_atomic(directory / CHAT_TEMPLATE, template)
     notes = []
     if isinstance(tokenizer, JsonTokenizer):
         settings = _default_settings(tokenizer, config) | read_settings(source)
@@ -205,7 +205,7 @@ def write_tokenizer(
             f"Its tokenizer ({tokenizer.name}) is none that transformers reads; "
             "`maxtrain generate --hf DIR` does."
         )
-    if not (directory / TEMPLATE).exists() and _was_rendered(source):
+    if not (directory / CHAT_TEMPLATE).exists() and _was_rendered(source):
         notes.append(
             "Its data was rendered by a chat template, which is not beside its tokenizer. "
             "Export again with --chat-template FILE to carry it along."
