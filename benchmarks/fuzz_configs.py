@@ -106,6 +106,8 @@ HINTS: dict[str, Sequence[str]] = {
     "eval.batch_size": ["null", "8", "16", "3"],
     "eval.seq_length": ["null", "16", "32", "33", "64"],
     "eval.sets": ["{}"],
+    "train.only": ["[]", "[mlp]", "[attention, norm]", "['.']", "[nothing]"],
+    "train.freeze": ["[]", "[embed]", "[norm, attention]", "['.']", "[nothing]"],
     "optimizer.no_decay": ["[]", "[embed]", "[norm, attention]", "['.']", "[nothing]"],
     "optimizer.groups": [
         "{}",

@@ -33,26 +33,27 @@ from maxtrain.observe.launches import usual_devices
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
+from maxtrain.ops.sums import Quantity
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.teacher import Teacher, find_teacher
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.partition import frozen_paths, split
+from maxtrain.training.partition import frozen_paths, split, split_buffers
 from maxtrain.training.schedule import make_schedule
 from maxtrain.training.state import (
     TrainState,
     abstract_model,
     abstract_state,
     create_state,
-    policy_params,
+    policy_variables,
     saved_part,
-    state_from_params,
+    state_from_variables,
     with_frozen,
 )
 from maxtrain.training.step import Metrics, make_train_step
-from maxtrain.weights.start import starting_params
+from maxtrain.weights.start import starting_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +70,19 @@ class Parts:
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
     abstract: TrainState
+    # What the policy's layers say.
+    of_layers: tuple[Quantity, ...]
     # Whose parameters are among the frozen ones of the state; None: there is none.
     teacher: Teacher | None
 
     @property
     def units(self) -> dict[str, str]:
         """The unit of each number that the objective records beside the loss."""
-        quantities = (*self.objective.recorded, *self.objective.evaluated)
+        quantities = (
+            *self.objective.recorded,
+            *self.of_layers,
+            *self.objective.evaluated,
+        )
         return {quantity.name: quantity.unit for quantity in quantities}
 
     def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
@@ -86,7 +93,7 @@ class Parts:
         config = self.config
         if config.checkpoint.init_from is None:
             state = self._random_state()
-            bad = non_finite_names({"params": policy_params(state)})
+            bad = non_finite_names({"params": policy_variables(state)})
             if bad:
                 mend = "Lower init.scale or init.std"
                 raise ConfigError(
@@ -94,14 +101,18 @@ class Parts:
                 )
             return self.with_teacher(state)
 
-        def random_params() -> nnx.State:
-            return policy_params(self._random_state())
+        def random_variables() -> nnx.State:
+            return policy_variables(self._random_state())
 
-        params = starting_params(
-            policy_params(self.abstract), config.checkpoint, config.model, random_params, tell
+        variables = starting_variables(
+            policy_variables(self.abstract),
+            config.checkpoint,
+            config.model,
+            random_variables,
+            tell,
         )
         abstract = saved_part(self.abstract)
-        state = state_from_params(abstract, params, self.optimizer, self.loss_scale)
+        state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
         return self.with_teacher(state)
 
     def with_teacher(self, state: TrainState) -> TrainState:
@@ -127,8 +138,8 @@ class Parts:
         )
 
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
-        """Digests of parameters and batch, for the metrics of the step that made this state."""
-        return {"params_hash": digests(policy_params(state)), "batch_hash": digests(batch)}
+        """Digests of parameters with buffers, and of the batch, for the metrics of the step that made this state."""
+        return {"params_hash": digests(policy_variables(state)), "batch_hash": digests(batch)}
 
     def make_step(self) -> jax.stages.Wrapped:
         """The jitted step (state, batch) -> (state, metrics)."""
@@ -148,6 +159,7 @@ class Parts:
             zero=config.optimizer.zero,
             anomaly=config.anomaly,
             norms_interval=config.observe.layer_norms_interval,
+            of_layers=self.of_layers,
         )
 
 
@@ -282,7 +294,8 @@ def make_parts(
         teacher.require_same_tokens(config.model.vocab_size or 0)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
-        graphdef, params = abstract_model(config.model, config.precision, mesh)
+        graphdef, variables = abstract_model(config.model, config.precision, mesh)
+        params, buffers = split_buffers(variables)
         trainable, frozen = split(params, frozen_paths(config.train, params))
         rule = "adam"
         if config.optimizer.name in ("sgd", "momentum", "nesterov"):
@@ -290,14 +303,24 @@ def make_parts(
         factors = learning_rate_factors(trainable, config.init, config.model, rule)
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, trainable, factors)
         zero = config.optimizer.zero
-        abstract = abstract_state(trainable, optimizer, mesh, loss_scale, zero, frozen)
+        abstract = abstract_state(trainable, optimizer, mesh, loss_scale, zero, frozen, buffers)
         graphdefs = {POLICY: graphdef}
         if teacher is not None:
             structure, shapes = teacher.abstract(mesh)
             graphdefs[TEACHER] = structure
             abstract = with_frozen(abstract, {TEACHER: shapes})
+        of_layers = nnx.merge(graphdef, variables).quantities()
     return Parts(
-        config, mesh, num_steps, graphdefs, objective, optimizer, loss_scale, abstract, teacher
+        config,
+        mesh,
+        num_steps,
+        graphdefs,
+        objective,
+        optimizer,
+        loss_scale,
+        abstract,
+        of_layers,
+        teacher,
     )
 
 

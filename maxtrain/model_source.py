@@ -5,7 +5,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import jax
 from flax import nnx
@@ -20,7 +19,7 @@ from maxtrain.config.schema import MeshConfig, RunConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import require_own_config
-from maxtrain.training.partition import join, split
+from maxtrain.training.partition import join, split, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
 
@@ -124,20 +123,20 @@ def load_run(
     tokenizer = load_tokenizer(tokenizer_place(config))
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
-    graphdef, params = abstract_model(config.model, config.precision, mesh)
+    graphdef, variables = abstract_model(config.model, config.precision, mesh)
     folder = Path(directory).expanduser() / "checkpoints"
-    return nnx.merge(graphdef, restore_params(folder, config, params, step)), tokenizer
+    return nnx.merge(graphdef, restore_variables(folder, config, variables, step)), tokenizer
 
 
-def restore_params(
-    folder: Path, config: RunConfig, params: nnx.State, step: int | None
+def restore_variables(
+    folder: Path, config: RunConfig, variables: nnx.State, step: int | None
 ) -> nnx.State:
-    """The weights that a run is judged by: the averaged ones, if it has them.
+    """The weights that a run is judged by, the averaged ones if it has them; and its buffers.
 
     Args:
         folder: of the run's checkpoints.
         config: of the run.
-        params: the model's, as shapes with shardings.
+        variables: the model's parameters and buffers, as shapes with shardings.
         step: None for the newest checkpoint.
 
     Raises:
@@ -145,21 +144,25 @@ def restore_params(
     """
     checkpoints = Checkpoints(folder, config.checkpoint)
     try:
+        params, buffers = split_buffers(variables)
+        wanted = {"params": params, "buffers": buffers}
         if config.optimizer.ema_decay is not None:
-            return _averaged(checkpoints, params, step)
-        restored, _ = checkpoints.restore({"params": params}, step, partial=True)
-        return restored["params"]
+            return join(*_averaged(checkpoints, wanted, step).values())
+        restored, _ = checkpoints.restore(wanted, step, partial=True)
+        return join(*restored.values())
     finally:
         checkpoints.close()
 
 
-def _averaged(checkpoints: Checkpoints, params: Any, step: int | None) -> Any:
+def _averaged(
+    checkpoints: Checkpoints, wanted: dict[str, nnx.State], step: int | None
+) -> dict[str, nnx.State]:
     """The averaged weights of a step, which are float32, in the types of the parameters.
 
-    Frozen parameters have no average.
+    Frozen parameters and buffers have no average.
     """
     names = {name.removeprefix("params.") for name in checkpoints.frozen_names(step)}
-    trainable, frozen = split(params, names)
+    trainable, frozen = split(wanted["params"], names)
 
     def in_float32(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, "float32", sharding=leaf.sharding)
@@ -167,10 +170,14 @@ def _averaged(checkpoints: Checkpoints, params: Any, step: int | None) -> Any:
     def as_asked(average: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         return average.astype(leaf.dtype)
 
-    wanted = {
-        "opt_state": {"average": jax.tree.map(in_float32, trainable)},
-        "params": frozen,
-    }
-    restored, _ = checkpoints.restore(wanted, step, partial=True)
-    average = jax.tree.map(as_asked, restored["opt_state"]["average"], trainable)
-    return join(average, restored["params"])
+    found, _ = checkpoints.restore(
+        {
+            "opt_state": {"average": jax.tree.map(in_float32, trainable)},
+            "params": frozen,
+            "buffers": wanted["buffers"],
+        },
+        step,
+        partial=True,
+    )
+    average = jax.tree.map(as_asked, found["opt_state"]["average"], trainable)
+    return {"params": join(average, found["params"]), "buffers": found["buffers"]}

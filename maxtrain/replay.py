@@ -33,7 +33,7 @@ from maxtrain.observe.launches import (
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
 from maxtrain.teacher import require_same_teacher, teacher_digest
-from maxtrain.training.state import TrainState, policy_params, saved_part
+from maxtrain.training.state import TrainState, policy_variables, saved_part
 
 
 @dataclasses.dataclass
@@ -185,7 +185,7 @@ def _go(
     """The steps themselves; those `without` the data that a rollback left out."""
     if "params_hash" in records.get(begin, {}):
         findings.compare(
-            begin, records[begin], {"params_hash": hash_text(digests(policy_params(state)))}
+            begin, records[begin], {"params_hash": hash_text(digests(policy_variables(state)))}
         )
     step = job.make_step()
     for batch, origin in job.batches(begin, end, left_out=without):

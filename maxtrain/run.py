@@ -109,7 +109,7 @@ class Run:
         self.recorder = Recorder(
             Path(config.output_dir, config.run_name),
             job.data.plan,
-            [quantity.name for quantity in job.objective.recorded],
+            [quantity.name for quantity in (*job.objective.recorded, *job.of_layers)],
             trackers,
             self.speed,
             progress,
@@ -118,7 +118,8 @@ class Run:
             norm_names(job.abstract.trainable, policy_params(job.abstract)),
         )
         moments = [f"opt_state.{name}" for name in leaf_names(job.abstract.opt_state)]
-        leaves = [*leaf_names(job.abstract.trainable), *moments]
+        buffers = [f"buffers.{name}" for name in leaf_names(job.abstract.buffers)]
+        leaves = [*leaf_names(job.abstract.trainable), *moments, *buffers]
         self.health = Health(config.data, config.anomaly, job.data, leaves, progress)
         self.validation = Validation(job, clock, progress, stop)
         self.step = 0
@@ -438,7 +439,11 @@ class Run:
     def _require_finite(self) -> None:
         """TryAgainError: weights or moments are not finite. Updates that would make them so are
         never applied (training/step.py)."""
-        arrays = {"params": policy_params(self.state), "opt_state": self.state.opt_state}
+        arrays = {
+            "params": policy_params(self.state),
+            "opt_state": self.state.opt_state,
+            "buffers": self.state.buffers,
+        }
         bad = non_finite_names(arrays)
         if not bad:
             return

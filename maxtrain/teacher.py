@@ -16,7 +16,7 @@ from data_pipeline.errors import ConfigError, DamagedError, StorageError
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
-from maxtrain.model_source import read_run_config, restore_params, step_of, tokenizer_place
+from maxtrain.model_source import read_run_config, restore_variables, step_of, tokenizer_place
 from maxtrain.models.families.directory import read_config, read_json
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.ops.attention import require_platform
@@ -109,7 +109,7 @@ class Teacher:
             return load_weights(params, self.directory, self.model)
         folder = self.directory / "checkpoints"
         try:
-            return restore_params(folder, self.run, params, self.step)
+            return restore_variables(folder, self.run, params, self.step)
         except DamagedError as damage:
             # Of another run, whose checkpoints are not ours to put aside.
             raise StorageError(

@@ -172,7 +172,7 @@ def test_a_damaged_teacher_is_not_put_aside(config, monkeypatch):
     def damaged(*_):
         raise DamagedError(place, "a file of it is cut off")
 
-    monkeypatch.setattr(teacher, "restore_params", damaged)
+    monkeypatch.setattr(teacher, "restore_variables", damaged)
     found = find_teacher(str(place), "distill.teacher=")
     _, params = found.abstract(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
     with pytest.raises(StorageError, match=r"is cut off\. Name another step of it"):

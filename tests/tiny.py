@@ -31,7 +31,7 @@ from maxtrain.training.state import (
     abstract_state,
     create_state,
     shardings,
-    state_from_params,
+    state_from_variables,
 )
 from maxtrain.training.step import make_train_step
 
@@ -161,7 +161,7 @@ class Tiny:
             if optimizer is OPTIMIZER:
                 return jax.device_put(first, shardings(abstract))
             params = jax.device_put(first.trainable, shardings(abstract.trainable))
-            return state_from_params(abstract, params, rule, loss_scale)
+            return state_from_variables(abstract, params, rule, loss_scale)
 
         return Parts(
             mesh,

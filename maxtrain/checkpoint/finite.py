@@ -26,10 +26,10 @@ def must_be_finite(name: str) -> bool:
     """Whether an array of a training state, such as `params.layers.0.mlp.up.kernel`, is worthless with a NaN
     or infinity in it.
 
-    Weights, their averages and moments are. What judges steps is not: it holds infinity where it
+    Weights, their averages, moments and buffers are. What judges steps is not: it holds infinity where it
     has not seen anything yet.
     """
-    return name.startswith(("params.", "opt_state."))
+    return name.startswith(("params.", "opt_state.", "buffers."))
 
 
 def find_non_finite(path: Path, commit: dict[str, Any]) -> str:

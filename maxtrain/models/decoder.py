@@ -3,6 +3,8 @@
 Layers run as one scanned loop or unrolled: the parameters, and so the checkpoints, are the same.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -11,15 +13,32 @@ from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.init import Initializer
 from maxtrain.models.layers import Context, Noise, RMSNorm, Rotation
 from maxtrain.models.linear import Linear
-from maxtrain.models.run_layers import run_layers
+from maxtrain.models.run_layers import StackOut, run_layers
 from maxtrain.models.specs import RopeSpec, StackSpec
 from maxtrain.models.stack import Caches, Stack
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
+from maxtrain.ops.sums import Quantity, Sum
 from maxtrain.parallel.sharding import constrain
 
 Ids = Int[Array, "B T"]
+
+
+class Forward(NamedTuple):
+    """What one pass through a decoder gives.
+
+    Attributes:
+        hidden: normalised last hidden states, of the type of activations.
+        terms: of the loss, each times its factor; summed over tokens and layers.
+        stats: what is recorded; summed over layers.
+        observed: what each buffer is updated from, by its path, such as `layers.0.mlp.bias`.
+    """
+
+    hidden: Float[Array, "B T D"]
+    terms: dict[str, Sum]
+    stats: dict[str, Sum]
+    observed: dict[str, Array]
 
 
 class Decoder(nnx.Module):
@@ -88,7 +107,18 @@ class Decoder(nnx.Module):
         offset: Float[Array, "B T D"] | None = None,
         noise: Noise | None = None,
     ) -> Float[Array, "B T D"]:
-        """Normalised last hidden states, of the type of activations.
+        """Normalised last hidden states, of the type of activations; as of `forward`."""
+        return self.forward(tokens, segment_ids, positions, offset, noise).hidden
+
+    def forward(
+        self,
+        tokens: Ids,
+        segment_ids: Ids | None = None,
+        positions: Ids | None = None,
+        offset: Float[Array, "B T D"] | None = None,
+        noise: Noise | None = None,
+    ) -> Forward:
+        """Last hidden states, and what the layers say.
 
         Args:
             tokens: [B, T] ids.
@@ -108,8 +138,17 @@ class Decoder(nnx.Module):
         if noise is not None:
             x = noise.embedded(x)
         context = Context(self._rotations(positions), Mask.of_rows(segment_ids), noise)
-        x, _ = self._run(x, context, None)
-        return self.final_norm(x)
+        out = self._run(x, context, None)
+        observed = {f"layers.{path}": value for path, value in out.observed.items()}
+        return Forward(self.final_norm(out.x), out.terms, out.stats, observed)
+
+    def quantities(self) -> tuple[Quantity, ...]:
+        """What the layers say in `terms` and `stats`, each name once."""
+        named = {}
+        for layer in self.layers.spec.layers():
+            for quantity in layer.quantities:
+                named[quantity.name] = quantity
+        return tuple(named.values())
 
     def extend(
         self,
@@ -130,9 +169,9 @@ class Decoder(nnx.Module):
         """
         mask = Mask.of_cache(segment_ids, offset, tokens.shape[1])
         context = Context(self._rotations(positions), mask, cached=offset)
-        x, extended = self._run(self._embed(tokens), context, cache)
-        assert extended is not None
-        return self.final_norm(x), extended
+        out = self._run(self._embed(tokens), context, cache)
+        assert out.caches is not None
+        return self.final_norm(out.x), out.caches
 
     def new_cache(self, rows: int, columns: int) -> Caches:
         """An empty cache of each layer, in the compute type."""
@@ -155,10 +194,9 @@ class Decoder(nnx.Module):
             rotations[rope] = Rotation(cos, sin)
         return rotations
 
-    def _run(self, x: Array, context: Context, cache: Caches | None) -> tuple[Array, Caches | None]:
+    def _run(self, x: Array, context: Context, cache: Caches | None) -> StackOut:
         scan = self.config.scan_layers
-        out = run_layers(self.layers, x, context, cache, scan=scan, remat=self.config.remat)
-        return out.x, out.caches
+        return run_layers(self.layers, x, context, cache, scan=scan, remat=self.config.remat)
 
     def _embed(self, tokens: Array) -> Array:
         # Split over the vocabulary only: a table that is split over its width as well would be

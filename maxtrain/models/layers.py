@@ -7,7 +7,7 @@ softmax and silu are float32 inside.
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Key
 from maxtrain.config.schema import RegularizationConfig
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import Linear
-from maxtrain.models.specs import LayerSpec, RopeSpec
+from maxtrain.models.specs import LayerSpec, MlpSpec, RopeSpec
 from maxtrain.ops.attention import Dropout, attention, with_cache
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dot import Recipe
@@ -89,13 +89,27 @@ class Context(NamedTuple):
     cached: Int[Array, ""] | int = 0
 
 
+class MlpOut(NamedTuple):
+    """What a feed-forward block gives back."""
+
+    x: Float[Array, "B T D"]
+    # Of the loss, each times its factor, and summed over tokens: the sum over layers is divided by
+    # the number of the batch's tokens.
+    terms: dict[str, Sum]
+    # What is recorded.
+    stats: dict[str, Sum]
+    # What buffers are updated from, by their path in the block; summed over tokens.
+    observed: dict[str, Array]
+
+
 class LayerOut(NamedTuple):
-    """What a layer gives back."""
+    """What a layer gives back; `terms`, `stats` and `observed` as of its blocks."""
 
     x: Float[Array, "B T D"]
     cache: KVCache | None
-    terms: dict[str, Sum]  # of the loss, such as the balance of experts
-    stats: dict[str, Sum]  # what is recorded
+    terms: dict[str, Sum]
+    stats: dict[str, Sum]
+    observed: dict[str, Array]
 
 
 class RMSNorm(nnx.Module):
@@ -216,12 +230,16 @@ class SwiGLU(nnx.Module):
         self.up = Linear(rngs.params(), width, units, init, recipe, bias="up" in biases)
         self.down = Linear(rngs.params(), units, width, init, recipe, "residual", "down" in biases)
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "B T D"], context: Context) -> MlpOut:
         gate = self.gate(x)
         up = self.up(x)
         hidden = elementwise(_gated, gate, up)
         hidden = constrain(hidden, "activation_batch", "activation_length", "mlp")
-        return self.down(hidden)
+        return MlpOut(self.down(hidden), {}, {}, {})
+
+
+# By the type of `LayerSpec.mlp`, what makes the block; called like SwiGLU.
+FEED_FORWARDS: dict[type, Callable[..., nnx.Module]] = {MlpSpec: SwiGLU}
 
 
 class DecoderLayer(nnx.Module):
@@ -243,7 +261,7 @@ class DecoderLayer(nnx.Module):
         self.attention_norm = _norm(spec, "attention", embed_dim, init)
         self.mlp_norm = _norm(spec, "mlp", embed_dim, init)
         self.attention = Attention(spec, embed_dim, kernel, init, recipe, rngs)
-        self.mlp = SwiGLU(spec, embed_dim, init, recipe, rngs)
+        self.mlp = FEED_FORWARDS[type(spec.mlp)](spec, embed_dim, init, recipe, rngs)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: KVCache | None
@@ -259,9 +277,11 @@ class DecoderLayer(nnx.Module):
         inputs = x
         if self.mlp_norm is not None:
             inputs = self.mlp_norm(x)
-        out = self.mlp(inputs)
+        said = self.mlp(inputs, context)
+        out = said.x
         if noise is not None:
             out = noise.added(out, 1)
         x = x + out
         x = constrain(x, "activation_batch", "activation_length", "activation_embed")
-        return LayerOut(x, cache, {}, {})
+        observed = {f"mlp.{path}": value for path, value in said.observed.items()}
+        return LayerOut(x, cache, said.terms, said.stats, observed)

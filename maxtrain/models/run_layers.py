@@ -59,6 +59,8 @@ class StackOut(NamedTuple):
     caches: Caches | None
     terms: Sums  # of the loss, added up over layers
     stats: Sums  # what is recorded, added up over layers
+    # By the path of the buffer, such as `0.mlp.bias`; [R, ...] for a place in the period.
+    observed: dict[str, Array]
 
 
 class _Inputs(NamedTuple):
@@ -75,6 +77,7 @@ class _Kept(NamedTuple):
     cache: KVCache | None
     terms: Sums
     stats: Sums
+    observed: dict[str, Array]
 
 
 def run_layers(
@@ -115,7 +118,7 @@ def run_layers(
     new_caches = None
     if caches is not None:
         new_caches = {name: run.new_caches[name] for name in caches}
-    return StackOut(x, new_caches, run.terms, run.stats)
+    return StackOut(x, new_caches, run.terms, run.stats, run.observed)
 
 
 class _Run:
@@ -139,6 +142,7 @@ class _Run:
         self.new_caches: Caches = {}
         self.terms: Sums = {}
         self.stats: Sums = {}
+        self.observed: dict[str, Array] = {}
 
     def single(self, name: str, number: int, x: Array) -> Array:
         """A layer of the prefix or of the rest."""
@@ -168,7 +172,7 @@ class _Run:
             for layer, part in zip(layers, parts, strict=True):
                 out = layer(x, part)
                 x = out.x
-                kept.append(_Kept(out.cache, out.terms, out.stats))
+                kept.append(_Kept(out.cache, out.terms, out.stats, out.observed))
             return x, kept
 
         if scan:
@@ -183,6 +187,7 @@ class _Run:
             if out.cache is not None:
                 self.new_caches[name] = out.cache
             self._add(_total(out.terms), _total(out.stats))
+            self._observe(name, out.observed)
         return x
 
     def _function(self, name: str) -> tuple[Callable[[Array, _Inputs], LayerOut], Any]:
@@ -196,7 +201,9 @@ class _Run:
             if context.noise is not None:
                 assert inputs.index is not None
                 own = context._replace(noise=context.noise.layer(inputs.index, num_layers))
-            return nnx.merge(graphdef, inputs.params)(x, own, inputs.cache)
+            out = nnx.merge(graphdef, inputs.params)(x, own, inputs.cache)
+            # No gradient changes a buffer.
+            return out._replace(observed=jax.lax.stop_gradient(out.observed))
 
         if self._remat == "none":
             return layer, params
@@ -211,7 +218,12 @@ class _Run:
         if out.cache is not None:
             self.new_caches[name] = out.cache
         self._add(out.terms, out.stats)
+        self._observe(name, out.observed)
         return out.x
+
+    def _observe(self, name: str, observed: dict[str, Array]) -> None:
+        for path, value in observed.items():
+            self.observed[f"{name}.{path}"] = value
 
     def _add(self, terms: Sums, stats: Sums) -> None:
         self.terms = _added(self.terms, terms)

@@ -1,12 +1,14 @@
 """What a model is made of, as data: layers that may differ, and the order that they stand in.
 
-A family writes these from its config; models/stack.py makes modules of them. No jax here.
+A family writes these from its config; models/stack.py makes modules of them. Nothing is computed
+here.
 """
 
 import dataclasses
 from typing import Literal
 
 from maxtrain.config.schema import ModelConfig
+from maxtrain.ops.sums import Quantity
 
 NORMS = ("attention", "mlp", "query", "key")
 BIASES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -102,6 +104,7 @@ class LayerSpec:
             "key", each head before rope.
         norm_eps: added to mean squares.
         biases: the products that have one, of q, k, v, o, gate, up and down.
+        quantities: what the layer says in `terms` and `stats`, with units.
 
     Raises:
         ValueError: names that are unknown, and sizes that do not fit.
@@ -114,6 +117,7 @@ class LayerSpec:
     norms: tuple[str, ...] = ("attention", "mlp")
     norm_eps: float = 1e-6
     biases: tuple[str, ...] = ()
+    quantities: tuple[Quantity, ...] = ()
 
     def __post_init__(self) -> None:
         _require_known("norms", self.norms, NORMS)

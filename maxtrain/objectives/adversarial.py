@@ -22,11 +22,10 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Quantity,
     Result,
     Scales,
 )
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import Quantity, Sum
 
 # PGD's steps together are this many radii long, so that the border is reached from anywhere.
 _OVERSHOOT = 2.5
@@ -43,7 +42,7 @@ def adversarial(objective: Objective, loss: LossConfig) -> Objective:
         offset = worst_offset(objective, models, batch, scales, loss)
         attacked = objective.forward(models, batch | {"embedding_offset": offset}, scales)
         sums = clean.sums | {"adversarial": Sum(*attacked.sums["nll"])}
-        return Result(clean.loss + loss.adversarial * attacked.loss, sums)
+        return clean._replace(loss=clean.loss + loss.adversarial * attacked.loss, sums=sums)
 
     recorded = (*objective.recorded, Quantity("adversarial", "nats per target"))
     return objective._replace(forward=forward, recorded=recorded)

@@ -15,7 +15,7 @@ from maxtrain.objectives.next_token import (
     chunks_of,
     loss_of_hidden,
     next_token,
-    noisy_hidden,
+    noisy_forward,
     num_targets,
     target_weights,
 )
@@ -24,12 +24,11 @@ from maxtrain.objectives.objective import (
     Batch,
     Models,
     Objective,
-    Quantity,
     Result,
     Scales,
 )
 from maxtrain.ops.divergence import KINDS, Numbers, Predictor, divergence
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import Quantity, Sum
 
 TEACHER = "teacher"
 
@@ -72,11 +71,11 @@ def distill(
     def forward(models: Models, batch: Batch, scales: Scales) -> Result:
         policy = models[POLICY]
         teacher = models[TEACHER]
-        hidden = noisy_hidden(policy, batch, regularization)
-        learnt = loss_of_hidden(hidden, policy, batch, scales, loss, normalize, num_sources)
+        out = noisy_forward(policy, batch, regularization)
+        learnt = loss_of_hidden(out, policy, batch, scales, loss, normalize, num_sources)
         of_teacher = teacher.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
         found = divergence(
-            Predictor(hidden, policy.output_matrix()),
+            Predictor(out.hidden, policy.output_matrix()),
             jax.lax.stop_gradient(Predictor(of_teacher, teacher.output_matrix())),
             target_weights(batch, normalize) * scales["distill"],
             batch["loss_mask"].astype(jnp.float32),
@@ -92,7 +91,7 @@ def distill(
             "distill": Sum(found.divergence.sum(), targets),
             "agreement": Sum(found.agreement.sum(), targets),
         }
-        return Result(learnt.loss + found.loss, sums)
+        return learnt._replace(loss=learnt.loss + found.loss, sums=sums)
 
     return Objective(
         factors,

@@ -5,19 +5,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxtrain.config.schema import LossConfig, RegularizationConfig
-from maxtrain.models.decoder import Decoder
+from maxtrain.models.decoder import Decoder, Forward
 from maxtrain.models.layers import Noise
 from maxtrain.objectives.objective import (
+    LAYERS,
     POLICY,
     Batch,
     Models,
     Objective,
-    Quantity,
     Result,
     Scales,
+    num_tokens,
+    with_layers,
 )
 from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import Quantity, Sum
 from maxtrain.parallel.sharding import batch_shards
 
 PLAIN = LossConfig()
@@ -41,7 +43,7 @@ def next_token(
         num_sources: also record the loss of each of so many sources, in `sources`; 0: don't.
         regularization: what is random where the batch has keys.
     """
-    factors = {"nll": 1.0}
+    factors = {"nll": 1.0, LAYERS: 1.0}
     recorded = ()
     if loss.z_loss:
         factors["z"] = loss.z_loss
@@ -49,12 +51,16 @@ def next_token(
 
     def denominators(batch: Batch) -> dict[str, Array]:
         targets = batch["loss_mask"].astype(jnp.float32).sum()
-        return {"nll": num_targets(batch, normalize), "z": targets}
+        return {
+            "nll": num_targets(batch, normalize),
+            "z": targets,
+            LAYERS: num_tokens(batch),
+        }
 
     def forward(models: Models, batch: Batch, scales: Scales) -> Result:
         model = models[POLICY]
-        hidden = noisy_hidden(model, batch, regularization)
-        return loss_of_hidden(hidden, model, batch, scales, loss, normalize, num_sources)
+        out = noisy_forward(model, batch, regularization)
+        return loss_of_hidden(out, model, batch, scales, loss, normalize, num_sources)
 
     return Objective(factors, denominators, forward, recorded=recorded)
 
@@ -88,20 +94,18 @@ def chunks_of(batch: Batch, model: Decoder) -> int:
     return num_chunks(length, rows_of_shard, model.config.loss_chunk)
 
 
-def noisy_hidden(
-    model: Decoder, batch: Batch, regularization: RegularizationConfig
-) -> Float[Array, "B T D"]:
-    """Last hidden states of a model that trains: with what is random where the batch has keys, and
+def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationConfig) -> Forward:
+    """The pass through a model that trains: with what is random where the batch has keys, and
     at the embeddings nearby that the batch may ask for."""
     noise = None
     if regularization != NO_NOISE and "keys" in batch:
         noise = Noise(regularization, batch["keys"])
     offset = batch.get("embedding_offset")
-    return model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"], offset, noise)
+    return model.forward(batch["inputs"], batch["segment_ids"], batch["positions"], offset, noise)
 
 
 def loss_of_hidden(
-    hidden: Float[Array, "B T D"],
+    out: Forward,
     model: Decoder,
     batch: Batch,
     scales: Scales,
@@ -109,13 +113,13 @@ def loss_of_hidden(
     normalize: str,
     num_sources: int,
 ) -> Result:
-    """The terms of `next_token`, of a model's last hidden states."""
+    """The terms of `next_token`, of a pass through a model, and what its layers say."""
     mask = batch["loss_mask"].astype(jnp.float32)
     z_scale = None
     if "z" in scales:
         z_scale = jnp.float32(scales["z"])
     tokens = cross_entropy(
-        hidden,
+        out.hidden,
         model.output_matrix(),
         batch["targets"],
         target_weights(batch, normalize) * scales["nll"],
@@ -134,7 +138,7 @@ def loss_of_hidden(
         totals = jax.ops.segment_sum(tokens.nll, batch["source"], num_sources)
         counts = jax.ops.segment_sum(targets, batch["source"], num_sources)
         sums["sources"] = Sum(totals, counts)
-    return Result(tokens.loss, sums)
+    return with_layers(tokens.loss, sums, out, scales)
 
 
 def _sequences(batch: Batch) -> Float[Array, "B T"]:

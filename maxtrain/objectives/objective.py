@@ -9,13 +9,13 @@ because another one counts more tokens.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from maxtrain.models.decoder import Decoder
-from maxtrain.ops.sums import Sum
+from maxtrain.models.decoder import Decoder, Forward
+from maxtrain.ops.sums import Quantity, Sum
 
 # The model that is trained; every other one is frozen as a whole.
 POLICY = "policy"
@@ -33,25 +33,36 @@ class Result(NamedTuple):
     """
 
     loss: Float[Array, ""]
+    # By the names of quantities; `sources` has one of each source.
     sums: dict[str, Sum]
+    # Of the policy's layers, by the names of their quantities.
+    of_layers: dict[str, Sum]
+    # What the policy's layers observed, by the path of the buffer that it is for.
+    observed: dict[str, Array]
 
 
-class Quantity(NamedTuple):
-    """One number that is recorded beside the loss, of a sum of `Result.sums` over the whole batch
-    of a step, or over a whole evaluation."""
+# The term of all that layers add to the loss.
+LAYERS = "layers"
 
-    # In `Result.sums` and in the records.
-    name: str
-    # Such as "nats per target".
-    unit: str
-    # mean: the total divided once by its weight; sum: the total.
-    reduction: Literal["mean", "sum"] = "mean"
 
-    def of(self, found: Sum) -> Float[Array, ""]:
-        """The number that is recorded of this sum."""
-        if self.reduction == "sum":
-            return found.total
-        return found.mean()
+def num_tokens(batch: Batch) -> Float[Array, ""]:
+    """How many tokens a batch has, targets or not, which is what the layers' term is divided by."""
+    return (batch["segment_ids"] > 0).sum().astype(jnp.float32)
+
+
+def with_layers(
+    loss: Float[Array, ""], sums: dict[str, Sum], out: Forward, scales: Scales
+) -> Result:
+    """The result of a micro-batch, with what the policy's layers add to the loss and say.
+
+    Args:
+        loss, sums: the objective's own.
+        out: the pass through the policy that they are of.
+        scales: with that of LAYERS, which the objective's factors and denominators have.
+    """
+    for term in out.terms.values():
+        loss = loss + scales[LAYERS] * term.total
+    return Result(loss, sums, out.terms | out.stats, out.observed)
 
 
 class Objective(NamedTuple):
@@ -62,7 +73,7 @@ class Objective(NamedTuple):
         split of its rows.
     forward: (models, micro-batch, scales) -> Result, where scales holds factor / denominator for
         each term. Its sums have at least `nll`, the summed negative log-likelihood of the targets
-        and their summed loss mask.
+        and their summed loss mask. What the policy's layers say is added by `with_layers`.
     models: names of those that it needs, the policy among them. Only the policy is trained.
     recorded: what is recorded of a step beside `nll`, in the order of the record.
     evaluated: what is recorded of an evaluation beside `nll`.

@@ -156,7 +156,7 @@ def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 
 
-def _map(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
+def map_variables(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
     """A tree with fn(path, variable) in place of each variable."""
     named = iter(paths(tree).items())
     return jax.tree.map(lambda _: fn(*next(named)), tree, is_leaf=_is_variable)
@@ -164,7 +164,7 @@ def _map(fn: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
 
 def _where(values: Mapping[str, float], value: float) -> Callable[[PyTree], PyTree]:
     """The mask of parameters that have this value."""
-    return lambda tree: _map(lambda path, _: values[path] == value, tree)
+    return lambda tree: map_variables(lambda path, _: values[path] == value, tree)
 
 
 def _matching(key: str, pattern: str, names: Mapping[str, Any]) -> list[str]:
@@ -242,10 +242,10 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
     """Muon for matrices, Adam for the rest."""
 
     def rescale(updates: PyTree, _: PyTree) -> PyTree:
-        return _map(_rescaled, updates)
+        return map_variables(_rescaled, updates)
 
     def labels(tree: PyTree) -> PyTree:
-        return _map(_label, tree)
+        return map_variables(_label, tree)
 
     muon = optax.contrib.scale_by_muon(
         beta=config.momentum, weight_dimension_numbers=_dimension_numbers
@@ -290,7 +290,7 @@ def _dimension_numbers(tree: PyTree) -> PyTree:
         outputs = tuple(range(first, len(axes)))
         return variable.replace(optax.contrib.MuonDimensionNumbers(inputs, outputs))
 
-    return _map(of, tree)
+    return map_variables(of, tree)
 
 
 def _rescaled(path: str, variable: nnx.Variable) -> nnx.Variable:
@@ -336,7 +336,7 @@ def _each_matrix(inner: optax.GradientTransformation) -> optax.GradientTransform
         def replaced(path: str, variable: Any) -> Any:
             return variable.replace(changes[path].reshape(variable.shape))
 
-        return _map(replaced, updates), new_state
+        return map_variables(replaced, updates), new_state
 
     return optax.GradientTransformation(init, update)
 

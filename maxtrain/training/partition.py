@@ -8,12 +8,15 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
+import jax
 from flax import nnx
+from jaxtyping import Array
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import TrainConfig
+from maxtrain.models.buffer import Buffer
 from maxtrain.objectives.objective import POLICY, Models
-from maxtrain.training.optimizer import paths
+from maxtrain.training.optimizer import map_variables, paths
 
 
 def nothing() -> nnx.State:
@@ -63,6 +66,37 @@ def _matching(key: str, patterns: Iterable[str], names: list[str]) -> set[str]:
             )
         matching.update(found)
     return matching
+
+
+def split_buffers(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
+    """The parameters of a model, and its buffers."""
+    buffers, params = nnx.split_state(variables, Buffer, ...)
+    if not buffers:
+        return variables, nothing()
+    return params, buffers
+
+
+def updated(buffers: nnx.State, observed: Mapping[str, Array]) -> nnx.State:
+    """The buffers after a step in which their layers observed this, by the path of each.
+
+    ValueError: something was observed for no buffer, or nothing for one.
+    """
+    named = paths(buffers)
+    if named.keys() != observed.keys():
+        raise ValueError(
+            f"layers observed {sorted(observed)}, but the buffers are {sorted(named)}. "
+            "Give `observed` of each layer an entry for each of its buffers, and no other."
+        )
+
+    def after(path: str, buffer: nnx.Variable) -> nnx.Variable:
+        value = buffer.get_value()
+        update = buffer.get_metadata("update")
+        stacked = value.ndim - len(buffer.get_metadata("axes"))
+        for _ in range(stacked):
+            update = jax.vmap(update)
+        return buffer.replace(update(value, observed[path]).astype(value.dtype))
+
+    return map_variables(after, buffers)
 
 
 def split(params: nnx.State, frozen: Container[str]) -> tuple[nnx.State, nnx.State]:

@@ -22,7 +22,7 @@ from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.sharding import named_sharding, spread
 from maxtrain.training.loss_scale import LossScale, initial
 from maxtrain.training.optimizer import average_or_params, paths
-from maxtrain.training.partition import join, nothing, only_policy, split
+from maxtrain.training.partition import join, nothing, only_policy, split, split_buffers
 from maxtrain.training.watch import Watch, new_watch
 
 # Parameters that a summary names.
@@ -113,8 +113,13 @@ jax.tree_util.register_pytree_with_keys(TrainState, _children_with_keys, _from_c
 
 
 def policy_params(state: TrainState) -> nnx.State:
-    """All parameters of the policy, those that train and those that don't."""
+    """All parameters of the policy, those that train and those that don't; no buffers."""
     return join(state.trainable, state.frozen[POLICY])
+
+
+def policy_variables(state: TrainState) -> nnx.State:
+    """All arrays of the policy: its parameters and its buffers."""
+    return join(state.trainable, state.frozen[POLICY], state.buffers)
 
 
 def with_watch(state: TrainState, watch: Watch) -> TrainState:
@@ -183,7 +188,7 @@ def _shard(tree: Any, mesh: Mesh) -> Any:
 def abstract_model(
     model: ModelConfig, precision: PrecisionConfig, mesh: Mesh
 ) -> tuple[nnx.GraphDef, nnx.State]:
-    """The model's structure, and its parameters as shapes with shardings.
+    """The model's structure, and its parameters and buffers as shapes with shardings.
 
     Raises:
         ConfigError: a dim that the mesh does not divide.
@@ -245,6 +250,7 @@ def trained_summary(abstract: TrainState) -> str:
 def _init(
     trainable: nnx.State,
     frozen: nnx.State,
+    buffers: nnx.State,
     optimizer: optax.GradientTransformation,
     loss_scale: LossScaleConfig | None,
 ) -> TrainState:
@@ -258,7 +264,7 @@ def _init(
         step=jnp.zeros((), jnp.int32),
         trainable=trainable,
         frozen={POLICY: frozen},
-        buffers=nothing(),
+        buffers=buffers,
         opt_state=optimizer.init(trainable),
         control=control,
     )
@@ -271,6 +277,7 @@ def abstract_state(
     loss_scale: LossScaleConfig | None = None,
     zero: int = 0,
     frozen: nnx.State | None = None,
+    buffers: nnx.State | None = None,
 ) -> TrainState:
     """The state as shapes with shardings, from abstract parameters.
 
@@ -280,14 +287,17 @@ def abstract_state(
         zero: from 1 on the optimizer's state is split over `data` as well, with 3 the parameters,
             too.
         frozen: the policy's other parameters; None: all train.
+        buffers: the policy's; None: it has none.
     """
     if frozen is None:
         frozen = nothing()
+    if buffers is None:
+        buffers = nothing()
 
-    def init(trainable: nnx.State, frozen: nnx.State) -> TrainState:
-        return _init(trainable, frozen, optimizer, loss_scale)
+    def init(trainable: nnx.State, frozen: nnx.State, buffers: nnx.State) -> TrainState:
+        return _init(trainable, frozen, buffers, optimizer, loss_scale)
 
-    shapes = jax.eval_shape(init, trainable, frozen)
+    shapes = jax.eval_shape(init, trainable, frozen, buffers)
     state: TrainState = _shard(shapes, mesh)
     if zero >= 1:
         state = dataclasses.replace(state, opt_state=spread_tree(state.opt_state))
@@ -314,7 +324,7 @@ def create_state(
     loss_scale: LossScaleConfig | None = None,
     init: InitConfig | None = None,
 ) -> TrainState:
-    """Random parameters and a fresh optimizer, each array made where it lives.
+    """Random parameters, buffers and a fresh optimizer, each array made where it lives.
 
     The bits are the same on every mesh.
     """
@@ -322,23 +332,24 @@ def create_state(
     frozen = paths(abstract.frozen[POLICY])
 
     def create(key: Array) -> TrainState:
-        params = nnx.state(build_model(model, precision, key, init))
-        return _init(*split(params, frozen), optimizer, loss_scale)
+        params, buffers = split_buffers(nnx.state(build_model(model, precision, key, init)))
+        return _init(*split(params, frozen), buffers, optimizer, loss_scale)
 
     return jax.jit(create, out_shardings=shardings(abstract))(jax.random.key(seed))
 
 
-def state_from_params(
+def state_from_variables(
     abstract: TrainState,
-    params: nnx.State,
+    variables: nnx.State,
     optimizer: optax.GradientTransformation,
     loss_scale: LossScaleConfig | None = None,
 ) -> TrainState:
-    """All of the policy's parameters (donated) and a fresh optimizer."""
+    """All of the policy's parameters and buffers (donated), and a fresh optimizer."""
     frozen = paths(abstract.frozen[POLICY])
 
-    def create(params: nnx.State) -> TrainState:
-        return _init(*split(params, frozen), optimizer, loss_scale)
+    def create(variables: nnx.State) -> TrainState:
+        params, buffers = split_buffers(variables)
+        return _init(*split(params, frozen), buffers, optimizer, loss_scale)
 
     program = jax.jit(create, out_shardings=shardings(abstract), donate_argnums=0)
-    return program(params)
+    return program(variables)

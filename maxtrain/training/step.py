@@ -8,7 +8,7 @@ schedule bit for bit as they were. That the result is finite costs one more pass
 optimizer state.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -20,12 +20,13 @@ from jaxtyping import Array, Bool, Float, PyTree
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
 from maxtrain.objectives.objective import Batch, Models, Objective, Result, Scales
 from maxtrain.ops.finite import finite_leaves
+from maxtrain.ops.sums import Quantity
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import LossScale, after_step
 from maxtrain.training.norms import is_stacked, measure_norms, no_norms
 from maxtrain.training.optimizer import apply_updates
-from maxtrain.training.partition import models_from
+from maxtrain.training.partition import models_from, updated
 from maxtrain.training.state import Control, TrainState, shardings, spread_tree
 from maxtrain.training.watch import Verdict, judge
 
@@ -110,6 +111,7 @@ def make_train_step(
     zero: int = 0,
     anomaly: AnomalyConfig = WARNING,
     norms_interval: int = 0,
+    of_layers: Sequence[Quantity] = (),
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out
     exactly as it went in.
@@ -126,14 +128,15 @@ def make_train_step(
         anomaly: what is not well, and what is done about it.
         norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
             them: the others skip that branch of the program.
+        of_layers: what the policy's layers say (Decoder.quantities).
 
     The metrics are loss (nats per target), objective (what was minimised), each quantity that
-    the objective records, source_nll and source_targets (sums by source) if there are
+    the objective records, and those of layers, source_nll and source_targets (sums by source) if there are
     such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
     changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
     between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
-    gradient: index of the first array of parameters that train, then optimizer state, that would
-    not be finite, or -1), loss_scale if there is one, weight_norm (of parameters that train, before
+    gradient: index of the first array of parameters that train, then optimizer state, then buffers,
+    that would not be finite, or -1), loss_scale if there is one, weight_norm (of parameters that train, before
     the update), norms if there is an interval (see `measure_norms`; zeros where not due), and what
     `watch.judge` says.
     """
@@ -157,10 +160,10 @@ def make_train_step(
         key = None
         if stochastic_rounding:
             key = jax.random.fold_in(step_key(seed, state.step), _UPDATE)
-        update = _update(optimizer, grads, state, key)
+        update = _update(optimizer, grads, result.observed, state, key)
         decision = _decide(state, result, measured, update, anomaly, loss_scale)
         next_state = _keep(state, update, decision)
-        metrics = _described(objective, result, batch, scale)
+        metrics = _described(objective, of_layers, result, batch, scale)
         metrics["bad_leaf"] = _first_false(jnp.isfinite(measured.squares))
         metrics["bad_update"] = jnp.where(decision.finite, _first_false(update.written), -1)
         applied = state.step - state.control.skipped
@@ -202,11 +205,12 @@ class _Measured(NamedTuple):
 
 
 class _Update(NamedTuple):
-    """What parameters and optimizer state would be after a step."""
+    """What parameters, optimizer state and buffers would be after a step."""
 
     trainable: nnx.State
     opt_state: PyTree
-    # Of each array of both, whether it is finite.
+    buffers: nnx.State
+    # Of each array of all of them, whether it is finite.
     written: Bool[Array, " leaves"]
 
 
@@ -243,16 +247,22 @@ def _measure(
 
 
 def _update(
-    optimizer: optax.GradientTransformation, grads: nnx.State, state: TrainState, key: Array | None
+    optimizer: optax.GradientTransformation,
+    grads: nnx.State,
+    observed: Mapping[str, Array],
+    state: TrainState,
+    key: Array | None,
 ) -> _Update:
-    """Parameters and optimizer state after the step, in their own types."""
+    """Parameters, optimizer state and buffers after the step, in their own types."""
     before = (state.trainable, state.opt_state)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.trainable)
     trainable = apply_updates(state.trainable, updates, key)
     # Adam's moments of bfloat16 parameters come out in float32.
     after = jax.tree.map(lambda new, old: new.astype(old.dtype), (trainable, opt_state), before)
     trainable, opt_state = after
-    return _Update(trainable, opt_state, finite_leaves(after))
+    buffers = updated(state.buffers, observed)
+    written = finite_leaves((trainable, opt_state, buffers))
+    return _Update(trainable, opt_state, buffers, written)
 
 
 def _decide(
@@ -294,6 +304,7 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
 
     trainable = jax.tree.map(if_applied, update.trainable, state.trainable)
     opt_state = jax.tree.map(if_applied, update.opt_state, state.opt_state)
+    buffers = jax.tree.map(if_applied, update.buffers, state.buffers)
     in_row = jnp.where(decision.apply, 0, control.skipped_in_row + decision.lost)
     counted = Control(
         skipped=control.skipped + ~decision.apply,
@@ -307,14 +318,20 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
         step=unless_halted(state.step + 1, state.step),
         trainable=trainable,
         frozen=state.frozen,
-        buffers=state.buffers,
+        buffers=buffers,
         opt_state=opt_state,
         control=counted._replace(watch=watch),
     )
 
 
-def _described(objective: Objective, result: Result, batch: Batch, scale: Array) -> Metrics:
-    """What is recorded of the loss and of the batch."""
+def _described(
+    objective: Objective,
+    of_layers: Sequence[Quantity],
+    result: Result,
+    batch: Batch,
+    scale: Array,
+) -> Metrics:
+    """What is recorded of the loss, of layers and of the batch."""
     metrics = {
         "objective": result.loss / scale,
         "targets": result.sums["nll"].weight,
@@ -322,6 +339,8 @@ def _described(objective: Objective, result: Result, batch: Batch, scale: Array)
     }
     for quantity in objective.recorded:
         metrics[quantity.name] = quantity.of(result.sums[quantity.name])
+    for quantity in of_layers:
+        metrics[quantity.name] = quantity.of(result.of_layers[quantity.name])
     sources = result.sums.get("sources")
     if sources is not None:
         metrics["source_nll"] = sources.total

@@ -1,7 +1,7 @@
 """Weights to start from, of whatever kind: a Hugging Face directory, or a run of maxtrain or one of
 its checkpoints.
 
-Parameters alone are read, onto this run's mesh: its optimizer, its data and its steps begin anew.
+Parameters and buffers alone are read, onto this run's mesh: its optimizer, its data and its steps begin anew.
 Nothing is padded, truncated or cast; what may be missing or different, and stays as it was
 initialised, is named by `checkpoint.init_partial`.
 """
@@ -22,25 +22,27 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, ModelConfig
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.agreement import gather
+from maxtrain.training.optimizer import paths
+from maxtrain.training.partition import split_buffers
 from maxtrain.weights.hf import differing_keys, load_weights
 
 _TABLE_ROWS = 60
 
 
-def starting_params(
-    params: nnx.State,
+def starting_variables(
+    variables: nnx.State,
     config: CheckpointConfig,
     model: ModelConfig,
     fresh: Callable[[], nnx.State],
     tell: Callable[[str], object] = lambda table: None,
 ) -> nnx.State:
-    """The parameters of `config.init_from` as arrays.
+    """The parameters and buffers of `config.init_from` as arrays.
 
     Args:
-        params: the model's, as shapes with shardings.
+        variables: the model's, as shapes with shardings.
         config: with `init_from` and `init_partial`.
-        model: that `params` belong to.
-        fresh: makes initial parameters; called only if some of them are needed.
+        model: that they belong to.
+        fresh: makes initial ones; called only if some of them are needed.
         tell: gets a table of what was loaded, is new, and was not used.
 
     Raises:
@@ -56,18 +58,29 @@ def starting_params(
                 f"checkpoint.init_partial={list(config.init_partial)} is for a run of maxtrain, and "
                 f"checkpoint.init_from={config.init_from} is none. Set checkpoint.init_partial=[]."
             )
-        return load_weights(params, directory, model, tell)
+        return load_weights(variables, directory, model, tell)
     commit, record = read_step(path)
     _require_same_model(path, record, config, model)
-    leaves, treedef = jax.tree.flatten(params)
-    wanted = {f"params.{name}": leaf for name, leaf in zip(leaf_names(params), leaves, strict=True)}
+    leaves, treedef = jax.tree.flatten(variables)
+    wanted = dict(zip(_names_in_checkpoints(variables), leaves, strict=True))
     arrays_there = all_arrays(path, commit)
-    there = {name: array for name, array in arrays_there.items() if name.startswith("params.")}
+    of_model = ("params.", "buffers.")
+    there = {name: array for name, array in arrays_there.items() if name.startswith(of_model)}
     loaded = _compare(path, wanted, there, config, tell)
     arrays = _restore(path, loaded, config)
     if arrays.keys() != wanted.keys():
         arrays = dict(zip(wanted, jax.tree.leaves(fresh()), strict=True)) | arrays
     return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+
+
+def _names_in_checkpoints(variables: nnx.State) -> list[str]:
+    """What checkpoints call a model's parameters and buffers, in the order of its leaves."""
+    buffers = paths(split_buffers(variables)[1])
+    names = []
+    for name in leaf_names(variables):
+        kind = "buffers" if name in buffers else "params"
+        names.append(f"{kind}.{name}")
+    return names
 
 
 def _require_agreement(path: Path | None, config: CheckpointConfig) -> None:
@@ -161,7 +174,7 @@ def _compare(
     rows = []
     refused = 0
     for name in sorted(ours | theirs):
-        short = name.removeprefix("params.")
+        short = name.removeprefix("params.").removeprefix("buffers.")
         same = ours.get(name) == theirs.get(name)
         may_differ = any(pattern.search(short) for pattern in allowed)
         if same:

@@ -89,7 +89,9 @@ def inputs():
 def test_swiglu_is_its_equation():
     module = SwiGLU(LAYER, D, INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
-    np.testing.assert_allclose(module(jnp.asarray(x)), swiglu(x, p), atol=1e-5)
+    out = module(jnp.asarray(x), context(2))
+    np.testing.assert_allclose(out.x, swiglu(x, p), atol=1e-5)
+    assert out.terms == out.stats == out.observed == {}
 
 
 @pytest.mark.parametrize("kernel", ["eager", "xla"])

@@ -13,10 +13,10 @@ from maxtrain.config.keys import all_keys
 from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.next_token import next_token
-from maxtrain.objectives.objective import POLICY, Quantity
+from maxtrain.objectives.objective import POLICY
 from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import Quantity, Sum
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 

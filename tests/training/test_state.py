@@ -10,7 +10,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import PrecisionConfig
 from maxtrain.models.registry import logical_axes
 from maxtrain.training.optimizer import make_optimizer
-from maxtrain.training.state import shardings, state_from_params
+from maxtrain.training.state import shardings, state_from_variables
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 MESHES = [(1, 1, 1), (8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
@@ -114,7 +114,7 @@ def test_given_parameters_are_kept_and_the_optimizer_is_new(tiny, states):
     )(state.trainable)
     expected = bits(twice)
     with jax.set_mesh(parts.mesh):
-        made = state_from_params(parts.abstract, twice, optimizer)
+        made = state_from_variables(parts.abstract, twice, optimizer)
     assert bits(made.trainable) == expected and bits(made.opt_state) == bits(state.opt_state)
     assert jax.tree.map(lambda x: x.sharding, made) == shardings(parts.abstract)
     assert all(

@@ -20,7 +20,7 @@ from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import abstract_model, abstract_state, state_from_params
+from maxtrain.training.state import abstract_model, abstract_state, state_from_variables
 from maxtrain.training.step import make_train_step
 from maxtrain.weights.hf import load_pretrained
 
@@ -79,7 +79,7 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
         graphdef, params = abstract_model(config, PrecisionConfig(compute="float32"), mesh)
         optimizer = make_optimizer(ADAMW, SCHEDULE, steps, params)
         abstract = abstract_state(params, optimizer, mesh)
-        state = state_from_params(abstract, nnx.state(model), optimizer)
+        state = state_from_variables(abstract, nnx.state(model), optimizer)
         step = make_train_step(
             abstract, {"policy": graphdef}, next_token(), optimizer, schedule, accumulation
         )

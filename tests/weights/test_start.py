@@ -14,7 +14,7 @@ from maxtrain.config.schema import CheckpointConfig, MeshConfig, ModelConfig, Pr
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.start import starting_params
+from maxtrain.weights.start import starting_variables
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -67,7 +67,7 @@ def start(source, model=MODEL, partial=(), fsdp=1):
             )
 
         config = CheckpointConfig(init_from=str(source), init_partial=tuple(partial))
-        return starting_params(abstract, config, model, fresh, told.append), "\n".join(told)
+        return starting_variables(abstract, config, model, fresh, told.append), "\n".join(told)
 
 
 @pytest.mark.long
