@@ -22,7 +22,7 @@ def test_the_example_works(title, program):
 
 
 def test_there_is_an_example_of_whatever_can_be_added():
-    assert len(EXAMPLES) == 7
+    assert len(EXAMPLES) == 8
 
 
 def test_every_file_that_it_names_is_there():
