@@ -122,7 +122,7 @@ def test_a_tokenizer_must_be_given_and_must_be_the_right_one(tmp_path, prepared,
     error = prepared.error(65, "--olmo", tmp_path / "a.bin.npy", "--tokenizer", "bytes")
     assert "id -2 at byte 136 is outside" in error
     monkeypatch.setattr(flat, "_LONGEST", 1)
-    assert "2 tokens from token 0 on hold no 256" in prepared.error(
+    assert "has no end-of-document id (256) in 2 tokens from token 0 on" in prepared.error(
         65, *command, "--tokenizer", "bytes"
     )
 
