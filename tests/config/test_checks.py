@@ -319,12 +319,12 @@ def pieces(text: str) -> list[str]:
         ),
         (
             ["precision.activations=bfloat16", "precision.compute=float16"],
-            "precision.activations=bfloat16 rounds to bfloat16 what precision.compute=float16",
+            "precision.activations=bfloat16 rounds the inputs of products to bfloat16, but precision.compute=float16",
             "Set precision.compute=bfloat16, or precision.activations=float32.",
         ),
         (
             ["precision.activations=bfloat16", "precision.compute=float32"],
-            "precision.activations=bfloat16 rounds to bfloat16 what precision.compute=float32",
+            "precision.activations=bfloat16 rounds the inputs of products to bfloat16, but precision.compute=float32",
             "Set precision.compute=bfloat16, or precision.activations=float32.",
         ),
         (
