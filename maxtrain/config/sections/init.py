@@ -101,6 +101,5 @@ def std_problems(init: InitConfig) -> Iterator[str]:
     """A distribution without the deviation that it needs."""
     if init.name in WITH_STD and init.std is None:
         yield (
-            f"init.name={init.name} needs init.std=null to be a number. "
-            "Set init.std=0.02, for example."
+            f"init.name={init.name} needs init.std, which is null. Set init.std=0.02, for example."
         )

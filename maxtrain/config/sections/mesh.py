@@ -65,7 +65,7 @@ def axis_problems(mesh: MeshConfig) -> Iterator[str]:
     free = [axis for axis, size in axes.items() if size == -1]
     if len(free) > 1:
         given = " and ".join(f"{axis}=-1" for axis in free)
-        yield f"{given}: only one axis can take what is left. Set {choices(free)} to 1."
+        yield f"{given}: only one axis may be -1. Set {choices(free)} to 1."
 
 
 def process_problems(mesh: MeshConfig) -> Iterator[str]:
