@@ -1,14 +1,15 @@
-"""How well and how fast sequences are put into groups: `pack` beside the known ways, on lognormal
-lengths.
+"""How well and how fast sequences are put into groups: `pack` compared with known algorithms, on
+lognormal lengths.
 
     python -m benchmarks.balance
 
-prints the tables of benchmarks/results/balance.md. The number of groups is the least that `pack`
-finds for all but first fit; Karmarkar-Karp and LPT know no limit of tokens, so that their groups
-may be over it. CPU seconds, medians over the sets.
+prints the tables of benchmarks/results/balance.md. Karmarkar-Karp and LPT get the number of groups
+that `pack` finds, and know no limit of tokens, so their groups may exceed it; first fit chooses its
+own number. Times are CPU seconds, medians over the sets.
 """
 
 import argparse
+import functools
 import heapq
 import math
 import time
@@ -31,11 +32,17 @@ def karmarkar_karp(costs: list[int], num_groups: int) -> Members:
         heap.append((-cost, i, sums))
     heapq.heapify(heap)
     while len(heap) > 1:
-        (_, i, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
-        both = [(a + c, x + y) for (a, x), (c, y) in zip(first, reversed(second), strict=True)]
+        _, i, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        # The largest group of one is joined with the smallest of the other.
+        both = []
+        for (cost, members), (other_cost, others) in zip(first, reversed(second), strict=True):
+            both.append((cost + other_cost, members + others))
         both.sort(key=lambda group: -group[0])
-        heapq.heappush(heap, (both[-1][0] - both[0][0], i, both))
-    return [members for _, members in heap[0][2]]
+        difference = both[0][0] - both[-1][0]
+        heapq.heappush(heap, (-difference, i, both))
+    _, _, groups = heap[0]
+    return [members for _, members in groups]
 
 
 def longest_first(costs: list[int], num_groups: int) -> Members:
@@ -64,44 +71,54 @@ def first_fit(lengths: list[int], max_tokens: int) -> Members:
     return groups
 
 
+def packed(lengths: np.ndarray, max_tokens: int, cost: tuple[float, float]) -> Members:
+    """Groups as `pack` makes them."""
+    groups = pack(lengths, max_tokens, cost=cost)
+    return [group.tolist() for group in groups.of_shard(0)]
+
+
 def measure(
     count: int, sets: int, mean: float, max_tokens: int, cost: tuple[float, float], slow: bool
 ) -> list[str]:
-    """One row of the table for each way: name, worst spread, groups over the bound, fullest group,
-    seconds."""
+    """One row of the table for each algorithm.
+
+    Args:
+        count: lengths in a set.
+        sets: how many sets are drawn.
+        mean: of the logarithm of a length.
+        max_tokens: of a group.
+        cost: of a token, and of the square of a length.
+        slow: whether the slow algorithms are measured, too.
+    """
     rows: dict[str, list[tuple[float, int, float, float]]] = {}
+    linear, quadratic = cost
     for seed in range(sets):
-        lengths = (
-            np.random.default_rng(seed).lognormal(mean, 1.0, count).astype(np.int64).clip(1, CAP)
-        )
-        costs = cost[0] * lengths + cost[1] * lengths.astype(float) ** 2
-        bound, whole, listed = (
-            math.ceil(lengths.sum() / max_tokens),
-            np.rint(costs).astype(int).tolist(),
-            lengths.tolist(),
-        )
-
-        def ours(lengths: np.ndarray = lengths) -> Members:
-            groups = pack(lengths, max_tokens, cost=cost)
-            return [g.tolist() for g in groups.of_shard(0)]
-
-        number = len(ours())
-        ways: dict[str, Callable[[], Members]] = {"`pack`": ours}
-        ways["LPT"] = lambda whole=whole, number=number: longest_first(whole, number)
+        drawn = np.random.default_rng(seed).lognormal(mean, 1.0, count)
+        lengths = drawn.astype(np.int64).clip(1, CAP)
+        costs = linear * lengths + quadratic * lengths.astype(float) ** 2
+        bound = math.ceil(lengths.sum() / max_tokens)
+        whole_costs = np.rint(costs).astype(int).tolist()
+        number = len(packed(lengths, max_tokens, cost))
+        algorithms: dict[str, Callable[[], Members]] = {
+            "`pack`": functools.partial(packed, lengths, max_tokens, cost),
+            "LPT": functools.partial(longest_first, whole_costs, number),
+        }
         if slow:
-            ways["Karmarkar-Karp"] = lambda whole=whole, number=number: karmarkar_karp(
-                whole, number
-            )
-            ways["first fit, longest first"] = lambda listed=listed: first_fit(listed, max_tokens)
-        for name, way in ways.items():
+            algorithms |= {
+                "Karmarkar-Karp": functools.partial(karmarkar_karp, whole_costs, number),
+                "first fit, longest first": functools.partial(
+                    first_fit, lengths.tolist(), max_tokens
+                ),
+            }
+        for name, algorithm in algorithms.items():
             start = time.process_time()
-            groups = way()
+            groups = algorithm()
             seconds = time.process_time() - start
-            spent, used = ([float(x[g].sum()) for g in groups] for x in (costs, lengths))
+            spent = [float(costs[group].sum()) for group in groups]
+            fullest = max(float(lengths[group].sum()) for group in groups) / max_tokens
             spread = (max(spent) - min(spent)) / np.mean(spent)
-            rows.setdefault(name, []).append(
-                (spread, len(groups) - bound, max(used) / max_tokens, seconds)
-            )
+            row = (spread, len(groups) - bound, fullest, seconds)
+            rows.setdefault(name, []).append(row)
     lines = []
     for name, results in rows.items():
         spread, over, fullest, seconds = np.array(results).T
@@ -120,7 +137,10 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    head = "| way | spread, median | worst | groups over the bound | fullest group | CPU seconds |\n|---|--:|--:|--:|--:|--:|"
+    head = (
+        "| way | spread, median | worst | groups over the bound | fullest group | CPU seconds |\n"
+        "|---|--:|--:|--:|--:|--:|"
+    )
     square = (1.0, 1 / 4096)
     for count, sets, mean, room, cost in (
         (256, 30, 6.5, CAP, (1.0, 0.0)),
@@ -129,10 +149,11 @@ def main() -> None:
         (100_000, 1, 6.5, CAP, (1.0, 0.0)),
         (100_000, 1, 6.5, 4 * CAP, square),
     ):
-        costs = "n" if cost[1] == 0 else "n + n²/4,096"
-        print(
-            f"\n{sets} x {count:,} lengths, lognormal({mean}, 1) up to {CAP:,}; max_tokens={room:,}, cost {costs}\n\n{head}"
-        )
+        formula = "n + n²/4,096"
+        if cost != square:
+            formula = "n"
+        drawn = f"{sets} x {count:,} lengths, lognormal({mean}, 1) up to {CAP:,}"
+        print(f"\n{drawn}; max_tokens={room:,}, cost {formula}\n\n{head}")
         print("\n".join(measure(count, sets, mean, room, cost, slow=count <= 256)), flush=True)
 
 

@@ -1,5 +1,5 @@
-"""Saving and restoring beside the disk's own speed, with and without checks, in turns; and flipped
-bits: how many are silent.
+"""How fast checkpoints are saved and restored, compared with the disk's own speed, with checks and
+without; and how many damaged files are not noticed.
 
     python -m benchmarks.checkpoint [--mib 1024] [--rounds 3] [--pairs 20] [--flips 1000]
     [--directory DIR]
@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -33,15 +34,40 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 
+# Bytes that are read or written at a time.
+CHUNK = 8 << 20
+
+
+def no_digests(tree: dict[str, Any]) -> jax.Array:
+    """As if digests were known, without reading an array."""
+    return jnp.zeros((len(tree), 2), jnp.uint32)
+
+
+def no_crc32(*args: Any) -> int:
+    """As if checksums were known, without reading a byte."""
+    return 0
+
+
+def no_damage(*args: Any) -> str:
+    """As if all checksums were right."""
+    return ""
+
+
+def nothing_plain(*args: Any) -> tuple[None, str]:
+    """As if no array could be read without Orbax."""
+    return None, ""
+
 
 def sizes_only(path: Path, names: list[str]) -> Files:
     return {name: {"bytes": (path / name).stat().st_size, "crc32": []} for name in names}
 
 
 def forget(path: Path) -> None:
-    """Has the kernel drop what it keeps in memory of the files below a directory, so that they are
-    read from the disk."""
-    for file in [file for file in path.rglob("*") if file.is_file()]:
+    """Empties the kernel's cache of the files below a directory, so that the next read comes from
+    the disk."""
+    for file in path.rglob("*"):
+        if not file.is_file():
+            continue
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -50,19 +76,26 @@ def forget(path: Path) -> None:
 def write_one(path: Path, content: memoryview) -> None:
     """One large sequential write, on the disk when it returns."""
     with path.open("wb", buffering=0) as file:
-        for start in range(0, len(content), 8 << 20):
-            file.write(content[start : start + (8 << 20)])
+        for start in range(0, len(content), CHUNK):
+            file.write(content[start : start + CHUNK])
         os.fsync(file.fileno())
 
 
-def read_one(path: Path, into: memoryview | None) -> None:
-    """One large sequential read, to a buffer that is used again (None), or to memory of that
-    size."""
-    again = memoryview(bytearray(8 << 20))
+def read_in_chunks(path: Path) -> None:
+    """One large sequential read, into a small buffer that is used again and again."""
+    buffer = memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
-        at = 0
-        while count := file.readinto(again if into is None else into[at : at + (8 << 20)]):
-            at += count
+        while file.readinto(buffer):
+            pass
+
+
+def read_whole(path: Path, num_bytes: int) -> None:
+    """One large sequential read, into new memory for the whole file."""
+    content = memoryview(bytearray(num_bytes))
+    position = 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(content[position : position + CHUNK]):
+            position += count
 
 
 @contextlib.contextmanager
@@ -70,9 +103,9 @@ def without_checks() -> Iterator[None]:
     """Nothing is hashed or compared."""
     patches = [
         (manager, "hash_files", sizes_only),
-        (manager, "digests", lambda tree: jnp.zeros((len(tree), 2), jnp.uint32)),
-        (plain, "crc32", lambda *args: 0),
-        (plain, "describe_damage", lambda *args: ""),
+        (manager, "digests", no_digests),
+        (plain, "crc32", no_crc32),
+        (plain, "describe_damage", no_damage),
     ]
     with contextlib.ExitStack() as stack:
         for module, name, value in patches:
@@ -83,18 +116,18 @@ def without_checks() -> Iterator[None]:
 @contextlib.contextmanager
 def by_orbax() -> Iterator[None]:
     """Files are hashed first, and then read by Orbax."""
-    with mock.patch.object(manager, "read_plain", lambda *args: (None, "")):
+    with mock.patch.object(manager, "read_plain", nothing_plain):
         yield
 
 
 def make_state(mib: int) -> dict[str, jax.Array]:
-    return {
-        f"w{i:02d}": jax.random.normal(jax.random.key(i), (mib // 16 << 8, 1024)) for i in range(16)
-    }
+    """Sixteen matrices of random values, of so many MiB together."""
+    shape = (mib // 16 << 8, 1024)
+    return {f"w{i:02d}": jax.random.normal(jax.random.key(i), shape) for i in range(16)}
 
 
 class Times:
-    """Seconds, and those of the processors, of everything that is done more than once."""
+    """Wall seconds and processor seconds of jobs that are done more than once."""
 
     def __init__(self) -> None:
         self.all: dict[str, list[tuple[float, float]]] = {}
@@ -102,23 +135,32 @@ class Times:
     def note(self, what: str, job: Callable[[], object], cold: Path | None = None) -> None:
         if cold:
             forget(cold)
-        begin, cpu = time.perf_counter(), time.process_time()
+        begin = time.perf_counter()
+        cpu_begin = time.process_time()
         jax.block_until_ready(job())
-        self.all.setdefault(what, []).append(
-            (time.perf_counter() - begin, time.process_time() - cpu)
-        )
-        print(f"{what}: {self.all[what][-1][0]:.2f} s", file=sys.stderr, flush=True)
+        wall = time.perf_counter() - begin
+        cpu = time.process_time() - cpu_begin
+        self.all.setdefault(what, []).append((wall, cpu))
+        print(f"{what}: {wall:.2f} s", file=sys.stderr, flush=True)
 
     def table(self, mib: int) -> Iterator[str]:
-        yield "| what | times | s, median | quarter below | least | GB/s | s of processors |\n|:--|--:|--:|--:|--:|--:|--:|"
+        """Lines of Markdown; each job moved `mib` MiB."""
+        yield "| what | times | s, median | quarter below | least | GB/s | s of processors |"
+        yield "|:--|--:|--:|--:|--:|--:|--:|"
         for what, times in self.all.items():
-            walls, cpu = (
-                sorted(wall for wall, _ in times),
-                statistics.median(cpu for _, cpu in times),
-            )
-            wall, quarter, least = statistics.median(walls), walls[len(walls) // 4], walls[0]
-            speed = mib / 1024 * 1.0737 / wall
-            yield f"| {what} | {len(times)} | {wall:.2f} | {quarter:.2f} | {least:.2f} | {speed:.2f} | {cpu:.2f} |"
+            walls = sorted(wall for wall, _ in times)
+            median = statistics.median(walls)
+            speed = mib / 1024 * 1.0737 / median
+            cells = [
+                what,
+                str(len(times)),
+                f"{median:.2f}",
+                f"{walls[len(walls) // 4]:.2f}",
+                f"{walls[0]:.2f}",
+                f"{speed:.2f}",
+                f"{statistics.median(cpu for _, cpu in times):.2f}",
+            ]
+            yield f"| {' | '.join(cells)} |"
 
 
 def costs(directory: Path, mib: int, rounds: int) -> None:
@@ -131,12 +173,11 @@ def costs(directory: Path, mib: int, rounds: int) -> None:
         directory.with_name("packed"), CheckpointConfig(asynchronous=False, keep=1)
     )
     packed._orbax.close()
-    packed._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())  # compressed, in few files
+    # Compressed, in few files.
+    packed._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
     times = Times()
-    one, restore = (
-        directory.with_name("one") / "file",
-        functools.partial(checkpoints.restore, state),
-    )
+    restore = functools.partial(checkpoints.restore, state)
+    one = directory.with_name("one") / "file"
     one.parent.mkdir()
     for number in range(rounds):
         times.note("one sequential write, fsync", functools.partial(write_one, one, content))
@@ -149,11 +190,14 @@ def costs(directory: Path, mib: int, rounds: int) -> None:
         times.note("save as before, compressed", functools.partial(packed.save, number, state, {}))
         times.note(
             "one sequential read, 8 MiB at a time",
-            functools.partial(read_one, one, None),
+            functools.partial(read_in_chunks, one),
             one.parent,
         )
-        fresh = "one sequential read, to memory of that size"
-        times.note(fresh, lambda: read_one(one, memoryview(bytearray(mib << 20))), one.parent)
+        times.note(
+            "one sequential read, to memory of that size",
+            functools.partial(read_whole, one, mib << 20),
+            one.parent,
+        )
         times.note("restore", restore, directory)
         with by_orbax():
             times.note("restore by Orbax", restore, directory)
@@ -169,17 +213,26 @@ def costs(directory: Path, mib: int, rounds: int) -> None:
 
 
 def checks(directory: Path, mib: int, pairs: int) -> None:
-    """Each job with checks and without in turns, and nothing else between them: the first pair
-    warms up."""
-    state, times = make_state(mib), Times()
+    """Each job with checks and without in turns, and nothing else between them.
+
+    The first pair warms up, and is not counted.
+    """
+    state = make_state(mib)
+    times = Times()
     for job in ("save", "asynchronous save", "restore"):
         config = CheckpointConfig(asynchronous=job == "asynchronous save", keep=1)
         places = [Checkpoints(directory / f"{what}-{job}", config) for what in ("bare", "checked")]
         for number in range(1 + pairs):
-            noted = times if number else Times()
+            noted = times
+            if number == 0:
+                noted = Times()
+            # With checks is turn 1; which comes first changes from pair to pair.
             for turn in (number % 2, 1 - number % 2):
-                checkpoints, what = places[turn], f"{job} {('without', 'with')[turn]} checks"
-                with contextlib.nullcontext() if turn else without_checks():
+                checkpoints = places[turn]
+                what = f"{job} {('without', 'with')[turn]} checks"
+                with contextlib.ExitStack() as patches:
+                    if turn == 0:
+                        patches.enter_context(without_checks())
                     if job != "restore" or not number:
                         noted.note(what, functools.partial(checkpoints.save, number, state, {}))
                         checkpoints.wait()
@@ -194,7 +247,9 @@ def checks(directory: Path, mib: int, pairs: int) -> None:
 
 def damage(directory: Path, count: int) -> None:
     """Flips, truncations and removals of one file at a time."""
-    rng, told = random.Random(1), {"flipped bit": [0, 0], "truncated": [0, 0], "removed": [0, 0]}
+    rng = random.Random(1)
+    # Trials, and how many of them were noticed.
+    told = {"flipped bit": [0, 0], "truncated": [0, 0], "removed": [0, 0]}
     state = {
         "w": jax.random.normal(jax.random.key(0), (64, 96)),
         "zeros": jnp.zeros((256, 64)),
@@ -202,23 +257,26 @@ def damage(directory: Path, count: int) -> None:
     }
     checkpoints = Checkpoints(directory, CheckpointConfig(asynchronous=False))
     checkpoints.save(1, state, {"cursor": list(range(50))})
-    files = sorted(
-        file
-        for file in (directory / "00000001").rglob("*")
-        if file.is_file() and file.stat().st_size
-    )
+    files = []
+    for file in sorted((directory / "00000001").rglob("*")):
+        if file.is_file() and file.stat().st_size > 0:
+            files.append(file)
     sizes = [file.stat().st_size for file in files]
     for number in range(count):
         for what, tally in told.items():
             if what != "flipped bit" and number >= count // 5:
                 continue
-            file = rng.choice(files) if number % 2 else rng.choices(files, sizes)[0]
+            # Any file, or any byte: else small files, or large ones, are hardly ever hit.
+            if number % 2 == 1:
+                file = rng.choice(files)
+            else:
+                file = rng.choices(files, sizes)[0]
             whole = file.read_bytes()
             at = rng.randrange(len(whole))
             if what == "flipped bit":
-                file.write_bytes(
-                    whole[:at] + bytes([whole[at] ^ 1 << rng.randrange(8)]) + whole[at + 1 :]
-                )
+                flipped = bytearray(whole)
+                flipped[at] ^= 1 << rng.randrange(8)
+                file.write_bytes(flipped)
             elif what == "truncated":
                 os.truncate(file, at)
             else:
@@ -234,9 +292,10 @@ def damage(directory: Path, count: int) -> None:
     print("\n| damage | trials | noticed | silent | 95 % upper bound |\n|:--|--:|--:|--:|--:|")
     for what, (trials, noticed) in told.items():
         silent = trials - noticed
-        print(
-            f"| {what} | {trials:,} | {noticed:,} | {silent} | {f'{3 / trials:.2%}' if not silent else ''} |"
-        )
+        bound = ""
+        if silent == 0:
+            bound = f"{3 / trials:.2%}"
+        print(f"| {what} | {trials:,} | {noticed:,} | {silent} | {bound} |")
 
 
 def main() -> int:
@@ -256,9 +315,8 @@ def main() -> int:
         "--directory", help="where to write (default: the system's temporary directory)"
     )
     asked = parser.parse_args()
-    print(
-        f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, jax {jax.__version__}; {asked.mib:,} MiB\n"
-    )
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f}, jax {jax.__version__}; {asked.mib:,} MiB\n")
     with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
         if asked.rounds:
             costs(Path(folder, "costs"), asked.mib, asked.rounds)

@@ -14,7 +14,6 @@ observe.layer_norms_interval=100 are; the bare step has no norm of the weights e
 
 import argparse
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -45,7 +44,8 @@ STEPS = ("bare", "finite", "watched", "recorded", "norms_due", "norms_not_due")
 
 def _no_judge(watch: Any, *_: Any) -> Verdict:
     """A verdict that nothing has to be computed for."""
-    no, zeros = jnp.zeros((), bool), jnp.zeros(3)
+    no = jnp.zeros((), bool)
+    zeros = jnp.zeros(3)
     found = jnp.zeros(len(ANOMALIES), bool)
     metrics = {
         "found": found,
@@ -112,15 +112,20 @@ def measure(steps: int) -> list[tuple[str, float, float]]:
             is_step = name in STEPS
             seconds[name].append(call() if is_step else _seconds(call))
         print(f"step {step + 1} of {steps + 2}", file=sys.stderr)
-    step, looked, watch = (np.array(seconds[name][2:]) for name in ("bare", "finite", "watched"))
-    digest, guard, copies, again = (
-        statistics.median(seconds[name][2:]) for name in ("digests", "guard", "copies", "again")
-    )
+    # The first two of each warm up.
+    counted = {name: np.array(found[2:]) for name, found in seconds.items()}
+    step = counted["bare"]
+    looked = counted["finite"]
+    watch = counted["watched"]
+    recorded_step = counted["recorded"]
+    due = counted["norms_due"]
+    not_due = counted["norms_not_due"]
     base = float(np.median(step))
-    recorded_step, due, not_due = (
-        np.array(seconds[name][2:]) for name in ("recorded", "norms_due", "norms_not_due")
-    )
-    memory = statistics.median(seconds["memory"][2:])
+    memory = float(np.median(counted["memory"]))
+    digest = float(np.median(counted["digests"]))
+    guard = float(np.median(counted["guard"]))
+    copies = float(np.median(counted["copies"]))
+    again = float(np.median(counted["again"]))
     waits = float(np.median(not_due / recorded_step)) - 1
     takes = float(np.median(due / recorded_step)) - 1
     return [

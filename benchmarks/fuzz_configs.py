@@ -1,25 +1,27 @@
-"""Random configs, each trained for two steps with evaluation, saves and a resume, or refused with a
-mend.
+"""Random configs: each must train for two steps, with evaluation, saves and a resume, or be refused
+with advice on what to change.
 
     python -m benchmarks.fuzz_configs [--trials 300] [--seed 1] [--first 0] [--folder DIR]
 
-A trial draws values for some keys, most of them usual and some at the very ends of their ranges.
-What the checks refuse must be refused with a mend; what they name is then taken out, until the
-config is accepted or nothing is left to take out.
+A trial draws values for some keys, most of them usual, some at the ends of their ranges. If the
+checks refuse the config, their message must say what to change. The key that they name is then
+removed, until the config is accepted, or none of the keys is left to remove.
 
-An accepted one trains two steps or so, with a checkpoint after each. Then the last checkpoint is
-removed, and the same command must come to the same numbers and the same arrays, bit for bit. It may
-also end with a message (a model that diverges, a document that is longer than a row), but never
-with a traceback, by a signal or not at all.
+An accepted config trains for about two steps, with a checkpoint after each. Then the last
+checkpoint is removed, and the same command must end with the same numbers and arrays, bit for bit.
+A run may also end with a message (the model diverges, a document is longer than a row), but never
+with a traceback or by a signal, and it must not hang.
 
-Exit code 1: something was found; its log and the command are named.
+The exit code is 1 if something was found; its log and the command are then named.
 """
 
 import argparse
 import collections
 import dataclasses
+import functools
 import random
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -58,17 +60,23 @@ CHANGES = {
     },
     "mesh": {"data": 2, "fsdp": 4, "simulated_devices": DEVICES},
 }
+# How advice begins.
 MEND = re.compile(
-    r"(Set|Add|Keep|Write|Leave|Did you mean|Remove|Correct|Give|Use|Lower|Raise|Prepare|Install|Look|Mend|Put)\b"
+    r"(Set|Add|Keep|Write|Leave|Did you mean|Remove|Correct|Give|Use|Lower|Raise|Prepare|Install"
+    r"|Look|Mend|Put)\b"
 )
-# Where a run is and who is in it, what ends it early, what only waits, and what needs a teacher.
+# Keys that no trial draws: of folders and processes, of what ends a run early or only waits, and of
+# what needs a teacher.
 NOT_DRAWN = re.compile(
-    r"run_name|output_dir|steps|checkpoint_interval|log_interval|.*\.path|data\.(cache|cache_bytes|accept_changes|workers)"
-    r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes|connect_seconds|heartbeat_seconds)"
-    r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)|observe\..*|objective|distill\..*|watchdog\..*|.*\.NAME\.?.*"
+    r"run_name|output_dir|steps|checkpoint_interval|log_interval|.*\.path"
+    r"|data\.(cache|cache_bytes|accept_changes|workers)"
+    r"|mesh\.(platform|simulated_devices|coordinator|num_processes|process_id|min_processes"
+    r"|connect_seconds|heartbeat_seconds)"
+    r"|checkpoint\.(copy_to|init_from|init_partial|minutes|grace_seconds)"
+    r"|observe\..*|objective|distill\..*|watchdog\..*|.*\.NAME\.?.*"
 )
-# Values of keys whose range says too little about what is usual; the others have the ends of their
-# range and some in between.
+# Values of keys whose range says too little about what is usual. Other keys get the ends of their
+# range, and some values between them.
 HINTS: dict[str, Sequence[str]] = {
     "seed": ["0", "1", "4294967295"],
     "eval_interval": ["0", "1", "2", "3"],
@@ -137,16 +145,22 @@ HINTS: dict[str, Sequence[str]] = {
     "mesh.tensor": ["1", "2", "4", "8", "-1"],
     "checkpoint.keep": ["1", "2", "3"],
 }
-FOREIGN = {
-    "model.attention": ["cudnn", "flash"]
-}  # values that need another device than this machine has
-# Drawn together, so that what belongs together is tried together more often than chance would.
+# Values that need a device that this machine does not have.
+FOREIGN = {"model.attention": ["cudnn", "flash"]}
+# Keys that belong together, and are drawn together more often than by chance.
 THEMES: Sequence[Sequence[str]] = (
     ("mesh.data=-1", "mesh.fsdp=1", "optimizer.zero=1"),
     ("mesh.data=4", "mesh.fsdp=2", "optimizer.zero=2"),
     ("mesh.data=8", "mesh.fsdp=1", "optimizer.zero=3"),
     ("mesh.tensor=2", "mesh.fsdp=2", "mesh.data=2", "model.vocab_size=264"),
-    ("mesh.tensor=8", "mesh.fsdp=1", "mesh.data=1", "model.vocab_size=264", "model.num_heads=8", "model.num_kv_heads=8"),
+    (
+        "mesh.tensor=8",
+        "mesh.fsdp=1",
+        "mesh.data=1",
+        "model.vocab_size=264",
+        "model.num_heads=8",
+        "model.num_kv_heads=8",
+    ),
     ("precision.params=bfloat16", "optimizer.stochastic_rounding=true"),
     ("precision.activations=bfloat16", "model.remat=dots_no_batch"),
     ("precision.compute=float16", "loss_scale.mode=dynamic", "loss_scale.initial=1024"),
@@ -156,7 +170,12 @@ THEMES: Sequence[Sequence[str]] = (
     ("data.packing=bins", "data.on_long=truncate"),
     ("data.packing=pad", "data.on_long=truncate"),
     ("data.packing=balanced", "data.on_long=truncate", "data.balance_rows=8"),
-    ("data.packing=balanced", "data.on_long=skip", "data.balance_rows=8", "optimizer.normalize=sequences"),
+    (
+        "data.packing=balanced",
+        "data.on_long=skip",
+        "data.balance_rows=8",
+        "optimizer.normalize=sequences",
+    ),
     ("data.packing=bins", "data.on_long=truncate", "optimizer.normalize=sequences"),
     ("optimizer.name=muon",),
     ("optimizer.name=adafactor",),
@@ -164,10 +183,22 @@ THEMES: Sequence[Sequence[str]] = (
     ("init.name=normal", "init.std=0.02"),
     ("init.mup_base_width=8", "init.mup_base_depth=2", "init.mup_base_head_dim=4"),
     ("loss.adversarial=1", "loss.adversarial_steps=2"),
-    ("loss.by_source=true", "data.sources.more.path={folder}/more/data/train", "data.sources.more.weight=0.5"),
-    ("schedule.name=pieces", "schedule.pieces=[{until: 0.5, unit: fraction}, {start: 1}]", "schedule.warmup_steps=0"),
+    (
+        "loss.by_source=true",
+        "data.sources.more.path={folder}/more/data/train",
+        "data.sources.more.weight=0.5",
+    ),
+    (
+        "schedule.name=pieces",
+        "schedule.pieces=[{until: 0.5, unit: fraction}, {start: 1}]",
+        "schedule.warmup_steps=0",
+    ),
     ("model.attention=eager", "regularization.attention_dropout=0.1"),
-    ("regularization.residual_dropout=0.1", "regularization.embedding_noise=5", "regularization.stochastic_depth=0.5"),
+    (
+        "regularization.residual_dropout=0.1",
+        "regularization.embedding_noise=5",
+        "regularization.stochastic_depth=0.5",
+    ),
     ("data.corruption.rate=0.3", "data.corruption.span=3"),
     ("anomaly.loss_spike=rollback", "anomaly.min_steps=4", "anomaly.window=4"),
     ("checkpoint.asynchronous=false",),
@@ -178,7 +209,12 @@ THEMES: Sequence[Sequence[str]] = (
     ("model.scan_layers=false", "model.remat=dots"),
     ("data.workers=1",),
     ("steps=auto", "data.sources.text.epochs=0.1"),
-    ("steps=auto", "data.sources.text.epochs=0.05", "data.on_exhausted=repeat", "data.stages=[{until: 3}]"),
+    (
+        "steps=auto",
+        "data.sources.text.epochs=0.05",
+        "data.on_exhausted=repeat",
+        "data.stages=[{until: 3}]",
+    ),
     ("steps=1",),
     ("steps=3", "checkpoint_interval=2", "eval.sets.heldout.interval=1"),
     ("checkpoint_interval=0",),
@@ -189,9 +225,13 @@ THEMES: Sequence[Sequence[str]] = (
     ("eval.sets.heldout.interval=0",),
     ("eval.sets.again.path={folder}/data/eval", "eval.sets.again.interval=1"),
     ("data.sources.more.path={folder}/more/data/train", "data.sources.text.weight=1e-37"),
-    ("data.sources.more.path={folder}/more/data/train", "data.sources.more.weight=3e38", "data.on_exhausted=error"),
+    (
+        "data.sources.more.path={folder}/more/data/train",
+        "data.sources.more.weight=3e38",
+        "data.on_exhausted=error",
+    ),
     ("observe.prompts=[the, of]",),
-)  # fmt: skip
+)
 
 
 class Key(NamedTuple):
@@ -202,13 +242,15 @@ class Key(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a trial: trained, ended (with a message), refused (after all), or found (a bug,
-    in words)."""
+    """What came of a trial."""
 
+    # "ended": with a message. "refused": nothing was left to remove. "found": a bug.
     kind: Literal["trained", "ended", "refused", "found"]
+    # The message, or the bug in words.
     words: str
     overrides: Sequence[str]
-    refusals: int  # how often the checks refused it before
+    # How often the checks refused the config before.
+    refusals: int
 
 
 def drawn_keys(section: Any = None, prefix: str = "") -> list[Key]:
@@ -224,30 +266,39 @@ def drawn_keys(section: Any = None, prefix: str = "") -> list[Key]:
 
 
 def _values(path: str, field: Any) -> list[str]:
-    """Values of a key without a hint: all of a choice; of a number the ends of its range, the
-    default and some in between."""
+    """Values of a key without a hint: every choice; of a number the ends of its range, the default
+    and some between."""
     options = [*typing.get_args(field.type)] or [field.type]
-    limits = field.metadata
     values = []
     for option in options:
-        if typing.get_origin(option) is Literal or isinstance(option, str):
-            values += [option] if isinstance(option, str) else typing.get_args(option)
+        if isinstance(option, str):
+            values.append(option)
+        elif typing.get_origin(option) is Literal:
+            values += typing.get_args(option)
         elif option is bool:
             values += ["true", "false"]
         elif option is type(None):
             values.append("null")
         elif option is int:
-            low = limits["low"] if limits["low"] is not None else 0
-            high = limits["high"] if limits["high"] is not None else 2**31 - 1
+            low, high = _limits(field, 0, 2**31 - 1)
             values += [str(n) for n in (low, low + 1, 2, 3, 5, high) if low <= n <= high]
         elif option is float:
-            least = limits["low"] if limits["low"] is not None else 1.2e-38
-            most = limits["high"] if limits["high"] is not None else 3.4e38
-            usual = field.default if isinstance(field.default, float) else 0.5
-            values += [
-                str(x) for x in (least, usual, usual, 0.1, 0.5, 0.9, most) if least <= x <= most
-            ]
+            low, high = _limits(field, 1.2e-38, 3.4e38)
+            default = 0.5
+            if isinstance(field.default, float):
+                default = field.default
+            usual = (low, default, default, 0.1, 0.5, 0.9, high)
+            values += [str(x) for x in usual if low <= x <= high]
     return [value for value in dict.fromkeys(values) if value not in FOREIGN.get(path, ())]
+
+
+def _limits(field: Any, low: float, high: float) -> tuple[Any, Any]:
+    """The range of a key, with these ends where it has none of its own."""
+    if field.metadata["low"] is not None:
+        low = field.metadata["low"]
+    if field.metadata["high"] is not None:
+        high = field.metadata["high"]
+    return low, high
 
 
 def draw(rng: random.Random, folder: Path) -> list[str]:
@@ -264,11 +315,14 @@ def draw(rng: random.Random, folder: Path) -> list[str]:
 
 
 def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] | None, int]:
-    """Overrides without those that the checks refuse; None: nothing is left to take out. And how
-    often they refused.
+    """Removes what the checks refuse, until they accept the rest.
+
+    Returns:
+        The overrides that are left, or None if none of them is to blame; and the number of
+        refusals.
 
     Raises:
-        AssertionError: a refusal without a mend.
+        AssertionError: a refusal does not say what to change.
     """
     left = list(overrides)
     for refusals in range(20):
@@ -279,15 +333,17 @@ def accepted(words: Sequence[str], overrides: Sequence[str]) -> tuple[list[str] 
             for problem in error.problems:
                 assert MEND.search(problem.partition(". ")[2] or problem), f"no mend: {problem}"
             text = "\n".join(error.problems)
-            named = [
-                o
-                for o in left
-                if re.search(rf"(?<![\w.]){re.escape(o.partition('=')[0])}(?![\w])", text)
-            ]
+            named = [override for override in left if _is_named(override, text)]
             if not named:
                 return None, refusals + 1
             left.remove(named[-1])
     return None, 20
+
+
+def _is_named(override: str, text: str) -> bool:
+    """Whether a text has the key of an override."""
+    key, _, _ = override.partition("=")
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?![\w])", text) is not None
 
 
 def trial(
@@ -297,19 +353,19 @@ def trial(
     overrides: Sequence[str],
     run: Callable[[Sequence[str]], tuple[int | str, str]],
 ) -> Outcome:
-    """Trains a config, and goes on again from the checkpoint before its last.
+    """Trains a config, and then resumes it from the checkpoint before its last.
 
     Args:
         words: of the command line that every trial has.
         runs: where the run directories are.
         name: of the run.
         overrides: what is tried.
-        run: does what the command does with such words; gives its exit code, or "hangs", and what
-            it said.
+        run: runs the command with these words; gives its exit code, or "hangs", and its output.
     """
     try:
         left, refusals = accepted(words, overrides)
-    except Exception as error:  # anything but a ConfigError is what is looked for
+    except Exception as error:
+        # Anything but a ConfigError is a bug.
         return Outcome("found", f"loading: {type(error).__name__}: {error}", overrides, 0)
     if left is None:
         return Outcome("refused", "", overrides, refusals)
@@ -318,9 +374,10 @@ def trial(
     if wrong := _wrong(code, said):
         return Outcome("found", wrong, left, refusals)
     if code:
-        return Outcome(
-            "refused" if code == 78 else "ended", f"exit {code}: {_message(said)}", left, refusals
-        )
+        kind = "ended"
+        if code == 78:
+            kind = "refused"
+        return Outcome(kind, f"exit {code}: {_message(said)}", left, refusals)
     folder = runs / name
     first = folder.with_name(f"{name}-first")
     shutil.copytree(folder, first)
@@ -351,7 +408,7 @@ def trial(
 
 
 def _wrong(code: int | str, said: str) -> str:
-    """What is wrong with how a command ended, if anything is."""
+    """What is wrong with how a command ended; empty: nothing."""
     if "Traceback" in said:
         return f"a traceback: {said.strip().splitlines()[-1][:300]}"
     if code not in (0, 65, 70, 78):
@@ -363,7 +420,10 @@ def _wrong(code: int | str, said: str) -> str:
 
 def _message(said: str) -> str:
     """The error that a command ends with."""
-    return said[said.rfind("error:") :].strip()[:600] if "error:" in said else said.strip()[-300:]
+    _, found, message = said.rpartition("error:")
+    if not found:
+        return message.strip()[-300:]
+    return f"{found}{message}".strip()[:600]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -384,37 +444,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         begin = time.monotonic()
         name = f"{options.seed}-{number}"
         overrides = draw(random.Random(name), folder)
-        outcome = trial(
-            scene.words(name)[:1],
-            scene.runs,
-            name,
-            overrides,
-            lambda words, name=name: _forked(scene, name, words),
-        )
+        run = functools.partial(_forked, scene, name)
+        outcome = trial([f"config={scene.config}"], scene.runs, name, overrides, run)
         counts[outcome.kind] += 1
         counts["refused first"] += bool(outcome.refusals)
         seconds = time.monotonic() - begin
         print(f"{name}: {outcome.kind} in {seconds:.0f} s {outcome.words}", flush=True)
         if outcome.kind != "trained":
-            print(
-                "   ",
-                " ".join(
-                    repr(override) if " " in override else override
-                    for override in outcome.overrides
-                ),
-                flush=True,
-            )
+            print("   ", shlex.join(outcome.overrides), flush=True)
         shutil.rmtree(folder / "cache", ignore_errors=True)
     print(", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
-    return 1 if counts["found"] else 0
+    return int(counts["found"] > 0)
 
 
 def make_scene(folder: Path) -> Scene:
     """Two sets of data, and the config that trials begin with."""
-    scene = Scene(folder, 0.006, **CHANGES)  # some documents fit into a row, some do not
-    scene.environment["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0"  # twice as many trials in the same time
-    )
+    # So little text that some documents fit into a row, and some don't.
+    scene = Scene(folder, 0.006, **CHANGES)
+    # Twice as many trials in the same time.
+    scene.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     (folder / "second").mkdir(exist_ok=True)
     if not (folder / "more").exists():
         make_data(folder / "more", 0.005)

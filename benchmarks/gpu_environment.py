@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu_environment FOLDER
 
-Writes into the virtual environment FOLDER: `needed.txt`, the packages of maxtrain and of its tests;
-`present.txt`, the versions that this Python has, which pip then leaves as they are; and a .pth file
-through which the environment sees this Python's packages. (`--system-site-packages` would show those
-of the system alone, where this Python is an environment itself.) It needs the standard library only.
+It writes three files into the virtual environment FOLDER: `needed.txt`, the packages that maxtrain
+and its tests need; `present.txt`, the versions that this Python has, so that pip keeps them; and a
+.pth file with which the environment sees this Python's packages. (If this Python is itself an
+environment, `--system-site-packages` would show only the system's packages.) It needs the standard
+library only.
 """
 
 import re

@@ -1,12 +1,12 @@
-"""Does the best learning rate stay where it is when the model gets wider? With and without muP, on
-a task made of chance.
+"""Does the best learning rate stay the same when the model gets wider? With muP and without, on a
+random task.
 
     python -m benchmarks.mup [--write] [--steps 60] [--widths 64 256]
 
-Tokens follow a random table from the two tokens before, with noise, fresh ones at every step. Two
-layers, head_dim 16, heads and mlp_dim in proportion to the width, AdamW without decay at a constant
-rate after a short warm-up; base width 64. `sweep` and `growth` are also what
-tests/models/test_mup.py looks at.
+A random table gives each token from the two tokens before it, with some noise; every step has new
+tokens. The models have two layers, head_dim 16, and heads and mlp_dim in proportion to the width.
+They are trained by AdamW without decay, at a constant rate after a short warm-up; the base width is
+64. tests/models/test_mup.py uses `sweep` and `growth`, too.
 """
 
 import argparse
@@ -41,13 +41,17 @@ from maxtrain.objectives.objective import POLICY
 from maxtrain.training.optimizer import make_optimizer
 
 RESULTS = Path(__file__).parent / "results" / "mup.md"
-BASE, VOCAB, ROWS, LENGTH = 64, 32, 8, 32
-GROWTH_WIDTHS, GROWTH_RATE, GROWTH_STEPS = (
-    (64, 128, 256, 512),
-    2.0**-9,
-    5,
-)  # before any of them has learned much
+BASE = 64
+VOCAB = 32
+ROWS = 8
+LENGTH = 32
+GROWTH_WIDTHS = (64, 128, 256, 512)
+GROWTH_RATE = 2.0**-9
+# So few that no model has learned much.
+GROWTH_STEPS = 5
 RATES = tuple(2.0**-e for e in range(10, 2, -1))
+# How a row is named, by the width of muP's base model.
+NAMES = {None: "standard", BASE: "muP"}
 EXACT = PrecisionConfig(params="float32", compute="float32")
 
 
@@ -55,9 +59,16 @@ def model_of(width: int) -> ModelConfig:
     """Two layers whose every width is in proportion."""
     heads = width // 16
     return ModelConfig(
-        vocab_size=VOCAB, num_layers=2, embed_dim=width, mlp_dim=2 * width, num_heads=heads, num_kv_heads=heads, head_dim=16,
-        max_length=LENGTH, attention="eager",
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        num_layers=2,
+        embed_dim=width,
+        mlp_dim=2 * width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=16,
+        max_length=LENGTH,
+        attention="eager",
+    )
 
 
 def make_batches(steps: int, seed: int = 0) -> dict[str, Any]:
@@ -71,10 +82,9 @@ def make_batches(steps: int, seed: int = 0) -> dict[str, Any]:
         ids[..., t] = np.where(follows, table[ids[..., t - 2], ids[..., t - 1] % 4], ids[..., t])
     ones = np.ones((steps, ROWS, LENGTH), np.int32)
     positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), ones.shape)
-    inputs, targets = (np.int32(ids[..., i : i + LENGTH]) for i in (0, 1))
     return {
-        "inputs": inputs,
-        "targets": targets,
+        "inputs": np.int32(ids[..., :-1]),
+        "targets": np.int32(ids[..., 1:]),
         "segment_ids": ones,
         "positions": positions,
         "loss_mask": np.float32(ones),
@@ -84,12 +94,24 @@ def make_batches(steps: int, seed: int = 0) -> dict[str, Any]:
 def train(
     width: int, base: int | None, rate: Array, batches: dict, seed: Array | int
 ) -> tuple[Array, Decoder, Decoder]:
-    """Loss of each step, the model before and after; to be jitted, with `rate` traced. `base`:
-    muP's width; None: no muP."""
-    config, init = model_of(width), InitConfig(mup_base_width=base)
+    """Trains a model; to be jitted, with `rate` and `seed` traced.
+
+    Args:
+        width: of the model.
+        base: the width of muP's base model; None: no muP.
+        rate: learning rate.
+        batches: [steps, ROWS, LENGTH].
+        seed: of the initial weights.
+
+    Returns:
+        Loss of each step, the model before, and the model after.
+    """
+    config = model_of(width)
+    init = InitConfig(mup_base_width=base)
     first = build_model(config, EXACT, jax.random.key(seed), init)
     graphdef, params = nnx.split(first)
-    steps, objective = len(batches["inputs"]), next_token()
+    steps = len(batches["inputs"])
+    objective = next_token()
     optimizer = make_optimizer(
         OptimizerConfig(learning_rate=1.0, weight_decay=0.0, clip_norm=None),
         ScheduleConfig(name="constant", warmup_steps=min(5, steps)),
@@ -106,10 +128,8 @@ def train(
         params, state = carry
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, state = optimizer.update(grads, state, params)
-        return (
-            optax.apply_updates(params, jax.tree.map(lambda u: u * rate, updates)),
-            state,
-        ), value
+        updates = jax.tree.map(lambda update: update * rate, updates)
+        return (optax.apply_updates(params, updates), state), value
 
     (trained, _), losses = jax.lax.scan(step, (params, optimizer.init(params)), batches)
     return losses, first, nnx.merge(graphdef, trained)
@@ -118,26 +138,32 @@ def train(
 def sweep(
     width: int, base: int | None, rates: Sequence[float], steps: int, seeds: int = 1
 ) -> np.ndarray:
-    """Mean loss of the last tenth of the steps for each learning rate, over seeds; infinite where
-    it was not finite."""
+    """The mean loss of the last tenth of the steps for each learning rate, over seeds; infinite for
+    a run that diverged."""
     batches = jax.tree.map(jnp.asarray, make_batches(steps))
-    run = jax.jit(
-        lambda rate, seed: train(width, base, rate, batches, seed)[0][-max(1, steps // 10) :].mean()
-    )
-    losses = [
-        [float(run(jnp.float32(rate), jnp.int32(seed))) for seed in range(seeds)] for rate in rates
-    ]
-    return np.nan_to_num(np.array(losses).mean(axis=1), nan=math.inf)
+    last = max(1, steps // 10)
+
+    @jax.jit
+    def run(rate: Array, seed: Array) -> Array:
+        losses, _, _ = train(width, base, rate, batches, seed)
+        return losses[-last:].mean()
+
+    found = np.zeros((len(rates), seeds))
+    for i, rate in enumerate(rates):
+        for seed in range(seeds):
+            found[i, seed] = float(run(jnp.float32(rate), jnp.int32(seed)))
+    return np.nan_to_num(found.mean(axis=1), nan=math.inf)
 
 
 def growth(width: int, base: int | None) -> tuple[float, float]:
-    """How far last hidden states and logits moved on one batch in a few steps (root mean
+    """How far the last hidden states and the logits of one batch move in a few steps (root mean
     square)."""
     batches = jax.tree.map(jnp.asarray, make_batches(GROWTH_STEPS))
 
     def moved(rate: Array) -> tuple[Array, Array]:
         _, first, last = train(width, base, rate, batches, 0)
-        before, after = (model.hidden(batches["inputs"][0]) for model in (first, last))
+        before = first.hidden(batches["inputs"][0])
+        after = last.hidden(batches["inputs"][0])
         return jnp.std(after - before), jnp.std(last.logits(after) - first.logits(before))
 
     hidden, logits = jax.jit(moved)(jnp.float32(GROWTH_RATE))
@@ -156,47 +182,42 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     begin = time.perf_counter()
-    head = (
-        "| parametrisation | width | "
-        + " | ".join(f"2^{math.log2(rate):.0f}" for rate in RATES)
-        + " |"
-    )
+    columns = " | ".join(f"2^{math.log2(rate):.0f}" for rate in RATES)
+    head = f"| parametrisation | width | {columns} |"
     lines = ["## Loss at the end, by learning rate", "", head, "|---" * (len(RATES) + 2) + "|"]
     for base in (None, BASE):
         for width in args.widths:
             losses = sweep(width, base, RATES, args.steps)
-            shown = [
-                f"**{x:.3f}**" if i == np.argmin(losses) else f"{x:.3f}"
-                for i, x in enumerate(losses)
-            ]
-            lines.append(f"| {'muP' if base else 'standard'} | {width} | {' | '.join(shown)} |")
+            shown = [f"{loss:.3f}" for loss in losses]
+            best = np.argmin(losses)
+            shown[best] = f"**{shown[best]}**"
+            lines.append(f"| {NAMES[base]} | {width} | {' | '.join(shown)} |")
             print(lines[-1], flush=True)
+    at = f"{GROWTH_STEPS} steps at 2^{math.log2(GROWTH_RATE):.0f}"
     lines += [
         "",
-        f"## How far one batch's activations move in {GROWTH_STEPS} steps at 2^{math.log2(GROWTH_RATE):.0f}",
+        f"## How far one batch's activations move in {at}",
         "",
+        "| parametrisation | width | last hidden states | logits |",
+        "|---|---|---|---|",
     ]
-    lines += ["| parametrisation | width | last hidden states | logits |", "|---|---|---|---|"]
     for base in (None, BASE):
         for width in GROWTH_WIDTHS:
             hidden, logits = growth(width, base)
-            lines.append(
-                f"| {'muP' if base else 'standard'} | {width} | {hidden:.3f} | {logits:.3f} |"
-            )
-    machine = (
-        f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, jax {jax.__version__}"
-    )
+            lines.append(f"| {NAMES[base]} | {width} | {hidden:.3f} | {logits:.3f} |")
+    python = platform.python_version()
+    machine = f"{os.cpu_count()} CPU cores, Python {python}, jax {jax.__version__}"
+    seconds = time.perf_counter() - begin
     lines += [
         "",
-        f"{machine}; {args.steps} steps, {time.perf_counter() - begin:.0f} s; the best of each row in bold.",
+        f"{machine}; {args.steps} steps, {seconds:.0f} s; the best of each row in bold.",
     ]
     text = "\n".join(lines)
     print(text)
     if args.write:
-        command = "python -m benchmarks.mup --write"
-        RESULTS.write_text(
-            f"# muP: the best learning rate at several widths\n\n`{command}`: base width {BASE}.\n\n{text}\n"
-        )
+        title = "# muP: the best learning rate at several widths"
+        command = "`python -m benchmarks.mup --write`"
+        RESULTS.write_text(f"{title}\n\n{command}: base width {BASE}.\n\n{text}\n")
     return 0
 
 

@@ -1,5 +1,5 @@
-"""What benchmarks of one core share: the command line, the core, and the head of the file of
-results."""
+"""What benchmarks of one core share: their command line, the choice of the core, and the head of
+their file of results."""
 
 import argparse
 import os
@@ -17,10 +17,15 @@ def run(
     packages: tuple[str, ...],
     runs: str,
 ) -> None:
-    """The command `python -m benchmarks.NAME [--write]`: print what `report` measures, Markdown, on
-    one core of this machine.
+    """The command `python -m benchmarks.NAME [--write]`, on one core of this machine.
 
-    `packages`: whose versions are named. `runs`: of what the figures are medians.
+    Args:
+        name: of the benchmark.
+        title: of its file of results.
+        description: for --help.
+        report: measures, and gives the result as Markdown.
+        packages: those whose versions are named in the result.
+        runs: what the figures are medians of.
     """
     results = Path(__file__).parent / "results" / f"{name}.md"
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
@@ -36,17 +41,21 @@ def run(
     if arguments.write:
         results.parent.mkdir(exist_ok=True)
         versions = ", ".join(f"{package} {version(package)}" for package in packages)
-        alone = f"{os.cpu_count()} cores with a load average of {load:.1f} before it began (above 0: not alone)"
+        alone = (
+            f"{os.cpu_count()} cores with a load average of {load:.1f} before it began "
+            "(above 0: not alone)"
+        )
         head = f"One core of {processor()}, Python {platform.python_version()}, {versions}."
         runs = f"Medians of {runs} inside one `python -m benchmarks.{name} --write`; {alone}."
         results.write_text(f"# {title}\n\n{head}\n{runs}\n\n{table}\n")
 
 
 def processor() -> str:
-    """Its name."""
+    """The name of the processor."""
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if "model name" in line),
-        platform.processor(),
-    )
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if "model name" in line:
+                _, _, name = line.partition(":")
+                return name.strip()
+    return platform.processor()

@@ -1,9 +1,11 @@
-"""`python -m benchmarks.same_numbers --write FILE`, and later `--compare FILE`: does a change of the
-code leave the numbers of training alone?
+"""Does a change of the code leave the numbers of training alone?
 
-Three steps of tiny models on eight simulated devices, in set-ups that differ in mesh, types,
-remat, kernels, optimizer and family. Of each the losses and the norms of the gradients are
-kept, exactly, and a hash of the parameters that does not depend on their names.
+    python -m benchmarks.same_numbers --write FILE      before the change
+    python -m benchmarks.same_numbers --compare FILE    after it
+
+It trains tiny models for three steps on eight simulated devices, in set-ups that differ in mesh,
+types, remat, kernels, optimizer and family. It compares losses and norms of gradients exactly, and
+a hash of the parameters that does not depend on their names.
 """
 
 import argparse
@@ -64,7 +66,8 @@ class SetUp:
     optimizer: str = "adamw"
     init: InitConfig = InitConfig()
     regularization: RegularizationConfig | None = None
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the optimizer
+    # Of the optimizer.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -177,7 +180,9 @@ def numbers_of(set_up: SetUp) -> dict[str, Any]:
 
 def main() -> int:
     """Runs the command; 0, or 1 if a number differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", type=Path, help="file for the numbers")
     parser.add_argument("--compare", type=Path, help="file with earlier numbers")
     parser.add_argument("--only", help="a part of the names of the set-ups to run")
@@ -197,7 +202,7 @@ def main() -> int:
         for name in different:
             print(f"{name}:\n  then {earlier.get(name)}\n  now  {found[name]}")
         print(f"{len(found) - len(different)} of {len(found)} set-ups are the same bit for bit")
-    return 1 if different else 0
+    return int(bool(different))
 
 
 if __name__ == "__main__":

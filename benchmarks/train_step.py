@@ -29,6 +29,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import one_core
 from maxtrain.config.schema import (
     MeshConfig,
     ModelConfig,
@@ -48,7 +49,8 @@ from maxtrain.training.state import abstract_model, abstract_state, create_state
 from maxtrain.training.step import make_train_step
 
 RESULTS = Path(__file__).parent / "results" / "train_step.md"
-ROWS, LENGTH = 8, 512
+ROWS = 8
+LENGTH = 512
 MODEL = ModelConfig(
     vocab_size=32_000,
     num_layers=8,
@@ -66,16 +68,17 @@ class Variant:
     """The step of one number format and remat policy, compiled, with its state and batch."""
 
     def __init__(self, compute: str, remat: Any, norms_interval: int = 0):
-        model, precision = dataclasses.replace(MODEL, remat=remat), PrecisionConfig(compute=compute)  # type: ignore[arg-type]
-        self.compute, self.remat = compute, remat
+        model = dataclasses.replace(MODEL, remat=remat)
+        precision = PrecisionConfig(compute=compute)  # type: ignore[arg-type]
+        self.compute = compute
+        self.remat = remat
         mesh = make_mesh(MeshConfig(data=1, fsdp=1, tensor=1), jax.devices()[:1])
         with jax.set_mesh(mesh):
             graphdef, params = abstract_model(model, precision, mesh)
-            config, shape = OptimizerConfig(), ScheduleConfig()
-            optimizer, schedule = (
-                make_optimizer(config, shape, 1000, params),
-                make_schedule(shape, config.learning_rate, 1000),
-            )
+            config = OptimizerConfig()
+            shape = ScheduleConfig()
+            optimizer = make_optimizer(config, shape, 1000, params)
+            schedule = make_schedule(shape, config.learning_rate, 1000)
             abstract = abstract_state(params, optimizer, mesh)
             self.state = create_state(abstract, model, precision, optimizer, 0)
             ids = np.random.default_rng(0).integers(0, 32_000, (ROWS, LENGTH + 1)).astype(np.int32)
@@ -116,28 +119,35 @@ def processor() -> str:
     device = jax.devices()[0]
     if device.platform != "cpu":
         return device.device_kind
+    cores = f"{len(os.sched_getaffinity(0))} cores"
     info = Path("/proc/cpuinfo")
-    text = info.read_text() if info.exists() else ""
-    found = re.search(r"model name\s*: (.+)", text)
-    amx = ", AMX" if "amx_bf16" in text else ""
-    return (
-        f"{found[1] if found else platform.processor()}, {len(os.sched_getaffinity(0))} cores{amx}"
-    )
+    if info.exists() and "amx_bf16" in info.read_text():
+        cores += ", AMX"
+    return f"{one_core.processor()}, {cores}"
 
 
 def table(variants: list[Variant], peaks: dict[str, float]) -> str:
     """Markdown, a row a variant."""
     flops = token_flops(MODEL, LENGTH).causal * ROWS * LENGTH
     lines = [
-        "| inputs | remat | ms/step | tokens/s | GFLOP/s | share of matmul rate | compile s | temporary MiB |",
+        "| inputs | remat | ms/step | tokens/s | GFLOP/s | share of matmul rate | compile s "
+        "| temporary MiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for v in variants:
-        s = statistics.median(v.seconds)
-        lines.append(
-            f"| {v.compute} | {v.remat} | {s * 1e3:,.0f} | {ROWS * LENGTH / s:,.0f} | {flops / s / 1e9:,.0f} | "
-            f"{flops / s / peaks[v.compute]:.0%} | {v.compile_seconds:.1f} | {v.temp_bytes >> 20:,} |"
-        )
+    for variant in variants:
+        seconds = statistics.median(variant.seconds)
+        rate = flops / seconds
+        cells = [
+            variant.compute,
+            variant.remat,
+            f"{seconds * 1e3:,.0f}",
+            f"{ROWS * LENGTH / seconds:,.0f}",
+            f"{rate / 1e9:,.0f}",
+            f"{rate / peaks[variant.compute]:.0%}",
+            f"{variant.compile_seconds:.1f}",
+            f"{variant.temp_bytes >> 20:,}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -152,34 +162,36 @@ def where(variant: Variant) -> str:
     instruction = re.compile(
         r"^\s*(?:ROOT )?%?([\w.\-]+) = \S+ .*op_name=\"([^\"]*)\"", re.MULTILINE
     )
-    known = {
-        name: op
-        for name, op in instruction.findall(variant.compiled.as_text())
-        if "while" not in name
-    }
+    known = {}
+    for name, op in instruction.findall(variant.compiled.as_text()):
+        if "while" not in name:
+            known[name] = op
     milliseconds: collections.Counter[str] = collections.Counter()
     for event in events:
-        if event.get("ph") == "X" and event["name"] in known:
-            milliseconds[kind(event["name"], known[event["name"]])] += event["dur"] / 1e3
+        name = event.get("name")
+        if event.get("ph") == "X" and name in known:
+            milliseconds[kind(name, known[name])] += event["dur"] / 1e3
     total = sum(milliseconds.values())
     lines = ["| work in a bfloat16 step | thread ms | share |", "|---|---|---|"]
-    return "\n".join(
-        lines + [f"| {k} | {v:,.0f} | {v / total:.0%} |" for k, v in milliseconds.most_common()]
-    )
+    for work, spent in milliseconds.most_common():
+        lines.append(f"| {work} | {spent:,.0f} | {spent / total:.0%} |")
+    return "\n".join(lines)
 
 
 def kind(name: str, op: str) -> str:
     """What an XLA operation belongs to, from its place in the model."""
-    attention = re.search(r"bk[mhs]+,bk[mhs]+->bk", op)
+    is_product = "dot_general" in op
     if "while/body" in op:
-        return (
-            "head and loss: products" if "dot_general" in op else "head and loss: everything else"
-        )
-    if attention:
+        if is_product:
+            return "head and loss: products"
+        return "head and loss: everything else"
+    if re.search(r"bk[mhs]+,bk[mhs]+->bk", op):
         return "attention: products"
-    if "dot_general" in op:
+    if is_product:
         return "layers: products with weights"
-    return "softmax" if "exp" in name or "/exp" in op else "norms, rope, silu, casts, copies, AdamW"
+    if "exp" in name or "/exp" in op:
+        return "softmax"
+    return "norms, rope, silu, casts, copies, AdamW"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -196,10 +208,10 @@ def main(argv: list[str] | None = None) -> int:
         "--where", action="store_true", help="also say where the time of a bfloat16 step goes (CPU)"
     )
     options = parser.parse_args(argv)
-    if options.where:  # read by XLA when it first compiles
-        os.environ["XLA_FLAGS"] = (
-            os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_xprof_traceme=true"
-        )
+    if options.where:
+        # XLA reads it when it first compiles.
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_enable_xprof_traceme=true"
     if not accelerator_present():
         keep_host_memory()
     variants = []
@@ -210,31 +222,39 @@ def main(argv: list[str] | None = None) -> int:
     for step in range(options.steps + 2):
         for variant in variants:
             seconds = variant.run()
-            variant.seconds += [seconds] if step >= 2 else []
+            # The first two warm up.
+            if step >= 2:
+                variant.seconds.append(seconds)
         for compute, found in peaks.items():
             found.append(measure_matmul(compute, 0.1))
         print(f"step {step + 1} of {options.steps + 2}", file=sys.stderr)
     rates = {compute: statistics.median(found) for compute, found in peaks.items()}
-    fast, slow = (statistics.median(v.seconds) for v in variants[:2])
-    text = "\n".join(
-        [
-            "# Training step, fixed workload",
-            "",
-            f"`python -m benchmarks.train_step{' --where' if options.where else ''} --write` on {processor()}; "
-            f"Python {platform.python_version()}, jax {jax.__version__}. Medians of {options.steps} steps that took turns. "
-            "Vocabulary 32,000, width 512, 8 layers, 8 heads of 64, SwiGLU 1,376, batch 8 x 512, AdamW, float32 masters. "
-            "GFLOP/s count causal attention, and no recomputation.",
-            "",
-            table(variants, rates),
-            "",
-            f"bfloat16 is {slow / fast:.2f} times as fast as float32. Products alone (4096 x 512 x 1376, float32 accumulation, "
-            f"measured between the steps): {rates['bfloat16'] / 1e9:,.0f} GFLOP/s in bfloat16, {rates['float32'] / 1e9:,.0f} "
-            "in float32. Peak memory of the process with all four states: "
-            f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB.",
-            *(["", where(variants[0])] if options.where else []),
-            "",
-        ]
-    )
+    bfloat16, float32, *_ = (statistics.median(variant.seconds) for variant in variants)
+    words = ""
+    if options.where:
+        words = " --where"
+    peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    lines = [
+        "# Training step, fixed workload",
+        "",
+        f"`python -m benchmarks.train_step{words} --write` on {processor()}; "
+        f"Python {platform.python_version()}, jax {jax.__version__}. "
+        f"Medians of {options.steps} steps that took turns. "
+        "Vocabulary 32,000, width 512, 8 layers, 8 heads of 64, SwiGLU 1,376, batch 8 x 512, "
+        "AdamW, float32 masters. GFLOP/s count causal attention, and no recomputation.",
+        "",
+        table(variants, rates),
+        "",
+        f"bfloat16 is {float32 / bfloat16:.2f} times as fast as float32. "
+        "Products alone (4096 x 512 x 1376, float32 accumulation, measured between the steps): "
+        f"{rates['bfloat16'] / 1e9:,.0f} GFLOP/s in bfloat16, "
+        f"{rates['float32'] / 1e9:,.0f} in float32. "
+        f"Peak memory of the process with all four states: {peak_bytes / 2**30:.1f} GiB.",
+    ]
+    if options.where:
+        lines += ["", where(variants[0])]
+    lines.append("")
+    text = "\n".join(lines)
     print(text)
     if options.write:
         RESULTS.write_text(text, encoding="utf-8")

@@ -15,7 +15,8 @@ from maxtrain.config.schema import MeshConfig, ModelConfig, OptimizerConfig, Run
 from maxtrain.job import make_parts
 from maxtrain.parallel.sharding import named_sharding
 
-ROWS, LENGTH = 16, 512
+ROWS = 16
+LENGTH = 512
 MODEL = ModelConfig(
     vocab_size=8192,
     num_layers=8,
@@ -34,15 +35,17 @@ def measure(zero: int, devices: list[Any]) -> Any:
     config = RunConfig(model=MODEL, mesh=mesh, optimizer=OptimizerConfig(zero=zero, accumulation=2))
     parts = make_parts(config, devices, 100, 1)
     rows = named_sharding(parts.mesh, ("activation_batch", "activation_length"), (ROWS, LENGTH))
-    types = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {
-        "loss_mask": np.float32
-    }
+    ids = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32, sharding=rows)
     batch = {
-        name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype, sharding=rows)
-        for name, dtype in types.items()
+        "inputs": ids,
+        "targets": ids,
+        "segment_ids": ids,
+        "positions": ids,
+        "loss_mask": jax.ShapeDtypeStruct((ROWS, LENGTH), np.float32, sharding=rows),
     }
     with jax.set_mesh(parts.mesh):
-        return parts.make_step().lower(parts.abstract, batch).compile().memory_analysis()
+        compiled = parts.make_step().lower(parts.abstract, batch).compile()
+    return compiled.memory_analysis()
 
 
 def main() -> int:
@@ -51,10 +54,10 @@ def main() -> int:
     print("| optimizer.zero | state | temporary | together |\n|--:|--:|--:|--:|")
     for zero in range(4):
         memory = measure(zero, devices)
-        state, temporary = memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
-        print(
-            f"| {zero} | {state:,.1f} | {temporary:,.1f} | {state + temporary:,.1f} |", flush=True
-        )
+        state = memory.argument_size_in_bytes / 1e6
+        temporary = memory.temp_size_in_bytes / 1e6
+        together = state + temporary
+        print(f"| {zero} | {state:,.1f} | {temporary:,.1f} | {together:,.1f} |", flush=True)
     return 0
 
 

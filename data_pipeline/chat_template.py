@@ -35,11 +35,11 @@ _END = "\ufdd1"
 _PROBE = "\ufdd0probe\ufdd1"
 MARKS = re.compile(f"[{_BEGIN}{_END}]")
 _UNTOLD = (
-    "so what the assistant said can't be told: mark it with {% generation %} in the template, "
+    "so the assistant's text can't be found: mark it with {% generation %} in the template, "
     "as in {% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
 )
 _PROMPT = "add_generation_prompt"
-_CHANGES = f"the chat template writes a turn otherwise once more messages follow, {_UNTOLD}"
+_CHANGES = f"the chat template writes a turn differently when more messages follow, {_UNTOLD}"
 
 
 class ChatError(ValueError):
@@ -292,7 +292,7 @@ def _compare(
             raise ChatError(_CHANGES)
         if at > len(before):
             raise ChatError(
-                f"the chat template writes a turn before the one that it follows, {_UNTOLD}"
+                f"the chat template writes turns in another order than the messages, {_UNTOLD}"
             )
         said = after[len(before) :]
         bare = said.rstrip()
@@ -323,7 +323,7 @@ def _around(
         raise ChatError(_CHANGES)
     if not after.startswith(before):
         raise ChatError(
-            "the chat template begins a turn otherwise with add_generation_prompt than with an "
+            "the chat template begins a turn differently with add_generation_prompt than with an "
             f"answer, {_UNTOLD}"
         )
     if before != unprompted:
@@ -338,8 +338,8 @@ def _around(
     header, found, _ = probe.partition(_PROBE)
     if not found or not header.startswith(before):
         raise ChatError(
-            "the chat template has no add_generation_prompt, and does not write an answer as it "
-            f"is, {_UNTOLD}"
+            "the chat template has no add_generation_prompt, and changes the text of an answer, "
+            f"{_UNTOLD}"
         )
     # A space before the answer belongs to its first token.
     if not header[len(before) :].strip():

@@ -57,7 +57,7 @@ class SourceConfig:
     weight: float = key(1.0, "share of tokens in the mixture, relative to the other sources", low=0)
     epochs: float | None = key(
         1.0,
-        "passes over the source before it is finished, may be fractional; null: no end",
+        "passes over the source, may be fractional; null: no end",
         above=0,
         high=1e9,
     )
@@ -65,24 +65,24 @@ class SourceConfig:
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """One stage: mixture and shape of batch. Stages follow each other; every source goes on where
-    it left off."""
+    """One stage: its mixture and the shape of its batches. Every source continues where the stage
+    before ended."""
 
     until: float | None = key(
-        None, "where the stage ends, counted from the start of the run; null: its end", above=0
+        None, "where the stage ends, from the start of the run; null: at the run's end", above=0
     )
     unit: Literal["steps", "tokens", "fraction"] = key(
         "steps", "unit of `until`; fraction is of `steps`"
     )
     weights: dict[str, float] = key(
-        {}, "share of tokens of each source, one left out is not drawn; empty: the sources' own"
+        {}, "share of tokens of each source that is read; empty: the sources' own weights"
     )
     batch_size: int | None = key(
         None, "rows in a step of this stage; null: data.batch_size", low=1, high=MAX_ROWS
     )
     seq_length: int | None = key(
         None,
-        "tokens in a row of this stage, with a fresh pass; null: data.seq_length",
+        "tokens in a row of this stage, which begins a new pass; null: data.seq_length",
         low=1,
         high=MAX_TOKENS,
     )
@@ -120,7 +120,7 @@ class DataConfig:
     )
     on_exhausted: Literal["stop", "renormalize", "repeat", "error"] = key(
         "stop",
-        "when a source ends its epochs: end the run, share its weight among the rest, repeat it, "
+        "when a source has been read: end the run, give its weight to the others, repeat it, "
         "or refuse to start",
     )
     seq_length: int = key(1024, "tokens in a row", low=1, high=MAX_TOKENS)
@@ -132,25 +132,25 @@ class DataConfig:
     )
     seed: int | None = key(
         None,
-        "of the order of rows, and of their corruption; null: the root's seed",
+        "seed of the order of rows, and of their corruption; null: the root's seed",
         low=0,
         high=MAX_SEED,
     )
     packing: Literal["stream", "bins", "pad", "balanced"] = key(
         "stream",
         "rows: windows of one token stream, documents by best fit, one document each, "
-        "or a step's documents, alike in cost",
+        "or the documents of a step in rows of equal cost",
     )
     balance_rows: int = key(
         1,
-        "the rows of a step are a multiple of this; accumulation and mesh divide it",
+        "rows of a step are a multiple of this, which accumulation and mesh must divide",
         low=1,
         high=MAX_ROWS,
         used_by=_BALANCED,
     )
     balance_quadratic: float | None = key(
         None,
-        "b, where a document of n tokens costs n + b n^2; null: by the FLOPs of the model's layers",
+        "b in n + b n^2, the cost of a document of n tokens; null: from the FLOPs of the layers",
         low=0,
         high=1,
         used_by=_BALANCED,
@@ -165,29 +165,29 @@ class DataConfig:
     )
     accept_changes: bool = key(
         False,
-        "go on from a checkpoint although its data was another: that order ends there, "
-        "this config's begins",
+        "continue from a checkpoint of other data: its order of rows ends there, and that of this "
+        "config begins",
     )
     attend_across_documents: bool = key(False, "let attention cross document borders inside a row")
     restart_positions: bool = key(True, "count positions from 0 in every document of a row")
     corruption: CorruptionConfig = key(
-        CorruptionConfig(), "what is done to the inputs, for regularisation"
+        CorruptionConfig(), "replaces some input tokens, for regularisation"
     )
     zero_weight: Literal["raise", "stop", "warn"] = key(
         "raise",
-        "what to do about a batch without a target, with too few of them, or too many empty rows",
+        "what to do about a batch with no targets, too few of them, or too many empty rows",
     )
     repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = key(
         "raise",
-        "about tokens that other rows had; skip, rollback: goes back, leaves out that step, "
-        "or anomaly.leave_out of them",
+        "what to do about a batch with the tokens of an earlier one; skip, rollback: go back and "
+        "leave out that step, or anomaly.leave_out steps",
     )
     min_fill: float = key(
-        0.0, "least share of targets among positions, over fill_patience steps", low=0, high=1
+        0.0, "smallest share of targets among positions, over fill_patience steps", low=0, high=1
     )
     fill_patience: int = key(
         8,
-        "steps that min_fill looks at together",
+        "steps over which min_fill is averaged",
         low=1,
         high=1000,
         used_by=UsedBy(
@@ -204,12 +204,12 @@ class DataConfig:
     )
     cache: str = key(
         CACHE,
-        "folder of the host for blocks of shards behind URLs; processes share it",
+        "local folder for blocks of shards behind URLs; the processes of a host share it",
         path="local",
     )
     cache_bytes: int = key(
         CACHE_BYTES,
-        "most that the cache may hold: what was unused for longest goes first",
+        "largest size of the cache in bytes; shards unused for longest are removed first",
         low=1 << 24,
         high=1 << 60,
     )
@@ -241,8 +241,8 @@ class EvalSetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """What is held out; when is said by eval_interval and eval_steps at the root, unless a set says
-    so itself."""
+    """Evaluation sets. eval_interval and eval_steps at the root say when they are read, unless a
+    set has its own."""
 
     sets: dict[str, EvalSetConfig] = key({}, "evaluation sets by name: eval.sets.NAME.path=DIR")
     batch_size: int | None = key(
@@ -253,7 +253,7 @@ class EvalConfig:
     )
     stop_patience: int | None = key(
         None,
-        "end the run when so many evaluations of stop_set in a row have brought no lower loss; "
+        "end the run after so many evaluations of stop_set in a row without a lower loss; "
         "null: never",
         low=1,
         used_by=UsedBy(
@@ -264,7 +264,7 @@ class EvalConfig:
     )
     stop_set: str | None = key(
         None,
-        "the set that stop_patience looks at; null: the first of eval.sets",
+        "the set that stop_patience is about; null: the first of eval.sets",
         used_by=UsedBy(
             {"eval.stop_patience": AllBut(None)},
             "{key}={value} is not used without eval.stop_patience. "

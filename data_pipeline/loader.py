@@ -698,10 +698,10 @@ def resume_training(
     step = saved["step"]
     causes = [*changes, *_other_tokens(data, saved["cursor"])] or ["no key says why"]
     raise ConfigError(
-        f"what this run has read before step {step:,} is not what this config says: "
-        f"{'; '.join(causes)}. Set that back to go on as before (config.yaml has it), set run_name "
-        "to a new name to start afresh, or data.accept_changes=true: what was read stays as it is, "
-        f"and the run goes on from step {step:,} in the order, mixture and sizes of this config."
+        f"before step {step:,} this run has read other data than this config describes: "
+        f"{'; '.join(causes)}. Set these keys back to go on as before (config.yaml has their "
+        "values), set run_name to a new name to start afresh, or set data.accept_changes=true "
+        f"to go on from step {step:,} in the order, mixture and sizes of this config."
     )
 
 

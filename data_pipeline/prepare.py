@@ -208,7 +208,7 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         metavar="FILE",
         default="",
-        help="of --chat: jinja, or chatml (default: the one beside the tokenizer)",
+        help="chat template for --chat: a jinja file, or chatml (default: the one beside the tokenizer)",
     )
     add(
         "--chat-date",
@@ -229,7 +229,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--eod",
         choices=["append", "none"],
-        help="end documents with a token of their own (default: append; none for chars)",
+        help="end each document with a special token (default: append; none for chars)",
     )
     add(
         "--holdout",
@@ -246,7 +246,7 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--dedupe",
         action="store_true",
-        help="leave out documents with the very text of an earlier one; those of train come first",
+        help="leave out documents with the same text as an earlier one; those of train come first",
     )
     add(
         "--on-bad",
@@ -269,7 +269,7 @@ def _add_machine_options(parser: argparse.ArgumentParser, cores: int) -> None:
         "--runner",
         choices=RUNNERS,
         default="local",
-        help="ray: on all machines of a Ray cluster, or of one begun here",
+        help="ray: on all machines of a Ray cluster, or of one that is started here",
     )
     add(
         "--runner-options",
@@ -277,13 +277,13 @@ def _add_machine_options(parser: argparse.ArgumentParser, cores: int) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="of --runner ray: arguments of ray.init, such as address=auto or num_cpus=8",
+        help="for --runner ray: arguments of ray.init, such as address=auto or num_cpus=8",
     )
     add(
         "--cache",
         metavar="DIR",
         default=CACHE,
-        help="of URLs: this host's folder for what is fetched (default: %(default)s)",
+        help="this host's folder for files behind URLs (default: %(default)s)",
     )
     add("--overwrite", action="store_true", help="replace an output of other input or settings")
 
@@ -511,7 +511,7 @@ def _check_request(arguments: argparse.Namespace, request: _Request, only_tokeni
         raise UsageError(f"{out}: is a file. Name a directory for the output.")
     if str(out).startswith("memory://"):
         mend = "Name a directory, or an s3:// or gs:// URL"
-        raise UsageError(f"{out}: is the memory of one process, and gone with it. {mend}.")
+        raise UsageError(f"{out}: keeps files only in the memory of this process. {mend}.")
 
 
 def _where(arguments: argparse.Namespace) -> str:
@@ -648,7 +648,7 @@ def _begun(state: Path | RemotePath) -> dict[str, Any]:
         begun = None
     if not isinstance(begun, dict):
         mend = "Choose another OUT, or give --overwrite"
-        raise DataError(f"{state}: is not what prepare wrote: damaged. {mend}.")
+        raise DataError(f"{state}: is damaged: it is not what prepare wrote. {mend}.")
     return begun
 
 
@@ -763,7 +763,7 @@ def _reading_parser(verb: str) -> _Parser:
     parser.add_argument(
         "--cache",
         default=CACHE,
-        help="of URLs: this host's folder for what is fetched (default: %(default)s)",
+        help="this host's folder for files behind URLs (default: %(default)s)",
     )
     return parser
 
@@ -801,27 +801,27 @@ def _show(argv: list[str]) -> None:
         "--row",
         metavar="N",
         type=int,
-        help=f"instead: this row of an epoch; dim, or outside of {OPEN}{CLOSE}: no target",
+        help=f"show this row of an epoch instead; dim, or outside of {OPEN}{CLOSE}: no target",
     )
     parser.add_argument(
         "--epoch",
         metavar="E",
         type=int,
         default=0,
-        help="of --row: which epoch, from 0 (default: 0)",
+        help="for --row: which epoch, from 0 (default: 0)",
     )
-    parser.add_argument("--seq-length", metavar="L", type=int, help="of --row: data.seq_length")
+    parser.add_argument("--seq-length", metavar="L", type=int, help="for --row: data.seq_length")
     parser.add_argument(
         "--packing",
         choices=["stream", "bins", "pad"],
         default="stream",
-        help="of --row: data.packing",
+        help="for --row: data.packing",
     )
     parser.add_argument(
         "--seed",
         type=int,
         default=0,
-        help="of --row: the run's seed, which says where a stream is cut",
+        help="for --row: the run's seed, which says where a stream is cut",
     )
     arguments = parser.parse_args(argv)
     shards = TokenShards.open(arguments.directory, cache=Cache(arguments.cache))

@@ -178,8 +178,8 @@ class RemotePath:
         found = self.found()
         if stamp not in ("", found.stamp):
             raise DataError(
-                f"{self}: was changed since it was found. Let nobody write to the input, and begin "
-                "with --overwrite."
+                f"{self}: has changed since it was found. Let nobody write to the input, and start "
+                "again with --overwrite."
             )
         return io.BufferedReader(_Reader(found), _BLOCK_BYTES)
 

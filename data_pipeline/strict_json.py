@@ -86,14 +86,14 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise StrictJsonError("a key is there twice", repr(twice[:80]))
+        raise StrictJsonError("a key occurs twice", repr(twice[:80]))
     return made
 
 
 def _make_float(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise StrictJsonError("a number is beyond 64-bit floats", text[:80])
+        raise StrictJsonError("a number does not fit into a 64-bit float", text[:80])
     return number
 
 

@@ -14,21 +14,21 @@ from data_pipeline.errors import UsageError, end_at_signals, run_command
 from maxtrain import __version__
 
 VERBS = {
-    "prepare": "text to token shards: prepare OUT --text GLOB",
-    "plan": "what a run would read, and when: plan RUN|config=NAME key=value ...; "
-    "of one step: --step N",
-    "train": "token shards to a model: train config=NAME key=value ...",
-    "supervise": "a training that is started again when it dies: "
+    "prepare": "turn text into token shards: prepare OUT --text GLOB",
+    "plan": "show what a run would read, and when: plan RUN|config=NAME key=value ...; "
+    "--step N for one step",
+    "train": "train a model on token shards: train config=NAME key=value ...",
+    "supervise": "train, and restart the run when it dies: "
     "supervise -- python -m maxtrain.train ...",
-    "status": "how far a run has come, and where its time went: status RUN",
-    "replay": "steps of a run again, bit for bit: replay RUN --steps A:B",
-    "compare": "where two runs part: compare RUN RUN",
-    "probe": "a batch that fits and is worth using, and a learning rate: "
+    "status": "show how far a run has come, and how it spent its time: status RUN",
+    "replay": "repeat steps of a run, and compare them bit for bit: replay RUN --steps A:B",
+    "compare": "show where two runs differ: compare RUN RUN",
+    "probe": "find a batch size that fits and is worth using, and a learning rate: "
     "probe config=NAME key=value ...",
-    "checkpoint": "checkpoints listed, shown, verified, copied, pruned: checkpoint list RUN",
-    "evaluate": "a model to its loss on held-out sets: evaluate RUN",
-    "generate": "a model to text: generate RUN --prompt TEXT",
-    "export": "a model to files that other programs load: export RUN OUT --format hf",
+    "checkpoint": "list, show, verify, copy or prune checkpoints: checkpoint list RUN",
+    "evaluate": "compute the loss of a model on held-out sets: evaluate RUN",
+    "generate": "write text with a model: generate RUN --prompt TEXT",
+    "export": "write a model as files that other programs load: export RUN OUT --format hf",
 }
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {
@@ -42,7 +42,7 @@ JOBS = {
     "generate": "maxtrain.generate",
     "export": "maxtrain.export",
 }
-# Train and probe look at the environment when they read their config.
+# Train and probe check the environment when they read their config.
 COMPUTING = ("supervise", "replay", "evaluate", "generate", "export")
 
 

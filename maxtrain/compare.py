@@ -1,8 +1,8 @@
-"""`maxtrain compare RUN RUN`: where the numbers of two runs part, and what was not the same about
-them. Starts no device.
+"""`maxtrain compare RUN RUN`: show where the numbers of two runs differ, and how the runs differ.
+Starts no device.
 
-Ends with 0 if they are the same, bit for bit, and with 70 if not: with an error if nothing in their
-configs says why, without one if their configs differ.
+The exit code is 0 if the numbers are the same, bit for bit, and 70 if not. It is an error only if
+nothing in the two configs explains the difference.
 """
 
 import argparse

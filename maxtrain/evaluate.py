@@ -1,5 +1,5 @@
-"""`maxtrain evaluate RUN`: the loss of a trained model on held-out sets; of a Hugging Face
-directory with `--hf DIR`.
+"""`maxtrain evaluate RUN`: the loss of a trained model on held-out sets. With `--hf DIR`, that of a
+Hugging Face directory.
 
 Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run
 reads them.
@@ -256,13 +256,13 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         metavar="NAME=DIR",
         action="append",
         default=[],
-        help="a set to read; several times for several",
+        help="an evaluation set; may be given several times",
     )
     add(
         "--batches",
         metavar="N",
         type=int,
-        help="of each set, at most (default: all, or as RUN does)",
+        help="most batches of each set (default: all, or as RUN does)",
     )
     add(
         "--batch-size",
@@ -274,7 +274,7 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         "--seq-length",
         metavar="TOKENS",
         type=int,
-        help=f"of a row (default: as RUN, at most {_LENGTH:,} for --hf)",
+        help=f"tokens of a row (default: as RUN, at most {_LENGTH:,} for --hf)",
     )
     add(
         "--teacher",

@@ -1,7 +1,7 @@
 """`maxtrain export RUN OUT --format hf`: a trained model as files that other programs load.
 
-The files are written into a hidden directory beside OUT, read again, and held against the run: its
-parameters bit for bit, and its logits on a few tokens. Only then does the directory get the name
+The files are written into a hidden directory beside OUT, read again, and compared with the run: all
+parameters bit for bit, and logits on a few tokens. Only then does the directory get the name
 OUT, so that an export that is killed leaves nothing that looks finished.
 """
 
@@ -120,7 +120,7 @@ def export(
 def require_free(out: Path) -> None:
     """UsageError: there is something at `out` that would be lost."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UsageError(f"OUT={out}: is there, and is no directory. Name another one.")
+        raise UsageError(f"OUT={out}: exists, and is not a directory. Name another one.")
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"OUT={out}: is not empty. Name a directory that is not there yet.")
 
@@ -188,7 +188,7 @@ def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> Verified:
         if not different:
             what = f"logits differ by up to {np.abs(found - expected).max():.3g}"
         raise StorageError(
-            f"OUT={out}: what was written there is not what is read: {what}. Nothing was "
+            f"OUT={out}: what is read back is not what was written: {what}. Nothing was "
             "exported. Look at the disk that it is on, then run the same command again."
         )
     return Verified(float(np.abs(found - exact).max()), float(np.abs(exact).max()))
@@ -242,19 +242,23 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         help="hf: what transformers and most other programs load (default: %(default)s)",
     )
     add("--step", metavar="N", type=int, help=STEP_HELP)
-    add("--dtype", choices=list(DTYPES), help="of the tensors (default: of the run's parameters)")
+    add(
+        "--dtype",
+        choices=list(DTYPES),
+        help="type of the tensors (default: that of the run's parameters)",
+    )
     add(
         "--max-shard-size",
         metavar="BYTES",
         type=_shard_bytes,
         default="5GB",
-        help="of each file of tensors, such as 500MB (default: %(default)s)",
+        help="largest size of a file of tensors, such as 500MB (default: %(default)s)",
     )
     add(
         "--chat-template",
         metavar="FILE",
         type=Path,
-        help="to carry along (default: the one beside the tokenizer of RUN's data, if there is one)",
+        help="chat template to copy (default: the one beside the tokenizer of RUN's data, if any)",
     )
     asked = parser.parse_args(argv)
     check_step(asked.step)

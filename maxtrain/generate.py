@@ -276,7 +276,9 @@ def _check_prompts(model: Decoder, prompts: Sequence[Sequence[int]]) -> None:
     """UsageError: a prompt is empty or not of the model's vocabulary."""
     vocab = model.config.vocab_size or 0
     if not prompts or not all(map(len, prompts)):
-        raise UsageError("a prompt is empty: there must be a token to go on from. Give some text.")
+        raise UsageError(
+            "a prompt is empty, but there must be a token to continue. Give some text."
+        )
     if not all(0 <= i < vocab for prompt in prompts for i in prompt):
         raise UsageError(f"prompt: ids beyond model.vocab_size={vocab}. Use its tokenizer.")
 
@@ -444,28 +446,28 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         metavar="N",
         type=int,
         default=64,
-        help="new tokens of each prompt, at most (default: %(default)s)",
+        help="most new tokens for each prompt (default: %(default)s)",
     )
     add(
         "--temperature",
         metavar="T",
         type=float,
         default=0.8,
-        help="0: always the likeliest token (default: %(default)s)",
+        help="of sampling; 0: always the most likely token (default: %(default)s)",
     )
-    add("--top-k", metavar="K", type=int, help="choose among the K likeliest tokens")
+    add("--top-k", metavar="K", type=int, help="choose among the K most likely tokens")
     add(
         "--top-p",
         metavar="P",
         type=float,
-        help="choose among the likeliest tokens that together have probability P",
+        help="choose among the most likely tokens that together have probability P",
     )
     add(
         "--seed",
         metavar="N",
         type=int,
         default=0,
-        help="of the random choices (default: %(default)s)",
+        help="seed of the random choices (default: %(default)s)",
     )
     add(
         "--stop",

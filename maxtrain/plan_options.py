@@ -99,7 +99,7 @@ def _take_run(words: list[str]) -> Path | None:
     if len(folders) > 1 or configs:
         other = (folders[1:] + configs)[0]
         mend = "Name its folder, or give config=NAME; settings are key=value"
-        raise UsageError(f"{first!r} and {other!r}: a plan is of one run. {mend}.")
+        raise UsageError(f"{first!r} and {other!r}: a plan shows one run. {mend}.")
     run = Path(first).expanduser()
     if not (run / "config.yaml").is_file():
         mend = f"Name the folder of a run, such as runs/quickstart, or write config={first}"

@@ -529,7 +529,7 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
     parser = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,
-        description="Find a batch that fits and is worth using, and a sensible learning rate. "
+        description="Find a batch size that fits and is worth using, and a good learning rate. "
         "The config is as for `maxtrain train`.",
         usage=f"{prog} [options] config=NAME ...",
     )
@@ -537,13 +537,13 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
         "--what",
         choices=["batch", "learning_rate", "both", "max_tokens"],
         help="what to look for (default: both, with --topology batch); "
-        "max_tokens: of pack, for ragged sequences",
+        "max_tokens: that of `pack`, for sequences of different lengths",
     )
     parser.add_argument(
         "--memory",
         metavar="BYTES",
         type=_bytes,
-        help="of each device, such as 15.5GiB (default: what the device says)",
+        help="memory of each device, such as 15.5GiB (default: what the device reports)",
     )
     parser.add_argument(
         "--topology",
@@ -569,7 +569,7 @@ def _parse(argv: Sequence[str], prog: str) -> tuple[argparse.Namespace, list[str
         metavar="N",
         type=int,
         default=100,
-        help="of the learning-rate test (default: %(default)s)",
+        help="steps of the learning-rate test (default: %(default)s)",
     )
     asked, rest = parser.parse_known_args(argv)
     if asked.topology and asked.what in ("learning_rate", "both"):

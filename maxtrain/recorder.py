@@ -164,16 +164,21 @@ class Recorder:
 
     # Steps
 
-    def add(self, origin: HostBatch, value: Mapping[str, Any]) -> None:
-        """Counts a step: where its batch comes from, and its metrics, on the host."""
+    def add(self, origin: HostBatch, value: Mapping[str, Any], shape: tuple[int, int]) -> None:
+        """Counts a step.
+
+        Args:
+            origin: where its batch comes from.
+            value: its metrics, on the host.
+            shape: rows and length of the batch.
+        """
         targets = float(value["targets"])
         # Else the batch itself is damaged, and the step was not made.
         is_known = math.isfinite(targets)
         num_targets = 0
         if is_known:
             num_targets = int(targets)
-        span = self._plan.span(origin.step)
-        self._speed.add(num_targets, span.batch_size, span.seq_length)
+        self._speed.add(num_targets, *shape)
         self._tokens_seen += num_targets
         if is_known and math.isfinite(value["loss"]):
             self._sums += (float(value["loss"]) * targets, targets)

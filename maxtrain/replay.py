@@ -1,11 +1,11 @@
-"""`maxtrain replay RUN --steps A:B`: steps of a run again, compared with what it wrote down, bit
+"""`maxtrain replay RUN --steps A:B`: repeat steps of a run, and compare them with its records, bit
 for bit.
 
-`--step N` is step N alone, `--steps N-1:N`.
+`--step N` repeats step N alone, like `--steps N-1:N`.
 
-Goes from the newest checkpoint of step A or before (else from the initial state) to step B: every
-number that the run's records have for these steps, hashes of batch and parameters among them, and
-every array of the checkpoints it comes past. It writes nothing into the run's folder.
+It starts at the newest checkpoint of step A or before, or at the initial state, and goes to step B.
+It compares every number that the run's records have for these steps, with the hashes of batch and
+parameters, and every array of the checkpoints on the way. It writes nothing into the run's folder.
 """
 
 import argparse
@@ -297,8 +297,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="folder of a run, such as runs/quickstart")
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--steps", metavar="A:B", help="from after step A up to step B")
-    which.add_argument("--step", metavar="N", help="step N alone, as --steps N-1:N")
+    which.add_argument("--steps", metavar="A:B", help="repeat the steps after A, up to step B")
+    which.add_argument("--step", metavar="N", help="repeat step N alone, like --steps N-1:N")
     parser.add_argument(
         "overrides",
         nargs="*",

@@ -392,7 +392,7 @@ class Run:
             found = self.health.judge(origin, value, is_repeated)
             if found:
                 return found
-            self.recorder.add(origin, value)
+            self.recorder.add(origin, value, self.data.shape_at(origin.step))
         if write:
             self.recorder.record(origins[-1], values[-1])
         return None

@@ -1,4 +1,4 @@
-"""`maxtrain status RUN`: how far a run has come, where its time went, what its attempts ended with,
+"""`maxtrain status RUN`: how far a run has come, how it spent its time, what its attempts ended with,
 and what changed between its launches. Starts no device."""
 
 import argparse

@@ -1,15 +1,16 @@
-"""`maxtrain supervise -- COMMAND` starts a training again while that can help. Imports no jax.
+"""`maxtrain supervise -- COMMAND` restarts a training run as long as that can help. Imports no jax.
 
-    75, 74              try again: stopped after saving, stalled, another process lost; storage that
-                        failed may be back
-    a signal            as SIGKILL by the system's memory killer, or SIGABRT when jax misses a
-                        heartbeat
-    0, 64, 65, 70, 78   done, or the same again next time: passed on at once
+    75, 74              restarted: the run stopped after saving, hung, or lost another process; or
+                        storage failed, and may be back
+    a signal            restarted: for example SIGKILL because memory ran out, or SIGABRT because
+                        jax missed a heartbeat
+    0, 64, 65, 70, 78   not restarted: done, or the same would happen again; ends with this code
 
-It gives up when attempts in a row come no further, with 74 if storage failed and else 70. If the
-same process of several was the first to end in all of them, and --min-processes allows it, the job
-goes on without that one. Asked to stop by SIGINT or SIGTERM, it passes that on, waits, and returns
-what the command did. RUN/attempts.jsonl has a line for each attempt.
+It gives up after several attempts in a row without progress, with 74 if storage failed and
+otherwise with 70. If one process of several was the first to end in all of them, and
+--min-processes allows it, the job continues without that process. SIGINT and SIGTERM are passed on
+to the command; then it waits, and ends with the command's code. RUN/attempts.jsonl has a line for
+each attempt.
 """
 
 import argparse
@@ -334,7 +335,7 @@ def _config(command: Sequence[str]) -> RunConfig:
         if word in ("maxtrain.train", "train") or word.endswith("maxtrain/train.py"):
             return load_config(command[i + 1 :])
     mend = "Write -- python -m maxtrain.train ..., or -- maxtrain train ..."
-    raise UsageError(f"{shlex.join(command)} is no training. {mend}")
+    raise UsageError(f"{shlex.join(command)} does not start a training run. {mend}")
 
 
 def _words(code: int) -> str:

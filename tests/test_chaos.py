@@ -168,7 +168,7 @@ PLANNED = [{"step": 5, "kind": "loss_spike", "left_out": [3, 5]}]
         ),  # killed when the list was written, and the records not yet dropped
         ([3.0, 2.0, None], 1, ""),
         ([3.0, 2.1, None], 1, "loss differs"),
-        ([3.0, 2.0, 1.9, 1.8, 1.7, 1.0], 0, "step 5 should have taken the run back"),
+        ([3.0, 2.0, 1.9, 1.8, 1.7, 1.0], 0, "should have been rolled back at step 5"),
         ([3.0, 2.0, None, None, None, 1.1], 1, "loss differs"),
     ],
 )

@@ -236,7 +236,7 @@ def test_what_is_there_is_not_overwritten_and_leftovers_go(tmp_path, place):
             write(load_pretrained(PARITY / "llama3")[0], place, out)
 
     out.write_text("mine")
-    refused("is no directory. Name another one")
+    refused("is not a directory. Name another one")
     out.unlink()
     out.mkdir()
     (out / "mine.txt").write_text("mine")

@@ -226,7 +226,7 @@ def test_a_signal_is_passed_on_once_and_ends_it_all(tiny):
     ("words", "code", "mend"),
     [
         ([], 64, "Write: supervise -- python -m maxtrain.train config=NAME"),
-        (["--", "ls"], 64, "ls is no training. Write -- python -m maxtrain.train"),
+        (["--", "ls"], 64, "ls does not start a training run. Write -- python -m maxtrain.train"),
         (["--crash-loop", "0", "--", "maxtrain", "train"], 64, "Set --crash-loop to 1 or more"),
         (
             ["--", "maxtrain", "train", "config=quickstart", "optimizer.learning_rate=-1"],

@@ -290,10 +290,13 @@ def test_interrupted_and_killed_is_as_never_stopped(config, finished):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["seed=1"], "read before step 60 is not what this config says: seed was 0 and is 1"),
+        (
+            ["seed=1"],
+            "before step 60 this run has read other data than this config describes: seed was 0 and is 1",
+        ),
         (
             ["data.seq_length=16"],
-            "read before step 60 is not what this config says: data.seq_length was 32 and is 16",
+            "before step 60 this run has read other data than this config describes: data.seq_length was 32 and is 16",
         ),
         (
             ["model.mlp_dim=96"],

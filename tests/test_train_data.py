@@ -160,16 +160,14 @@ def test_a_changed_setting_is_named_with_both_values(config, capsys):
         assert train(config, "changed", "steps=6", "checkpoint_interval=0", *changes)[0] == 78
         said = capsys.readouterr().err
         assert (
-            f"what this run has read before step 4 is not what this config says: {words}" in said
+            f"before step 4 this run has read other data than this config describes: {words}"
+            in said
         ), said
         assert (
-            "Set that back to go on as before" in said
+            "Set these keys back to go on as before" in said
             and "set run_name to a new name to start afresh" in said
         )
-        assert (
-            "data.accept_changes=true: what was read stays as it is, and the run goes on from step 4 in the order"
-            in said
-        )
+        assert "data.accept_changes=true to go on from step 4 in the order" in said
     accepted = ["data.batch_size=16", "data.accept_changes=true"]
     assert train(config, "changed", "steps=6", "checkpoint_interval=0", *accepted)[0] == 0
 

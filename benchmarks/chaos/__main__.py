@@ -1,10 +1,11 @@
-"""Faults on purpose against real runs, counted.
+"""Injects faults into real runs, and counts those that the runs do not survive.
 
-    python -m benchmarks.chaos --kills 500 --seed 1     SIGKILL at random instants and places (the
-    same as: kills --trials 500)
+    python -m benchmarks.chaos --kills 500 --seed 1
 
-The draws follow from the seed; what they hit depends on the machine's timing, so a failure's run is
-kept below `failed`.
+sends SIGKILL at random instants and places; it is the same as `kills --trials 500`.
+
+The seed decides which faults are drawn, but what they hit depends on the machine's timing; so the
+runs that failed are kept below `failed`.
 """
 
 import argparse
@@ -29,7 +30,8 @@ from benchmarks.chaos.report import Tally, write
 from benchmarks.chaos.rollbacks import rollbacks
 from benchmarks.chaos.terms import terms
 
-Job = Callable[[Path, Tally, argparse.Namespace], None]  # a folder, what to count, the options
+# It gets a folder, what to count, and the options.
+Job = Callable[[Path, Tally, argparse.Namespace], None]
 
 DOSE = {
     "kills": 3,
@@ -74,32 +76,41 @@ FAULTS: dict[str, tuple[Job, int, str]] = {
 
 def main(argv: list[str]) -> int:
     """Runs one kind of fault; 1: something failed."""
-    named = "--help" in argv or not all(word.startswith("--") for word in argv[:1] or ["--"])
-    asked = _parse(argv if named else ["kills", *argv])
-    load, began = os.getloadavg()[0], time.monotonic()
-    folder = (asked.directory or Path(tempfile.mkdtemp(prefix="chaos-"))).expanduser().absolute()
+    asked = _parse(_with_fault(argv))
+    load, _, _ = os.getloadavg()
+    began = time.monotonic()
+    folder = asked.directory or Path(tempfile.mkdtemp(prefix="chaos-"))
+    folder = folder.expanduser().absolute()
+    # So that the garbage collector of a fork does not look through all that was imported.
     gc.collect()
-    gc.freeze()  # forks need not look through all that was imported
+    gc.freeze()
     job, _, about = FAULTS[asked.fault]
     tally = Tally(asked.fault, asked.trials, asked.minutes)
     tally.stop_when_asked()
     job(folder, tally, asked)
     print(f"\n{tally.text()}\n\n{time.monotonic() - began:,.0f} s")
     if asked.write:
-        at = (
-            argv.index("--directory") if "--directory" in argv else len(argv)
-        )  # a place on this machine says nothing
-        write(
-            about,
-            tally.text(),
-            shlex.join(["python", "-m", "benchmarks.chaos", *argv[:at], *argv[at + 2 :]]),
-            load,
-        )
+        words = list(argv)
+        if "--directory" in words:
+            # A folder of this machine means nothing to readers of the results.
+            at = words.index("--directory")
+            del words[at : at + 2]
+        command = shlex.join(["python", "-m", "benchmarks.chaos", *words])
+        write(about, tally.text(), command, load)
     if tally.failures:
         print(f"what failed is kept in {folder}", file=sys.stderr)
     elif asked.directory is None:
         shutil.rmtree(folder)
-    return 1 if tally.failures else 0
+    return int(bool(tally.failures))
+
+
+def _with_fault(argv: list[str]) -> list[str]:
+    """The words of the command line with the name of a fault, which is `kills` if none is given."""
+    if "--help" in argv:
+        return argv
+    if argv and not argv[0].startswith("--"):
+        return argv
+    return ["kills", *argv]
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -1,11 +1,12 @@
-"""Damage to checkpoints and data shards: noticed before it is used, and never imagined.
+"""Damage to checkpoints and data shards: it must be noticed before it is used, and there must be no
+false alarm.
 
-One file at a time of a whole copy: a bit flipped, truncated or removed; or all of a step's
-directory emptied. A checkpoint is then opened as a run does it: what is damaged is put aside, until
-one is whole, which must be the step before, array by array what was saved. Data is read to its end,
-and each batch handed out must be that of the whole data. Every eleventh time there is no damage. A
-share of both goes through whole runs, which must end with the reference's numbers, or with exit 65
-and the name of the file.
+Each trial damages one file of a copy: a bit is flipped, or the file is truncated or removed; or the
+whole directory of a step is emptied. A checkpoint is then opened as a run opens it: damaged ones
+are put aside until a whole one is found, which must be the step before, with the arrays that were
+saved. Data is read to its end, and each batch must be that of the undamaged data. In every eleventh
+trial there is no damage. Some trials of both kinds are whole runs, which must end with the
+reference's numbers, or with exit 65 and the name of the file.
 """
 
 import argparse
@@ -18,8 +19,8 @@ from typing import Any
 
 import jax
 
-from benchmarks.chaos.report import Tally
-from benchmarks.chaos.victim import Left, Scene, apart, end, put_away
+from benchmarks.chaos.report import Tally, failure
+from benchmarks.chaos.victim import Left, Scene, apart, end, ended_with, put_away
 from data_pipeline.config import DataConfig, SourceConfig
 from data_pipeline.errors import DamagedError, DataError, StorageError, UserError
 from data_pipeline.loader import open_training
@@ -30,50 +31,66 @@ from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
 
 KINDS = {"flipped bit": 16, "truncated": 2, "removed": 2}
-WHOLE_RUNS = 50  # one of so many
-_MIB = 4  # of text to be read
+# One of so many trials is a whole run.
+WHOLE_RUNS = 50
+# How much text is read.
+_MIB = 4
 
 
 def damage(folder: Path, rng: random.Random, kinds: dict[str, int]) -> tuple[str, str]:
-    """Spoils one file below a folder, or all of it: what was done, and where."""
+    """Damages one file below a folder, or empties the folder.
+
+    Returns:
+        The kind of damage, and the name of what was damaged.
+    """
     kind = rng.choices(list(kinds), list(kinds.values()))[0]
     if kind == "emptied":
         shutil.rmtree(folder)
         folder.mkdir()
         return kind, folder.name
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 1)
-    # Half of the time any file, half of the time any byte: else small files are hardly ever hit, or
-    # large ones.
-    path = (
-        rng.choice(files)
-        if rng.random() < 0.5
-        else rng.choices(files, [path.stat().st_size for path in files])[0]
-    )
+    # Half of the time any file is drawn, half of the time any byte: else small files, or large
+    # ones, would hardly ever be hit.
+    if rng.random() < 0.5:
+        path = rng.choice(files)
+    else:
+        sizes = [path.stat().st_size for path in files]
+        path = rng.choices(files, sizes)[0]
     content = bytearray(path.read_bytes())
     at = rng.randrange(len(content) - 1)
-    if kind == "flipped bit":
+    if kind == "removed":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(content[:at])
+    else:
         content[at] ^= 1 << rng.randrange(8)
-    path.unlink() if kind == "removed" else path.write_bytes(
-        content[:at] if kind == "truncated" else content
-    )
+        path.write_bytes(content)
     return kind, path.relative_to(folder).as_posix()
 
 
 def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many damages of the newest checkpoint of a run."""
-    scene, rng = Scene(folder / "run"), random.Random(asked.seed)
-    reference, kinds = scene.reference(), {**KINDS, "emptied": 1}
+    """Damages the newest checkpoint of a run, so many times."""
+    scene = Scene(folder / "run")
+    rng = random.Random(asked.seed)
+    reference = scene.reference()
+    kinds = {**KINDS, "emptied": 1}
     sound = reference.run / "checkpoints"
-    table, alarms = collections.Counter[str](), 0
-    for said in apart(
-        lambda: _restores(sound, folder / "copy", random.Random(asked.seed), kinds, tally.wanted)
-    ):
+    table = collections.Counter[str]()
+    alarms = 0
+
+    def restores() -> Iterator[dict[str, Any]]:
+        own_rng = random.Random(asked.seed)
+        return _restores(sound, folder / "copy", own_rng, kinds, tally.wanted)
+
+    for said in apart(restores):
+        problem = said["problem"]
         if said["kind"] == "none":
             alarms += 1
-            tally.fail(said["problem"]) if said["problem"] else None
+            if problem:
+                tally.fail(problem)
         else:
             table[said["kind"]] += 1
-            tally.count(said["problem"], said["kind"])
+            tally.count(problem, said["kind"])
         if tally.done():
             break
     runs = max(1, tally.trials // WHOLE_RUNS)
@@ -81,36 +98,31 @@ def flips_of_checkpoints(folder: Path, tally: Tally, asked: argparse.Namespace) 
         name = f"{tally.name}-{number}"
         shutil.copytree(reference.run, scene.runs / name)
         what = damage(scene.runs / name / "checkpoints" / sound_name(reference.newest), rng, kinds)
-        code, left = (
-            end(scene.start(name, command=rng.random() < asked.commands)),
-            Left(scene.runs / name),
-        )
-        problems = left.unlike(reference, whole=True) + ([f"ended with {code}"] if code else [])
-        problems += [] if len(left.aside()) == 1 else [f"put aside: {left.aside()}"]
+        code = end(scene.start(name, command=rng.random() < asked.commands))
+        left = Left(scene.runs / name)
+        problems = left.unlike(reference, whole=True) + ended_with(code, 0)
+        if len(left.aside()) != 1:
+            problems.append(f"put aside: {left.aside()}")
         tally.tell(f"whole run {number + 1} of {runs}: {what[0]} of {what[1]}")
         _conclude(scene, tally, name, f"{what}", problems)
     _count(tally, "checkpoint", table, alarms, runs)
 
 
 def _conclude(scene: Scene, tally: Tally, name: str, what: str, problems: list[str]) -> None:
-    """A whole run has ended: what is wrong with it is told and kept."""
+    """Reports what is wrong with a whole run that has ended, and keeps the run; removes it if all
+    is well."""
     if problems:
-        tally.fail(f"{what}: {'; '.join(problems)}")
+        tally.fail(failure(what, problems))
         put_away(scene, name)
     shutil.rmtree(scene.runs / name, ignore_errors=True)
 
 
 def _count(tally: Tally, what: str, table: dict[str, int], alarms: int, runs: int) -> None:
-    """The rows of the table: trials of each kind of damage, false alarms, whole runs."""
+    """Fills the table: trials of each kind of damage, trials without damage, whole runs."""
     tally.rows = [(f"{what}: {kind}", count, _failed(tally, kind)) for kind, count in table.items()]
-    tally.rows += [(f"{what}: no damage, no alarm", alarms, _failed(tally, "none"))]
-    tally.rows += [
-        (
-            f"{what}: any of these, in whole runs",
-            runs,
-            sum(f.startswith("(") for f in tally.failures),
-        )
-    ]
+    tally.rows.append((f"{what}: no damage, no alarm", alarms, _failed(tally, "none")))
+    # The failures of whole runs begin with the kind and the file in brackets.
+    tally.rows.append((f"{what}: any of these, in whole runs", runs, _failed(tally, "(")))
 
 
 def sound_name(step: int) -> str:
@@ -124,7 +136,8 @@ def _failed(tally: Tally, kind: str) -> int:
 def _restores(
     sound: Path, copy: Path, rng: random.Random, kinds: dict[str, int], trials: int
 ) -> Iterator[dict[str, Any]]:
-    """In a process of its own, which starts a device: each damage, and what came of it."""
+    """Damages a checkpoint and opens it, again and again; yields the kind of damage, and what is
+    wrong. It starts a device, so it runs in a process of its own."""
     jax.config.update("jax_platforms", "cpu")
     checkpoints = Checkpoints(copy, CheckpointConfig())
     steps = [int(path.name) for path in sorted(sound.iterdir()) if path.name.isdecimal()]
@@ -137,17 +150,22 @@ def _restores(
         shutil.rmtree(copy, ignore_errors=True)
         for step in steps[-2:]:
             shutil.copytree(sound / sound_name(step), copy / sound_name(step))
-        spoil = trial % 11 != 10
-        kind, where = damage(copy / sound_name(steps[-1]), rng, kinds) if spoil else ("none", "")
-        expected = steps[-2 if spoil else -1]
+        kind = "none"
+        where = ""
+        expected = steps[-1]
+        if trial % 11 != 10:
+            kind, where = damage(copy / sound_name(steps[-1]), rng, kinds)
+            expected = steps[-2]
         problem = _open_newest(checkpoints, abstract, sound, expected)
-        yield {"kind": kind, "problem": f"{kind} of {where}: {problem}" if problem else ""}
+        if problem:
+            problem = f"{kind} of {where}: {problem}"
+        yield {"kind": kind, "problem": problem}
 
 
 def _open_newest(
     checkpoints: Checkpoints, abstract: dict[str, Any], sound: Path, expected: int
 ) -> str:
-    """Goes on as a run does; what is wrong with that."""
+    """Opens the newest checkpoint as a run does; what is wrong with what it finds."""
     for _ in range(3):
         try:
             record = latest_record(checkpoints.directory)
@@ -165,67 +183,71 @@ def _open_newest(
         }
         if record["step"] != expected or record != read_record(sound / sound_name(expected)):
             return f"SILENT: it goes on from step {record['step']}"
-        return "" if tree_digests(state) == digests else "SILENT: arrays are not what was saved"
+        if tree_digests(state) != digests:
+            return "SILENT: arrays are not what was saved"
+        return ""
     return "it never ends"
 
 
 def flips_of_shards(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many damages of a data set of a few blocks."""
-    scene, rng = Scene(folder / "run"), random.Random(asked.seed)
-    reference, sound, copy = scene.reference(), folder / "long" / "data", folder / "copy"
+    """Damages a data set of a few blocks, so many times."""
+    scene = Scene(folder / "run")
+    rng = random.Random(asked.seed)
+    reference = scene.reference()
+    sound = folder / "long" / "data"
+    copy = folder / "copy"
     Scene(folder / "long", megabytes=_MIB)
     contents, _ = _read(sound / "train")
-    table, alarms = collections.Counter[str](), 0
+    table = collections.Counter[str]()
+    alarms = 0
     while not tally.done():
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(sound / "train", copy)
-        spoil = (tally.trials + alarms) % 11 != 10
-        kind, where = damage(copy, rng, KINDS) if spoil else ("none", "")
-        read, error = _read(copy)
-        problem = (
-            ""
-            if bool(error) == spoil and (spoil or len(read) == len(contents))
-            else "SILENT"
-            if spoil
-            else f"{error}"
-        )
-        problem = problem or (
-            "" if read == contents[: len(read)] else "SILENT: a batch is not that of the whole data"
-        )
-        if spoil and error and Path(where).stem not in error:
-            problem = f"the message does not name it: {error}"
-        problem = f"{kind} of {where}: {problem}" if problem else ""
-        if spoil:
+        if (tally.trials + alarms) % 11 != 10:
+            kind, where = damage(copy, rng, KINDS)
+            problem = _damage_unlike(copy, contents, where)
+            if problem:
+                problem = f"{kind} of {where}: {problem}"
             table[kind] += 1
             tally.count(problem, kind)
         else:
             alarms += 1
-            tally.fail(problem) if problem else None
+            read, error = _read(copy)
+            if error or read != contents:
+                tally.fail(f"none: {error or 'SILENT: batches are not those of the data'}")
     runs = max(1, tally.trials // WHOLE_RUNS)
     for number in range(runs):
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(scene.folder / "data" / "train", copy)
         kind, where = damage(copy, rng, KINDS)
         name = f"{tally.name}-{number}"
-        code, left = (
-            end(
-                scene.start(
-                    name, f"data.sources.text.path={copy}", command=rng.random() < asked.commands
-                )
-            ),
-            Left(scene.runs / name),
-        )
-        problems = left.unlike(reference, whole=False) + (
-            [f"ended with {code}"] if code != 65 else []
-        )
-        problems += (
-            []
-            if Path(where).stem in scene.log(name).read_text()
-            else ["the message does not name it"]
-        )
+        is_command = rng.random() < asked.commands
+        code = end(scene.start(name, f"data.sources.text.path={copy}", command=is_command))
+        left = Left(scene.runs / name)
+        problems = left.unlike(reference, whole=False) + ended_with(code, 65)
+        if Path(where).stem not in scene.log(name).read_text():
+            problems.append("the message does not name it")
         tally.tell(f"whole run {number + 1} of {runs}: {kind} of {where}")
         _conclude(scene, tally, name, f"({kind} of {where})", problems)
     _count(tally, "data shards", table, alarms, runs)
+
+
+def _damage_unlike(copy: Path, contents: list[int], where: str) -> str:
+    """What is wrong with how damaged data is read; empty: nothing.
+
+    Args:
+        copy: the damaged data.
+        contents: of the batches of the undamaged data.
+        where: the damaged file.
+    """
+    read, error = _read(copy)
+    if not error:
+        return "SILENT"
+    if Path(where).stem not in error:
+        return f"the message does not name it: {error}"
+    if read != contents[: len(read)]:
+        return "SILENT: a batch is not that of the whole data"
+    return ""
 
 
 def _read(data: Path) -> tuple[list[int], str]:

@@ -1,11 +1,11 @@
-"""Faults of meaning: every byte is as it was written, and what is written is wrong, of another run,
-or gone.
+"""Faults of meaning: every byte is as it was written, but the content is wrong, belongs to another
+run, or is gone.
 
-Between two launches of a run one thing is spoilt, and the same command is given again. It must
-either be refused, with a documented exit code and a message that names a file or a key, or say what
-it found and go on to the reference's numbers, bit for bit. After a refusal the fault is taken back,
-or the mend of the message is followed, and the command must end as the reference. Checkpoints that
-were good before are all there after a refusal; nothing of them is deleted.
+Between two launches of a run one thing is damaged, and the same command is given again. It must
+either end with a documented exit code and a message that names a file or a key, or say what it
+found and come to the reference's numbers, bit for bit. After a refusal the fault is undone, or the
+advice of the message is followed, and the command must end like the reference. All checkpoints that
+were good before must still be there after a refusal.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.chaos.report import Tally
+from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
     WORDS,
     Forked,
@@ -35,6 +35,7 @@ from benchmarks.chaos.victim import (
     end,
     make_data,
     put_away,
+    size_of,
     wait_for,
 )
 from data_pipeline.errors import TryAgainError, UserError
@@ -45,8 +46,10 @@ from maxtrain.observe.metrics import FILE_NAME
 from maxtrain.ops.digest import tree_digests
 
 CODES = (0, 64, 65, 70, 74, 75, 78)
-STRUCK = (24, 37, 41)  # steps after which a base was killed, with two or three checkpoints
-NAN = 50  # a step whose batch has a NaN, in one kind of fault
+# Steps after which a base was killed, with two or three checkpoints.
+STRUCK = (24, 37, 41)
+# A step whose batch has a NaN, in one kind of fault.
+NAN = 50
 CHANGES = {
     "steps": 60,
     "checkpoint_interval": 10,
@@ -55,7 +58,7 @@ CHANGES = {
     "checkpoint": {"keep": 3},
 }
 BOOKS = ("clock.jsonl", "launches.jsonl", "attempts.jsonl", "config.yaml")
-# A path, or a dotted key with its value: what a message must have.
+# A message must name a path, or a dotted key.
 NAMES = re.compile(r"[\w.-]+/[\w.-]+|\b[a-z_]+(\.[\w-]+)+\b")
 
 
@@ -74,7 +77,7 @@ class Fault(NamedTuple):
         evaluations: the series of evaluations may be another one afterwards, which must be said.
         must_say: one of the names must be said in any case.
         must_go_on: a refusal would be a failure.
-        mend: overrides of the launch after a refusal; None: the fault is taken back before it.
+        mend: overrides of the launch after a refusal; None: the fault is undone before it.
         beside: starts what runs beside the launch after it.
         reference: the run that it must end as.
     """
@@ -143,8 +146,13 @@ def nan_in_training(stage: Stage, run: Path, rng: random.Random) -> Fault:
     """In the weights, or in a batch, of a step to come."""
     place = rng.choice(["before_step", "after_step", "data"])
     if place == "data":
-        what, fault = f"a NaN in the batch of step {NAN}", f"data:nan:{NAN}"
-        return Fault(what, failpoint=fault, names=("non_finite",), must_say=True, reference="nan")
+        return Fault(
+            f"a NaN in the batch of step {NAN}",
+            failpoint=f"data:nan:{NAN}",
+            names=("non_finite",),
+            must_say=True,
+            reference="nan",
+        )
     newest = int(steps_of(run)[-1].name)
     step = rng.randrange(newest + 1, stage.steps)
     return Fault(
@@ -159,13 +167,13 @@ def worthless_weights(stage: Stage, run: Path, rng: random.Random) -> Fault:
     been saved so."""
     step = steps_of(run)[-1]
     commit = read_commit(step)
-    names = [name for name in commit["arrays"] if name.startswith(("params.", "opt_state."))]
-    names = [
-        name
-        for name in names
-        if commit["arrays"][name]["dtype"] == "float32" and commit["arrays"][name]["shape"]
-    ]
-    name, value = rng.choice(names), rng.choice([math.nan, math.inf, -math.inf])
+    names = []
+    for name, array in commit["arrays"].items():
+        is_weight = name.startswith(("params.", "opt_state."))
+        if is_weight and array["dtype"] == "float32" and array["shape"]:
+            names.append(name)
+    name = rng.choice(names)
+    value = rng.choice([math.nan, math.inf, -math.inf])
     (file,) = [
         file
         for file in commit["files"]
@@ -196,20 +204,24 @@ def wrong_types(stage: Stage, run: Path, rng: random.Random) -> Fault:
     values = [None, [], {}, "twelve", -1, 1.5, True]
     if rng.random() < 0.5:
         record = json.loads((step / "record.json").read_bytes())
-        name, value = rng.choice(sorted(record)), rng.choice(values)
+        name = rng.choice(sorted(record))
+        value = rng.choice(values)
         if record[name] == value or type(record[name]) is type(value):
-            value = {"of": "another type"} if not isinstance(record[name], dict) else 7
+            value = {"of": "another type"}
+            if isinstance(record[name], dict):
+                value = 7
         record[name] = value
         (step / "record.json").write_text(json.dumps(record))
         commit["files"] |= hash_files(step, ["record.json"])
-        where, must_say = f"record.json: {name}={value}", False  # what is not used may be anything
+        where = f"record.json: {name}={value}"
+        # A value that the run does not use may be of any type.
+        must_say = False
     else:
-        name, value = (
-            rng.choice(["step", "files", "arrays", "format"]),
-            rng.choice(["twelve", None, [1], 1.5]),
-        )
+        name = rng.choice(["step", "files", "arrays", "format"])
+        value = rng.choice(["twelve", None, [1], 1.5])
         commit[name] = value
-        where, must_say = f"commit.json: {name}={value}", True
+        where = f"commit.json: {name}={value}"
+        must_say = True
     (step / "commit.json").write_bytes(encode_commit(commit))
     return Fault(where, names=(step.name, "record.json", "commit.json"), must_say=must_say)
 
@@ -230,15 +242,13 @@ def foreign_checkpoint(stage: Stage, run: Path, rng: random.Random) -> Fault:
 
 def foreign_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
     """A file of another run."""
-    name = rng.choice(
-        [FILE_NAME, *(name for name in BOOKS if (stage.foreign / name).exists()), "rollbacks.json"]
-    )
+    books = [name for name in BOOKS if (stage.foreign / name).exists()]
+    name = rng.choice([FILE_NAME, *books, "rollbacks.json"])
     if (stage.foreign / name).exists():
         shutil.copy(stage.foreign / name, run / name)
     else:
-        (run / name).write_text(
-            json.dumps([{"step": 12, "kind": "loss_spike", "left_out": [11, 12]}])
-        )
+        rollback = {"step": 12, "kind": "loss_spike", "left_out": [11, 12]}
+        (run / name).write_text(json.dumps([rollback]))
     return Fault(f"{name} of another run", names=(name,), must_say=name != "config.yaml")
 
 
@@ -246,9 +256,9 @@ def torn_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
     """A file that is cut off, overwritten with noise, empty, or JSON of other types."""
     name = rng.choice([FILE_NAME, "rollbacks.json", *BOOKS])
     path = run / name
-    content = (
-        path.read_bytes() if path.exists() else b'{"start": 1.0, "end": 2.0, "code": 75}\n' * 3
-    )
+    content = b'{"start": 1.0, "end": 2.0, "code": 75}\n' * 3
+    if path.exists():
+        content = path.read_bytes()
     kind = rng.choice(["cut off", "noise", "noise within", "empty", "other types"])
     if kind == "cut off":
         content = content[: rng.randrange(1, len(content))]
@@ -276,7 +286,8 @@ def torn_file(stage: Stage, run: Path, rng: random.Random) -> Fault:
 
 def metrics_cut(stage: Stage, run: Path, rng: random.Random) -> Fault:
     """metrics.jsonl ends before the step that the run goes on from, or is gone."""
-    path, newest = run / FILE_NAME, int(steps_of(run)[-1].name)
+    path = run / FILE_NAME
+    newest = int(steps_of(run)[-1].name)
     lines = path.read_bytes().splitlines(keepends=True)
     if rng.random() < 0.4:
         path.unlink()
@@ -294,7 +305,9 @@ def no_checkpoints(stage: Stage, run: Path, rng: random.Random) -> Fault:
     shutil.rmtree(folder)
     if rng.random() < 0.5:
         folder.mkdir()
-    mend = ("checkpoint.start_over=true",) if rng.random() < 0.5 else None
+    mend = None
+    if rng.random() < 0.5:
+        mend = ("checkpoint.start_over=true",)
     return Fault("no checkpoint is left", names=("has no checkpoint",), must_say=True, mend=mend)
 
 
@@ -347,21 +360,22 @@ class Trial:
     """One fault, and the launches after it."""
 
     def __init__(self, stage: Stage, name: str, rng: random.Random, commands: float):
-        self.stage, self.name, self.rng, self.commands = stage, name, rng, commands
+        self.stage = stage
+        self.name = name
+        self.rng = rng
+        self.commands = commands
         self.run = stage.runs / name
         self.base = stage.runs / f"base-{rng.choice(STRUCK)}"
         self.problems: list[str] = []
 
     def make(self, kind: Kind) -> tuple[str, str, list[str]]:
-        """Spoils and launches: what was done, how that ended, and what is wrong."""
+        """Damages the run and launches it: what was done, how that ended, and what is wrong."""
         shutil.copytree(self.base, self.run)
         fault = kind(self.stage, self.run, self.rng)
-        sound = (
-            [path for path in steps_of(self.run) if is_sound(path, self.base)]
-            if self._has_steps()
-            else []
-        )
-        commits = {path.name: read_commit(path)["crc32"] for path in sound}
+        commits = {}
+        for path in steps_of(self.run):
+            if is_sound(path, self.base):
+                commits[path.name] = read_commit(path)["crc32"]
         code, said = self._launch(fault.overrides, fault)
         self.problems += judge_words(fault, code, said)
         if code == 0:
@@ -374,18 +388,16 @@ class Trial:
             self._go_on(fault, code)
         return fault.what, ended, self.problems
 
-    def _has_steps(self) -> bool:
-        return (self.run / "checkpoints").is_dir()
-
     def _launch(self, overrides: tuple[str, ...], fault: Fault | None) -> tuple[int | str, str]:
         log = self.stage.log(self.name)
-        begin = log.stat().st_size if log.exists() else 0
-        command = self.rng.random() < self.commands
-        process = self.stage.start(
-            self.name, *overrides, fault=fault.failpoint if fault else "", command=command
-        )
+        begin = size_of(log)
+        is_command = self.rng.random() < self.commands
+        failpoint = ""
+        if fault:
+            failpoint = fault.failpoint
+        process = self.stage.start(self.name, *overrides, fault=failpoint, command=is_command)
         if fault and fault.beside:
-            before = len(log.read_bytes()) if log.exists() else 0
+            before = size_of(log)
             wait_for(lambda: log.exists() and b"after_step" in log.read_bytes()[before:], process)
             code = end(fault.beside(self.run))
             if code not in (0, 74):
@@ -417,15 +429,14 @@ class Trial:
         if len(left.steps) != len(steps) or left.steps != sorted(left.steps):
             self.problems.append("records are there twice, or not in order")
         if asked == self.stage.steps:
-            wanted, found = keys(reference), keys(left)
+            wanted = keys(reference)
+            found = keys(left)
             if not (fault.gap or fault.evaluations) and wanted != found:
                 self.problems.append(
                     f"SILENT: records are missing, or are too many: {sorted(wanted ^ found)[:3]}"
                 )
-            theirs, ours = (
-                read_commit(reference.run / "checkpoints" / f"{asked:08d}"),
-                self.run / "checkpoints" / f"{asked:08d}",
-            )
+            theirs = read_commit(reference.run / "checkpoints" / f"{asked:08d}")
+            ours = self.run / "checkpoints" / f"{asked:08d}"
             if not (ours / "commit.json").exists():
                 self.problems.append("there is no checkpoint of the last step")
             elif digests(read_commit(ours)) != digests(theirs):
@@ -433,7 +444,8 @@ class Trial:
 
     def _judge_numbers(self, fault: Fault, left: Left, reference: Left) -> None:
         """Every number on record is the reference's."""
-        ours, theirs = left.records, reference.records
+        ours = left.records
+        theirs = reference.records
         if fault.evaluations:
             ours = [record for record in ours if record["kind"] == "train"]
         for field in compare_records(ours, theirs):
@@ -446,18 +458,22 @@ class Trial:
         for path in self.run.rglob("commit.json"):
             with contextlib.suppress(ValueError, KeyError):
                 there[path.parent.name[:8]].add(read_commit(path.parent)["crc32"])
-        newest = sorted(path.name for path in steps_of(self.run))[-CHANGES["checkpoint"]["keep"] :]
-        retired = (
-            newest[0] if len(newest) == CHANGES["checkpoint"]["keep"] else ""
-        )  # older ones went for newer ones
-        lost = [
-            name for name, crc in commits.items() if crc not in there[name] and not name < retired
-        ]
+        keep = CHANGES["checkpoint"]["keep"]
+        newest = [path.name for path in steps_of(self.run)][-keep:]
+        # Checkpoints before this one were removed because there are enough newer ones.
+        oldest_kept = ""
+        if len(newest) == keep:
+            oldest_kept = newest[0]
+        lost = []
+        for name, crc in commits.items():
+            if crc not in there[name] and name >= oldest_kept:
+                lost.append(name)
         if lost:
             self.problems.append(f"LOST: checkpoints {lost}")
 
     def _go_on(self, fault: Fault, code: int | str) -> None:
-        """The fault is taken back, or the mend followed: the same command ends as the reference."""
+        """Undoes the fault, or follows the advice of the message: the same command must end like
+        the reference."""
         overrides = fault.mend or ()
         spoilt_on_disk = code != 75 and not fault.failpoint and not fault.overrides
         if spoilt_on_disk and fault.mend is None:
@@ -469,7 +485,7 @@ class Trial:
         after = Fault(f"after {fault.what}")
         self.problems += judge_words(after, code, said)
         if code != 0:
-            self.problems.append(f"with the fault taken back it ended with {code}")
+            self.problems.append(f"with the fault undone it ended with {code}")
         else:
             self._judge_end(after, said)
 
@@ -483,7 +499,8 @@ def judge_words(fault: Fault, code: int | str, said: str) -> list[str]:
     if "Traceback" in said:
         problems.append("there is a traceback")
     messages = re.findall(r"^error: (.*(?:\n .*)*)", said, re.MULTILINE)
-    if code == TryAgainError.exit_code:  # no error of the user's: its message comes last, by itself
+    if code == TryAgainError.exit_code:
+        # It is no error of the user's, so its message has no prefix and comes last.
         messages = said.strip().splitlines()[-1:]
     if code != 0 and not any(NAMES.search(message) for message in messages):
         problems.append(f"exit code {code} and no message that names a file or a key: {messages}")
@@ -515,8 +532,10 @@ def digests(commit: dict[str, Any]) -> dict[str, str]:
 
 def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """So many faults, of each kind in turn."""
-    stage, rng = Stage(folder / "meaning"), random.Random(asked.seed)
-    counts, failed = collections.Counter[str](), collections.Counter[str]()
+    stage = Stage(folder / "meaning")
+    rng = random.Random(asked.seed)
+    counts = collections.Counter[str]()
+    failed = collections.Counter[str]()
     ends = collections.defaultdict[str, collections.Counter[str]](collections.Counter)
     while not tally.done():
         kind = list(KINDS)[(tally.trials + asked.seed) % len(KINDS)]
@@ -526,9 +545,7 @@ def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
         counts[kind] += 1
         failed[kind] += bool(problems)
         ends[kind][ended] += 1
-        tally.count(
-            f"{name}, {kind}, {what}: {'; '.join(problems)}" if problems else "", f"{what}: {ended}"
-        )
+        tally.count(failure(f"{name}, {kind}, {what}", problems), f"{what}: {ended}")
         if problems:
             tally.tell(f"kept in {put_away(stage, name)}")
         shutil.rmtree(trial.run, ignore_errors=True)
@@ -536,8 +553,5 @@ def meaning(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
             log.unlink(missing_ok=True)
     tally.rows = [(kind, count, failed[kind]) for kind, count in counts.items()]
     for kind, found in ends.items():
-        tally.notes.append(
-            f"{kind}: "
-            + ", ".join(f"{ended} {count}" for ended, count in found.most_common())
-            + "."
-        )
+        ended = ", ".join(f"{ended} {count}" for ended, count in found.most_common())
+        tally.notes.append(f"{kind}: {ended}.")

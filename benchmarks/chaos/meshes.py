@@ -1,11 +1,10 @@
 """Runs that are stopped, and go on with another mesh, other accumulation, or other processes.
 
 The batch of a step does not depend on any of these, so its content and its digest on the devices
-are the reference's, bit for bit. Losses are sums in another order: each of the roundings is at most
-2^-24 (6e-8) of a term, and what they change in the weights is carried on from step to step.
-TOLERANCE allows a loss to differ by 1e-5 of itself, some hundred roundings; the largest difference
-there was is in the notes. One batch that is read twice, or not at all, changes a loss by 1e-3 or
-more.
+must be the reference's, bit for bit. Losses are summed in another order: each rounding is at most
+2^-24 (6e-8) of a term, and changes the weights a little from step to step. TOLERANCE lets a loss
+differ by 1e-5 of itself, some hundred roundings; the notes have the largest difference that was
+found. One batch that is read twice, or not at all, changes a loss by 1e-3 or more.
 """
 
 import argparse
@@ -19,7 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.chaos.report import Tally
+from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
     CONFIG,
     PATIENCE,
@@ -32,8 +31,13 @@ from benchmarks.chaos.victim import (
     wait_for,
 )
 
-TOLERANCE = 1e-5  # of a loss, relative
-SAME = ("batch", "batch_hash", "tokens_seen", "learning_rate")  # bit for bit
+# By how much a loss may differ, relative to itself.
+TOLERANCE = 1e-5
+# Fields that must be the same bit for bit.
+SAME = ("batch", "batch_hash", "tokens_seen", "learning_rate")
+# How a job is stopped, and the exit codes that its processes may then have.
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGTERM}
+ALLOWED_CODES = {"kill": {0, -signal.SIGKILL}, "stop": {0, 75}, "nothing": {0}}
 DEVICES = (1, 2, 4, 8)
 ACCUMULATIONS = (1, 2, 4)
 ROWS = 8
@@ -42,7 +46,8 @@ CHANGES = {
     "checkpoint_interval": 10,
     "eval_interval": 20,
     "checkpoint": {"keep": 2},
-    "model": {**CONFIG["model"], "vocab_size": 264},  # the tokenizer's 257 can't be split
+    # The tokenizer's 257 entries can't be split over devices.
+    "model": {**CONFIG["model"], "vocab_size": 264},
 }
 
 
@@ -60,7 +65,7 @@ class Shape(NamedTuple):
         return f"{mesh} devices of {self.processes} processes, accumulation {self.accumulation}"
 
     def overrides(self) -> list[str]:
-        """As of one of its processes."""
+        """The overrides of one of its processes."""
         devices = self.data * self.fsdp * self.tensor // self.processes
         return [
             f"mesh.data={self.data}",
@@ -72,7 +77,7 @@ class Shape(NamedTuple):
 
 
 def shapes(processes: int) -> list[Shape]:
-    """All that fit the batch and the heads of the victims."""
+    """All layouts that fit the batch and the heads of the victims."""
     found = []
     for devices in DEVICES:
         for tensor in (1, 2):
@@ -114,74 +119,73 @@ class Job:
 
 
 def unlike(left: Left, reference: Left) -> tuple[list[str], float]:
-    """What is not the reference's, and the largest relative difference of a loss."""
-    problems, largest = [], 0.0
+    """How a run differs from the reference, and the largest relative difference of a loss."""
+    problems = []
+    largest = 0.0
     if left.steps != list(range(1, left.last + 1)):
         problems.append(f"the records have not every step up to {left.last} once, in order")
-    expected = {
-        (record["kind"], record.get("set"), record["step"]): record for record in reference.records
-    }
-    for record in left.records:
-        key = (record["kind"], record.get("set"), record["step"])
+    expected = dict(zip(reference.keys(), reference.records, strict=True))
+    for key, record in zip(left.keys(), left.records, strict=True):
         other = expected.get(key)
         if other is None:
             problems.append(f"there is a record that the reference has not: {key}")
             continue
+        step = record["step"]
         for name in SAME:
-            if record.get(name) != other.get(name):
-                problems.append(
-                    f"{name} differs at step {record['step']}: {record.get(name)}, {other.get(name)}"
-                )
+            ours = record.get(name)
+            theirs = other.get(name)
+            if ours != theirs:
+                problems.append(f"{name} differs at step {step}: {ours}, {theirs}")
         if record["kind"] == "train" and not record.get("batch_hash"):
-            problems.append(f"step {record['step']} has no digest of its batch")
-        name = "loss" if record["kind"] == "train" else "nll"
-        difference = abs(record[name] - other[name]) / abs(other[name])
+            problems.append(f"step {step} has no digest of its batch")
+        loss = "nll"
+        if record["kind"] == "train":
+            loss = "loss"
+        difference = abs(record[loss] - other[loss]) / abs(other[loss])
         largest = max(largest, difference)
         if not difference <= TOLERANCE:
-            problems.append(f"loss differs by {difference:.1e} of itself at step {record['step']}")
-    return problems[:5] + [f"not whole: {what}" for what in left.bad] + [
-        f"put aside: {name}" for name in left.aside()
-    ], largest
+            problems.append(f"loss differs by {difference:.1e} of itself at step {step}")
+    del problems[5:]
+    problems += [f"not whole: {what}" for what in left.bad]
+    problems += [f"put aside: {name}" for name in left.aside()]
+    return problems, largest
 
 
 def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many attempts, each with another layout than the one before it; most are stopped, the last
-    of a run ends it."""
-    scene, rng = Scene(folder / "meshes", **CHANGES), random.Random(asked.seed)
-    scene.environment["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0"  # nearly every layout is a program of its own
-    )
+    """So many attempts, each with another layout than the one before it; the last attempt of a run
+    reaches its end, most others are stopped."""
+    scene = Scene(folder / "meshes", **CHANGES)
+    rng = random.Random(asked.seed)
+    # Nearly every layout is compiled anew, which must not take long.
+    scene.environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0"
     reference = scene.reference()
-    counts, largest, runs = collections.Counter[str](), 0.0, 0
+    counts = collections.Counter[str]()
+    largest = 0.0
+    runs = 0
     while not tally.done():
-        name, problems, codes = f"{tally.name}-{runs}", list[str](), list[int | str]()
+        name = f"{tally.name}-{runs}"
+        problems: list[str] = []
+        codes: list[int | str] = []
         before: Shape | None = None
         while not problems and codes != [0] * max(1, len(codes)):
-            processes = (
-                2
-                if rng.random() < 0.2 or (before and before.processes == 2 and rng.random() < 0.3)
-                else 1
-            )
-            shape = rng.choice([shape for shape in shapes(processes) if shape != before])
+            shape = _another_shape(before, rng)
             last = tally.done()
             codes, by = _attempt(scene, name, shape, rng, last)
             left = Left(scene.runs / name)
             problems, difference = unlike(left, reference)
             largest = max(largest, difference)
-            allowed = {"kill": {0, -signal.SIGKILL}, "stop": {0, 75}, "nothing": {0}}[by]
-            problems += [f"ended with {codes} after {by}"] if not set(codes) <= allowed else []
+            if not set(codes) <= ALLOWED_CODES[by]:
+                problems.append(f"ended with {codes} after {by}")
             if before and not last:
-                counts[
-                    "other processes"
-                    if before.processes != shape.processes
-                    else "one process, or as many"
-                ] += 1
-                problem = (
-                    f"{name}, from {before} to {shape}: {'; '.join(problems)}" if problems else ""
-                )
-                tally.count(problem, f"step {left.last}, {shape}")
-            elif problems:  # of the first attempt of a run, or of the one that ends the last run
-                tally.fail(f"{name}, {shape}: {'; '.join(problems)}")
+                kind = "one process, or as many"
+                if before.processes != shape.processes:
+                    kind = "other processes"
+                counts[kind] += 1
+                where = f"{name}, from {before} to {shape}"
+                tally.count(failure(where, problems), f"step {left.last}, {shape}")
+            elif problems:
+                # The first attempt of a run, or the one that ends the last run.
+                tally.fail(failure(f"{name}, {shape}", problems))
             before = shape
         if not problems and left.last != scene.steps:
             tally.fail(f"{name} ended after {left.last} steps")
@@ -194,22 +198,34 @@ def meshes(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     ]
     kinds = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
     tally.notes.append(
-        f"{runs} runs of {scene.steps} steps: {kinds}. Batches are the same bit for bit; losses differ by at most "
-        f"{largest:.1e} of themselves, {TOLERANCE:.0e} are allowed."
+        f"{runs} runs of {scene.steps} steps: {kinds}. Batches are the same bit for bit; losses "
+        f"differ by at most {largest:.1e} of themselves, {TOLERANCE:.0e} are allowed."
     )
+
+
+def _another_shape(before: Shape | None, rng: random.Random) -> Shape:
+    """A layout that is not the one before."""
+    processes = 1
+    if rng.random() < 0.2 or (before and before.processes == 2 and rng.random() < 0.3):
+        processes = 2
+    return rng.choice([shape for shape in shapes(processes) if shape != before])
 
 
 def _attempt(
     scene: Scene, name: str, shape: Shape, rng: random.Random, last: bool
 ) -> tuple[list[int | str], str]:
-    """Starts it, and stops it some steps further; the exit codes, and how it was stopped."""
+    """Starts a job, and stops it some steps later, unless it is the last.
+
+    Returns:
+        The exit codes, and how it was stopped.
+    """
     newest = Left(scene.runs / name).newest
     progress = Progress(scene.runs / name, newest + rng.randrange(3, 25))
     job = Job(scene, name, shape)
     by = "nothing"
     if not last:
-        by = rng.choice(["kill", "stop"])
+        by = rng.choice(list(SIGNALS))
         if wait_for(progress.has_made_a_step, job.members[0]):
             time.sleep(rng.uniform(0, 0.05))
-        job.send_signal(signal.SIGKILL if by == "kill" else signal.SIGTERM)
+        job.send_signal(SIGNALS[by])
     return job.end(PATIENCE), by

@@ -1,4 +1,4 @@
-"""What faults were tried, how many went wrong, and the file that says so."""
+"""Which faults were tried and how many of them failed, and the file of results."""
 
 import dataclasses
 import datetime
@@ -16,16 +16,17 @@ from benchmarks.one_core import processor
 RESULTS = Path(__file__).parents[1] / "results" / "reliability.md"
 HEAD = """# What runs survive
 
-Tables of `python -m benchmarks.chaos FAULT --write`, each with its number of trials and, where nothing failed, the 95 % upper
-bound of the chance of a failure that this allows, 3 / n. A failure is: a number that differs from the undisturbed run's in any
-bit, a checkpoint lost, more work lost than promised, damage unnoticed, or an exit code or message that is not the promised one.
+Tables of `python -m benchmarks.chaos FAULT --write`, each with its number of trials n. Where
+nothing failed, 3 / n is the 95 % upper bound of the probability of a failure. A failure is: a
+number that differs from the undisturbed run's in any bit, a lost checkpoint, more lost work than
+promised, unnoticed damage, or an exit code or a message other than the promised one.
 """
 
 
 @dataclasses.dataclass
 class Tally:
-    """Trials of one kind of fault. `rows` are (what, trials, failures), `notes` paragraphs below
-    the table."""
+    """Trials of one kind of fault. `rows` are (what, trials, failures); `notes` are paragraphs
+    below the table."""
 
     name: str
     wanted: int
@@ -39,13 +40,16 @@ class Tally:
     _stopped: bool = False
 
     def stop_when_asked(self) -> None:
-        """From now on SIGINT and SIGTERM end the trials after the one under way: the table is of
-        those that were made."""
+        """From now on, SIGINT and SIGTERM let the current trial finish and begin no other; the
+        table then has fewer trials."""
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: setattr(self, "_stopped", True))
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._stopped = True
 
     def done(self) -> bool:
-        """Whether there were enough trials, or is no time left."""
+        """Whether there were enough trials, or no time is left."""
         return (
             self._stopped
             or self.trials >= self.wanted
@@ -53,7 +57,7 @@ class Tally:
         )
 
     def count(self, problem: str = "", what: str = "") -> None:
-        """One trial; empty: all is well."""
+        """One trial, with what went wrong in it (empty: nothing), and what it was."""
         self.trials += 1
         if problem:
             self.fail(problem)
@@ -74,26 +78,40 @@ class Tally:
         """Markdown."""
         lines = ["| fault | trials | failures | 95 % upper bound |", "|:--|--:|--:|--:|"]
         for what, trials, failures in self.rows:
-            bound = f"{3 / trials:.2%}" if trials >= 10 and not failures else ""
+            bound = ""
+            if trials >= 10 and not failures:
+                bound = f"{3 / trials:.2%}"
             lines.append(f"| {what} | {trials:,} | {failures} | {bound} |")
         failed = [f"* failed: {problem}" for problem in self.failures[:20]]
         return "\n".join([*lines, "", *(f"{note}\n" for note in self.notes), *failed]).rstrip()
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The smallest value that so many are not above."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    """The smallest value that is at least as large as this share of the values."""
+    index = min(len(values) - 1, int(share * len(values)))
+    return sorted(values)[index]
+
+
+def failure(where: str, problems: list[str]) -> str:
+    """A line about what went wrong; empty: nothing did."""
+    if not problems:
+        return ""
+    return f"{where}: {'; '.join(problems)}"
 
 
 def write(section: str, text: str, command: str, load: float) -> None:
-    """Puts a section into the file of results, in the place of the one before."""
+    """Replaces a section of the file of results, or adds it."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "orbax-checkpoint"))
     now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
     cores = os.cpu_count() or 1
-    before = f"load {load:.1f} before it began"
-    busy = f"THE MACHINE WAS BUSY ({before}): its times say little" if load > cores / 2 else before
-    where = f"{cores} cores of {processor()}, Python {platform.python_version()}, {packages}, {now}; {busy}."
-    old = RESULTS.read_text("utf-8") if RESULTS.exists() else HEAD
+    busy = f"load {load:.1f} before it began"
+    if load > cores / 2:
+        busy = f"THE MACHINE WAS BUSY ({busy}): its times say little"
+    python = f"Python {platform.python_version()}"
+    where = f"{cores} cores of {processor()}, {python}, {packages}, {now}; {busy}."
+    old = HEAD
+    if RESULTS.exists():
+        old = RESULTS.read_text("utf-8")
     sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", old, re.MULTILINE | re.DOTALL))
     sections[section] = f"\n`{command}`\n{where}\n\n{text}\n\n"
     head = re.split(r"^## ", old, maxsplit=1, flags=re.MULTILINE)[0].rstrip()

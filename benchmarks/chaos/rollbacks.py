@@ -1,10 +1,10 @@
-"""SIGKILL around rollbacks; the same command goes on to the numbers of the run that was taken back
+"""SIGKILL around rollbacks: the same command must come to the numbers of a run that was rolled back
 and never killed.
 
-Three steps of each run read noise instead of text, or have a NaN in their batch, in each of its
-attempts; the run goes back behind a checkpoint that had counted. Kills are aimed at the instants
-before and after the list of rollbacks is written, at the removal of the checkpoints after it, at
-the restore, and at the steps that are made again.
+In every attempt, two steps of the run read noise instead of text, and one has a NaN in its batch;
+each time the run goes back to a checkpoint before the step. Kills are aimed at the instants before
+and after the list of rollbacks is written, at the removal of the checkpoints after it, at the
+restore, and at the steps that are made again.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.chaos.report import Tally
+from benchmarks.chaos.report import Tally, failure
 from benchmarks.chaos.victim import (
     PATIENCE,
     Forked,
@@ -24,6 +24,7 @@ from benchmarks.chaos.victim import (
     Progress,
     Scene,
     end,
+    ended_with,
     make_data,
     put_away,
     wait_for,
@@ -32,9 +33,11 @@ from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.rollback import FILE_NAME, Rollback, read_rollbacks, went_with
 
 NOISE = [chr(code) for code in range(0x100, 0x800)]
-SPIKES = (33, 67)  # steps that read noise
-NAN = 94  # a step whose batch has a NaN
-FAULT = f"data:nan:{NAN}"  # in every attempt, and in the reference
+# Steps that read noise, and a step whose batch has a NaN.
+SPIKES = (33, 67)
+NAN = 94
+# In every attempt, and in the reference.
+FAULT = f"data:nan:{NAN}"
 CHANGES = {
     "steps": 120,
     "checkpoint_interval": 10,
@@ -56,7 +59,7 @@ PLACES = ("rollback", "during_removal", "restore", "data", "after_step", "after_
 
 
 class Taken(Scene):
-    """A scene whose run is taken back three times."""
+    """A scene whose run is rolled back three times."""
 
     def __init__(self, folder: Path):
         if not (folder / "noise").exists():
@@ -78,31 +81,39 @@ class Taken(Scene):
 
 
 class Victim:
-    """One run and its attempts, each killed, until one is not."""
+    """One run, whose attempts are killed until one reaches the end."""
 
     def __init__(self, scene: Taken, name: str, rng: random.Random, commands: float):
-        self.scene, self.name, self.rng, self.commands = scene, name, rng, commands
+        self.scene = scene
+        self.name = name
+        self.rng = rng
+        self.commands = commands
         self.run = scene.runs / name
         self.reference = scene.reference()
         self.planned = read_rollbacks(self.reference.run) or []
-        self.known = 0  # rollbacks that are known to have been written down
-        self.counted = 0  # the newest step of the run as it is now that is known to have counted
+        # The number of rollbacks that are known to have been written down.
+        self.known = 0
+        # The newest step whose checkpoint is known to have been complete, since the last rollback.
+        self.counted = 0
 
     def attempt(self) -> tuple[str, list[str]] | None:
-        """Starts it and kills it: where, and what is wrong. None: it came to its end, which is the
-        reference's."""
+        """Starts an attempt and kills it: where, and what is wrong; None: it reached its end, which
+        is the reference's."""
         rng = self.rng
         aim = rng.choices(list(AIMS), list(AIMS.values()))[0]
-        place = rng.choice(PLACES) if aim == "place" else ""
+        place = ""
+        if aim == "place":
+            place = rng.choice(PLACES)
         before = Left(self.run)
-        upcoming = (
-            self.planned[self.known]["step"] if self.known < len(self.planned) else self.scene.steps
-        )
-        process = self.scene.start(
-            self.name,
-            fault=self._fault(place, before.newest, upcoming) if place else "",
-            command=rng.random() < self.commands,
-        )
+        # The step of the next rollback, or the last step.
+        upcoming = self.scene.steps
+        if self.known < len(self.planned):
+            upcoming = self.planned[self.known]["step"]
+        fault = ""
+        if place:
+            fault = self._fault(place, before.newest, upcoming)
+        is_command = rng.random() < self.commands
+        process = self.scene.start(self.name, fault=fault, command=is_command)
         if not place:
             self._wait(aim, process, before, upcoming)
             process.send_signal(signal.SIGKILL)
@@ -115,10 +126,12 @@ class Victim:
     def _fault(self, place: str, newest: int, upcoming: int) -> str:
         """A kill at a place, and at a step around the next rollback where the place has steps."""
         if place in ("data", "after_step"):
-            return f"{place}:kill:{self.rng.randrange(max(newest + 1, upcoming - 6), upcoming + 4)}"
+            step = self.rng.randrange(max(newest + 1, upcoming - 6), upcoming + 4)
+            return f"{place}:kill:{step}"
         if place == "after_commit":
             return f"{place}:kill:{min(self.scene.steps, newest + self.scene.interval)}"
-        if place == "restore" and newest:  # not the one at the start
+        if place == "restore" and newest:
+            # The restore of the rollback, not the one at the start.
             interval = self.scene.interval
             behind = (upcoming - CHANGES["anomaly"]["leave_out"]) // interval * interval
             return f"{place}:kill:{behind}"
@@ -127,9 +140,13 @@ class Victim:
     def _wait(
         self, aim: str, process: Forked | subprocess.Popen, before: Left, upcoming: int
     ) -> None:
-        """Until the instant that is aimed at."""
-        rng, written, progress = self.rng, self.run / FILE_NAME, Progress(self.run, before.newest)
-        changed = written.stat().st_ino if written.exists() else 0
+        """Waits until the instant that is aimed at."""
+        rng = self.rng
+        written = self.run / FILE_NAME
+        progress = Progress(self.run, before.newest)
+        changed = 0
+        if written.exists():
+            changed = written.stat().st_ino
         if aim == "instant":
             wait_for(lambda: False, process, rng.uniform(0, 4))
         elif aim == "before":
@@ -143,11 +160,11 @@ class Victim:
             time.sleep(rng.uniform(0, 0.2))
 
     def _judge(self, code: int | str) -> list[str]:
-        """What an attempt has left, held against the reference as far as the run has been taken
-        back as that was."""
+        """What is wrong with what an attempt has left. It is compared with the reference up to the
+        next rollback."""
         left = Left(self.run)
         found = read_rollbacks(self.run) or []
-        problems = [] if code in (0, -signal.SIGKILL) else [f"ended with {code}"]
+        problems = ended_with(code, 0, -signal.SIGKILL)
         if found != self.planned[: len(found)] or len(found) < self.known:
             problems.append(
                 f"rollbacks are {found}, not the first of {self.planned}; {self.known} were known"
@@ -162,7 +179,9 @@ class Victim:
             self.counted = min(self.counted, behind)
         self.known = len(found)
         record = latest_record(self.run / "checkpoints", lambda record: went_with(record, found))
-        newest = record["step"] if record else 0
+        newest = 0
+        if record:
+            newest = record["step"]
         if newest < self.counted:
             problems.append(f"goes on from step {newest}, and {self.counted} had counted")
         self.counted = newest
@@ -170,14 +189,14 @@ class Victim:
 
 
 def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written: int) -> list[str]:
-    """How records are not the reference's, before the first step that is to be left out and was not
-    yet.
+    """How records differ from the reference's, up to the first step that will be left out and was
+    not left out yet.
 
     Args:
-        left: what a run has left that was killed; its records are cut.
-        reference: what is left of the run that was taken back and not killed.
-        planned: its rollbacks.
-        written: how many of them are written down in the run that was killed.
+        left: what a killed run has left; its records are cut.
+        reference: what a run has left that was rolled back and not killed.
+        planned: the rollbacks of the reference.
+        written: how many of them the killed run has written down.
     """
     losses = {
         record["step"]: record["loss"] for record in left.records if record["kind"] == "train"
@@ -190,19 +209,21 @@ def unlike_so_far(left: Left, reference: Left, planned: list[Rollback], written:
             continue
         if left.last > last:
             return [
-                f"there are records of step {left.last}, and step {last} should have taken the run back"
+                f"there are records of step {left.last}, and the run should have been rolled back "
+                f"at step {last}"
             ]
         limit = first - 1
         break
     left.records = [record for record in left.records if record["step"] <= limit]
     left.steps = [step for step in left.steps if step <= limit]
-    left.last = left.steps[-1] if left.steps else 0
+    left.last = max(left.steps, default=0)
     return left.unlike(reference, whole=False)
 
 
 def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
-    """So many kills, over as many runs as that takes; the last of them goes on to its end."""
-    scene, rng = Taken(folder / "rollbacks"), random.Random(asked.seed)
+    """So many kills, over as many runs as that takes; the last run goes on to its end."""
+    scene = Taken(folder / "rollbacks")
+    rng = random.Random(asked.seed)
     where = collections.Counter[str]()
     taken = runs = 0
     scene.reference()
@@ -215,13 +236,13 @@ def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
                 break
             aim, problems = struck
             where[aim] += 1
-            tally.count(f"{victim.name}, {aim}: {'; '.join(problems)}" if problems else "", aim)
+            tally.count(failure(f"{victim.name}, {aim}", problems), aim)
         if not problems:
             code = end(scene.start(victim.name), PATIENCE)
             problems = Left(victim.run).unlike(victim.reference, whole=True)
-            problems += [f"ended with {code}"] if code else []
+            problems += ended_with(code, 0)
             if problems:
-                tally.fail(f"{victim.name}, its end: {'; '.join(problems)}")
+                tally.fail(failure(f"{victim.name}, its end", problems))
         taken += victim.known
         if problems:
             tally.tell(f"kept in {put_away(scene, victim.name)}")
@@ -230,5 +251,5 @@ def rollbacks(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     tally.rows = [("SIGKILL around rollbacks", tally.trials, len(tally.failures))]
     aims = ", ".join(f"{aim} {count}" for aim, count in where.most_common())
     tally.notes.append(
-        f"{runs} runs of {scene.steps} steps, taken back {taken} times. Aimed at: {aims}"
+        f"{runs} runs of {scene.steps} steps, rolled back {taken} times. Aimed at: {aims}"
     )

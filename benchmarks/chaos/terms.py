@@ -1,9 +1,9 @@
-"""SIGTERM and SIGINT at random instants of every phase: a checkpoint of the very step, exit 75, and
-the same command goes on.
+"""SIGTERM and SIGINT at random instants of every phase: the run saves its last step, ends with exit
+75, and the same command goes on.
 
-Once a launch has made a step, a signal lets it finish the step that it is at, save it, and end with
-exit 75; before that it ends at once, and nothing that was there is lost. A second signal ends it at
-once, and tears nothing either.
+Once a launch has made a step, a signal lets it finish the current step, save it, and end with exit
+75. Before that it ends at once, and nothing that was there is lost. A second signal ends it at
+once, and damages nothing either.
 """
 
 import argparse
@@ -15,12 +15,21 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.chaos.report import Tally, quantile
-from benchmarks.chaos.victim import Left, Progress, Scene, end, put_away, wait_for
+from benchmarks.chaos.report import Tally, failure, quantile
+from benchmarks.chaos.victim import (
+    Left,
+    Progress,
+    Scene,
+    end,
+    ended_with,
+    put_away,
+    size_of,
+    wait_for,
+)
 from maxtrain.checkpoints import check
 
-# By phase: the fault that makes it long enough to be met, what the run says when it is there, and
-# seconds from then on.
+# By phase: the fault that makes it long enough to be hit, what the run says when the phase begins,
+# and how many seconds it then takes.
 PHASES = {
     "start": ("", "", 0.4),
     "compile": ("", "compiling the step", 0.5),
@@ -30,31 +39,37 @@ PHASES = {
     "save": ("during_save:delay=0.2", "delay at during_save", 0.2),
     "data wait": ("data:delay=0.3:{step}", "delay at data", 0.3),
 }
-NOTHING_NEW = (
-    "interrupted. Run",
-    "nothing is left to save",
-)  # what a launch says that ends before its first step
-SECOND = 0.15  # share of trials with a second signal
+# What a launch says that ends before its first step.
+NOTHING_NEW = ("interrupted. Run", "nothing is left to save")
+# The share of trials with a second signal.
+SECOND = 0.15
 
 
 def terms(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
     """So many signals, phase by phase, over as many runs as that takes."""
-    scene, rng = Scene(folder / "run"), random.Random(asked.seed)
-    counts, failed, seconds, runs = collections.Counter[str](), collections.Counter[str](), [], 0
+    scene = Scene(folder / "run")
+    rng = random.Random(asked.seed)
+    counts = collections.Counter[str]()
+    failed = collections.Counter[str]()
+    seconds = []
+    runs = 0
     scene.reference()
     name = "stopped-0"
     while not tally.done():
         at_once = rng.random() < SECOND
         phase = list(PHASES)[tally.trials % len(PHASES)]
         code, problems, took = _trial(scene, name, phase, rng, at_once, asked.commands)
-        what = f"{phase}, second signal" if at_once and code != 75 else phase
+        what = phase
+        if at_once and code != 75:
+            what = f"{phase}, second signal"
+        if code == 75:
+            seconds.append(took)
         if code != 0:
             counts[what] += 1
             failed[what] += bool(problems)
-            seconds += [took] if code == 75 else []
-            tally.count(f"{name}, {what}: {'; '.join(problems)}" if problems else "", what)
+            tally.count(failure(f"{name}, {what}", problems), what)
         elif problems:
-            tally.fail(f"{name}, its end: {'; '.join(problems)}")
+            tally.fail(failure(f"{name}, its end", problems))
         if problems:
             tally.tell(f"kept in {put_away(scene, name)}")
         if problems or code == 0:
@@ -75,17 +90,23 @@ def terms(folder: Path, tally: Tally, asked: argparse.Namespace) -> None:
 def _trial(
     scene: Scene, name: str, phase: str, rng: random.Random, at_once: bool, commands: float
 ) -> tuple[int | str, list[str], float]:
-    """Starts the run and stops it: its exit code, what is wrong, and the seconds from signal to
-    end."""
-    run, log = scene.runs / name, scene.log(name)
+    """Starts the run and stops it.
+
+    Returns:
+        Its exit code, what is wrong, and the seconds from the signal to the end.
+    """
+    run = scene.runs / name
+    log = scene.log(name)
     before = Left(run)
     if phase == "restore" and not before.newest:
         phase = "compile"
     fault, text, most = PHASES[phase]
-    begin = log.stat().st_size if log.exists() else 0
+    begin = size_of(log)
 
     def said() -> str:
-        return log.read_bytes()[begin:].decode(errors="replace") if log.exists() else ""
+        if not log.exists():
+            return ""
+        return log.read_bytes()[begin:].decode(errors="replace")
 
     progress = Progress(run, before.newest)
     step = min(scene.steps, before.newest + rng.randrange(1, 40))
@@ -95,33 +116,38 @@ def _trial(
     elif text:
         wait_for(lambda: text in said(), process)
     wait_for(lambda: False, process, rng.uniform(0, most))
-    began, number = (
-        time.monotonic(),
-        signal.SIGTERM if phase == "start" or rng.random() < 0.7 else signal.SIGINT,
-    )
+    began = time.monotonic()
+    number = signal.SIGINT
+    if phase == "start" or rng.random() < 0.7:
+        number = signal.SIGTERM
     process.send_signal(number)
     if at_once:
         time.sleep(rng.uniform(0, 0.05))
         process.send_signal(signal.SIGTERM)
-    code, took = end(process), time.monotonic() - began
-    left, died = Left(run), phase == "start" or at_once
+    code = end(process)
+    took = time.monotonic() - began
+    left = Left(run)
     problems = left.unlike(scene.reference(), whole=code == 0)
-    problems += [f"not whole: {what}" for what in left.bad] + [
-        f"put aside: {what}" for what in left.aside()
-    ]
-    if left.newest < before.newest or (
-        left.newest and (why := check(run / "checkpoints" / f"{left.newest:08d}"))
-    ):
+    problems += [f"not whole: {what}" for what in left.bad]
+    problems += [f"put aside: {what}" for what in left.aside()]
+    why = ""
+    if left.newest:
+        why = check(run / "checkpoints" / f"{left.newest:08d}")
+    if left.newest < before.newest or why:
         problems.append(
-            f"the newest checkpoint is {left.newest}, was {before.newest}; {why if left.newest else 'gone'}"
+            f"the newest checkpoint is {left.newest}, was {before.newest}; {why or 'gone'}"
         )
-    if code == 75 and phase != "start" and not any(words in said() for words in NOTHING_NEW):
+    is_saved = phase != "start" and not any(words in said() for words in NOTHING_NEW)
+    if code == 75 and is_saved:
         if f"stopped and saved at step {left.newest} of" not in said() or left.newest != left.last:
             problems.append(f"{left.last} steps are on record, the checkpoint is of {left.newest}")
-        if found := [path.name for path in (run / "checkpoints").glob(".*.partial")]:
-            problems.append(f"left behind: {found}")
-    elif code not in (
-        (0, 75, -number, -signal.SIGTERM, 128 + number, 128 + signal.SIGTERM) if died else (0, 75)
-    ):
-        problems.append(f"ended with {code}")
+        partial = [path.name for path in (run / "checkpoints").glob(".*.partial")]
+        if partial:
+            problems.append(f"left behind: {partial}")
+    else:
+        allowed = [0, 75]
+        if phase == "start" or at_once:
+            # The signal may kill the process.
+            allowed += [-number, -signal.SIGTERM, 128 + number, 128 + signal.SIGTERM]
+        problems += ended_with(code, *allowed)
     return code, problems, took

@@ -1,10 +1,9 @@
-"""A small run that takes about 10 ms a step, started again and again, and held against one that was
-left alone.
+"""A small run with steps of about 10 ms, which is started again and again, and compared with one
+that nobody disturbed.
 
-Victims do what `python -m maxtrain.train` does. Most are forked from this process, which has
-imported all of it and touched no
-device: so an attempt takes a second and not the five of importing. A share of them are the command
-    itself.
+Victims do what `python -m maxtrain.train` does. Most of them are forked from this process, which
+has imported everything and used no device: an attempt then takes one second, and not the five
+seconds of importing. A share of the victims are the command itself.
 """
 
 import atexit
@@ -38,7 +37,8 @@ from maxtrain.observe.attempts import reached_step
 from maxtrain.observe.metrics import FILE_NAME, read_metrics
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 300.0  # seconds for an attempt; one that takes longer hangs
+# Seconds of an attempt; one that takes longer hangs.
+PATIENCE = 300.0
 POLL = 0.004
 WORDS = "the of and to in is that it was for on are as with his they".split()
 CONFIG = {
@@ -56,7 +56,8 @@ CONFIG = {
     },
     "data": {"seq_length": 32, "batch_size": 8},
     "schedule": {"warmup_steps": 20},
-    "precision": {"compute": "float32"},  # roundings to bfloat16 could hide a difference
+    # Rounding to bfloat16 could hide a difference.
+    "precision": {"compute": "float32"},
     "mesh": {"simulated_devices": 1},
     "checkpoint": {"keep": 2, "keep_every": 100},
     "observe": {
@@ -85,11 +86,16 @@ class Forked:
         """The exit code, negative for a signal; None: it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self, timeout: float = PATIENCE) -> int:
-        """The exit code, when it has ended. subprocess.TimeoutExpired: it does not."""
+        """The exit code, once it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it did not end in time.
+        """
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -98,33 +104,35 @@ class Forked:
         return code
 
     def send_signal(self, number: int) -> None:
-        """To this process; nothing if it has ended."""
+        """Sends a signal to this process, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def _become(job: Callable[[], int], log: Path, environment: Mapping[str, str]) -> None:
-    """What a new process does instead of what this one goes on with: it never returns."""
+    """Runs the job in a process that was just forked, and ends the process: it never returns."""
     code = 70
     try:
         os.setsid()
         file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(
-                number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-            )
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         faulthandler.enable()
         os.environ.update(environment)
-        if cache := environment.get("JAX_COMPILATION_CACHE_DIR"):  # jax has read its own by now
+        # When jax was imported, it read the environment of the parent.
+        cache = environment.get("JAX_COMPILATION_CACHE_DIR")
+        if cache:
             jax.config.update("jax_compilation_cache_dir", cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
         code = job()
-        atexit._run_exitfuncs()  # those of what runs here; the files to be removed are the parent's
+        atexit._run_exitfuncs()
     except SystemExit as stop:
-        code = stop.code if isinstance(stop.code, int) else 70
+        code = 70
+        if isinstance(stop.code, int):
+            code = stop.code
     except BaseException:
         traceback.print_exc()
     finally:
@@ -145,7 +153,8 @@ class Scene:
     victims."""
 
     def __init__(self, folder: Path, megabytes: float = 0.05, **changes: Any):
-        self.folder, self.runs = folder, folder / "runs"
+        self.folder = folder
+        self.runs = folder / "runs"
         if not (folder / "data").exists():
             make_data(folder, megabytes)
         values = {**CONFIG, "output_dir": str(self.runs), **changes}
@@ -153,11 +162,9 @@ class Scene:
         data = {**CONFIG["data"], **changes.get("data", {})}
         values["data"] = data | {"sources": {"text": text} | data.get("sources", {})}
         values["eval"] = {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}}
-        self.steps, self.interval, self.values = (
-            values["steps"],
-            values["checkpoint_interval"],
-            values,
-        )
+        self.values = values
+        self.steps = values["steps"]
+        self.interval = values["checkpoint_interval"]
         self.config = folder / "small.yaml"
         self.config.write_text(yaml.safe_dump(values))
         self.environment = {
@@ -173,11 +180,9 @@ class Scene:
     def start(
         self, run: str, *overrides: str, fault: str = "", command: bool = False
     ) -> Forked | subprocess.Popen:
-        """An attempt, in a session of its own; what it says is added to RUN.log."""
-        words, environment = (
-            self.words(run, *overrides),
-            self.environment | {"MAXTRAIN_FAILPOINT": fault},
-        )
+        """An attempt, in a session of its own; its output is added to RUN.log."""
+        words = self.words(run, *overrides)
+        environment = self.environment | {"MAXTRAIN_FAILPOINT": fault}
         if not command:
             return Forked(lambda: train_forked(words), self.log(run), environment)
         with open(self.log(run), "ab") as log:
@@ -191,19 +196,23 @@ class Scene:
         return self.folder / f"{run}.log"
 
     def reference(self) -> "Left":
-        """What the run leaves that nobody disturbs; made once."""
-        if not (self.runs / "reference").exists() and (code := end(self.start("reference"))):
-            raise RuntimeError(
-                f"the reference itself ended with {code}; see {self.log('reference')}"
-            )
+        """What a run leaves that nobody disturbs; made once."""
+        if not (self.runs / "reference").exists():
+            code = end(self.start("reference"))
+            if code != 0:
+                raise RuntimeError(
+                    f"the reference itself ended with {code}; see {self.log('reference')}"
+                )
         return Left(self.runs / "reference")
 
 
 def make_data(folder: Path, megabytes: float, vocabulary: Sequence[str] = WORDS) -> None:
-    """Documents of these words, prepared as ever, with an evaluation set."""
-    rng, count = random.Random(0), 120
+    """Documents of these words, prepared by `prepare`, with an evaluation set."""
+    rng = random.Random(0)
+    count = 120
     (folder / "text").mkdir(parents=True)
-    mean = 1e6 * megabytes / count / 4  # words of a document
+    # Words of a document, of four characters each.
+    mean = 1e6 * megabytes / count / 4
     for number in range(count):
         words = rng.choices(vocabulary, k=rng.randrange(int(0.3 * mean), int(1.7 * mean)))
         (folder / "text" / f"{number}.txt").write_text(" ".join(words))
@@ -226,8 +235,11 @@ def make_data(folder: Path, megabytes: float, vocabulary: Sequence[str] = WORDS)
 
 
 def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """What a job yields, as JSON, that runs in a process forked from this one, which it ends with.
-    RuntimeError: it failed."""
+    """What a job yields, which runs in a process forked from this one; it is passed on as JSON.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
     read, write = os.pipe()
 
     def tell() -> int:
@@ -252,7 +264,7 @@ def apart(job: Callable[[], Iterator[dict[str, Any]]]) -> Iterator[dict[str, Any
 
 
 def end(process: Forked | subprocess.Popen, patience: float = PATIENCE) -> int | str:
-    """The exit code of an attempt; one that hangs is ended, with stacks in its log, and is
+    """The exit code of an attempt. One that hangs is ended, with its stacks in the log; its code is
     "hangs"."""
     try:
         return process.wait(patience)
@@ -270,9 +282,13 @@ class Left:
     """What a run has left on the disk: its records, and the checkpoints that count."""
 
     def __init__(self, run: Path):
-        self.run, self.records = run, read_metrics(run)
+        self.run = run
+        self.records = read_metrics(run)
         self.steps = [record["step"] for record in self.records if record["kind"] == "train"]
-        self.last = self.steps[-1] if self.steps else 0
+        # The last step on record.
+        self.last = 0
+        if self.steps:
+            self.last = self.steps[-1]
         found = survey(run / "checkpoints")
         self.saved = [step for step, why in found.items() if not why]
         self.bad = [f"{step}: {why}" for step, why in found.items() if why]
@@ -283,8 +299,12 @@ class Left:
         return [path.name for path in (self.run / "checkpoints").glob("*.damaged-*")]
 
     def unlike(self, reference: "Left", whole: bool) -> list[str]:
-        """How the records so far are not those of a reference, bit for bit; and, if it is `whole`,
-        what it ends with."""
+        """How the records so far differ from those of a reference in any bit.
+
+        Args:
+            reference: what an undisturbed run has left.
+            whole: compare how the run ends, too: all records, checkpoints and weights.
+        """
         problems = []
         if self.steps != list(range(1, self.last + 1)):
             problems.append(f"the records have not every step up to {self.last} once, in order")
@@ -301,17 +321,21 @@ class Left:
             problems += self._end_unlike(reference)
         return problems
 
+    def keys(self) -> list[tuple[str, str | None, int]]:
+        """Which records there are, in order."""
+        return [(record["kind"], record.get("set"), record["step"]) for record in self.records]
+
     def _end_unlike(self, reference: "Left") -> list[str]:
-        keys = [
-            [(r["kind"], r.get("set"), r["step"]) for r in left.records]
-            for left in (self, reference)
-        ]
-        problems = [] if keys[0] == keys[1] else ["it has other records than the reference"]
-        ours, theirs = (saved_digests(left.run / "checkpoints") for left in (self, reference))
+        problems = []
+        if self.keys() != reference.keys():
+            problems.append("it has other records than the reference")
+        ours = saved_digests(self.run / "checkpoints")
+        theirs = saved_digests(reference.run / "checkpoints")
         for step in sorted(ours.keys() & theirs.keys()):
             if ours[step] != theirs[step]:
                 problems.append(f"arrays of checkpoint {step} differ")
-            if why := check(self.run / "checkpoints" / f"{step:08d}"):
+            why = check(self.run / "checkpoints" / f"{step:08d}")
+            if why:
                 problems.append(f"checkpoint {step} is damaged: {why}")
         if self.newest != reference.newest:
             problems.append(
@@ -321,7 +345,8 @@ class Left:
 
 
 def kept(newest: int, interval: int, keep: int, every: int) -> set[int]:
-    """The steps that have to count once `newest` does, of a run that saves each interval."""
+    """The steps whose checkpoints must be there once that of `newest` is, if a run saves each
+    interval."""
     steps = list(range(interval, newest + 1, interval))
     return set(steps[-keep:]) | {step for step in steps if step % every == 0}
 
@@ -329,7 +354,7 @@ def kept(newest: int, interval: int, keep: int, every: int) -> set[int]:
 def wait_for(
     condition: Callable[[], bool], process: Forked | subprocess.Popen, patience: float = PATIENCE
 ) -> bool:
-    """Whether something has come true before the process ended."""
+    """Whether something became true before the process ended, and before patience did."""
     deadline = time.monotonic() + patience
     while process.poll() is None and time.monotonic() < deadline:
         if condition():
@@ -339,25 +364,44 @@ def wait_for(
 
 
 class Progress:
-    """Whether an attempt of a run has opened its logs, which drops the records after the step that
-    it goes on from."""
+    """How far an attempt of a run has come: whether it has opened its records, from which it drops
+    those after the step that it goes on from, and whether it has made a step."""
 
     def __init__(self, run: Path, newest: int):
-        self._run, self._path, self._newest = run, run / FILE_NAME, newest
+        self._run = run
+        self._path = run / FILE_NAME
+        self._newest = newest
         self._before = self._identity()
 
     def opened(self) -> bool:
-        """Whether it has."""
+        """Whether the attempt has opened its records."""
         return self._identity() != self._before
 
     def has_made_a_step(self) -> bool:
         """Whether a record of a new step is there."""
-        with contextlib.suppress(ValueError, OSError, KeyError):  # read while it is written
+        # The file is read while it is written.
+        with contextlib.suppress(ValueError, OSError, KeyError):
             return self.opened() and reached_step(self._run) > self._newest
         return False
 
     def _identity(self) -> int:
-        return self._path.stat().st_ino if self._path.exists() else 0
+        if not self._path.exists():
+            return 0
+        return self._path.stat().st_ino
+
+
+def ended_with(code: int | str, *allowed: int) -> list[str]:
+    """That a command ended with another exit code than it should; empty: it did not."""
+    if code in allowed:
+        return []
+    return [f"ended with {code}"]
+
+
+def size_of(path: Path) -> int:
+    """The bytes of a file; 0: there is none."""
+    if not path.exists():
+        return 0
+    return path.stat().st_size
 
 
 def put_away(scene: Scene, run: str) -> Path:

@@ -29,18 +29,21 @@ _STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def find(pattern: str, options: Options) -> list[Piece]:
-    """The files of a folder that save_to_disk made, or of a glob, in rows.
+    """The files of a folder that save_to_disk made, or those that match a glob, in rows.
 
     Raises:
-        DataError: a folder of several splits, of selected rows, or of something else; a file is
-            damaged, or has no such column.
+        DataError: the folder has several splits, or only selects rows, or is no dataset; or a file
+            is damaged, or has no column --key.
         UsageError: pyarrow is missing.
     """
     pyarrow, errors = arrow("ipc", f"--arrow {pattern}")
+    files = _saved(pattern, options)
+    if not files:
+        files = find_files(pattern, "arrow", options, ".arrow")
     pieces = []
-    for piece in _saved(pattern, options) or find_files(pattern, "arrow", options, ".arrow"):
+    for piece in files:
         try:
-            rows = sum(map(len, _columns(pyarrow, piece)))
+            rows = sum(len(column) for column in _columns(pyarrow, piece))
         except (*errors, EOFError) as error:
             raise damaged(piece.path, error, "an Arrow file") from error
         pieces.append(piece._replace(stop=rows, scale=piece.size / max(rows, 1)))
@@ -81,18 +84,25 @@ def _saved(folder: str, options: Options) -> list[Piece]:
 
 
 def _split_names(content: Any) -> list[str]:
-    """The names of the splits of a dataset_dict.json. TypeError, LookupError: it is of another
-    shape."""
+    """The names of the splits in a dataset_dict.json.
+
+    Raises:
+        TypeError, LookupError: the file does not have the expected fields.
+    """
     return [os.fspath(name) for name in content["splits"]]
 
 
 def _indices_files(content: Any) -> Any:
-    """The files of a state.json that say which rows were selected."""
+    """The files in a state.json that say which rows were selected; None or empty: all rows are."""
     return content.get("_indices_files")
 
 
 def _data_files(content: Any) -> list[str]:
-    """The names of the files of a state.json. TypeError, LookupError: it is of another shape."""
+    """The names of the data files in a state.json.
+
+    Raises:
+        TypeError, LookupError: the file does not have the expected fields.
+    """
     names = [entry["filename"] for entry in content["_data_files"]]
     for name in names:
         if not isinstance(name, str):
@@ -101,7 +111,11 @@ def _data_files(content: Any) -> list[str]:
 
 
 def _load(path: str, get: Callable[[Any], Any]) -> Any:
-    """What `get` finds in a JSON file."""
+    """What `get` finds in a JSON file.
+
+    Raises:
+        DataError: the file is no JSON, or `get` can't find it.
+    """
     content = place(path).read_bytes()
     try:
         return get(loads(content))
@@ -110,22 +124,24 @@ def _load(path: str, get: Callable[[Any], Any]) -> Any:
 
 
 def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
-    """The arrays of the column in a file of either of Arrow's layouts, mapped into memory.
-    DataError: no such column."""
-    with open_piece(piece) as file:
-        whole_file = file.read(len(_FILE_MAGIC)) == _FILE_MAGIC
-        file.seek(max(file.seek(0, os.SEEK_END) - len(_STREAM_END), 0))
-        if not whole_file and file.read() != _STREAM_END:
-            raise EOFError("no end mark: cut short, or of another format")
+    """The arrays of the column --key, batch by batch, mapped into memory.
+
+    Raises:
+        DataError: there is no such column.
+        EOFError: the file is cut short, or is of another format.
+    """
+    has_file_layout = _has_file_layout(piece)
+    opener = pyarrow.ipc.open_stream
+    if has_file_layout:
+        opener = pyarrow.ipc.open_file
     source = native(pyarrow, piece, mapped=True)
-    opener = pyarrow.ipc.open_file if whole_file else pyarrow.ipc.open_stream
     schema = opener(source).schema
     check_column(schema, piece)
     source.seek(0)
     field = schema.get_field_index(piece.options.key)
     options = pyarrow.ipc.IpcReadOptions(included_fields=[field])
     reader = opener(source, options=options)
-    if whole_file:
+    if has_file_layout:
         batches = map(reader.get_batch, range(reader.num_record_batches))
     else:
         batches = iter(reader)
@@ -133,7 +149,28 @@ def _columns(pyarrow: Any, piece: Piece) -> Iterator[Any]:
         yield batch.column(0)
 
 
+def _has_file_layout(piece: Piece) -> bool:
+    """Whether a file has Arrow's layout of a file, and not that of a stream.
+
+    Raises:
+        EOFError: it has neither.
+    """
+    with open_piece(piece) as file:
+        if file.read(len(_FILE_MAGIC)) == _FILE_MAGIC:
+            return True
+        num_bytes = file.seek(0, os.SEEK_END)
+        file.seek(max(num_bytes - len(_STREAM_END), 0))
+        if file.read() != _STREAM_END:
+            raise EOFError("no end mark: cut short, or of another format")
+    return False
+
+
 FORMAT = Format(
-    "arrow", "DIR_OR_GLOB", "a dataset that Hugging Face's save_to_disk made, or Arrow files; needs maxtrain[parquet]",
-    "--arrow wikipedia/train --key text --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, any_record,
-)  # fmt: skip
+    name="arrow",
+    metavar="DIR_OR_GLOB",
+    help="a dataset that Hugging Face's save_to_disk made, or Arrow files; needs maxtrain[parquet]",
+    example="--arrow wikipedia/train --key text --tokenizer path/to/tokenizer.json --holdout 0.001",
+    find=find,
+    documents=documents,
+    cut=any_record,
+)

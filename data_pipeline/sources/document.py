@@ -120,7 +120,9 @@ def refuse_url(option: str, pattern: str) -> None:
     """UsageError: a format whose own library reads local files only was given a URL."""
     if is_url(pattern):
         mend = "Copy its files to a disk of this machine and name them there"
-        raise UsageError(f"--{option} {pattern}: is read by a library that knows no URLs. {mend}.")
+        raise UsageError(
+            f"--{option} {pattern}: is read by a library that can't open URLs. {mend}."
+        )
 
 
 def line_start(piece: Piece, at: int) -> int:

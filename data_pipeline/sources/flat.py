@@ -1,9 +1,9 @@
-"""Files of nothing but token ids, nanoGPT's .bin and OLMo's .npy: documents are what lies between
-end-of-document ids.
+"""Files that hold only token ids, nanoGPT's .bin and OLMo's .npy: each document ends with the
+end-of-document id.
 
-The ids are little-endian uint16, or wider where the tokenizer's vocabulary needs it or the upper
-halves of all that a file begins with are 0. The name .npy notwithstanding, OLMo's files have no
-header; numpy's own, which have one, are read by it.
+The ids are little-endian uint16. They are wider if the tokenizer's vocabulary needs more than 16
+bits, or if the upper halves of the file's first ids are all 0. OLMo's files have no header, although
+their names end in .npy. A file with numpy's header is read as the header says.
 """
 
 import io
@@ -21,9 +21,9 @@ from data_pipeline.sources.token_ids import document, file_size, ids, need_token
 _NUMPY = b"\x93NUMPY"
 _LLM_C = np.array([20240520], "<i4").tobytes()
 _HEAD_BYTES = 1 << 16
-# Tokens that are searched for an end of document at a time.
+# How many tokens are searched at a time for an end-of-document id.
 _WINDOW = 1 << 20
-# Tokens of a document, so that memory stays bounded.
+# The most tokens of a document, so that memory stays bounded.
 _LONGEST = 1 << 25
 
 
@@ -38,8 +38,12 @@ def find_olmo(pattern: str, options: Options) -> list[Piece]:
 
 
 def _find(name: str, ending: str, pattern: str, options: Options) -> list[Piece]:
-    """DataError: a file is not what it should be. UsageError: no tokenizer, or one that ends no
-    documents."""
+    """The files that match a glob, in tokens.
+
+    Raises:
+        DataError: nothing matches, or a file has a header that can't be read here.
+        UsageError: there is no tokenizer, or the tokenizer has no end-of-document id.
+    """
     need_tokenizer(f"--{name} {pattern}", options)
     if options.eod_id is None:
         raise UsageError(
@@ -66,8 +70,8 @@ def _open(piece: Piece) -> Any:
 
 
 def _width(head: bytes, vocab_size: int) -> int:
-    """Bytes of an id in a file that begins with `head`: 2, or more where the vocabulary needs them,
-    or the upper halves of all ids are 0."""
+    """Bytes of an id in a file that begins with `head`: 2, or more if the vocabulary needs them or
+    the upper halves of all ids are 0."""
     width = 2
     values = np.frombuffer(head[: len(head) // 8 * 8], "<u2")
     while width < 8:
@@ -81,13 +85,17 @@ def _width(head: bytes, vocab_size: int) -> int:
 
 
 def _open_numpy(piece: Piece, head: bytes) -> Any:
-    """The ids of a file with numpy's header."""
+    """The ids of a file with numpy's header.
+
+    Raises:
+        DataError: the header is damaged, or the array is not one row of integers.
+    """
     try:
         tokens = _load(piece, head)
     except (UserError, OSError):
         raise
     except Exception as error:
-        # A damaged header is parsed as Python, which ends in errors of many kinds.
+        # numpy parses the header as Python, so a damaged one can raise almost anything.
         mend = "Restore it from a copy, or make it again"
         raise DataError(f"{piece.path}: has numpy's header, but {error}. {mend}.") from error
     if getattr(tokens, "ndim", 1) != 1 or tokens.dtype.kind not in "iu":
@@ -97,8 +105,11 @@ def _open_numpy(piece: Piece, head: bytes) -> Any:
 
 
 def _load(piece: Piece, head: bytes) -> Any:
-    """The array of a file with numpy's header, of any shape. ValueError, EOFError: it is
-    damaged."""
+    """The array of a file with numpy's header, of any shape.
+
+    Raises:
+        ValueError, EOFError: the file is damaged.
+    """
     if not is_url(piece.path):
         return np.load(piece.path, mmap_mode="r", allow_pickle=False)
     file = io.BytesIO(head)
@@ -107,42 +118,50 @@ def _load(piece: Piece, head: bytes) -> Any:
         shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     else:
         shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-    count = int(np.prod(shape))
     if len(shape) != 1 or dtype.kind not in "iu":
-        return np.empty(shape and (0,) * len(shape), dtype)
-    if file.tell() + count * dtype.itemsize > file_size(piece.path):
+        # The caller refuses it by its type and number of dims; the values are not needed.
+        return np.empty((0,) * len(shape), dtype)
+    count = int(np.prod(shape))
+    first_byte = file.tell()
+    if first_byte + count * dtype.itemsize > file_size(piece.path):
         raise EOFError("it is cut short")
-    return numbers(piece, piece.path, dtype, file.tell(), count)
+    return numbers(piece, piece.path, dtype, first_byte, count)
 
 
 def _ends(tokens: np.ndarray, start: int, piece: Piece) -> Iterator[int]:
-    """Where end-of-document ids are, from `start` to the piece's stop; nothing is held but a
-    window."""
+    """The positions of end-of-document ids from `start` to the piece's stop; one window of tokens
+    is in memory at a time."""
     for at in range(start, piece.stop, _WINDOW):
-        window = tokens[at : min(at + _WINDOW, piece.stop)]
+        stop = min(at + _WINDOW, piece.stop)
+        window = tokens[at:stop]
         ends = at + np.flatnonzero(window == piece.options.eod_id)
         yield from ends.tolist()
 
 
 def cut(piece: Piece, at: int) -> int:
-    """Behind the first end of a document from token `at` - 1 on."""
-    for end in _ends(_open(piece), max(at - 1, piece.start), piece):
+    """The first place from token `at` on where a document begins, or the piece's stop."""
+    start = max(at - 1, piece.start)
+    for end in _ends(_open(piece), start, piece):
         return end + 1
     return piece.stop
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Documents of the piece that belong to its part. DataError: an id too large, or a document too
-    long."""
+    """Documents of the piece that belong to its part.
+
+    Raises:
+        DataError: an id is outside the vocabulary, or a document is too long.
+    """
     tokens = _open(piece)
     header_bytes = file_size(piece.path) - tokens.nbytes
     first = piece.start
     for end in itertools.chain(_ends(tokens, piece.start, piece), [piece.stop]):
-        if end - first > _LONGEST:
-            what = f"{end - first:,} tokens from token {first} on hold no {piece.options.eod_id}"
+        length = end - first
+        if length > _LONGEST:
             raise DataError(
-                f"{piece.path}: {what}, the tokenizer's end of a document; at most {_LONGEST:,} "
-                "may. Give --tokenizer the one that these ids belong to."
+                f"{piece.path}: has no end-of-document id ({piece.options.eod_id}) in {length:,} "
+                f"tokens from token {first} on; a document may have at most {_LONGEST:,}. Give "
+                "--tokenizer the tokenizer that made these ids."
             )
         if first < piece.stop:
             where = f"{piece.path}, token {first}"
@@ -152,10 +171,21 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 
 NANOGPT = Format(
-    "nanogpt", "GLOB", "flat .bin files of token ids, documents ended by the tokenizer's own id for it",
-    "--nanogpt 'openwebtext/train.bin' --tokenizer path/to/tokenizer.json", find_nanogpt, documents, cut,
-)  # fmt: skip
+    name="nanogpt",
+    metavar="GLOB",
+    help="nanoGPT's .bin files of token ids, where the tokenizer's end-of-document id ends each "
+    "document",
+    example="--nanogpt 'openwebtext/train.bin' --tokenizer path/to/tokenizer.json",
+    find=find_nanogpt,
+    documents=documents,
+    cut=cut,
+)
 OLMO = Format(
-    "olmo", "GLOB", "OLMo's .npy files of token ids, as for --nanogpt",
-    "--olmo 'dolma/**/*.npy' --tokenizer path/to/tokenizer.json --holdout 0.001", find_olmo, documents, cut,
-)  # fmt: skip
+    name="olmo",
+    metavar="GLOB",
+    help="OLMo's .npy files of token ids, divided into documents as for --nanogpt",
+    example="--olmo 'dolma/**/*.npy' --tokenizer path/to/tokenizer.json --holdout 0.001",
+    find=find_olmo,
+    documents=documents,
+    cut=cut,
+)

@@ -23,8 +23,9 @@ def documents(piece: Piece) -> Iterator[Document]:
     """The document of a piece of a file."""
     try:
         with open_piece(piece) as file:
-            before = file.read(piece.start).count(b"\n")  # 0 unless the file was divided
-            document = decode(file.read(piece.size), piece.path, before + 1)
+            # 0 unless the file was divided.
+            lines_before = file.read(piece.start).count(b"\n")
+            document = decode(file.read(piece.size), piece.path, lines_before + 1)
     except OSError as error:
         document = Document(None, f"{piece.path}:1", f"can't be read ({error.strerror})")
     yield document
@@ -38,17 +39,33 @@ def find(pattern: str, options: Options) -> list[Piece]:
 def python_stdlib(_: str, options: Options) -> list[Piece]:
     """The Python source of the running interpreter's standard library, without tests and installed
     packages."""
-    pieces = find_files(
-        glob.escape(sysconfig.get_paths()["stdlib"]) + "/**/*.py", "python-stdlib", options
-    )
-    return [piece for piece in pieces if not _NOT_LIBRARY & set(PurePath(piece.name).parts)]
+    folder = sysconfig.get_paths()["stdlib"]
+    files = find_files(f"{glob.escape(folder)}/**/*.py", "python-stdlib", options)
+    pieces = []
+    for piece in files:
+        folders = PurePath(piece.name).parts
+        if _NOT_LIBRARY.isdisjoint(folders):
+            pieces.append(piece)
+    return pieces
 
 
 TEXT = Format(
-    "text", "GLOB", "text files, each one document", "--text 'books/**/*.txt' --tokenizer bpe:32000 --holdout 0.01",
-    find, documents, line_start, many=False,
-)  # fmt: skip
+    name="text",
+    metavar="GLOB",
+    help="text files, each one document",
+    example="--text 'books/**/*.txt' --tokenizer bpe:32000 --holdout 0.01",
+    find=find,
+    documents=documents,
+    cut=line_start,
+    many=False,
+)
 PYTHON_STDLIB = Format(
-    "python-stdlib", "", "the running Python's own standard library, without tests",
-    "--python-stdlib --tokenizer bpe:4096 --holdout 0.05", python_stdlib, documents, line_start, many=False,
-)  # fmt: skip
+    name="python-stdlib",
+    metavar="",
+    help="the running Python's own standard library, without tests",
+    example="--python-stdlib --tokenizer bpe:4096 --holdout 0.05",
+    find=python_stdlib,
+    documents=documents,
+    cut=line_start,
+    many=False,
+)

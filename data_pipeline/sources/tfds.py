@@ -1,11 +1,11 @@
-"""Data sets of tensorflow-datasets that are on disk as ArrayRecord: each example is a document, in
-the feature --key.
+"""Data sets of tensorflow-datasets that are on disk as ArrayRecord: the feature --key of each
+example is a document.
 
-Read through `as_data_source`, without TensorFlow. Nothing is downloaded or built here.
+They are read through `as_data_source`, without TensorFlow. Nothing is downloaded or built here.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from data_pipeline.errors import DataError, blame_storage
@@ -25,11 +25,16 @@ _DESCRIPTION = ("dataset_info.json", "features.json")
 
 
 def find(value: str, options: Options) -> list[Piece]:
-    """The files of NAME[:SPLIT], in examples; NAME may be a folder, and SPLIT is "train" if nothing
-    is said.
+    """The files of NAME[:SPLIT], in examples.
 
-    DataError: it is not there, has no such split or feature, or is in another file format.
-        UsageError: the package is missing.
+    Args:
+        value: NAME is a data set, or its folder; SPLIT is "train" if it is left out.
+        options: name the feature that is read.
+
+    Raises:
+        DataError: the data set is not on disk, has no such split or feature, or is stored in
+            another file format.
+        UsageError: tensorflow-datasets is missing.
     """
     refuse_url("tfds", value)
     tfds = load_package("tensorflow_datasets", "tfds", f"--tfds {value}")
@@ -46,15 +51,17 @@ def find(value: str, options: Options) -> list[Piece]:
         info = builder.info
         layout = info.file_format
     except Exception as error:
-        # Of many kinds, from finding the folder to parsing what describes it.
+        # The library raises errors of many kinds, from missing folders to JSON that it can't parse.
         blame_storage(name, error)
         reason = str(error).partition("\n")[0]
         raise DataError(
             f"--tfds {value}: is not a data set on disk ({reason}). Build it with `tfds build {name} "
             "--file_format=array_record`, or name its folder, the one with dataset_info.json."
         ) from error
-    if layout is None or layout.value != "array_record":
-        found = layout and layout.value
+    found = None
+    if layout is not None:
+        found = layout.value
+    if found != "array_record":
         mend = "Build it with --file_format=array_record"
         raise DataError(
             f"--tfds {value}: is stored as {found}, which has no random access. {mend}."
@@ -66,14 +73,21 @@ def find(value: str, options: Options) -> list[Piece]:
         features = ", ".join(sorted(info.features))
         mend = "Name one with --key"
         raise DataError(f"--tfds {value}: has no feature {options.key!r}, but {features}. {mend}.")
-    about = tuple(os.path.join(str(builder.data_dir), file) for file in _DESCRIPTION)
+    descriptions = tuple(os.path.join(str(builder.data_dir), file) for file in _DESCRIPTION)
     pieces = []
     paths = map(str, info.splits[split].filepaths)
     for path, examples in zip(paths, info.splits[split].shard_lengths):
-        scale = os.path.getsize(path) / max(examples, 1)
-        pieces.append(
-            Piece("tfds", os.path.basename(path), path, 0, examples, options, scale, beside=about)
+        piece = Piece(
+            format="tfds",
+            name=os.path.basename(path),
+            path=path,
+            start=0,
+            stop=examples,
+            options=options,
+            scale=os.path.getsize(path) / max(examples, 1),
+            beside=descriptions,
         )
+        pieces.append(piece)
     return pieces
 
 
@@ -83,22 +97,37 @@ def documents(piece: Piece) -> Iterator[Document]:
 
 
 def _examples(piece: Piece) -> Iterator[Any]:
-    """The feature of each example; a piece counts them in its file, but the library in the whole
-    split."""
+    """The feature of each example of a piece, read in batches of about _BATCH_BYTES."""
     package = load_package("tensorflow_datasets", "tfds", piece.path)
     builder = package.builder_from_directory(os.path.dirname(piece.path))
-    split, info = next(
-        item for item in builder.info.splits.items() if piece.name in item[1].filenames
-    )
-    before = sum(info.shard_lengths[: info.filenames.index(piece.name)])
+    split = _split_of(piece, builder.info.splits)
+    info = builder.info.splits[split]
+    # A piece counts examples from the start of its file, the library from the start of the split.
+    files_before = info.filenames.index(piece.name)
+    examples_before = sum(info.shard_lengths[:files_before])
     source = builder.as_data_source(split)
-    step = max(int(_BATCH_BYTES / max(piece.scale, 1)), 1)
-    for at in range(piece.start, piece.stop, step):
-        for example in source.__getitems__(range(before + at, before + min(at + step, piece.stop))):
+    batch_size = max(int(_BATCH_BYTES / max(piece.scale, 1)), 1)
+    for start in range(piece.start, piece.stop, batch_size):
+        stop = min(start + batch_size, piece.stop)
+        batch = source.__getitems__(range(examples_before + start, examples_before + stop))
+        for example in batch:
             yield example[piece.options.key]
 
 
+def _split_of(piece: Piece, splits: Mapping[str, Any]) -> str:
+    """The name of the split that a file belongs to."""
+    for split, info in splits.items():
+        if piece.name in info.filenames:
+            return split
+    raise ValueError(f"no split has the file {piece.name}")
+
+
 FORMAT = Format(
-    "tfds", "NAME[:SPLIT]", "data sets of tensorflow-datasets on disk, as ArrayRecord; needs maxtrain[tfds]",
-    "--tfds wiki40b/en:train --tokenizer path/to/tokenizer.json --holdout 0.001", find, documents, any_record,
-)  # fmt: skip
+    name="tfds",
+    metavar="NAME[:SPLIT]",
+    help="data sets of tensorflow-datasets on disk, as ArrayRecord; needs maxtrain[tfds]",
+    example="--tfds wiki40b/en:train --tokenizer path/to/tokenizer.json --holdout 0.001",
+    find=find,
+    documents=documents,
+    cut=any_record,
+)

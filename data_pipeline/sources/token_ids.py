@@ -16,8 +16,8 @@ def need_tokenizer(option: str, options: Options) -> None:
     """UsageError: no tokenizer was given that exists already."""
     if options.vocab_size is None:
         raise UsageError(
-            f"{option}: holds the ids of a tokenizer, so it can't be read by one that is trained "
-            "here, or not named. Give --tokenizer the tokenizer.json that they were made with."
+            f"{option}: the files hold token ids, so they need the tokenizer that made them. "
+            "Give --tokenizer the path of its tokenizer.json."
         )
 
 
@@ -85,7 +85,7 @@ def document(piece: Piece, ids: np.ndarray, where: str, offset: int) -> list[Doc
         what = f"id {ids[at]} at byte {offset + at * ids.itemsize}"
         raise DataError(
             f"{piece.path}: {what} is outside [0, {vocab_size}), the tokenizer's vocabulary. "
-            "Give --tokenizer the one that these ids belong to."
+            "Give --tokenizer the tokenizer that made these ids."
         )
     tokens = ids.astype("<i4")
     if not piece.holds(tokens.tobytes()):

@@ -1,10 +1,11 @@
-"""Hugging Face's tokenizer.json, given, or trained here as byte-level BPE."""
+"""Hugging Face's tokenizer.json, read from a file, or trained here as byte-level BPE."""
 
 import contextlib
 import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -23,22 +24,22 @@ from data_pipeline.tokenizer.base import (
 )
 
 _PIECES_AT_ONCE = 64
-# Words whose ids are kept, and the most characters of one: some 30 MB.
+# How many words have their ids kept, and the most characters of such a word: some 30 MB in all.
 _WORDS = 1 << 17
 _LONGEST_WORD = 64
-# Characters of a part of a piece that is not all ASCII.
+# Characters of a part, where a piece has characters outside ASCII.
 _CHUNK_CHARACTERS = 512
-# Characters of a piece that could not be cut: too many words at a time.
+# A piece of so many characters, which could not be cut, has too many words to look up at once.
 _LARGE = 1 << 20
-# How byte-level tokenizers divide text: the library's own, Llama 3's and Qwen's
+# How byte-level tokenizers divide text into words: the library's own, Llama 3's and Qwen's.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = (_GPT2, _LLAMA3, _LLAMA3.replace("{1,3}", ""))
 
 
 class _Words(dict[str, bytes]):
-    """Ids, int32, of words that came before: they are the same wherever a word stands, and the
-    library is slow to say so."""
+    """The ids of words, int32 as bytes. A word has the same ids wherever it stands, so those of
+    words that came before are kept: looking them up is faster than asking the library."""
 
     def __init__(self, inner: tokenizers.Tokenizer, pattern: re.Pattern[str]):
         super().__init__()
@@ -46,7 +47,8 @@ class _Words(dict[str, bytes]):
         self.pattern = pattern
 
     def __missing__(self, word: str) -> bytes:
-        ids = np.array(self.inner.encode(word, add_special_tokens=False).ids, np.int32).tobytes()
+        encoding = self.inner.encode(word, add_special_tokens=False)
+        ids = np.array(encoding.ids, np.int32).tobytes()
         if len(word) <= _LONGEST_WORD:
             if len(self) >= _WORDS:
                 self.clear()
@@ -55,12 +57,22 @@ class _Words(dict[str, bytes]):
 
     def encode(self, text: str) -> np.ndarray:
         """Ids, int32 [tokens], of ASCII text."""
-        return np.frombuffer(b"".join(map(self.__getitem__, self.pattern.findall(text))), np.int32)
+        words = self.pattern.findall(text)
+        ids = b"".join(map(self.__getitem__, words))
+        return np.frombuffer(ids, np.int32)
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer.json, from its bytes; `eod` ends documents (None: the first usual one).
-    ValueError: unusable, or no `eod`."""
+    """A tokenizer made from a tokenizer.json.
+
+    Args:
+        content: the bytes of the file.
+        name: short, for people.
+        eod: the token that ends documents; None: the first usual one that there is.
+
+    Raises:
+        ValueError: the file can't be used, or there is no `eod`.
+    """
 
     def __init__(self, content: bytes, name: str, eod: str | None = None):
         self.content = content
@@ -72,23 +84,29 @@ class JsonTokenizer(Tokenizer):
         # Ids may have gaps.
         self.vocab_size = max(vocabulary.values()) + 1
         self.eod_id = end_of_documents(vocabulary, eod)
-        self.special = {
-            token.content: i
-            for i, token in self.inner.get_added_tokens_decoder().items()
-            if token.special
-        }
-        before = self.inner.pre_tokenizer
-        changes = self.inner.normalizer
-        self._divisible = (
-            before is not None
-            and isinstance(changes, tokenizers.normalizers.NFC | None)
-            and splits_at_cuts(lambda text: [part for part, _ in before.pre_tokenize_str(text)])
-        )
+        self.special = {}
+        for i, token in self.inner.get_added_tokens_decoder().items():
+            if token.special:
+                self.special[token.content] = i
+        self._divisible = self._is_divisible()
         self._words = None
         if self._divisible:
             pattern = _ascii_pattern(self.inner)
             if pattern:
                 self._words = _Words(self.inner, pattern)
+
+    def _is_divisible(self) -> bool:
+        """Whether the pieces of a long text may be encoded one by one."""
+        pre_tokenizer = self.inner.pre_tokenizer
+        if pre_tokenizer is None:
+            return False
+        if not isinstance(self.inner.normalizer, tokenizers.normalizers.NFC | None):
+            return False
+
+        def split(text: str) -> list[str]:
+            return [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
+
+        return splits_at_cuts(split)
 
     def _load(self) -> tokenizers.Tokenizer:
         with _library_errors(ValueError, ""):
@@ -113,34 +131,37 @@ class JsonTokenizer(Tokenizer):
             pieces = cut(text)
         for batch in itertools.batched(pieces, _PIECES_AT_ONCE):
             parts = [part for piece in batch for part in self._parts(piece)]
-            quick = [words is not None and len(part) < _LARGE and part.isascii() for part in parts]
-            others = [part for part, easy in zip(parts, quick) if not easy]
-            encodings = iter(self.inner.encode_batch_fast(others, add_special_tokens=False))
-            for part, easy in zip(parts, quick):
-                if words is not None and easy:
+            # The library encodes its parts in one call, on all threads.
+            of_library = [part for part in parts if not self._can_look_up(part)]
+            encodings = iter(self.inner.encode_batch_fast(of_library, add_special_tokens=False))
+            for part in parts:
+                if words is not None and self._can_look_up(part):
                     ids.append(words.encode(part))
                 else:
                     ids.append(np.array(next(encodings).ids, np.int32))
         return np.concatenate(ids)
 
+    def _can_look_up(self, part: str) -> bool:
+        """Whether a part is encoded word by word, from the ids that are kept."""
+        return self._words is not None and len(part) < _LARGE and part.isascii()
+
     def _parts(self, piece: str) -> Iterable[str]:
-        """Parts of a piece, so that few are not all ASCII."""
+        """Parts of a piece: short ones if it is not ASCII, so that most of them are."""
         if self._words is None or piece.isascii():
             return [piece]
         return cut(piece, size=_CHUNK_CHARACTERS)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.inner.decode(
-            [i for i in map(int, ids) if 0 <= i < self.vocab_size], skip_special_tokens=True
-        )
+        known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
+        return self.inner.decode(known, skip_special_tokens=True)
 
     @functools.cached_property
     def _with_specials(self) -> tokenizers.Tokenizer:
         return self._load()
 
     def locate(self, text: str) -> Located:
-        # by the library, which knows what surrounds a special token: prefixes, and spaces that the
-        # token takes in
+        # Special tokens are left to the library: some take in the spaces around them, and what
+        # comes after one may get a prefix.
         return self._located(self._with_specials, text)
 
     def locate_text(self, text: str, first: bool) -> Located:
@@ -155,66 +176,82 @@ class JsonTokenizer(Tokenizer):
 
 @contextlib.contextmanager
 def _library_errors(kind: type[ValueError], prefix: str) -> Iterator[None]:
-    """What the library raises, as an error of this kind: bare Exceptions, and panics of Rust, which
-    are no Exceptions."""
+    """Turns what the library raises into an error of this kind.
+
+    It raises bare Exceptions; and panics of Rust, which are BaseExceptions.
+    """
     try:
         yield
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise kind(
-            f"{prefix}{str(error)[:300]}. Mend its tokenizer.json, or take another."
-        ) from error
+        reason = str(error)[:300]
+        raise kind(f"{prefix}{reason}. Mend its tokenizer.json, or take another.") from error
 
 
 def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:
-    """How a tokenizer divides ASCII text into words that are encoded each for itself; None: in a
-    way that is not known here."""
-    if any(not token.special for token in inner.get_added_tokens_decoder().values()):
-        return None  # these are found in text, whatever the words
-    before = loads(inner.pre_tokenizer.__getstate__())
-    *splits, level = before["pretokenizers"] if before["type"] == "Sequence" else [before]
-    found = [
-        split["pattern"].get("Regex")
-        for split in splits
-        if split["type"] == "Split" and split["behavior"] == "Isolated"
-    ]
-    (given,) = (
-        found
-        if len(found) == len(splits) == 1 and not splits[0]["invert"]
-        else [None if splits else _GPT2]
-    )
-    byte_level = (
-        level["type"] == "ByteLevel"
-        and not level["add_prefix_space"]
-        and level["use_regex"] != bool(splits)
-    )
-    if not byte_level or given not in _PATTERNS:
+    """A pattern that divides ASCII text into the words that a tokenizer encodes one by one; None:
+    it divides text in a way that is not known here."""
+    for token in inner.get_added_tokens_decoder().values():
+        if not token.special:
+            # The library looks for these tokens in the whole text, before it divides it.
+            return None
+    pre_tokenizer = loads(inner.pre_tokenizer.__getstate__())
+    steps = [pre_tokenizer]
+    if pre_tokenizer["type"] == "Sequence":
+        steps = pre_tokenizer["pretokenizers"]
+    *splits, last = steps
+    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
         return None
-    ascii = (
-        given.replace(r"\p{L}\p{N}]", "A-Za-z0-9]")
-        .replace(r"\p{L}", "[A-Za-z]")
-        .replace(r"\p{N}", "[0-9]")
-    )
-    return re.compile(ascii, re.ASCII)
+    # Text is divided once: by the last step's own pattern, or by a step before it.
+    if last["use_regex"] == bool(splits):
+        return None
+    pattern = _GPT2
+    if splits:
+        pattern = _split_pattern(splits)
+    if pattern not in _PATTERNS:
+        return None
+    pattern = pattern.replace(r"\p{L}\p{N}]", "A-Za-z0-9]")
+    pattern = pattern.replace(r"\p{L}", "[A-Za-z]")
+    pattern = pattern.replace(r"\p{N}", "[0-9]")
+    return re.compile(pattern, re.ASCII)
+
+
+def _split_pattern(splits: list[dict[str, Any]]) -> str | None:
+    """The regular expression whose matches are the words; None if that is not all that these
+    steps of a pre-tokenizer do."""
+    if len(splits) != 1:
+        return None
+    split = splits[0]
+    if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
+        return None
+    return split["pattern"].get("Regex")
 
 
 def bpe_entries(spec: str) -> int:
-    """The number of entries in "bpe:4096". UsageError: there is none, or no tokenizer can have so
-    many or few."""
+    """The number of entries in "bpe:4096".
+
+    Raises:
+        UsageError: there is no number, or it is too small or too large for a tokenizer.
+    """
     entries = spec.removeprefix("bpe:")
     if not re.fullmatch("[0-9]+", entries):
         raise UsageError(
-            f"--tokenizer {spec[:80]}: bpe takes its number of entries, such as bpe:4096."
+            f"--tokenizer {spec[:80]}: bpe needs a number of entries. Give bpe:4096, for example."
         )
-    # The first 18 digits of a longer number are too many, too.
+    # A longer number is refused like its first 18 digits, without an int of unbounded size.
     _check_entries(int(entries[:18]))
     return int(entries)
 
 
 def _check_entries(count: int) -> None:
-    """UsageError: the library would allocate for all of them at once, and abort where it can't; or
-    there is no room for 256 bytes and the end of documents."""
+    """Refuses a number of entries that no tokenizer can be trained with.
+
+    With too many, the library aborts the process: it allocates memory for all of them at once.
+
+    Raises:
+        UsageError: there are too many, or too few for 256 bytes and the end of documents.
+    """
     least = 257
     if least <= count <= MAX_VOCABULARY:
         return
@@ -226,19 +263,24 @@ def _check_entries(count: int) -> None:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     """Train a byte-level BPE tokenizer; the same texts in the same order give the same bytes.
 
-    `vocab_size` counts the 256 bytes and the end-of-document token; fewer come out of little text.
-    UsageError: it is below 257 or above MAX_VOCABULARY.
+    Args:
+        texts: what it is trained on.
+        vocab_size: entries, with the 256 bytes and the end-of-document token; a short text gives
+            fewer.
+
+    Raises:
+        UsageError: vocab_size is below 257 or above MAX_VOCABULARY.
     """
     _check_entries(vocab_size)
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = tokenizers.decoders.ByteLevel()
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=alphabet,
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    inner.train_from_iterator((piece for text in texts for piece in cut(text)), trainer)
+    pieces = (piece for text in texts for piece in cut(text))
+    inner.train_from_iterator(pieces, trainer)
     return JsonTokenizer(inner.to_str().encode(), f"bpe:{vocab_size}")

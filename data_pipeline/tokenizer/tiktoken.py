@@ -1,8 +1,8 @@
 """tiktoken's files of ranks, by the tiktoken package.
 
-Such a file has one token a line, in base64, and its rank, which is its id. How text is split
-before, and the special tokens, it does not say: for public encodings they are known here, for
-others a settings file beside it gives them.
+Each line of such a file has a token in base64 and its rank, which is its id. The file does not say
+how text is split into words, or which special tokens there are. For public encodings both are
+known here; for others they are read from a settings file beside it.
 """
 
 import base64
@@ -50,19 +50,23 @@ ENCODINGS: dict[str, tuple[str, dict[str, int]]] = {
     "cl100k_base": ("cl100k", {END_OF_DOCUMENT: 100257} | _FIM),
     "o200k_base": ("o200k", {END_OF_DOCUMENT: 199999, "<|endofprompt|>": 200018}),
 }
-_EVERYTHING = (
-    "".join(map(chr, range(0x250))) + " don't 1234\r\n\n\t東京 🙂 e\u0301 \u3000x  "
-)  # to try a pattern on
+# A text of all kinds of characters, on which a pattern is tried.
+_LATIN = "".join(map(chr, range(0x250)))
+_EVERYTHING = _LATIN + " don't 1234\r\n\n\t東京 🙂 e\u0301 \u3000x  "
 
 
 def is_ranks(content: bytes) -> bool:
-    """Whether a file has tokens and ranks."""
+    """Whether a file begins with a token and its rank."""
     return re.match(rb"[A-Za-z0-9+/]+=* \d+\r?(\n|$)", content) is not None
 
 
 def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
-    """Pattern and special tokens of a file of ranks. ValueError: its settings are no such.
-    DataError: there are none."""
+    """Pattern and special tokens of a file of ranks.
+
+    Raises:
+        ValueError: its settings file does not have these two fields.
+        DataError: it has no settings file, and is no public encoding.
+    """
     beside = path.with_name(f"{path.name}.json")
     if beside.exists():
         settings = loads(beside.read_bytes())
@@ -73,17 +77,24 @@ def ranks_settings(path: Path | RemotePath) -> tuple[str, dict[str, int]]:
         return ENCODINGS[path.stem]
     example = json.dumps({"pattern": "cl100k", "special_tokens": {END_OF_DOCUMENT: 100257}})
     raise DataError(
-        f"tokenizer={path}: is a file of ranks, which does not say how text is split nor which "
+        f"tokenizer={path}: is a file of ranks, which does not say how text is split or which "
         f"special tokens there are. Write {beside.name} beside it, such as {example}; pattern is "
         f"{', '.join(PATTERNS)} or a regular expression."
     )
 
 
 class TiktokenTokenizer(Tokenizer):
-    """A file of ranks, from its bytes; `pattern` is a name in PATTERNS or a regular expression;
-    `special` are ids by spelling.
+    """A tokenizer made from a file of ranks.
 
-    `eod` ends documents (None: the first usual one). ValueError: unusable, or no `eod`.
+    Args:
+        content: the bytes of the file.
+        name: short, for people.
+        pattern: splits text into words; a name in PATTERNS, or a regular expression.
+        special: the ids of special tokens, by spelling.
+        eod: the special token that ends documents; None: the first usual one that there is.
+
+    Raises:
+        ValueError: the file, the pattern or the special tokens can't be used, or there is no `eod`.
     """
 
     def __init__(
@@ -94,14 +105,14 @@ class TiktokenTokenizer(Tokenizer):
         special: dict[str, int],
         eod: str | None = None,
     ):
-        package, regex = (
-            load_package(p, "tiktoken", f"tokenizer {name}") for p in ("tiktoken", "regex")
-        )
+        package = load_package("tiktoken", "tiktoken", f"tokenizer {name}")
+        regex = load_package("regex", "tiktoken", f"tokenizer {name}")
         ranks = _parse(content)
         if not isinstance(pattern, str) or not isinstance(special, dict) or "" in special:
             raise ValueError("the pattern must be text, and special tokens must be text with an id")
         check_ids(special or {END_OF_DOCUMENT: 0})
-        if len({*ranks.values(), *special.values()}) < len(ranks) + len(special):
+        different_ids = {*ranks.values(), *special.values()}
+        if len(different_ids) < len(ranks) + len(special):
             raise ValueError("two tokens have the same id")
         pattern = PATTERNS.get(pattern, pattern)
         try:
@@ -117,17 +128,19 @@ class TiktokenTokenizer(Tokenizer):
         self.special = special
         self.vocab_size = self.inner.max_token_value + 1
         self.eod_id = end_of_documents(special, eod)
-        end = next((token for token, i in special.items() if i == self.eod_id), None)
-        encoded = base64.b64encode(content).decode()
+        end = None
+        for token, i in special.items():
+            if i == self.eod_id:
+                end = token
         record = {
             "type": "tiktoken",
             "pattern": pattern,
             "special": special,
             "eod": end,
-            "ranks": encoded,
+            "ranks": base64.b64encode(content).decode(),
         }
         self.content = (json.dumps(record, sort_keys=True) + "\n").encode()
-        # Bytes of each id; 0: there is no such token.
+        # The number of bytes of each token by id; 0: it is a special token, or there is none.
         self._sizes = np.zeros(self.vocab_size, np.int64)
         self._sizes[list(ranks.values())] = [len(token) for token in ranks]
         self._divisible = splits_at_cuts(self._split)
@@ -144,25 +157,34 @@ class TiktokenTokenizer(Tokenizer):
         try:
             return self.inner.encode_to_numpy(text, disallowed_special=()).astype(np.int32)
         except ValueError:
-            # Its own matcher gives up on some hundred thousand spaces in a row.
+            # The package's own matcher fails on several hundred thousand spaces in a row.
             ids = []
             for part in self._split(text):
                 ids += self.inner._encode_single_piece(part)
             return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.inner.decode(
-            [i for i in map(int, ids) if 0 <= i < self.vocab_size and self._sizes[i]]
-        )
+        of_text = []
+        for i in map(int, ids):
+            if 0 <= i < self.vocab_size and self._sizes[i] > 0:
+                of_text.append(i)
+        return self.inner.decode(of_text)
 
     def locate_text(self, text: str, first: bool) -> Located:
         ids = self.encode(text)
         character = character_of_bytes(text)
-        stops = np.cumsum(self._sizes[ids])
-        return ids, character[stops - self._sizes[ids]], character[stops - 1] + 1
+        sizes = self._sizes[ids]
+        stops = np.cumsum(sizes)
+        starts = stops - sizes
+        return ids, character[starts], character[stops - 1] + 1
 
 
 def _parse(content: bytes) -> dict[bytes, int]:
+    """The rank of each token in a file of ranks.
+
+    Raises:
+        ValueError: a line is not a token and its rank, or a byte has no token.
+    """
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -172,6 +194,7 @@ def _parse(content: bytes) -> dict[bytes, int]:
             raise ValueError(f"line {number} is not a token in base64 and its rank") from error
         if not 0 <= int(rank) < MAX_VOCABULARY:
             raise ValueError(f"line {number} has a rank outside [0, {MAX_VOCABULARY:,})")
-    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(f"it has no token for the byte 0x{missing[0]:02X}")
+    for byte in range(256):
+        if bytes([byte]) not in ranks:
+            raise ValueError(f"it has no token for the byte 0x{byte:02X}")
     return ranks

@@ -58,12 +58,12 @@ class RunConfig:
     run_name: str = key("run", "name of the run; its files are in output_dir/run_name")
     output_dir: str = key("runs", "where run directories are made", path="local")
     seed: int = key(
-        0, "of everything random; data.seed and init.seed may differ from it", low=0, high=MAX_SEED
+        0, "seed of everything random, unless data.seed or init.seed is set", low=0, high=MAX_SEED
     )
     steps: int | Literal["auto"] = key("auto", "optimizer steps; auto: until the plan's end", low=1)
     eval_interval: Interval = key(
         0,
-        "steps between evaluations, or 0.5 epochs; 0: none while training",
+        "steps between evaluations, or epochs as in 0.5 epochs; 0: none while training",
         low=0,
         used_by=UsedBy(
             {"eval.sets": AllBut({})},
@@ -80,25 +80,24 @@ class RunConfig:
             "Add eval.sets.NAME.path=DIR, or leave it out.",
         ),
     )
-    eval_steps: int = key(-1, "batches of each evaluation; -1: a set whole, exactly once", low=-1)
+    eval_steps: int = key(-1, "batches of each evaluation; -1: the whole set, exactly once", low=-1)
     checkpoint_interval: Interval = key(
-        1000, "steps between checkpoints, or 0.5 epochs; 0: only the final one", low=0
+        1000, "steps between checkpoints, or epochs as in 0.5 epochs; 0: only the last one", low=0
     )
     log_interval: int = key(10, "steps between records of metrics", low=1)
     determinism: Literal["off", "seeded", "full"] = key(
         "seeded",
         "seeded: records have hashes of parameters and batch; "
-        "full: also only programs that repeat bit for bit",
+        "full: also use only programs that repeat bit for bit",
     )
     objective: Literal["next_token", "distill"] = key(
         "next_token",
-        "what is minimised: the cross-entropy of the next token; "
-        "distill: also the divergence from a teacher",
+        "the loss: cross-entropy of the next token; distill: also the divergence from a teacher",
     )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
-    eval: EvalConfig = key(EvalConfig(), "what is held out")
-    loss: LossConfig = key(LossConfig(), "terms of the loss beside the objective's own")
+    eval: EvalConfig = key(EvalConfig(), "evaluation sets")
+    loss: LossConfig = key(LossConfig(), "more terms of the loss")
     train: TrainConfig = key(TrainConfig(), "which parameters train")
     distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
@@ -109,9 +108,9 @@ class RunConfig:
     schedule: ScheduleConfig = key(ScheduleConfig(), "the learning rate over the run")
     precision: PrecisionConfig = key(PrecisionConfig(), "number formats")
     loss_scale: LossScaleConfig = key(LossScaleConfig(), "scaling of the loss for float16")
-    anomaly: AnomalyConfig = key(AnomalyConfig(), "what is not well, and what is done about it")
+    anomaly: AnomalyConfig = key(AnomalyConfig(), "anomalies, and what is done about them")
     mesh: MeshConfig = key(MeshConfig(), "arrangement of devices")
-    checkpoint: CheckpointConfig = key(CheckpointConfig(), "saving")
-    watchdog: WatchdogConfig = key(WatchdogConfig(), "how long a run may stand still")
-    integrity: IntegrityConfig = key(IntegrityConfig(), "wrong arithmetic that no device reports")
-    observe: ObserveConfig = key(ObserveConfig(), "what a person sees")
+    checkpoint: CheckpointConfig = key(CheckpointConfig(), "which checkpoints are saved and kept")
+    watchdog: WatchdogConfig = key(WatchdogConfig(), "how long a run may make no progress")
+    integrity: IntegrityConfig = key(IntegrityConfig(), "checks for errors that no device reports")
+    observe: ObserveConfig = key(ObserveConfig(), "progress, curves and trackers")

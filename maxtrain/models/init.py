@@ -1,8 +1,8 @@
-"""Initial weights, and muP: how they and their learning rates go with width and depth.
+"""Initial weights, and muP: how initial weights and learning rates depend on width and depth.
 
-A matrix says which of its dims are inputs by its logical axes, and what it does by its role. With
-`init.mup_base_width` a model is initialised and trained as if it were the base model made wider, so
-that the best learning rate stays where it is:
+The logical axes of a matrix say which of its dims are inputs, and its role says what it does. With
+`init.mup_base_width` a model is initialised and trained as a wider version of the base model, so
+that the best learning rate stays the same:
 
     role                        deviation   Adam   SGD     folded
     embedding                   1           1      1 / m   1
@@ -16,22 +16,22 @@ that the best learning rate stays where it is:
     residual, residual_bias     as above                   d      what is added to the residual
                                 stream
 
-m is base width / width, c the root of base head_dim / head_dim, d base depth / depth; deviations
-and rates are those of the base model times these factors. The multipliers that the papers put into
-the forward pass are folded into the weights: c times a matrix is a matrix with initial values c
-times as large, whose updates are c times as large with Adam and c^2 times with SGD. So a model
-trained with muP is a plain model for whatever reads it. All widths (mlp_dim, heads times head_dim)
-are taken to have grown with embed_dim.
+m is base width / width, c is the square root of base head_dim / head_dim, and d is base depth /
+depth. Deviations and learning rates are those of the base model times these factors. The
+multipliers that the papers put into the forward pass are folded into the weights: instead of
+multiplying a matrix by c, its initial values are c times as large, and its updates are c times as
+large with Adam and c^2 times with SGD. So a model that was trained with muP is a plain model for
+every reader. All widths (mlp_dim, heads times head_dim) are assumed to grow in proportion to
+embed_dim.
 
 Sources: Yang et al. 2022, https://arxiv.org/abs/2203.03466, table 8 and lemma J.1; for depth
-    (CompleteP)
-Dey et al. 2025, https://arxiv.org/abs/2505.01618.
+(CompleteP) Dey et al. 2025, https://arxiv.org/abs/2505.01618.
 """
 
 import functools
 import math
 import statistics
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,20 +56,26 @@ Role = Literal[
     "query_bias",
     "residual_bias",
 ]
-WIDE = ("hidden", "query", "residual")  # both fans grow with the width
-STACKED = ("layers", "exp")  # dims of many matrices, not of one
+# Roles of matrices whose inputs and outputs both grow with the width.
+WIDE = ("hidden", "query", "residual")
+# Axes along which many matrices are stacked; they are not dims of one matrix.
+STACKED = ("layers", "exp")
 
 
 def fans(axes: Axes, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Inputs and outputs of a matrix: what makes `embed` has all other dims as inputs, anything
-    else the first one."""
+    """The number of inputs and outputs of a matrix.
+
+    If its last axis is `embed`, all other dims are inputs; else the first dim is the only one.
+    """
     dims = [size for axis, size in zip(axes, shape, strict=True) if axis not in STACKED]
-    inputs = len(dims) - 1 if axes[-1] == "embed" else 1
-    return math.prod(dims[:inputs]), math.prod(dims[inputs:])
+    num_input_dims = 1
+    if axes[-1] == "embed":
+        num_input_dims = len(dims) - 1
+    return math.prod(dims[:num_input_dims]), math.prod(dims[num_input_dims:])
 
 
 class _Ratios(NamedTuple):
-    """Base / actual: m, c and d above; all 1 without muP."""
+    """The base model's size over this model's; m, c and d above. All are 1 without muP."""
 
     width: float
     head: float
@@ -77,35 +83,44 @@ class _Ratios(NamedTuple):
 
 
 def _ratios(init: InitConfig, model: ModelConfig) -> _Ratios:
+    base_width = init.mup_base_width or model.embed_dim
+    base_head_dim = init.mup_base_head_dim or head_dim(model)
+    base_depth = init.mup_base_depth or model.num_layers
     return _Ratios(
-        (init.mup_base_width or model.embed_dim) / model.embed_dim,
-        math.sqrt((init.mup_base_head_dim or head_dim(model)) / head_dim(model)),
-        (init.mup_base_depth or model.num_layers) / model.num_layers,
+        width=base_width / model.embed_dim,
+        head=math.sqrt(base_head_dim / head_dim(model)),
+        depth=base_depth / model.num_layers,
     )
 
 
 def _folded(role: Role, ratios: _Ratios) -> float:
-    """The multiplier that is part of the weights."""
-    width, head, depth = ratios
-    return {
-        "head": width,
-        "tied_norm": width,
-        "query": head,
-        "query_norm": head,
-        "query_bias": head,
-        "residual": depth,
-        "residual_bias": depth,
-    }.get(role, 1.0)
+    """The multiplier that is folded into the weights."""
+    if role in ("head", "tied_norm"):
+        return ratios.width
+    if role in ("query", "query_norm", "query_bias"):
+        return ratios.head
+    if role in ("residual", "residual_bias"):
+        return ratios.depth
+    return 1.0
 
 
 def learning_rate_factors(
     params: nnx.State, init: InitConfig, model: ModelConfig, rule: Literal["adam", "sgd"] = "adam"
 ) -> PyTree | None:
-    """For each parameter what multiplies its update: `adam` for optimizers that normalise each
-    entry, `sgd` for plain ones.
+    """The factor of each parameter's learning rate.
 
-    None without muP. Weight decay is not to be multiplied: matrices forget as fast as the base
-    model's (Dey et al., table 1).
+    Weight decay is not multiplied by it: matrices decay as fast as those of the base model (Dey et
+    al., table 1).
+
+    Args:
+        params: of the model, with their roles.
+        init: the base model's sizes.
+        model: this model's sizes.
+        rule: `adam` for optimizers that normalise each entry of an update, `sgd` for those that
+            don't.
+
+    Returns:
+        A tree like `params`; None without muP.
     """
     if init.mup_base_width is None:
         return None
@@ -113,22 +128,45 @@ def learning_rate_factors(
 
     def factor(variable: nnx.Variable) -> float:
         role = variable.get_metadata("role")
-        wide, folded = role in WIDE, _folded(role, ratios)
+        folded = _folded(role, ratios)
+        is_wide = role in WIDE
         if rule == "adam":
-            return (ratios.width if wide else 1.0) * folded
-        return (1.0 if wide else 1 / ratios.width) * folded**2
+            of_width = 1.0
+            if is_wide:
+                of_width = ratios.width
+            return of_width * folded
+        of_width = 1 / ratios.width
+        if is_wide:
+            of_width = 1.0
+        return of_width * folded**2
 
-    return jax.tree.map(factor, params, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(factor, params, is_leaf=_is_variable)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+_Distribution = Literal["uniform", "normal", "truncated"]
 
 
 @functools.cache
-def _quantiles(kind: Literal["uniform", "normal", "truncated"]) -> np.ndarray:
-    """65,536 equally likely values of a distribution, scaled to deviation 1, float32; `truncated`:
-    normal, cut at 2."""
+def _quantiles(kind: _Distribution) -> np.ndarray:
+    """65,536 equally likely values of a distribution with standard deviation 1, float32.
+
+    `truncated` is a normal distribution, cut at two deviations before it is scaled.
+    """
     normal = statistics.NormalDist()
-    low, high = (normal.cdf(-2.0), normal.cdf(2.0)) if kind == "truncated" else (0.0, 1.0)
-    values = np.array([low + (high - low) * (i + 0.5) / 65_536 for i in range(65_536)])
-    values = values - 0.5 if kind == "uniform" else np.array([normal.inv_cdf(p) for p in values])
+    low = 0.0
+    high = 1.0
+    if kind == "truncated":
+        low = normal.cdf(-2.0)
+        high = normal.cdf(2.0)
+    probabilities = np.array([low + (high - low) * (i + 0.5) / 65_536 for i in range(65_536)])
+    if kind == "uniform":
+        values = probabilities - 0.5
+    else:
+        values = np.array([normal.inv_cdf(p) for p in probabilities])
     return (values / values.std()).astype(np.float32)
 
 
@@ -144,26 +182,34 @@ class Initializer(NamedTuple):
     ) -> nnx.Param:
         """A matrix of random values.
 
-        The values are looked up by random integers: the inverse error function differs in its last
-        bit with the vector width that XLA chooses, and so with the mesh; a table, and one product,
-        don't.
+        Random integers look the values up in a table, so that they are the same bit for bit on
+        every mesh. The inverse error function is not: its last bit depends on the vector width that
+        XLA chooses, and that on the mesh.
         """
-        name = self.config.name
-        kind = (
-            "uniform" if name.endswith("uniform") else "normal" if name == "normal" else "truncated"
-        )
+        table = jnp.asarray(_quantiles(self._distribution()))
         index = jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32)
-        value = jnp.asarray(_quantiles(kind))[index] * np.float32(self.deviation(shape, axes, role))
+        value = table[index] * np.float32(self.deviation(shape, axes, role))
         return nnx.Param(value.astype(self.dtype), axes=axes, role=role)
 
+    def _distribution(self) -> _Distribution:
+        """What init.name says about the distribution of the values."""
+        name = self.config.name
+        if name.endswith("uniform"):
+            return "uniform"
+        if name == "normal":
+            return "normal"
+        return "truncated"
+
     def scale(self, size: int, role: Role = "norm") -> nnx.Param:
-        """The scale of a norm: 1, and what is folded into it."""
+        """The scale of a norm: 1 times the multiplier that is folded into it."""
         value = _folded(role, _ratios(self.config, self.model))
         return nnx.Param(jnp.full((size,), value, self.dtype), axes=("norm",), role=role)
 
     def bias(self, shape: tuple[int, ...], axes: Axes, role: Role) -> nnx.Param:
-        """The bias of a product whose matrix has this role: 0, and trained like it where something
-        is folded in."""
+        """The bias of a product whose matrix has this role.
+
+        It begins at 0. If a multiplier is folded into the matrix, the bias is trained with it, too.
+        """
         own: Role = "bias"
         if role == "query":
             own = "query_bias"
@@ -173,24 +219,20 @@ class Initializer(NamedTuple):
 
     def deviation(self, shape: tuple[int, ...], axes: Axes, role: Role) -> float:
         """Standard deviation of a matrix's values."""
-        init, model, ratios = self.config, self.model, _ratios(self.config, self.model)
-        if (
-            role == "embedding"
-        ):  # without one given 1 / sqrt(D), so that a tied head starts with logits of deviation about 1
-            base = init.mup_base_width or model.embed_dim
-            return (
-                init.scale / math.sqrt(base)
-                if init.embedding_std is None
-                else init.scale * init.embedding_std
-            )
+        if role == "embedding":
+            return self._embedding_deviation()
+        init = self.config
+        model = self.model
+        ratios = _ratios(init, model)
         scale = init.scale
         if role == "residual" and init.residual == "depth":
             scale /= math.sqrt(2 * (init.mup_base_depth or model.num_layers))
+        # The base model's inputs and outputs. The head's outputs are the vocabulary, which does not
+        # grow with the width.
         fan_in, fan_out = fans(axes, shape)
-        fan_in, fan_out = (
-            fan_in * ratios.width,
-            fan_out * (1.0 if role == "head" else ratios.width),
-        )  # of the base model
+        fan_in = fan_in * ratios.width
+        if role != "head":
+            fan_out = fan_out * ratios.width
         rule = init.name.partition("_")[0]
         if rule == "lecun":
             std = scale / math.sqrt(fan_in)
@@ -201,4 +243,15 @@ class Initializer(NamedTuple):
         else:
             assert init.std is not None
             std = scale * init.std
-        return std * (math.sqrt(ratios.width) if role in WIDE else 1.0) * _folded(role, ratios)
+        if role in WIDE:
+            std *= math.sqrt(ratios.width)
+        return std * _folded(role, ratios)
+
+    def _embedding_deviation(self) -> float:
+        """Standard deviation of the embedding: init.embedding_std, or else 1 / sqrt(D), with which
+        the logits of a tied head begin with a deviation of about 1."""
+        init = self.config
+        if init.embedding_std is not None:
+            return init.scale * init.embedding_std
+        base_width = init.mup_base_width or self.model.embed_dim
+        return init.scale / math.sqrt(base_width)

@@ -151,11 +151,11 @@ class StackSpec:
         if not self.period:
             raise ValueError(
                 "period=() must have at least one layer. "
-                "Name the layers that are repeated; with repeats=1 they stand once."
+                "Name the layers that are repeated; with repeats=1 they occur once."
             )
         if self.repeats < 1:
             raise ValueError(
-                f"repeats={self.repeats} must be at least 1: the period stands at least once. "
+                f"repeats={self.repeats} must be at least 1: the period occurs at least once. "
                 "Set it to the number of layers divided by those of the period."
             )
 

@@ -1,27 +1,32 @@
-"""Which of the batches that fit is worth using: a round one, not too large for the data, and no
-larger than speed asks for."""
+"""Which of the batch sizes that fit into memory to use: a round number of rows, with enough updates
+in a pass over the data, and no larger than is needed for speed."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from maxtrain.observe import human
 
-LEAST_UPDATES = 200  # of a pass over the data: with fewer, the optimizer has hardly begun when the text is used up
-NEARLY = 0.95  # of the best speed is as good
+# The fewest updates that a pass over the data should have: with fewer, the optimizer has hardly
+# begun when all text was read.
+LEAST_UPDATES = 200
+# A batch with this share of the best speed counts as fast enough.
+NEARLY = 0.95
 
 
 class Data(NamedTuple):
-    """What there is to read, in tokens: in the run at most (None: no end), and in one pass over the
-    sources."""
+    """How much data there is, in tokens."""
 
+    # The most that the run may read; None: it may repeat the data without end.
     most: float | None
+    # In one pass over the sources.
     one_pass: float
 
 
 class Advice(NamedTuple):
-    """Rows of a batch, and why not more; empty: they are the most that fit."""
+    """The rows of a batch that are advised."""
 
     rows: int
+    # Why not more; empty: these are the most that fit into memory.
     why: str
 
 
@@ -32,55 +37,73 @@ def round_rows(most: int, unit: int) -> int:
     while 2 * factor * unit <= most:
         factor *= 2
     half_more = factor + factor // 2
-    return (half_more if factor > 1 and half_more * unit <= most else factor) * unit
+    if factor > 1 and half_more * unit <= most:
+        factor = half_more
+    return factor * unit
 
 
 def fitting_data(
     most: int, unit: int, length: int, data: Data | None, steps: int | None, usual: int = 0
 ) -> Advice:
-    """The round batch that the data has room for.
+    """The largest round batch that there is enough data for.
 
     Args:
-        most, unit: rows that fit into memory, and what they are a multiple of.
+        most: rows that fit into memory.
+        unit: the rows of a batch are a multiple of it.
         length: tokens in a row.
-        data: None: it is not here.
+        data: how much there is; None: unknown.
         steps: of the run; None: as many as the data gives.
-        usual: rows of the config's own batch, which need not be less.
+        usual: rows of the config's own batch; a short pass over the data does not go below it.
     """
-    rows, why = most, ""
+    rows = most
+    why = ""
     if data is not None:
-        limit = max(usual, int(data.one_pass // (LEAST_UPDATES * length)))
+        rows_of_pass = int(data.one_pass // (LEAST_UPDATES * length))
+        limit = max(usual, rows_of_pass)
         if limit < rows:
             rows = limit
-            why = f"with more, a pass over {human.count(data.one_pass)} tokens would have less than {LEAST_UPDATES} updates"
-        if steps is not None and data.most is not None and data.most // (steps * length) < rows:
-            rows = int(data.most // (steps * length))
-            why = f"with more, steps={steps:,} would read more than the {human.count(data.most)} tokens that there are"
+            tokens = human.count(data.one_pass)
+            why = (
+                f"with more, a pass over {tokens} tokens would have less than {LEAST_UPDATES} "
+                "updates"
+            )
+        if steps is not None and data.most is not None:
+            rows_of_steps = int(data.most // (steps * length))
+            if rows_of_steps < rows:
+                rows = rows_of_steps
+                tokens = human.count(data.most)
+                why = (
+                    f"with more, steps={steps:,} would read more than the {tokens} tokens "
+                    "that there are"
+                )
     return Advice(round_rows(rows, unit), why)
 
 
-def fast_enough(asked: Advice, usual: int, speeds: Mapping[int, float]) -> Advice:
+def fast_enough(allowed: Advice, usual: int, speeds: Mapping[int, float]) -> Advice:
     """The smallest measured batch that is nearly as fast as the fastest, or the config's own if
     that is larger.
 
     Args:
-        asked: what memory and data allow.
+        allowed: what memory and data allow.
         usual: rows of the config's own batch.
-        speeds: tokens per second by rows, measured.
+        speeds: measured tokens per second, by rows.
     """
     if not speeds:
-        return asked
+        return allowed
     best = max(speeds.values())
     enough = min(rows for rows, speed in speeds.items() if speed >= NEARLY * best)
-    if usual <= asked.rows:
+    if usual <= allowed.rows:
         enough = max(enough, usual)
-    if enough >= asked.rows:
-        return asked
-    return Advice(
-        enough, f"more is hardly faster than its {human.count(_near(speeds, enough))} tokens/s"
-    )
+    if enough >= allowed.rows:
+        return allowed
+    speed = human.count(_speed_near(speeds, enough))
+    return Advice(enough, f"more is hardly faster than its {speed} tokens/s")
 
 
-def _near(speeds: Mapping[int, float], rows: int) -> float:
-    """The speed of the measured batch that is nearest to so many rows."""
-    return speeds[min(speeds, key=lambda measured: abs(measured - rows))]
+def _speed_near(speeds: Mapping[int, float], rows: int) -> float:
+    """The speed of the measured batch whose rows are nearest to `rows`."""
+
+    def distance(measured: int) -> int:
+        return abs(measured - rows)
+
+    return speeds[min(speeds, key=distance)]

@@ -1,8 +1,8 @@
-"""Books that a run keeps about itself, a record of JSON a line: launches, the clock, attempts. No
-run stops because of them.
+"""Files of JSON lines that a run keeps about itself: launches, the clock, attempts. No run stops
+because of them.
 
-A line that can't be read, or is of another run, is left out by whoever reads. Before a training
-writes there, it puts the whole file aside and goes on with the lines that are good.
+Readers leave out lines that can't be read or belong to another run. If there are such lines,
+training first keeps a copy of the whole file, and then goes on with the good lines alone.
 """
 
 import json
@@ -17,16 +17,19 @@ from typing import Any, NamedTuple
 from data_pipeline import strict_json
 from data_pipeline.shards import write_atomic
 
-RUN = "run"  # the field with the id of the run that a line is of; older lines have none
+# The field with the id of the run that a line belongs to; older lines have none.
+RUN = "run"
 
 
 class Line(NamedTuple):
-    """One line of a book: its number from 1, its text, the record if it is a good one, and else
-    what is wrong with it."""
+    """One line of a book."""
 
+    # Counted from 1.
     number: int
     text: str
+    # None: the line can't be read.
     record: dict[str, Any] | None
+    # Why it can't be read; empty: it can.
     problem: str
 
 
@@ -40,38 +43,51 @@ class Book:
     """
 
     def __init__(self, name: str, fields: Mapping[str, type]):
-        self.name, self._fields = name, fields
+        self.name = name
+        self._fields = fields
 
     def read(self, folder: Path) -> list[dict[str, Any]]:
         """The records that can be read, in their order; empty if there is no such file."""
         return [line.record for line in self._lines(folder) if line.record is not None]
 
     def problems(self, folder: Path, run: str = "") -> list[str]:
-        """A text about each line that can't be read, or is not of this run (empty: of
-        whichever)."""
+        """A sentence for each line that can't be read, or belongs to another run.
+
+        Args:
+            folder: of the run.
+            run: its id; empty: lines of any run are good.
+        """
         found = []
         for line in self._lines(folder):
-            if problem := line.problem or _foreign(line.record, run):
+            problem = line.problem
+            if line.record is not None:
+                problem = _foreign(line.record, run)
+            if problem:
                 found.append(f"{folder / self.name}:{line.number} {problem}")
         return found
 
     def mend(self, folder: Path, run: str) -> list[str]:
-        """Makes the file one of good lines of this run; a text about what was wrong, and where the
-        file as it was is kept."""
+        """Leaves only the good lines of this run in the file, after a copy of it was kept.
+
+        Returns:
+            A text that says what was wrong and where the copy is; empty if nothing was wrong.
+        """
         problems = self.problems(folder, run)
         if not problems:
             return []
         path = folder / self.name
         aside = put_aside(path, copy=True)
-        good = [
-            line.text
-            for line in self._lines(folder)
-            if line.record and not _foreign(line.record, run)
-        ]
-        write_atomic(path, "".join(f"{text}\n" for text in good).encode())
-        more = f", and {len(problems) - 1:,} lines more" if len(problems) > 1 else ""
+        good = []
+        for line in self._lines(folder):
+            if line.record and not _foreign(line.record, run):
+                good.append(f"{line.text}\n")
+        write_atomic(path, "".join(good).encode())
+        more = ""
+        if len(problems) > 1:
+            more = f", and {len(problems) - 1:,} lines more"
         return [
-            f"{problems[0]}{more}. The file as it was is kept as {aside.name}; the run goes on without these lines."
+            f"{problems[0]}{more}. The file as it was is kept as {aside.name}; the run goes on "
+            "without these lines."
         ]
 
     def _lines(self, folder: Path) -> Iterator[Line]:
@@ -96,7 +112,10 @@ class Book:
         for field, kind in self._fields.items():
             value: Any = record
             for part in field.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
+                if isinstance(value, dict):
+                    value = value.get(part)
+                else:
+                    value = None
             if not _is(value, kind):
                 raise ValueError(f"{field} must be {_WORDS[kind]}")
 
@@ -112,14 +131,21 @@ def _is(value: Any, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-def _foreign(record: dict[str, Any] | None, run: str) -> str:
-    """What is wrong with a record of another run; empty if it is of this one, or does not say."""
-    theirs = (record or {}).get(RUN)
-    return f"is of another run, {theirs}" if run and theirs is not None and theirs != run else ""
+def _foreign(record: dict[str, Any], run: str) -> str:
+    """What is wrong with a record of another run; empty if it belongs to this one, or does not say
+    which one."""
+    theirs = record.get(RUN)
+    if not run or theirs is None or theirs == run:
+        return ""
+    return f"is of another run, {theirs}"
 
 
 def put_aside(path: Path, copy: bool = False) -> Path:
-    """Renames a file, or copies it, to a name that nothing reads; nothing is deleted."""
+    """Renames a file, or copies it, to a name that nothing reads.
+
+    Returns:
+        The new path.
+    """
     aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     if copy:
         shutil.copyfile(path, aside)
@@ -129,5 +155,5 @@ def put_aside(path: Path, copy: bool = False) -> Path:
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One line of a book, with its end."""
+    """One line of a book, with its newline."""
     return json.dumps(record, allow_nan=False) + "\n"

@@ -1,8 +1,8 @@
-"""Where the time of a run went, over all its launches: RUN/clock.jsonl has a line for each, with
+"""How a run spent its time, over all its launches: RUN/clock.jsonl has a line for each launch, with
 seconds by cause.
 
-The line of the launch that runs is written anew every few seconds: one that is killed loses no more
-than these.
+The line of the current launch is written again every few seconds, so that a launch that is killed
+loses only these.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from data_pipeline.errors import StorageError
 from data_pipeline.shards import write_atomic
 from maxtrain.observe.books import RUN, Book, encode
 from maxtrain.observe.metrics import Stopwatch
@@ -23,13 +24,16 @@ class Ledger:
     """The line of this launch, which began with `first` finished steps; `run` is the run's id."""
 
     def __init__(self, folder: Path, clock: Stopwatch, first: int, run: str = ""):
-        self._path, self._clock, self._first, self._run = folder / FILE_NAME, clock, first, run
+        self._path = folder / FILE_NAME
+        self._clock = clock
+        self._first = first
+        self._run = run
         self._start = time.time() - sum(clock.seconds().values())
         self._before = "".join(encode(record) for record in read_clock(folder))
 
     def write(self, step: int) -> None:
-        """What is known now, with `step` finished steps. What can't be written, on a full disk, is
-        left to the next time."""
+        """Writes the line of this launch, with `step` finished steps. If that fails, for example on
+        a full disk, the next call tries again."""
         record = {
             "start": self._start,
             "first": self._first,
@@ -38,7 +42,7 @@ class Ledger:
         }
         if self._run:
             record[RUN] = self._run
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, StorageError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(self._path, (self._before + encode(record)).encode())
 
@@ -64,8 +68,11 @@ def goodput(launches: list[dict[str, Any]]) -> dict[str, float]:
         for cause, spent in launch["seconds"].items():
             seconds[cause] += spent
         if after:
-            again, made = max(0, launch["step"] - after["first"]), launch["step"] - launch["first"]
-            share = min(1.0, again / made) if made > 0 else 0.0
+            again = max(0, launch["step"] - after["first"])
+            made = launch["step"] - launch["first"]
+            share = 0.0
+            if made > 0:
+                share = min(1.0, again / made)
             for cause in ("step", "data_wait"):
                 lost = launch["seconds"].get(cause, 0.0) * share
                 seconds[cause] -= lost

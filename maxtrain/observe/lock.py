@@ -61,7 +61,7 @@ class RunLock:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 what = f"{self._path} can't be locked ({error.strerror})"
                 raise StorageError(
-                    f"{what}, so two runs could write there at a time. Set output_dir to a file "
+                    f"{what}, so two runs could write there at the same time. Set output_dir to a file "
                     "system with locks."
                 ) from error
             recorded = holder(self._path.parent)

@@ -1,5 +1,5 @@
-"""What a probe found, for people: memory over batch sizes, and loss over learning rates, as one
-picture and as a table."""
+"""What a probe found, for people: memory by batch size as a table and a picture, and loss by
+learning rate as a picture."""
 
 import io
 from collections.abc import Sequence
@@ -14,31 +14,52 @@ from maxtrain.observe import human
 from maxtrain.observe.range_test import RangeTest
 from maxtrain.parallel.memory import GIB, size
 
+# How words are placed beside a point.
+_WORDS = {"textcoords": "offset points", "size": 8}
+
 
 class Try(NamedTuple):
     """One compiled batch size."""
 
     rows: int
-    num_bytes: int | None  # on each device; None: the compiler found them to be too many
-    seconds: float  # of compiling
+    # Memory on each device; None: the compiler refused it as too much.
+    num_bytes: int | None
+    # How long compiling took.
+    seconds: float
     fits: bool
 
     def words(self, limit: int) -> tuple[str, str]:
-        """Its memory, and that as a share of the limit."""
-        return (
-            ("too much", "")
-            if self.num_bytes is None
-            else (size(self.num_bytes), f"{self.num_bytes / limit:.1%}")
-        )
+        """Its memory, and that as a share of the limit in bytes."""
+        if self.num_bytes is None:
+            return "too much", ""
+        return size(self.num_bytes), f"{self.num_bytes / limit:.1%}"
+
+
+class _Point(NamedTuple):
+    """A try in the picture, with its memory in the picture's unit."""
+
+    rows: int
+    memory: float
+    fits: bool
 
 
 def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Table:
-    """A line for each try, in order; `pending` rows are being compiled now (0: none)."""
+    """A table of tries, one a line.
+
+    Args:
+        tries: in the order of the lines.
+        limit: bytes of a device that may be used.
+        length: tokens in a row.
+        pending: rows of the batch that is being compiled now; 0: none is.
+    """
     result = Table(box=None, header_style="bold", pad_edge=False)
-    for head in ("rows", "tokens", "memory", "of limit", "compiled in", ""):
-        result.add_column(head, justify="right" if head else "left")
+    for head in ("rows", "tokens", "memory", "of limit", "compiled in"):
+        result.add_column(head, justify="right")
+    result.add_column("", justify="left")
     for t in tries:
-        verdict = "[green]fits[/]" if t.fits else "[yellow]does not fit[/]"
+        verdict = "[yellow]does not fit[/]"
+        if t.fits:
+            verdict = "[green]fits[/]"
         result.add_row(
             f"{t.rows:,}",
             human.count(t.rows * length),
@@ -47,22 +68,32 @@ def table(tries: Sequence[Try], limit: int, length: int, pending: int = 0) -> Ta
             verdict,
         )
     if pending:
-        result.add_row(
-            f"{pending:,}", human.count(pending * length), "", "", "", "[dim]compiling[/]"
-        )
+        tokens = human.count(pending * length)
+        result.add_row(f"{pending:,}", tokens, "", "", "", "[dim]compiling[/]")
     return result
 
 
 def draw(
     path: Path, title: str, tries: Sequence[Try], limit: int, length: int, test: RangeTest | None
 ) -> None:
-    """Draw what was probed (no tries, or no test: not that) as a PNG, which appears at its path in
-    one piece."""
-    from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, which only the end of a probe has
+    """Draw what was probed as a PNG: a panel of memory, one of learning rates, or both.
 
-    wanted = [bool(tries), test is not None]
-    figure = Figure(figsize=(5.5 * sum(wanted), 4.2), dpi=150, layout="constrained")
-    panels = list(np.atleast_1d(figure.subplots(1, sum(wanted))))
+    The file is written atomically.
+
+    Args:
+        path: of the file.
+        title: above the panels.
+        tries: empty: no panel of memory.
+        limit: bytes of a device that may be used.
+        length: tokens in a row.
+        test: of learning rates; None: no panel of them.
+    """
+    # Importing matplotlib takes half a second, and only the end of a probe needs it.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    num_panels = int(bool(tries)) + int(test is not None)
+    figure = Figure(figsize=(5.5 * num_panels, 4.2), dpi=150, layout="constrained")
+    panels = list(np.atleast_1d(figure.subplots(1, num_panels)))
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", parse_math=False)
     if tries:
         _memory(panels.pop(0), tries, limit, length)
@@ -74,57 +105,77 @@ def draw(
 
 
 def _memory(axes: Any, tries: Sequence[Try], limit: int, length: int) -> None:
-    unit, name = (GIB, "GiB") if limit >= GIB else (1 << 20, "MiB")
-    known = sorted((t.rows, t.num_bytes / unit, t.fits) for t in tries if t.num_bytes is not None)
-    refused = [t.rows for t in tries if t.num_bytes is None]
+    """Draws memory by rows, and the limit."""
+    unit = 1 << 20
+    name = "MiB"
+    if limit >= GIB:
+        unit = GIB
+        name = "GiB"
     limit_units = limit / unit
-    axes.axhline(limit_units, color="C3", linewidth=1)
-    words = {"textcoords": "offset points", "size": 8}
-    axes.annotate(
-        f"limit {size(limit)}",
-        (0.01, limit_units),
-        (0, 4),
-        ("axes fraction", "data"),
-        color="C3",
-        **words,
-    )
-    axes.plot(
-        [rows for rows, _, _ in known],
-        [needed for _, needed, _ in known],
-        color="C7",
-        linewidth=0.8,
-        zorder=1,
-    )
-    for good, color, label in ((True, "C2", "fits"), (False, "C1", "does not fit")):
-        these = [(rows, needed) for rows, needed, fits in known if fits == good]
-        axes.scatter(*np.reshape(these, (-1, 2)).T, color=color, s=28, label=label, zorder=2)
+    compiled: list[_Point] = []
+    refused = []
+    for t in tries:
+        if t.num_bytes is None:
+            refused.append(t.rows)
+        else:
+            compiled.append(_Point(t.rows, t.num_bytes / unit, t.fits))
+    compiled.sort()
+    _limit_line(axes, limit_units, f"limit {size(limit)}")
+    rows = [point.rows for point in compiled]
+    axes.plot(rows, [point.memory for point in compiled], color="C7", linewidth=0.8, zorder=1)
+    fitting = [point for point in compiled if point.fits]
+    too_large = [point for point in compiled if not point.fits]
+    _points(axes, fitting, "C2", "fits")
+    _points(axes, too_large, "C1", "does not fit")
     if refused:
-        axes.scatter(
-            refused,
-            [limit_units] * len(refused),
-            color="C1",
-            marker="x",
-            s=28,
-            label="refused by the compiler",
-        )
-    for rows, needed, _ in [k for k in known if k[2]][-1:]:
+        heights = [limit_units] * len(refused)
+        label = "refused by the compiler"
+        axes.scatter(refused, heights, color="C1", marker="x", s=28, label=label)
+    if fitting:
+        largest = fitting[-1]
         axes.annotate(
-            f"{rows:,} rows", (rows, needed), (-8, -14), ha="right", fontweight="bold", **words
+            f"{largest.rows:,} rows",
+            (largest.rows, largest.memory),
+            (-8, -14),
+            ha="right",
+            fontweight="bold",
+            **_WORDS,
         )
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_ylim(
-        0,
-        1.25 * max([limit_units, *(needed for _, needed, _ in known if needed < 2 * limit_units)]),
-    )
+    axes.xaxis.set_major_formatter(_whole_number)
+    # A try far above the limit would press all others to the bottom.
+    top = limit_units
+    for point in compiled:
+        if point.memory < 2 * limit_units:
+            top = max(top, point.memory)
+    axes.set_ylim(0, 1.25 * top)
     axes.legend(frameon=False, fontsize=8, loc="upper left")
     _finish(axes, f"rows of {length:,} tokens", f"memory of a device, {name}")
 
 
+def _limit_line(axes: Any, height: float, words: str) -> None:
+    axes.axhline(height, color="C3", linewidth=1)
+    where = ("axes fraction", "data")
+    axes.annotate(words, (0.01, height), (0, 4), where, color="C3", **_WORDS)
+
+
+def _points(axes: Any, points: Sequence[_Point], color: str, label: str) -> None:
+    rows = [point.rows for point in points]
+    memory = [point.memory for point in points]
+    axes.scatter(rows, memory, color=color, s=28, label=label, zorder=2)
+
+
+def _whole_number(value: float, position: int | None) -> str:
+    """The label of a tick."""
+    return f"{value:,.0f}"
+
+
 def _rates(axes: Any, test: RangeTest) -> None:
+    """Draws loss by learning rate, and the rates that the test found."""
     axes.plot(test.rates, test.losses, color="C0", linewidth=0.8, alpha=0.35)
     axes.plot(test.rates, test.smooth, color="C0", label="loss, smoothed")
-    low, high = test.smooth.min(), test.smooth[0]
+    low = test.smooth.min()
+    high = test.smooth[0]
     room = high - low
     axes.set_ylim(max(0.0, low - 0.35 * room), high + 0.35 * room)
     for rate, color, style, label in (
@@ -139,6 +190,7 @@ def _rates(axes: Any, test: RangeTest) -> None:
 
 
 def _finish(axes: Any, x: str, y: str) -> None:
+    """Names the axes, and draws a light grid without a frame."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.spines[["top", "right"]].set_visible(False)

@@ -128,8 +128,8 @@ def require_agreement(what: str, fields: Mapping[str, str], timeout_seconds: flo
     if differing:
         lines = "".join(f"\n  * {line}" for line in differing)
         raise DataError(
-            f"{what}: the processes of this job are not about to do the same:{lines}\n"
-            "Give all the same and start again."
+            f"{what}: the processes of this job have different settings:{lines}\n"
+            "Give all of them the same settings and start again."
         )
 
 

@@ -122,7 +122,7 @@ def test_templates_that_change_earlier_turns_are_told():
         {"role": "user", "content": "c"},
     ]
     with pytest.raises(
-        ChatError, match=r"otherwise once more messages follow.*mark it with \{% generation %\}"
+        ChatError, match=r"differently when more messages follow.*mark it with \{% generation %\}"
     ):
         render_spans(Template(forgetful), messages)
 
@@ -176,17 +176,17 @@ def test_what_only_a_whole_conversation_ends_with_is_no_matter():
     [
         (
             "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{{ 'robot:' if add_generation_prompt }}",
-            "begins a turn otherwise with add_generation_prompt than with an answer",
+            "begins a turn differently with add_generation_prompt than with an answer",
         ),
         (
             "{% for m in messages %}{{ m.role + ':' + m.content | upper }}{% endfor %}",
-            "has no add_generation_prompt, and does not write an answer as it is",
+            "has no add_generation_prompt, and changes the text of an answer",
         ),
         (
             "{% for m in messages %}{{ ('long:' if m.content | length > 3 else 'short:') + m.content }}{% endfor %}",
             "has no add_generation_prompt, and begins its turns in several ways",
         ),
-        ("{{ messages[-1].content }}", "writes a turn otherwise once more messages follow"),
+        ("{{ messages[-1].content }}", "writes a turn differently when more messages follow"),
         (
             "{% if messages | length % 2 %}{{ raise_exception('odd') }}{% endif %}{{ messages[0].content }}",
             "refuses it .odd., given only the messages before an answer",
@@ -197,7 +197,7 @@ def test_where_comparing_can_not_tell_the_template_is_refused_and_the_marker_nam
     messages = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "b"}]
     with pytest.raises(
         ChatError,
-        match=rf"{message}.*can't be told: mark it with \{{% generation %\}} in the template, as in",
+        match=rf"{message}.*can't be found: mark it with \{{% generation %\}} in the template, as in",
     ):
         render_spans(Template(source), messages)
 

@@ -284,14 +284,14 @@ BAD = [
     (
         "twice.jsonl",
         b'{"text": "fine"}\n{"text": "a", "text": "b"}\n',
-        "a key is there twice",
+        "a key occurs twice",
         2,
         None,
     ),
     (
         "inner.jsonl",
         b'{"text": "fine"}\n{"text": "a", "meta": {"k": 1, "k": 2}}\n',
-        "a key is there twice",
+        "a key occurs twice",
         2,
         None,
     ),
@@ -305,7 +305,7 @@ BAD = [
     (
         "big.jsonl",
         b'{"text": "fine"}\n{"text": "a", "x": 1e999}\n',
-        "a number is beyond 64-bit floats",
+        "a number does not fit into a 64-bit float",
         2,
         None,
     ),
@@ -457,7 +457,7 @@ def test_a_damaged_note_of_what_an_output_is_made_from_is_told(tmp_path, capsys,
     assert prepare.main(command) == 65
     error = capsys.readouterr().err
     assert (
-        ".prepare.json: is not what prepare wrote: damaged. Choose another OUT, or give --overwrite."
+        ".prepare.json: is damaged: it is not what prepare wrote. Choose another OUT, or give --overwrite."
         in error
     )
     assert prepare.main([*command, "--overwrite"]) == 0

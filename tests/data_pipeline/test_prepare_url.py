@@ -298,7 +298,7 @@ def test_outputs_that_no_other_process_would_find(tmp_path, run):
     (tmp_path / "a.txt").write_text("text")
     error = run("memory://out", "--text", tmp_path / "a.txt", code=64)
     assert (
-        "memory://out: is the memory of one process, and gone with it. Name a directory, or an s3://"
+        "memory://out: keeps files only in the memory of this process. Name a directory, or an s3://"
         in error
     )
 
@@ -337,7 +337,7 @@ def test_a_changed_input_is_noticed(url, tmp_path, run):
     (piece,) = jsonl.find(f"{url}/a.jsonl", Options())
     (place(url) / "a.jsonl").write_bytes(changed)
     with pytest.raises(
-        DataError, match=r"was changed since it was found. Let nobody write to the input"
+        DataError, match=r"has changed since it was found. Let nobody write to the input"
     ):
         list(jsonl.documents(piece))
 
@@ -380,7 +380,7 @@ def test_what_can_not_be_read_from_a_url_says_so(url, tmp_path, run):
     for option in ("--arrayrecord", "--tfds"):
         error = run(tmp_path / "out", option, f"{url}/a", code=64)
         assert (
-            f"{option} {url}/a: is read by a library that knows no URLs. Copy its files to a disk"
+            f"{option} {url}/a: is read by a library that can't open URLs. Copy its files to a disk"
             in error
         )
     assert "matches no file. Check bucket and path" in run(

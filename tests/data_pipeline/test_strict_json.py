@@ -31,12 +31,12 @@ def test_what_is_json_is_read_as_python_does(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": 1, "b": 2, "text": 1}', "a key is there twice: 'text'"),
-        ('[{"b": {"k": 1, "\\u006b": 2}}]', "a key is there twice: 'k'"),
+        ('{"text": 1, "b": 2, "text": 1}', "a key occurs twice: 'text'"),
+        ('[{"b": {"k": 1, "\\u006b": 2}}]', "a key occurs twice: 'k'"),
         ("[NaN]", "NaN or Infinity, which JSON does not have: NaN"),
         ('{"a": -Infinity}', "NaN or Infinity, which JSON does not have: -Infinity"),
-        ("1e400", "a number is beyond 64-bit floats: 1e400"),
-        ("-1" + "0" * 400 + ".0", "a number is beyond 64-bit floats"),
+        ("1e400", "a number does not fit into a 64-bit float: 1e400"),
+        ("-1" + "0" * 400 + ".0", "a number does not fit into a 64-bit float"),
         ("1" * 5000, "a number has too many digits"),
         ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), f"more than {MAX_DEPTH} deep"),
         ('{"a":' * 1000 + "1" + "}" * 1000, f"more than {MAX_DEPTH} deep"),

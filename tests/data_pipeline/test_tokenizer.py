@@ -221,7 +221,7 @@ DEEP = "[" * 100_000
         ('{"type": "chars", "characters": "\\ud800", "eod": true}', "surrogates not allowed"),
         (
             '{"type": "chars", "characters": "ab", "characters": "abc", "eod": true}',
-            "a key is there twice: 'characters'",
+            "a key occurs twice: 'characters'",
         ),
         (
             '{"type": "chars", "characters": "ab", "eod": NaN}',

@@ -247,7 +247,7 @@ def test_sizes_that_do_not_fit_are_refused():
         AttentionSpec(num_heads=4, num_kv_heads=3, head_dim=4)
     with pytest.raises(ValueError, match="or leave out rope"):
         RopeSpec(head_dim=5, theta=1.0)
-    with pytest.raises(ValueError, match="with repeats=1 they stand once"):
+    with pytest.raises(ValueError, match="with repeats=1 they occur once"):
         StackSpec(period=(), repeats=2)
     with pytest.raises(ValueError, match="repeats=0 must be at least 1"):
         StackSpec(period=(GLOBAL,), repeats=0)

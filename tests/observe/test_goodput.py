@@ -3,6 +3,7 @@ again do not count."""
 
 import pytest
 
+from data_pipeline.errors import StorageError
 from maxtrain.observe.goodput import Ledger, goodput, read_clock
 from maxtrain.observe.metrics import Stopwatch
 
@@ -52,6 +53,20 @@ def test_each_launch_has_a_line_that_it_writes_anew(tmp_path, monkeypatch):
             now[0] += 1
     expected = [launch(995.0, 0, 2, step=6.0), launch(995.0, 7, 9, step=6.0)]
     assert read_clock(tmp_path / "run") == expected and read_clock(tmp_path) == []
+
+
+def test_a_line_that_a_full_disk_refuses_is_written_the_next_time(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path, Stopwatch(lambda: 0.0), 0)
+    with monkeypatch.context() as full:
+
+        def no_space(path, content):
+            raise StorageError(f"{path}: can't be written (No space left on device)")
+
+        full.setattr("maxtrain.observe.goodput.write_atomic", no_space)
+        ledger.write(1)
+    assert read_clock(tmp_path) == []
+    ledger.write(2)
+    assert [line["step"] for line in read_clock(tmp_path)] == [2]
 
 
 def test_reading_the_clock_changes_nothing_and_sums_to_all_time():

@@ -140,9 +140,7 @@ def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
         lines = [line for line in out.splitlines() if "Gloo" not in line]
         said = [{"step": 7, "rows": "abc", "process": i} for i in range(2)]
         assert lines[:2] == [str(said), "agreed"], err
-        assert lines[2].startswith(
-            "65 second: the processes of this job are not about to do the same:"
-        )
+        assert lines[2].startswith("65 second: the processes of this job have different settings:")
         assert f"process 1 on {socket.gethostname()}: data.seed is 1, but 0 elsewhere" in lines[3]
         assert index or "75 third: process 1 did not come within 1 s; 2 are expected." in lines[5]
         assert "process 0 has come True" in lines

@@ -22,7 +22,7 @@ def _repeat_problems(config: RunConfig) -> Iterator[str]:
         others = [other for other, can in ATTENTION.items() if can.repeats and can.platform is None]
         yield (
             f"model.attention={name} may add in another order each time in its backward pass, "
-            "and determinism=full allows no such. "
+            "which determinism=full does not allow. "
             f"Set model.attention to {choices(others)}, or determinism=seeded."
         )
 
@@ -35,7 +35,7 @@ def _document_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"model.attention={name} does not keep the documents of a row apart, "
             f"and data.packing={data.packing} puts several into one. Set data.packing=pad, "
-            "data.attend_across_documents=true to let it, or model.attention=xla."
+            "data.attend_across_documents=true to allow that, or model.attention=xla."
         )
 
 
@@ -45,7 +45,7 @@ def _dtype_problems(config: RunConfig) -> Iterator[str]:
     dtypes = ATTENTION[name].dtypes
     if compute not in dtypes:
         yield (
-            f"model.attention={name} does not multiply precision.compute={compute}. "
+            f"model.attention={name} does not support precision.compute={compute}. "
             f"Set precision.compute to {choices(dtypes)}, or model.attention=xla."
         )
 

@@ -17,7 +17,7 @@ def run_name_problems(run_name: str) -> Iterator[str]:
     if run_name in ("", ".", "..") or re.search(r"[/\\\x00-\x1f]", run_name):
         yield (
             f"run_name={run_name!r} must be the name of one folder. "
-            "Set run_name=NAME, and output_dir for where it is."
+            "Set run_name=NAME, and output_dir to the folder that it is in."
         )
     if len(run_name.encode()) > _MAX_NAME_BYTES:
         yield (

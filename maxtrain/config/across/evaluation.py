@@ -8,13 +8,13 @@ from maxtrain.config.words import choices
 
 
 def batches_problems(config: RunConfig) -> Iterator[str]:
-    """Evaluations without a batch, of sets that say nothing about it themselves."""
+    """Evaluations without a batch, if a set has no `steps` of its own."""
     without = [held_out for held_out in config.eval.sets.values() if held_out.steps is None]
     if config.eval_interval and config.eval_steps == 0 and without:
         yield (
             "eval_steps=0 would evaluate nothing, "
             f"every eval_interval={_in_words(config.eval_interval)}. "
-            "Set eval_steps=-1 for every set whole, or eval_interval=0."
+            "Set eval_steps=-1 to evaluate whole sets, or eval_interval=0."
         )
 
 
@@ -25,7 +25,7 @@ def _in_words(interval: Interval) -> str:
 
 
 def early_stop_problems(config: RunConfig) -> Iterator[str]:
-    """A set that the end of a run hangs on, and that is not there or never evaluated."""
+    """Early stopping by a set that does not exist or is never evaluated while training."""
     patience = config.eval.stop_patience
     sets = config.eval.sets
     if patience is None or not sets:
@@ -42,8 +42,8 @@ def early_stop_problems(config: RunConfig) -> Iterator[str]:
         interval = config.eval_interval
     if not interval:
         yield (
-            f"eval.stop_patience={patience} looks at the evaluations of eval.sets.{name}, "
-            "of which there are none while training. "
+            f"eval.stop_patience={patience} needs evaluations of eval.sets.{name} while training, "
+            "but there are none. "
             "Set eval_interval=100, for example, or leave it out."
         )
 
@@ -59,12 +59,12 @@ def set_problems(config: RunConfig) -> Iterator[str]:
 
 
 def repeated_set_problems(config: RunConfig) -> Iterator[str]:
-    """Sets that are another one once more."""
+    """Sets that are the same as an earlier one."""
     first_names: dict[str, str] = {}
     for name, held_out in config.eval.sets.items():
         first = first_names.setdefault(str(held_out), name)
         if held_out.path and first != name:
             yield (
-                f"eval.sets.{name}.path={held_out.path} is eval.sets.{first} once more, "
+                f"eval.sets.{name}.path={held_out.path} is the same as eval.sets.{first}, "
                 "with the same interval, steps and batch_size. Leave one of them out."
             )

@@ -62,7 +62,7 @@ def balance_problems(config: RunConfig) -> Iterator[str]:
         if documents < data.balance_rows:
             yield (
                 f"data.balance_rows={data.balance_rows} must be at most {key}={documents}, "
-                "the documents of a step, or rows would have none. "
+                "the documents of a step; otherwise some rows would be empty. "
                 f"Set data.balance_rows to {documents} or less, or {key} higher."
             )
     if config.loss.by_source and len(data.sources) > 1:
@@ -106,7 +106,7 @@ def _held_out_problems(config: RunConfig) -> Iterator[str]:
     default = config.data.batch_size
     if config.data.packing == "balanced" and config.eval.sets and is_default and default % shards:
         yield (
-            f"eval.batch_size=null takes data.batch_size={default} for rows, "
+            f"eval.batch_size=null means data.batch_size={default} rows, "
             f"which must be divisible by {_by_mesh(config)}. "
             f"Set eval.batch_size to {multiples(default, shards)}."
         )

@@ -17,8 +17,8 @@ def mean_problems(config: RunConfig) -> Iterator[str]:
     one_document = data.attend_across_documents and data.packing != "pad"
     if config.optimizer.normalize == "sequences" and one_document:
         yield (
-            "optimizer.normalize=sequences is a mean over documents, and "
-            "data.attend_across_documents=true makes one of all documents in a row. "
+            "optimizer.normalize=sequences is a mean over documents, but "
+            "data.attend_across_documents=true treats all documents in a row as one. "
             "Set data.attend_across_documents=false, or optimizer.normalize=tokens."
         )
 
@@ -38,13 +38,13 @@ def pattern_problems(config: RunConfig) -> Iterator[str]:
 
 
 def moment_problems(config: RunConfig) -> Iterator[str]:
-    """A second moment that stays as it is, for its changes are smaller than its type can hold."""
+    """A second moment that never changes, because its changes are too small for its type."""
     optimizer = config.optimizer
     rounded = config.precision.params == "bfloat16" and optimizer.name in WITH_BETAS
     if rounded and 1 - optimizer.beta2 < _BFLOAT16_STEP:
         yield (
             f"optimizer.beta2={optimizer.beta2} changes a moment by less than half a step of "
-            "precision.params=bfloat16, so it would stay as it is. "
+            "precision.params=bfloat16, so it would never change. "
             "Set optimizer.beta2=0.95, or precision.params=float32."
         )
 
@@ -68,7 +68,7 @@ def mup_problems(config: RunConfig) -> Iterator[str]:
     if width is not None and name in _WITHOUT_MUP:
         yield (
             f"optimizer.name={name} is not for init.mup_base_width={width}: "
-            "muP has the rates of Adam, Lion and SGD. Set optimizer.name=adamw, adam, lion, sgd, "
+            "muP is defined for Adam, Lion and SGD. Set optimizer.name=adamw, adam, lion, sgd, "
             "momentum or nesterov, or init.mup_base_width=null."
         )
 

@@ -9,7 +9,7 @@ from data_pipeline.config_key import AllBut, UsedBy, key
 # As training/watch.py orders them.
 ANOMALIES = ("non_finite", "loss_spike", "grad_spike", "weight_drift", "dead", "diverging")
 SpikePolicy = Literal["off", "warn", "skip", "rollback", "stop"]
-# What earlier updates did is not undone by skipping one.
+# Without skip: skipping one step would not undo what earlier updates did.
 RunPolicy = Literal["off", "warn", "rollback", "stop"]
 
 _LOOKED_AT = "{key}={value} is not used by {cause}. Set {reader}=warn, or leave it out."
@@ -22,15 +22,14 @@ _ROLLBACKS = {f"anomaly.{kind}": ("rollback",) for kind in ANOMALIES}
 
 @dataclasses.dataclass(frozen=True)
 class AnomalyConfig:
-    """What to do about a step or a run that is not well: a key for each kind, then limits. Judged
-    by training/watch.py.
+    """What to do about each kind of anomaly, then limits. See training/watch.py.
 
-    off: not looked at. warn: told. skip: the step changes nothing. rollback: from an earlier
-    checkpoint on, without the data there. stop: saved as before that step, exit 70.
+    off: not checked. warn: print a message. skip: the step changes nothing. rollback: go back to an
+    earlier checkpoint, and leave these steps out. stop: save the state before the step, exit 70.
     """
 
     non_finite: Literal["skip", "rollback", "stop"] = key(
-        "skip", "loss or gradient is not finite; no such update is ever made"
+        "skip", "loss or gradient is not finite; such an update is never applied"
     )
     loss_spike: SpikePolicy = key(
         "warn", "loss above the median of the window by loss_limit deviations"
@@ -40,25 +39,25 @@ class AnomalyConfig:
     )
     weight_drift: RunPolicy = key(
         "off",
-        "norm of all weights away from its median by a share of drift_limit; reads all weights",
+        "norm of all weights differs from its median by a share of drift_limit; reads all weights",
     )
-    dead: RunPolicy = key("warn", "for dead_steps no gradient, or always the very same loss")
+    dead: RunPolicy = key("warn", "no gradient, or exactly the same loss, for dead_steps")
     diverging: RunPolicy = key(
-        "warn", "median of the loss above the lowest one there was, times diverging_limit"
+        "warn", "median of the loss above its lowest value so far, times diverging_limit"
     )
-    window: int = key(128, "accepted steps that medians and deviations are of", low=4, high=256)
-    min_steps: int = key(
-        32, "accepted steps before anything is compared with them", low=4, high=256
+    window: int = key(
+        128, "accepted steps from which medians and deviations are computed", low=4, high=256
     )
+    min_steps: int = key(32, "accepted steps before checks begin", low=4, high=256)
     loss_limit: float = key(
         10.0,
-        "deviations, of 1.4826 times the median absolute one, that a loss may be above",
+        "deviations (1.4826 times the median absolute one) that a loss may be above the median",
         above=0,
         used_by=UsedBy({"anomaly.loss_spike": AllBut("off")}, _LOOKED_AT),
     )
     grad_limit: float = key(
         20.0,
-        "deviations that a gradient norm may be above",
+        "deviations that a gradient norm may be above the median",
         above=0,
         used_by=UsedBy({"anomaly.grad_spike": AllBut("off")}, _LOOKED_AT),
     )
@@ -70,19 +69,19 @@ class AnomalyConfig:
     )
     diverging_limit: float = key(
         1.5,
-        "what the median of the loss may be, as a multiple of the lowest one",
+        "most that the median of the loss may be, as a multiple of its lowest value so far",
         above=1,
         used_by=UsedBy({"anomaly.diverging": AllBut("off")}, _LOOKED_AT),
     )
     dead_steps: int = key(
         16,
-        "steps in a row that are as dead before that is one",
+        "steps in a row without a gradient, or with the same loss, that are an anomaly",
         low=1,
         used_by=UsedBy({"anomaly.dead": AllBut("off")}, _LOOKED_AT),
     )
     patience: int = key(
         8,
-        "spikes in a row before their level is taken for the new one, and the window begins afresh",
+        "spikes in a row after which their level counts as normal, and the window starts again",
         low=1,
         used_by=UsedBy(
             {"anomaly.loss_spike": AllBut("off"), "anomaly.grad_spike": AllBut("off")}, _LOOKED_AT
@@ -99,7 +98,7 @@ class AnomalyConfig:
     )
     leave_out: int = key(
         8,
-        "steps that are left out, up to and with the one that was found",
+        "steps that a rollback leaves out; the last is the one with the anomaly",
         low=1,
         used_by=UsedBy(
             _ROLLBACKS | {"data.repeated": ("rollback",)},
@@ -110,7 +109,7 @@ class AnomalyConfig:
     )
     max_rollbacks: int = key(
         4,
-        "rollbacks of a run before the next anomaly stops it",
+        "rollbacks of a run; the next anomaly after them stops it",
         low=0,
         used_by=UsedBy(
             _ROLLBACKS | {"data.repeated": ("rollback", "skip")},
@@ -122,11 +121,11 @@ class AnomalyConfig:
 
 
 def window_problems(anomaly: AnomalyConfig) -> Iterator[str]:
-    """A window that never has as many steps as anything is compared with."""
+    """A window that is too short for min_steps."""
     least = anomaly.min_steps
     window = anomaly.window
     if least > window:
         yield (
-            f"anomaly.min_steps={least} must be at most anomaly.window={window}, which it fills. "
+            f"anomaly.min_steps={least} must be at most anomaly.window={window}, the window's length. "
             f"Set anomaly.min_steps to at most {window}, or anomaly.window to at least {least}."
         )

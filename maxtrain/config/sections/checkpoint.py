@@ -7,11 +7,12 @@ from data_pipeline.config_key import AllBut, UsedBy, key
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """What is saved beside the root's checkpoint_interval. A final checkpoint is always written."""
+    """Which checkpoints are saved and kept, besides checkpoint_interval at the root. The last step
+    is always saved."""
 
     minutes: float | None = key(
         None,
-        "also save when so many minutes passed since the last save; null: never",
+        "also save when so many minutes have passed since the last save; null: never",
         above=0,
         high=1e6,
     )
@@ -25,12 +26,12 @@ class CheckpointConfig:
     asynchronous: bool = key(True, "write in the background while training goes on")
     copy_to: str | None = key(
         None,
-        "directory on another disk that good steps are copied to meanwhile; null: none",
+        "directory on another disk to which good checkpoints are copied meanwhile; null: none",
         path="local",
     )
     copy_keep: int = key(
         3,
-        "newest checkpoints kept there",
+        "newest checkpoints kept in copy_to",
         low=1,
         used_by=UsedBy(
             {"checkpoint.copy_to": AllBut(None)},
@@ -40,7 +41,7 @@ class CheckpointConfig:
     )
     grace_seconds: float = key(
         300.0,
-        "from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit",
+        "longest time from SIGTERM or SIGINT to the end of the process, saved or not; 0: no limit",
         low=0,
         high=1e8,
     )
@@ -51,12 +52,12 @@ class CheckpointConfig:
     )
     start_over: bool = key(
         False,
-        "begin at step 1 although saved steps are gone; what the run left otherwise is kept in "
-        "its folder, before-DATE",
+        "start at step 1 although saved checkpoints are gone; the run's other files are kept in "
+        "its folder, in before-DATE",
     )
     init_partial: tuple[str, ...] = key(
         (),
-        "regular expressions: parameters of init_from that may differ, and are new then",
+        "regular expressions: parameters that may differ from init_from, and are then initialised",
         used_by=UsedBy(
             {"checkpoint.init_from": AllBut(None)},
             "{key}={value} is not used without checkpoint.init_from. "

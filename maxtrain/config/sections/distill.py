@@ -18,7 +18,7 @@ class DistillConfig:
 
     teacher: str | None = key(
         None,
-        "run of maxtrain, RUN/checkpoints/STEP of one, or Hugging Face directory to learn from",
+        "the teacher: a run of maxtrain, its RUN/checkpoints/STEP, or a Hugging Face directory",
         path="local",
         used_by=_DISTILL,
     )
@@ -31,7 +31,7 @@ class DistillConfig:
     )
     weight: float = key(
         0.5,
-        "of the divergence in the loss; the next token's cross-entropy has the rest",
+        "weight of the divergence in the loss; 1 - weight is that of the cross-entropy",
         low=0,
         high=1,
         used_by=_DISTILL,

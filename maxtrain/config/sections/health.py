@@ -1,4 +1,4 @@
-"""The sections `watchdog` and `integrity`: runs that stand still, devices that compute wrongly."""
+"""The sections `watchdog` and `integrity`: runs that hang, devices that compute wrongly."""
 
 import dataclasses
 
@@ -7,16 +7,16 @@ from data_pipeline.config_key import key
 
 @dataclasses.dataclass(frozen=True)
 class WatchdogConfig:
-    """How long a run may stand still before it says where and ends with exit 75; see
-    observe/watchdog.py."""
+    """How long a run may make no progress before it reports where it hangs and ends with exit 75;
+    see observe/watchdog.py."""
 
     factor: float = key(
         10.0,
-        "limit of a step, as so many times the usual time between two records; 0: none",
+        "limit of a step, as a multiple of the usual time between two records; 0: none",
         low=0,
         high=1e6,
     )
-    step_seconds: float = key(300.0, "limit of a step, at least", low=0, high=1e8)
+    step_seconds: float = key(300.0, "smallest limit of a step", low=0, high=1e8)
     compile_seconds: float = key(
         3600.0,
         "limit of compiling, and of a step before the third record; 0: none",
@@ -31,8 +31,8 @@ class WatchdogConfig:
 
 @dataclasses.dataclass(frozen=True)
 class IntegrityConfig:
-    """Looking for wrong arithmetic and memory that no device reports; found, it ends the run with
-    exit 75, unsaved."""
+    """Checks for errors of arithmetic and memory that no device reports. A run that finds one ends
+    with exit 75, without saving."""
 
     replicas_interval: int = key(
         0,
@@ -42,7 +42,7 @@ class IntegrityConfig:
     )
     repeat_interval: int = key(
         0,
-        "steps between two that are made twice, from a second copy of the state, and compared; "
+        "every so many steps, one is made twice, from two copies of the state, and compared; "
         "0: never",
         low=0,
     )

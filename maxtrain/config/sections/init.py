@@ -24,7 +24,7 @@ _MUP = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class InitConfig:
-    """Initial weights, and with muP how they and learning rates go with width and depth; see
+    """Initial weights, and with muP how they and learning rates depend on width and depth; see
     models/init.py."""
 
     name: Literal[
@@ -42,13 +42,13 @@ class InitConfig:
     )
     std: float | None = key(
         None,
-        "standard deviation; null for distributions that have none of their own",
+        "standard deviation of truncated_normal and normal; null for all others",
         above=0,
         high=1000,
         used_by=(
             UsedBy(
                 {"init.name": WITH_STD},
-                "{key}={value} is not used by {cause}, which counts fans. "
+                "{key}={value} is not used by {cause}, which computes its own. "
                 "Set init.name=truncated_normal or normal, or init.std=null.",
             ),
             _DRAWN,
@@ -56,7 +56,7 @@ class InitConfig:
     )
     residual: Literal["none", "depth"] = key(
         "depth",
-        "outputs of attention and mlp: as the rest, or 1 / sqrt(2 L) of it",
+        "matrices that write to the residual stream: like the rest, or 1 / sqrt(2 L) of it",
         used_by=_DRAWN,
     )
     embedding_std: float | None = key(
@@ -75,23 +75,23 @@ class InitConfig:
     )
     seed: int | None = key(
         None,
-        "of the initial weights; null: the root's seed",
+        "seed of the initial weights; null: the root's seed",
         low=0,
         high=MAX_SEED,
         used_by=_DRAWN,
     )
     mup_base_width: int | None = key(
-        None, "muP: embed_dim that the learning rate was chosen at; null: no muP", low=1
+        None, "muP: embed_dim for which the learning rate was chosen; null: no muP", low=1
     )
     mup_base_head_dim: int | None = key(
         None,
-        "muP: scores by 1 / head_dim, as usual at this head_dim; null: by its root",
+        "muP: scale scores by 1 / head_dim, as usual at this head_dim; null: by its square root",
         low=2,
         used_by=_MUP,
     )
     mup_base_depth: int | None = key(
         None,
-        "muP: num_layers that the learning rate was chosen at; null: depth as usual",
+        "muP: num_layers for which the learning rate was chosen; null: no scaling with depth",
         low=1,
         used_by=_MUP,
     )
@@ -101,6 +101,5 @@ def std_problems(init: InitConfig) -> Iterator[str]:
     """A distribution without the deviation that it needs."""
     if init.name in WITH_STD and init.std is None:
         yield (
-            f"init.name={init.name} needs init.std=null to be a number. "
-            "Set init.std=0.02, for example."
+            f"init.name={init.name} needs init.std, which is null. Set init.std=0.02, for example."
         )

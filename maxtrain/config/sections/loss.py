@@ -14,11 +14,11 @@ _ADVERSARIAL = UsedBy(
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """What is minimised beside, and instead of, the plain cross-entropy of the next token."""
+    """Terms and changes of the loss, which by default is the cross-entropy of the next token."""
 
     label_smoothing: float = key(
         0.0,
-        "share of a target's probability that all entries of the vocabulary share",
+        "share of a target's probability that is spread over all entries of the vocabulary",
         low=0,
         high=1,
     )
@@ -36,14 +36,14 @@ class LossConfig:
     )
     adversarial_radius: float = key(
         1.0,
-        "farthest that a row's embeddings are moved, Euclidean",
+        "greatest Euclidean distance by which a row's embeddings are moved",
         above=0,
         high=1e6,
         used_by=_ADVERSARIAL,
     )
     adversarial_steps: int = key(
         1,
-        "1: along the gradient at once (FGM); more: step by step, projected (PGD)",
+        "1: one step along the gradient (FGM); more: projected steps (PGD)",
         low=1,
         high=1000,
         used_by=_ADVERSARIAL,
@@ -53,7 +53,7 @@ class LossConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RegularizationConfig:
-    """What is random in a training step, drawn from a key of each row; off in evaluation and
+    """Dropout and noise in a training step, drawn from a key for each row; off in evaluation and
     generation."""
 
     attention_dropout: float = key(
@@ -66,7 +66,9 @@ class RegularizationConfig:
         0.0, "probability of dropping each number of the embedded tokens", low=0
     )
     stochastic_depth: float = key(
-        0.0, "probability of leaving out the last layer's blocks for a row; less before it", low=0
+        0.0,
+        "probability of leaving out the last layer's blocks for a row; lower in earlier layers",
+        low=0,
     )
     embedding_noise: float = key(
         0.0,
@@ -80,7 +82,7 @@ _PROBABILITIES = ("attention_dropout", "residual_dropout", "embedding_dropout", 
 
 
 def probability_problems(regularization: RegularizationConfig) -> Iterator[str]:
-    """Probabilities that are 1 on a device: all would be dropped, always."""
+    """Probabilities that round to 1 in float32: everything would be dropped."""
     for name in _PROBABILITIES:
         rate = getattr(regularization, name)
         if as_float32(rate) >= 1:

@@ -10,15 +10,15 @@ from maxtrain.config.words import choices
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    """How devices are arranged. At most one axis may be -1: whatever is left."""
+    """How devices are arranged. At most one axis may be -1, for all devices that are left."""
 
     data: int = key(1, "replicas of the model, each with its own rows", high=1 << 20)
     fsdp: int = key(
         -1,
-        "parameters split and gathered layer by layer, each part with its own rows",
+        "shards of the parameters, which are gathered layer by layer; each shard has its own rows",
         high=1 << 20,
     )
-    tensor: int = key(1, "heads, mlp and vocabulary split inside each layer", high=1 << 20)
+    tensor: int = key(1, "shards of heads, mlp and vocabulary inside each layer", high=1 << 20)
     platform: Literal["auto", "cpu", "gpu", "tpu"] = key(
         "auto", "required device kind; auto: the best there is"
     )
@@ -38,13 +38,13 @@ class MeshConfig:
         None, "index of this process; null: JAX_PROCESS_ID, or the cluster's own", low=0
     )
     min_processes: int | None = key(
-        None, "go on with as few when others do not come at the start; null: all of them", low=1
+        None, "start with so few if the others are missing; null: all must be there", low=1
     )
     connect_seconds: float = key(
         300.0, "how long processes wait for each other at the start", above=0, high=1e6
     )
     heartbeat_seconds: int = key(
-        100, "a process that is silent for so long ends the job", low=1, high=1_000_000
+        100, "the job ends if a process is silent for so long", low=1, high=1_000_000
     )
 
 
@@ -54,18 +54,18 @@ def axes_of(mesh: MeshConfig) -> dict[str, int]:
 
 
 def axis_problems(mesh: MeshConfig) -> Iterator[str]:
-    """Axes of a size that none can have, or more than one without a size."""
+    """Axes of an impossible size, or more than one axis of size -1."""
     axes = axes_of(mesh)
     for axis, size in axes.items():
         if size < 1 and size != -1:
             yield (
-                f"{axis}={size} must be at least 1, or -1 for whatever is left. "
+                f"{axis}={size} must be at least 1, or -1 for all devices that are left. "
                 f"Set {axis} to 1 or -1."
             )
     free = [axis for axis, size in axes.items() if size == -1]
     if len(free) > 1:
         given = " and ".join(f"{axis}=-1" for axis in free)
-        yield f"{given}: only one axis can take what is left. Set {choices(free)} to 1."
+        yield f"{given}: only one axis may be -1. Set {choices(free)} to 1."
 
 
 def process_problems(mesh: MeshConfig) -> Iterator[str]:

@@ -18,7 +18,9 @@ class ModelConfig:
     """The architecture. Letters in shapes: D embed, F mlp, N heads, K kv heads, H head dim, L
     layers, V vocabulary."""
 
-    family: Literal["llama", "qwen3"] = key("llama", "block choices and Hugging Face names")
+    family: Literal["llama", "qwen3"] = key(
+        "llama", "the kind of layers, and the names at Hugging Face"
+    )
     vocab_size: int | None = key(
         None, "V; null: the vocabulary of the training data's tokenizer", low=1
     )
@@ -29,11 +31,11 @@ class ModelConfig:
     num_kv_heads: int = key(4, "K, key/value heads; must divide num_heads", low=1, high=1 << 14)
     head_dim: int | None = key(None, "H; null: embed_dim / num_heads", low=2, high=1 << 14)
     tie_embeddings: bool = key(False, "use the embedding table as the output head")
-    max_length: int = key(8192, "longest sequence the model is meant for, tokens", low=1)
+    max_length: int = key(8192, "longest sequence that the model is meant for, tokens", low=1)
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", low=1e-12, high=1)
     rope_theta: float = key(500_000.0, "base of the rotary frequencies", low=1, high=1e15)
     rope_scaling: Literal["none", "llama3"] = key(
-        "none", "stretch of the rotary frequencies for long contexts"
+        "none", "how the rotary frequencies are stretched for long contexts"
     )
     rope_factor: float = key(
         8.0, "rope scaling: stretch of the long wavelengths", low=1, high=1e6, used_by=_STRETCHED
@@ -59,7 +61,7 @@ class ModelConfig:
         used_by=_STRETCHED,
     )
     attention: Literal["eager", "xla", "cudnn", "flash"] = key(
-        "xla", "kernel: the plain oracle, XLA's blocks, cuDNN's on GPUs, or flash attention on TPUs"
+        "xla", "kernel: plain reference, blocks in XLA, cuDNN on GPUs, or flash attention on TPUs"
     )
     scan_layers: bool = key(
         True, "run layers as one scanned loop (fast compile) or unrolled (fast step)"
@@ -68,12 +70,12 @@ class ModelConfig:
         "none", "what the backward pass recomputes; see models/decoder.py"
     )
     loss_chunk: int = key(
-        2048, "tokens whose logits exist at one time in the loss, per device; 0: all at once", low=0
+        2048, "tokens per device whose logits are in memory at one time; 0: all at once", low=0
     )
 
 
 def heads_problems(model: ModelConfig) -> Iterator[str]:
-    """Heads that do not share out what they must, or that no pairs can be made in."""
+    """Numbers of heads, or sizes of heads, that do not fit together."""
     heads = f"model.num_heads={model.num_heads}"
     if model.num_heads % model.num_kv_heads:
         valid = nearest(model.num_kv_heads, divisors(model.num_heads))

@@ -21,7 +21,7 @@ def _read_by(*trackers: str) -> UsedBy:
 
 @dataclasses.dataclass(frozen=True)
 class TrackingConfig:
-    """Where the trackers show a run, and what they show beside its records."""
+    """Where trackers show a run, and what they show besides its records."""
 
     project: str = key(
         "maxtrain",
@@ -29,50 +29,50 @@ class TrackingConfig:
         used_by=_read_by("wandb", "mlflow"),
     )
     name: str | None = key(
-        None, "name of the run there; null: run_name", used_by=_read_by("wandb", "mlflow")
+        None, "name of the run in trackers; null: run_name", used_by=_read_by("wandb", "mlflow")
     )
     tags: tuple[str, ...] = key(
         (),
-        "tags of the run there; on MLflow NAME=VALUE, and a bare NAME is true",
+        "tags of the run in trackers; on MLflow NAME=VALUE, and NAME alone means true",
         used_by=_read_by("wandb", "mlflow"),
     )
     system_metrics: bool = key(
         True,
-        "load and memory of this machine and its devices, as they measure it",
+        "let trackers measure load and memory of this machine and its devices",
         used_by=_read_by("wandb", "mlflow"),
     )
     wandb_entity: str | None = key(
         None,
-        "user or team; null: WANDB_ENTITY, else that of the API key",
+        "user or team; null: WANDB_ENTITY, or that of the API key",
         used_by=_read_by("wandb"),
     )
     wandb_group: str | None = key(None, "group of runs; null: none", used_by=_read_by("wandb"))
     wandb_mode: Literal["online", "offline"] | None = key(
         None,
-        "offline: into RUN/wandb only, for `wandb sync`; null: WANDB_MODE, else online",
+        "offline: only write to RUN/wandb, for `wandb sync`; null: WANDB_MODE, or online",
         used_by=_read_by("wandb"),
     )
     mlflow_uri: str | None = key(
         None,
-        "server or store; null: MLFLOW_TRACKING_URI, else the file mlflow.db in output_dir",
+        "server or store; null: MLFLOW_TRACKING_URI, or the file mlflow.db in output_dir",
         used_by=_read_by("mlflow"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class ObserveConfig:
-    """What a person sees."""
+    """Progress, curves, completions, traces and trackers."""
 
     progress: Literal["auto", "rich", "plain", "off"] = key(
         "auto", "live line, plain lines, or none; auto: live in a terminal"
     )
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = key(
-        ("tensorboard",), "what shows the records elsewhere; metrics.jsonl has them anyway"
+        ("tensorboard",), "where records are shown besides metrics.jsonl, which always has them"
     )
     tensorboard: bool | None = key(
         None,
-        "older spelling: true adds tensorboard to observe.trackers, false takes it out; "
-        "null: as they say",
+        "older spelling: true adds tensorboard to observe.trackers, false removes it; "
+        "null: no change",
     )
     plot: bool = key(True, "draw the curves to curves.png")
     prompts: tuple[str, ...] = key((), "texts that the model completes at the end of the run")
@@ -88,8 +88,8 @@ class ObserveConfig:
     )
     layer_norms_interval: int = key(
         0,
-        "steps between norms of the gradient, the weights and the update of each layer, in records "
-        "of kind norms; 0: never",
+        "steps between records of kind norms: norms of gradient, weights and update of each layer; "
+        "0: never",
         low=0,
     )
     profile: str | None = key(
@@ -108,7 +108,7 @@ class ObserveConfig:
         "directory that keeps compiled programs between runs; null: none",
         path="local",
     )
-    tracking: TrackingConfig = key(TrackingConfig(), "what trackers are told")
+    tracking: TrackingConfig = key(TrackingConfig(), "settings of trackers")
 
 
 def chosen_trackers(observe: ObserveConfig) -> tuple[str, ...]:
@@ -130,11 +130,14 @@ def tracker_problems(observe: ObserveConfig) -> Iterator[str]:
                 f"gets every record once. Name it once."
             )
     if not observe.tracking.project:
-        yield "observe.tracking.project is empty; every run there is in one. Name it."
+        yield (
+            "observe.tracking.project is empty, but every run belongs to a project. "
+            "Set observe.tracking.project=maxtrain, for example."
+        )
 
 
 def profile_problems(observe: ObserveConfig) -> Iterator[str]:
-    """A range of steps that is none."""
+    """A range of steps that is not written as first:last, or goes down."""
     given = observe.profile
     if given is None:
         return

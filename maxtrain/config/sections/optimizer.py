@@ -12,7 +12,7 @@ from maxtrain.config.limits import as_float32
 
 @dataclasses.dataclass(frozen=True)
 class GroupConfig:
-    """Parameters that are updated in another way, chosen by their paths, such as
+    """Parameters with other settings, selected by their paths, such as
     `layers.0.attention.q.kernel`."""
 
     pattern: str = key(
@@ -21,10 +21,10 @@ class GroupConfig:
         "no parameter may be in two groups",
     )
     lr_factor: float = key(
-        1.0, "multiplies the learning rate; 0: left as they are", low=0, high=1e6
+        1.0, "multiplies the learning rate; 0: these parameters don't change", low=0, high=1e6
     )
     weight_decay: float | None = key(
-        None, "of these, vectors too; null: as the rest", low=0, high=1e6
+        None, "weight decay of these, also of vectors; null: like the rest", low=0, high=1e6
     )
 
 
@@ -39,10 +39,10 @@ class OptimizerConfig:
     name: Literal["adamw", "adam", "sgd", "momentum", "nesterov", "adafactor", "lion", "muon"] = (
         key(
             "adamw",
-            "update rule; muon: of the layers' matrices, AdamW of the rest; see docs/numerics.md",
+            "update rule; muon: for the layers' matrices, AdamW for the rest; see docs/numerics.md",
         )
     )
-    learning_rate: float = key(3e-4, "peak", above=0)
+    learning_rate: float = key(3e-4, "peak learning rate", above=0)
     momentum: float = key(
         0.95,
         "decay of the sum or mean of gradients",
@@ -60,40 +60,42 @@ class OptimizerConfig:
     )
     weight_decay: float = key(
         0.1,
-        "of matrices, decoupled, or in the gradient for adam, sgd, momentum and nesterov",
+        "weight decay of matrices; decoupled, but in the gradient for adam, sgd, momentum, nesterov",
         low=0,
         high=1e6,
     )
     no_decay: tuple[str, ...] = key(
-        (), "regular expressions: no decay for parameters in whose path one is found"
+        (), "regular expressions: parameters whose path contains one have no weight decay"
     )
     groups: dict[str, GroupConfig] = key(
-        {}, "parameters with rates of their own, by a name of yours"
+        {}, "groups of parameters with their own settings, by a name that you choose"
     )
     clip_norm: float | None = key(
-        1.0, "largest global norm of the gradient; null: no such clipping", above=0
+        1.0, "clip the global norm of the gradient to this; null: no clipping", above=0
     )
     clip_value: float | None = key(
-        None, "largest size of each number of the gradient, before clip_norm; null: any", above=0
+        None, "clip each number of the gradient to this, before clip_norm; null: no", above=0
     )
     clip_adaptive: float | None = key(
         None,
-        "largest norm of each output's gradient, relative to its weights' norm, "
-        "before clip_norm; null: any",
+        "clip the norm of each output's gradient to this times the norm of its weights, "
+        "before clip_norm; null: no",
         above=0,
     )
     accumulation: int = key(1, "micro-batches in one step; must divide data.batch_size", low=1)
     normalize: Literal["tokens", "sequences", "constant"] = key(
         "tokens",
-        "what the loss is a mean of: all targets, documents whatever their length, or positions, "
-        "targets or not",
+        "what the loss is averaged over: targets, documents (each with the same weight), or all "
+        "positions, also those without a target",
     )
     ema_decay: float | None = key(
-        None, "of an average of the weights, for evaluation and generation; null: none", above=0
+        None,
+        "decay of the average of weights that evaluation and generation use; null: no average",
+        above=0,
     )
     stochastic_rounding: bool = key(
         False,
-        "round updates up or down at random, right on average",
+        "round updates up or down at random, so that they are right on average",
         used_by=UsedBy(
             {"precision.params": ("bfloat16",)},
             "{key}={value} is for bfloat16 weights, not {cause}. "
@@ -102,7 +104,7 @@ class OptimizerConfig:
     )
     zero: int = key(
         0,
-        "over mesh.data, split: 1 optimizer state, 2 gradients too, 3 parameters too",
+        "sharded over mesh.data: 1 optimizer state, 2 gradients too, 3 parameters too",
         low=0,
         high=3,
         used_by=UsedBy(
@@ -117,7 +119,7 @@ _USUAL_DECAYS = {"beta1": 0.9, "beta2": 0.95, "momentum": 0.95, "ema_decay": 0.9
 
 
 def decay_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Decays that are 1 on a device: a mean would stay what it is."""
+    """Decays that round to 1 in float32: a mean would never change."""
     for name, usual in _USUAL_DECAYS.items():
         value = getattr(optimizer, name)
         if value is not None and as_float32(value) >= 1:
@@ -128,7 +130,7 @@ def decay_problems(optimizer: OptimizerConfig) -> Iterator[str]:
 
 
 def pattern_problem(key: str, pattern: str) -> Iterator[str]:
-    """A regular expression that Python does not take, or that a later one will read otherwise."""
+    """A regular expression that Python refuses, or that a later Python will read differently."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)
@@ -142,11 +144,11 @@ def pattern_problem(key: str, pattern: str) -> Iterator[str]:
 
 
 def group_problems(optimizer: OptimizerConfig) -> Iterator[str]:
-    """Groups that would choose all parameters."""
+    """Groups without a pattern, which would select all parameters."""
     for name, group in optimizer.groups.items():
         if not group.pattern:
             key = f"optimizer.groups.{name}.pattern"
             yield (
-                f"{key} is empty, and would choose all parameters. "
+                f"{key} is empty, and would select all parameters. "
                 f"Set {key}=attention, for example, or =. for all parameters."
             )

@@ -9,27 +9,25 @@ from data_pipeline.config_key import AllBut, UsedBy, key
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
-    """Which numbers are used where. Norms, softmax, rope and the loss are float32 always."""
+    """Number formats. Norms, softmax, rope and the loss are always float32."""
 
     params: Literal["float32", "bfloat16"] = key("float32", "master weights and optimizer state")
     compute: Literal["float32", "bfloat16", "float16"] = key(
         "bfloat16", "inputs of matrix products; they accumulate in float32"
     )
     activations: Literal["float32", "bfloat16"] = key(
-        "float32", "residual stream and results of products, as they are stored"
+        "float32", "stored residual stream and results of products"
     )
     accumulate: Literal["float32", "bfloat16"] = key("float32", "sums of micro-batches' gradients")
-    output: Literal["float32", "bfloat16"] = key(
-        "float32", "what logits are rounded to, and kept in, before the softmax"
-    )
+    output: Literal["float32", "bfloat16"] = key("float32", "logits, before the softmax")
 
 
 def activation_problems(precision: PrecisionConfig) -> Iterator[str]:
-    """Activations that are stored in fewer bits than products were asked to have, or in others."""
+    """Activations in bfloat16 with products of another type."""
     if precision.activations == "bfloat16" and precision.compute != "bfloat16":
         yield (
-            f"precision.activations=bfloat16 rounds to bfloat16 what "
-            f"precision.compute={precision.compute} products take in. "
+            f"precision.activations=bfloat16 rounds the inputs of products to bfloat16, but "
+            f"precision.compute={precision.compute}. "
             "Set precision.compute=bfloat16, or precision.activations=float32."
         )
 
@@ -68,21 +66,23 @@ class LossScaleConfig:
         low=1,
         used_by=(_DYNAMIC, _AUTO_SCALED),
     )
-    factor: float = key(2.0, "what it grows by", above=1, used_by=(_DYNAMIC, _AUTO_SCALED))
+    factor: float = key(
+        2.0, "factor by which the scale grows", above=1, used_by=(_DYNAMIC, _AUTO_SCALED)
+    )
     backoff: float = key(
         0.5,
-        "what it is multiplied with after overflows",
+        "factor by which the scale is multiplied after overflows",
         above=0,
         used_by=(_DYNAMIC, _AUTO_SCALED),
     )
     hysteresis: int = key(
         2,
-        "overflows, since it last grew, before it is lowered",
+        "overflows since the scale last grew, before it is lowered",
         low=1,
         used_by=(_DYNAMIC, _AUTO_SCALED),
     )
-    min: float = key(1.0, "never lower", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
-    max: float = key(2.0**32, "never higher", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
+    min: float = key(1.0, "smallest scale", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
+    max: float = key(2.0**32, "largest scale", above=0, used_by=(_DYNAMIC, _AUTO_SCALED))
 
 
 def loss_scale_problems(loss_scale: LossScaleConfig, compute: str) -> Iterator[str]:
@@ -90,7 +90,7 @@ def loss_scale_problems(loss_scale: LossScaleConfig, compute: str) -> Iterator[s
 
     Args:
         loss_scale: the section.
-        compute: precision.compute, which the mode auto goes by.
+        compute: precision.compute, on which the mode auto depends.
     """
     mode = loss_scale.mode
     if mode == "auto" and compute == "float16":

@@ -1,5 +1,5 @@
-"""One file per model family: its block choices, its Hugging Face names and how its configuration
-reads. No jax here."""
+"""One file for each model family: its layers, and how its configuration and its weights are named
+at Hugging Face. No jax here."""
 
 from maxtrain.models.families.family import Family
 from maxtrain.models.families.llama import LLAMA

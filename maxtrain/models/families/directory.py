@@ -13,59 +13,86 @@ from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.family import Settings
 
 AGAIN = "Get the file again from where the model is"
-# What a run may choose for itself; the rest of a ModelConfig is a property of the weights.
+# Keys of a ModelConfig that a run may choose; the weights decide all others.
 FREE = {"max_length", "attention", "scan_layers", "remat", "loss_chunk"}
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face directory; raises DataError for what is missing or not
-    supported."""
+    """The ModelConfig of a Hugging Face directory.
+
+    Raises:
+        DataError: config.json is missing or damaged, or describes a model that is not supported.
+    """
     path = Path(directory).expanduser() / "config.json"
     values = read_json(path)
+    given = values.get("architectures")
     for name, family in FAMILIES.items():
-        if [family.architecture] == values.get("architectures"):
-            return dataclasses.replace(family.read(Settings(values, path)), family=name)
+        if given == [family.architecture]:
+            config = family.read(Settings(values, path))
+            return dataclasses.replace(config, family=name)
     known = ", ".join(family.architecture for family in FAMILIES.values())
     raise DataError(
-        f"{path}: architectures={values.get('architectures')} is not known here. Choose a model of one of: {known}."
+        f"{path}: architectures={given} is not known here. Choose a model of one of: {known}."
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a Hugging Face directory; raises DataError."""
+    """The object in a JSON file of a Hugging Face directory.
+
+    Raises:
+        DataError: the file can't be read, or is not a JSON object.
+    """
     try:
         values = strict_json.loads(path.read_bytes())
-        if isinstance(values, dict):
-            return values
-        raise ValueError("no object")
+        if not isinstance(values, dict):
+            raise ValueError("no object")
+        return values
     except OSError as error:
-        mend = "Name a directory with config.json and model.safetensors, as downloaded from Hugging Face."
-        raise DataError(f"{path}: can't be read ({error.strerror}). {mend}") from error
+        raise DataError(
+            f"{path}: can't be read ({error.strerror}). Name a directory with config.json and "
+            "model.safetensors, as downloaded from Hugging Face."
+        ) from error
     except ValueError as error:
         raise DataError(f"{path}: is not a JSON object ({error}). {AGAIN}.") from error
 
 
 def model_of(directory: str | Path) -> dict[str, Any]:
-    """The keys of `model` that the weights in a directory decide: of a Hugging Face directory, a
-    run, or a checkpoint in one.
+    """The keys of `model` that the weights in a directory decide.
 
-    Empty if the directory is neither; whoever reads the weights says so. DataError: a Hugging Face
-    model of another kind.
+    Args:
+        directory: of Hugging Face, of a run, or of a checkpoint in a run.
+
+    Returns:
+        The keys and values; empty if the directory is none of these, which is reported when its
+        weights are read.
+
+    Raises:
+        DataError: it is a Hugging Face model that is not supported.
     """
     directory = Path(directory).expanduser()
     if (directory / "config.json").exists():
         model = dataclasses.asdict(read_config(directory))
     else:
-        above = (
-            directory / "config.yaml",
-            *(parent / "config.yaml" for parent in list(directory.absolute().parents)[:2]),
-        )
-        found = next((path for path in above if path.exists()), None)
-        try:
-            whole = yaml.safe_load(found.read_text(encoding="utf-8")) if found else {}
-        except (OSError, ValueError, yaml.YAMLError):
-            whole = {}
-        model = whole.get("model") if isinstance(whole, dict) else None
-        model = model if isinstance(model, dict) else {}
+        model = _model_of_run(directory)
     keys = {field.name for field in dataclasses.fields(ModelConfig)} - FREE
     return {key: value for key, value in model.items() if key in keys}
+
+
+def _model_of_run(directory: Path) -> dict[str, Any]:
+    """`model` in the config.yaml of a run, given its folder or a checkpoint in it; empty if there
+    is none that can be read."""
+    folders = [directory, *list(directory.absolute().parents)[:2]]
+    files = [folder / "config.yaml" for folder in folders]
+    found = [file for file in files if file.exists()]
+    if not found:
+        return {}
+    try:
+        config = yaml.safe_load(found[0].read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    if not isinstance(config, dict):
+        return {}
+    model = config.get("model")
+    if not isinstance(model, dict):
+        return {}
+    return model

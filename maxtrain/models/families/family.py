@@ -1,5 +1,5 @@
-"""What a family is: choices inside the shared decoder, and how Hugging Face writes its
-configuration and its weights."""
+"""What a model family is: its choices for the shared decoder, and the form of its configuration
+and weights at Hugging Face."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,75 +11,84 @@ from maxtrain.config.schema import ModelConfig
 from maxtrain.models.specs import StackSpec
 from maxtrain.weights.codec import Entry
 
-# Tensors that may be there and are not read: frequencies that old files carry along, and the copy
-# of a tied head.
+# Tensors that may be in a file and are not read: rotary frequencies, which old files contain, and
+# the head of a model with tied embeddings, which is a copy of its embedding.
 IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A config.json (`values`) read key by key; all methods raise DataError for what the decoder
-    can't do."""
+    """A config.json, read key by key. All methods raise DataError for a value that the decoder
+    does not support."""
 
     values: Mapping[str, Any]
     path: Path
 
     def number(self, name: str, default: Any = None, kind: type = int) -> Any:
-        """A number above 0; the default stands in for a missing key and for null."""
-        value = default if self.values.get(name) is None else self.values[name]
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int if kind is int else int | float)
-            or not value > 0
-        ):
-            what = "an integer" if kind is int else "a number"
+        """A number above 0; the default if the key is missing or null."""
+        value = self.values.get(name)
+        if value is None:
+            value = default
+        allowed: Any = int
+        what = "an integer"
+        if kind is float:
+            allowed = int | float
+            what = "a number"
+        # Python counts True as an int.
+        is_number = isinstance(value, allowed) and not isinstance(value, bool)
+        if not is_number or not value > 0:
             raise DataError(
-                f"{self.path}: {name}={value} must be {what} above 0. Get the file again from where the model is."
+                f"{self.path}: {name}={value} must be {what} above 0. Get the file again from where "
+                "the model is."
             )
         return kind(value)
 
     def require(self, name: str, *allowed: Any) -> None:
-        """A key may be missing or null, or else one of `allowed`."""
+        """Refuses a key that is there, not null, and none of `allowed`."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
             need = " or ".join(map(repr, allowed)) or "null"
             raise DataError(
-                f"{self.path}: {name}={value!r} is not supported, only {need}. Choose a model with {name}={need}."
+                f"{self.path}: {name}={value!r} is not supported, only {need}. Choose a model with "
+                f"{name}={need}."
             )
 
     def rope(self, max_length: int) -> dict[str, Any]:
-        """The rope keys of a ModelConfig: of `rope_parameters`, or of `rope_scaling` with
+        """The rope keys of a ModelConfig, from `rope_parameters`, or from `rope_scaling` with
         `rope_theta` beside it."""
         given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
-        kind = (
-            given.get("rope_type", given.get("type", "default"))
-            if isinstance(given, dict)
-            else given
-        )
-        if kind not in ("default", "llama3") or any(
-            isinstance(value, dict) for value in given.values()
-        ):
-            raise DataError(
-                f"{self.path}: rope_parameters (or rope_scaling) {given} are not supported, only one set for all layers, of "
-                "type 'default' or 'llama3'. Choose a model with one of these."
-            )
+        kind = self._rope_kind(given)
         inner = Settings({**self.values, **given}, self.path)
         inner.require("partial_rotary_factor", 1.0)
         rope = {"rope_theta": inner.number("rope_theta", 10_000.0, float)}
-        if kind == "llama3":
-            rope |= {
-                f"rope_{k}": inner.number(k, kind=float)
-                for k in ("factor", "low_freq_factor", "high_freq_factor")
-            }
-            rope["rope_original_length"] = inner.number(
-                "original_max_position_embeddings", max_length
+        if kind == "default":
+            return rope | {"rope_scaling": "none"}
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            rope[f"rope_{name}"] = inner.number(name, kind=float)
+        original_length = inner.number("original_max_position_embeddings", max_length)
+        rope["rope_original_length"] = original_length
+        return rope | {"rope_scaling": kind}
+
+    def _rope_kind(self, given: Any) -> str:
+        """`default` or `llama3`, from `rope_parameters` or `rope_scaling`."""
+        kind = given
+        is_one_set = False
+        if isinstance(given, dict):
+            kind = given.get("rope_type", given.get("type", "default"))
+            # Some models have a dict of parameters for each kind of layer.
+            is_one_set = not any(isinstance(value, dict) for value in given.values())
+        if kind not in ("default", "llama3") or not is_one_set:
+            raise DataError(
+                f"{self.path}: rope_parameters (or rope_scaling) {given} are not supported, only "
+                "one set for all layers, of type 'default' or 'llama3'. Choose a model with one of "
+                "these."
             )
-        return rope | {"rope_scaling": "none" if kind == "default" else kind}
+        return kind
 
 
 def rope_settings(config: ModelConfig) -> dict[str, Any]:
-    """The rope keys of a config.json in both spellings: `rope_parameters`, as transformers 5 writes
-    them, and `rope_scaling` with `rope_theta` beside it, as older ones do."""
+    """The rope keys of a config.json in both spellings: `rope_parameters`, which transformers 5
+    reads, and `rope_scaling` with `rope_theta` beside it, which older versions read."""
     kind: dict[str, Any] = {"rope_type": "default"}
     scaling = None
     if config.rope_scaling == "llama3":
@@ -105,8 +114,9 @@ class Family(NamedTuple):
     architecture: str
     # Its layers.
     stack: Callable[[ModelConfig], StackSpec]
-    # The config of a config.json, and what of a config.json the config decides.
+    # The ModelConfig that a config.json describes.
     read: Callable[[Settings], ModelConfig]
+    # The keys of a config.json that a ModelConfig decides.
     write: Callable[[ModelConfig], dict[str, Any]]
-    # Where each parameter stands in a checkpoint: by dotted path, in the order of transformers.
+    # Where each parameter is in a checkpoint, in the order of transformers.
     table: Callable[[ModelConfig], list[Entry]]

@@ -1,5 +1,7 @@
-"""Llama 2, 3, 3.1, 3.2 and whatever shares their blocks. Source:
-https://arxiv.org/abs/2407.21783."""
+"""Llama 2, 3, 3.1 and 3.2, and models with the same blocks.
+
+Source: https://arxiv.org/abs/2407.21783
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,7 @@ from maxtrain.weights.codec import Entry, Flatten, Stack, Transpose
 
 
 def layer(config: ModelConfig) -> LayerSpec:
-    """Every layer of Llama."""
+    """The layer of Llama; all are the same."""
     size = head_dim(config)
     rope = RopeSpec(
         head_dim=size,
@@ -32,20 +34,18 @@ def layer(config: ModelConfig) -> LayerSpec:
 
 
 def stack(config: ModelConfig) -> StackSpec:
-    """All layers are the same."""
+    """The layers of Llama."""
     return StackSpec(period=(layer(config),), repeats=config.num_layers)
 
 
 def read_config(settings: Settings) -> ModelConfig:
-    """The ModelConfig of Llama's config.json, with Hugging Face's defaults for keys that are
-    missing."""
+    """The ModelConfig of Llama's config.json, with Hugging Face's defaults for missing keys."""
     number = settings.number
-    layers, heads, embed = (
-        number("num_hidden_layers"),
-        number("num_attention_heads"),
-        number("hidden_size"),
-    )
-    kv_heads, size = number("num_key_value_heads", heads), number("head_dim", embed // heads)
+    layers = number("num_hidden_layers")
+    heads = number("num_attention_heads")
+    embed = number("hidden_size")
+    kv_heads = number("num_key_value_heads", heads)
+    size = number("head_dim", embed // heads)
     length = number("max_position_embeddings", 2048)
     settings.require("hidden_act", "silu", "swish")
     settings.require("layer_types", ["full_attention"] * layers)
@@ -55,8 +55,9 @@ def read_config(settings: Settings) -> ModelConfig:
         settings.require(extension)
     if heads % kv_heads or size % 2:
         raise DataError(
-            f"{settings.path}: num_key_value_heads={kv_heads} must divide num_attention_heads={heads}, and head_dim={size} be "
-            "even. Get the file again from where the model is."
+            f"{settings.path}: num_key_value_heads={kv_heads} must divide "
+            f"num_attention_heads={heads}, and head_dim={size} must be even. Get the file again "
+            "from where the model is."
         )
     return ModelConfig(
         vocab_size=number("vocab_size"),
@@ -74,7 +75,7 @@ def read_config(settings: Settings) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """What of Llama's config.json the ModelConfig decides."""
+    """Llama's config.json for this ModelConfig."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -100,30 +101,31 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def table(config: ModelConfig) -> list[Entry]:
-    """Llama's names."""
+    """Where Llama's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(config, [])
 
 
 def decoder_table(config: ModelConfig, head_norms: Sequence[str]) -> list[Entry]:
-    """The names of Llama and of its relatives.
+    """Where the parameters of Llama, or of a family with its names, are in a checkpoint.
 
     Args:
         config: of the model.
-        head_norms: norms of each head, if there are such, by the name that both have for them.
+        head_norms: the names of norms over single heads, which are the same on both sides.
     """
-    there = "model.layers.{}."
+    ours = "layers.0"
+    theirs = "model.layers.{}"
     entries = [Entry(("embedding",), ("model.embed_tokens.weight",))]
     for x in "qkv":
-        entries.append(
-            _matrix(f"layers.0.attention.{x}.kernel", f"{there}self_attn.{x}_proj.weight", 1)
-        )
-    entries.append(_matrix("layers.0.attention.o.kernel", f"{there}self_attn.o_proj.weight", 2))
+        kernel = f"{ours}.attention.{x}.kernel"
+        entries.append(_matrix(kernel, f"{theirs}.self_attn.{x}_proj.weight", 1))
+    kernel = f"{ours}.attention.o.kernel"
+    entries.append(_matrix(kernel, f"{theirs}.self_attn.o_proj.weight", 2))
     for x in head_norms:
-        entries.append(_norm(f"layers.0.attention.{x}.scale", f"{there}self_attn.{x}.weight"))
+        entries.append(_norm(f"{ours}.attention.{x}.scale", f"{theirs}.self_attn.{x}.weight"))
     for x in ("gate", "up", "down"):
-        entries.append(_matrix(f"layers.0.mlp.{x}.kernel", f"{there}mlp.{x}_proj.weight", 1))
-    entries.append(_norm("layers.0.attention_norm.scale", f"{there}input_layernorm.weight"))
-    entries.append(_norm("layers.0.mlp_norm.scale", f"{there}post_attention_layernorm.weight"))
+        entries.append(_matrix(f"{ours}.mlp.{x}.kernel", f"{theirs}.mlp.{x}_proj.weight", 1))
+    entries.append(_norm(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight"))
+    entries.append(_norm(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight"))
     entries.append(Entry(("final_norm.scale",), ("model.norm.weight",)))
     if not config.tie_embeddings:
         entries.append(Entry(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose())))
@@ -131,12 +133,13 @@ def decoder_table(config: ModelConfig, head_norms: Sequence[str]) -> list[Entry]
 
 
 def _matrix(ours: str, theirs: str, inputs: int) -> Entry:
-    """A matrix of every layer, there [outputs, inputs]; here its first `inputs` dims are inputs."""
+    """A matrix of every layer: theirs is [outputs, inputs]; of ours, the first `inputs` dims are
+    inputs."""
     return Entry((ours,), (theirs,), (Stack(), Flatten(inputs), Transpose()))
 
 
 def _norm(ours: str, theirs: str) -> Entry:
-    """A scale of every layer."""
+    """The scale of a norm in every layer."""
     return Entry((ours,), (theirs,), (Stack(),))
 
 

@@ -1,5 +1,7 @@
-"""Qwen 3, dense: Llama with RMSNorm on query and key heads. Source:
-https://arxiv.org/abs/2505.09388."""
+"""Qwen 3, dense: Llama with RMSNorm on query and key heads.
+
+Source: https://arxiv.org/abs/2505.09388
+"""
 
 import dataclasses
 from typing import Any
@@ -12,25 +14,24 @@ from maxtrain.weights.codec import Entry
 
 
 def stack(config: ModelConfig) -> StackSpec:
-    """Llama's layers, with norms of heads."""
+    """Llama's layers, with norms of query and key heads."""
     layer = llama.layer(config)
     layer = dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
     return StackSpec(period=(layer,), repeats=config.num_layers)
 
 
 def read_config(settings: Settings) -> ModelConfig:
-    """A ModelConfig of Qwen 3's config.json; the window is in force only with
+    """The ModelConfig of Qwen 3's config.json; its sliding window counts only with
     `use_sliding_window`."""
-    values = {"head_dim": 128, "max_position_embeddings": 32_768} | {
-        k: v for k, v in settings.values.items() if v is not None
-    }
+    given = {key: value for key, value in settings.values.items() if value is not None}
+    values: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 32_768, **given}
     if not values.get("use_sliding_window"):
         values["sliding_window"] = None
     return llama.read_config(Settings(values, settings.path))
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """What of Qwen 3's config.json the ModelConfig decides: no layer has a window."""
+    """Qwen 3's config.json for this ModelConfig; no layer has a sliding window."""
     values = llama.write_config(config)
     del values["mlp_bias"]
     del values["pretraining_tp"]
@@ -45,7 +46,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def table(config: ModelConfig) -> list[Entry]:
-    """Llama's names and those of the norms of heads."""
+    """Where Qwen 3's parameters are in a checkpoint of Hugging Face."""
     return llama.decoder_table(config, ["q_norm", "k_norm"])
 
 

@@ -492,7 +492,7 @@ def test_a_manifest_with_a_wrong_value_anywhere_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"version": 1, "version": 1}', "is not JSON .a key is there twice: 'version'"),
+        ('{"version": 1, "version": 1}', "is not JSON .a key occurs twice: 'version'"),
         ("[" * 100_000, "is not JSON .lists or objects are more than 200 deep"),
         ('{"version": ' + "9" * 5000 + "}", "is not JSON .a number has too many digits"),
         ('{"version": 1, "shards": [], "digest": {}}', "changed after it was built"),

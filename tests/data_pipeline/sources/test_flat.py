@@ -105,8 +105,8 @@ def test_a_tokenizer_must_be_given_and_must_be_the_right_one(tmp_path, prepared,
     for more in ([], ["--tokenizer", "chars"], ["--tokenizer", "bpe:300"]):
         error = prepared.error(64, *command, *more)
         assert (
-            "a.bin: holds the ids of a tokenizer" in error
-            and "Give --tokenizer the tokenizer.json" in error
+            "a.bin: the files hold token ids" in error
+            and "Give --tokenizer the path of its tokenizer.json" in error
         )
     (tmp_path / "tokenizer.json").write_text('{"type": "chars", "characters": "abc", "eod": false}')
     error = prepared.error(64, *command, "--tokenizer", tmp_path, "--eod", "none")
@@ -116,13 +116,13 @@ def test_a_tokenizer_must_be_given_and_must_be_the_right_one(tmp_path, prepared,
         error = prepared.error(65, *command, "--tokenizer", "bytes", "--on-bad", on_bad)
         assert (
             "a.bin: id 300 at byte 8 is outside [0, 257)" in error
-            and "the one that these ids belong to" in error
+            and "the tokenizer that made these ids" in error
         )
     np.save(tmp_path / "a.bin.npy", np.array([1, -2]))
     error = prepared.error(65, "--olmo", tmp_path / "a.bin.npy", "--tokenizer", "bytes")
     assert "id -2 at byte 136 is outside" in error
     monkeypatch.setattr(flat, "_LONGEST", 1)
-    assert "2 tokens from token 0 on hold no 256" in prepared.error(
+    assert "has no end-of-document id (256) in 2 tokens from token 0 on" in prepared.error(
         65, *command, "--tokenizer", "bytes"
     )
 

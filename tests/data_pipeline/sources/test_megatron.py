@@ -90,11 +90,9 @@ def test_ids_of_another_tokenizer(tmp_path, prepared):
     error = prepared.error(65, *command, "--tokenizer", "bytes", "--on-bad", "skip")
     assert (
         "a.bin: id 300 at byte 16 is outside [0, 257)" in error
-        and "the one that these ids belong to" in error
+        and "the tokenizer that made these ids" in error
     )
-    assert "Give --tokenizer the tokenizer.json that they were made with." in prepared.error(
-        64, *command
-    )
+    assert "Give --tokenizer the path of its tokenizer.json." in prepared.error(64, *command)
     write(tmp_path / "a", [[[1, -2]]], "<i8")
     assert "id -2 at byte 8 is outside" in prepared.error(65, *command, "--tokenizer", "bytes")
 
