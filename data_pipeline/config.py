@@ -179,8 +179,8 @@ class DataConfig:
     )
     repeated: Literal["raise", "skip", "rollback", "stop", "warn"] = key(
         "raise",
-        "what to do about a batch with the tokens of an earlier one; skip, rollback: go back and "
-        "leave out that step, or anomaly.leave_out steps",
+        "what to do about a batch with the tokens of an earlier one; skip, rollback: go back, and "
+        "leave out one step or several",
     )
     min_fill: float = key(
         0.0, "smallest share of targets among positions, over fill_patience steps", low=0, high=1
