@@ -143,11 +143,18 @@ class Decoder(nnx.Module):
         return Forward(self.final_norm(out.x), out.terms, out.stats, observed)
 
     def quantities(self) -> tuple[Quantity, ...]:
-        """What the layers say in `terms` and `stats`, each name once."""
+        """What the layers say in `terms` and `stats`, each name once.
+
+        ValueError: two layers mean different numbers by one name.
+        """
         named = {}
         for layer in self.layers.spec.layers():
             for quantity in layer.quantities:
-                named[quantity.name] = quantity
+                before = named.setdefault(quantity.name, quantity)
+                if before != quantity:
+                    raise ValueError(
+                        f"layers say both {before} and {quantity}. Give one of them another name."
+                    )
         return tuple(named.values())
 
     def extend(

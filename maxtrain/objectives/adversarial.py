@@ -34,6 +34,9 @@ _OVERSHOOT = 2.5
 def adversarial(objective: Objective, loss: LossConfig) -> Objective:
     """The objective plus `loss.adversarial` times itself at the worst embeddings.
 
+    That is all of it, terms of layers too; what layers record and observe is of the embeddings as
+    they are.
+
     Recorded as well: `adversarial`, nats per target there.
     """
 

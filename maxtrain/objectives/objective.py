@@ -59,7 +59,16 @@ def with_layers(
         loss, sums: the objective's own.
         out: the pass through the policy that they are of.
         scales: with that of LAYERS, which the objective's factors and denominators have.
+
+    Raises:
+        ValueError: a term and a number to record have one name.
     """
+    twice = out.terms.keys() & out.stats.keys()
+    if twice:
+        raise ValueError(
+            f"layers give {sorted(twice)} both as a term of the loss and as a number to record. "
+            "Give the number another name: terms are recorded, too."
+        )
     for term in out.terms.values():
         loss = loss + scales[LAYERS] * term.total
     return Result(loss, sums, out.terms | out.stats, out.observed)

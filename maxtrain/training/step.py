@@ -130,15 +130,19 @@ def make_train_step(
             them: the others skip that branch of the program.
         of_layers: what the policy's layers say (Decoder.quantities).
 
-    The metrics are loss (nats per target), objective (what was minimised), each quantity that
-    the objective records, and those of layers, source_nll and source_targets (sums by source) if there are
-    such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate, skipped (steps of the run that
-    changed nothing), skipped_in_row (of these, non-finite ones up to now without a good one
-    between), bad_leaf (index of the first non-finite gradient, or -1), bad_update (of a finite
-    gradient: index of the first array of parameters that train, then optimizer state, then buffers,
-    that would not be finite, or -1), loss_scale if there is one, weight_norm (of parameters that train, before
-    the update), norms if there is an interval (see `measure_norms`; zeros where not due), and what
-    `watch.judge` says.
+    The metrics are loss (nats per target), objective (what was minimised), each quantity that the
+    objective records, and those of layers, source_nll and source_targets (sums by source) if there
+    are such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate,
+    skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to
+    now without a good one between), bad_leaf (index of the first non-finite gradient, or -1),
+    bad_update (of a finite gradient: index of the first array of parameters that train, then
+    optimizer state, then buffers, that would not be finite, or -1), loss_scale if there is one,
+    weight_norm (of parameters that train, before the update), norms if there is an interval (see
+    `measure_norms`; zeros where not due), and what `watch.judge` says.
+
+    Raises:
+        ValueError: when it is traced: two numbers have one name, or layers say something that the
+            objective does not pass on.
     """
     places = None
     if zero >= 2:
@@ -163,7 +167,7 @@ def make_train_step(
         update = _update(optimizer, grads, result.observed, state, key)
         decision = _decide(state, result, measured, update, anomaly, loss_scale)
         next_state = _keep(state, update, decision)
-        metrics = _described(objective, of_layers, result, batch, scale)
+        metrics = _described(result, batch, scale)
         metrics["bad_leaf"] = _first_false(jnp.isfinite(measured.squares))
         metrics["bad_update"] = jnp.where(decision.finite, _first_false(update.written), -1)
         applied = state.step - state.control.skipped
@@ -184,7 +188,8 @@ def make_train_step(
                 return no_norms(stacked, state.trainable)
 
             metrics["norms"] = jax.lax.cond(due, measure, skip)
-        return next_state, metrics | measured.values | decision.verdict.metrics
+        metrics |= measured.values | decision.verdict.metrics
+        return next_state, _with_quantities(metrics, objective.recorded, of_layers, result)
 
     where = shardings(abstract)
     # Perhaps only described, and not of this machine.
@@ -324,27 +329,43 @@ def _keep(state: TrainState, update: _Update, decision: _Decision) -> TrainState
     )
 
 
-def _described(
-    objective: Objective,
-    of_layers: Sequence[Quantity],
-    result: Result,
-    batch: Batch,
-    scale: Array,
-) -> Metrics:
-    """What is recorded of the loss, of layers and of the batch."""
+def _described(result: Result, batch: Batch, scale: Array) -> Metrics:
+    """What is recorded of the loss and of the batch."""
     metrics = {
         "objective": result.loss / scale,
         "targets": result.sums["nll"].weight,
         "empty_rows": (batch["loss_mask"] <= 0).all(axis=1).sum(),
     }
-    for quantity in objective.recorded:
-        metrics[quantity.name] = quantity.of(result.sums[quantity.name])
-    for quantity in of_layers:
-        metrics[quantity.name] = quantity.of(result.of_layers[quantity.name])
     sources = result.sums.get("sources")
     if sources is not None:
         metrics["source_nll"] = sources.total
         metrics["source_targets"] = sources.weight
+    return metrics
+
+
+def _with_quantities(
+    metrics: Metrics,
+    recorded: Sequence[Quantity],
+    of_layers: Sequence[Quantity],
+    result: Result,
+) -> Metrics:
+    """The metrics of a step, and what the objective and the policy's layers record.
+
+    ValueError: two have one name, or one is missing.
+    """
+    metrics = dict(metrics)
+    for quantities, sums in ((recorded, result.sums), (of_layers, result.of_layers)):
+        for quantity in quantities:
+            if quantity.name in metrics:
+                raise ValueError(
+                    f"{quantity.name} names two numbers of a step. Give the quantity another name."
+                )
+            if quantity.name not in sums:
+                raise ValueError(
+                    f"{quantity} is not among the sums {sorted(sums)} of the objective's result. "
+                    "Return it, or end with `with_layers` if it is one of the layers."
+                )
+            metrics[quantity.name] = quantity.of(sums[quantity.name])
     return metrics
 
 

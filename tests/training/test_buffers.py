@@ -22,10 +22,12 @@ from maxtrain.config.schema import (
     ScheduleConfig,
 )
 from maxtrain.job import make_parts
+from maxtrain.models.decoder import Forward
 from maxtrain.models.registry import build_model
-from maxtrain.objectives.objective import POLICY
+from maxtrain.objectives.objective import POLICY, with_layers
 from maxtrain.ops.digest import leaf_names
-from maxtrain.parallel.batches import BatchLayout
+from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.parallel.batches import BatchLayout, abstract_batch
 from maxtrain.training.partition import split_buffers, updated
 from maxtrain.training.state import policy_params
 from tests.centred import FACTOR, QUANTITIES, RATE, centred
@@ -175,7 +177,8 @@ def test_a_term_of_layers_is_part_of_the_loss_and_of_its_gradient():
     assert FACTOR > 0
 
 
-def test_a_step_that_is_not_applied_leaves_buffers_as_they_are():
+@pytest.mark.parametrize("weight", [0, np.nan], ids=["without targets", "not finite"])
+def test_a_step_that_is_not_applied_leaves_buffers_as_they_are(weight):
     parts, _, _ = trained()
     with jax.set_mesh(parts.mesh):
         step = parts.make_step()
@@ -183,12 +186,47 @@ def test_a_step_that_is_not_applied_leaves_buffers_as_they_are():
         state = parts.initial_state()
         state, _ = step(state, layout.to_global(batch_of(0)))
         before = jax.device_get(state.buffers)
-        empty = batch_of(1)
-        empty["loss_mask"] = np.zeros_like(empty["loss_mask"])
-        state, metrics = step(state, layout.to_global(empty))
+        bad = batch_of(1)
+        bad["loss_mask"] = np.full_like(bad["loss_mask"], weight)
+        state, metrics = step(state, layout.to_global(bad))
         assert metrics["skipped"] == 1
         for ours, theirs in zip(jax.tree.leaves(state.buffers), jax.tree.leaves(before)):
             assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def test_padding_is_neither_observed_nor_in_a_term():
+    parts, state, _ = trained()
+    batch = jax.tree.map(jnp.asarray, batch_of(1))
+    with jax.set_mesh(parts.mesh):
+        model = nnx.merge(parts.graphdefs[POLICY], jax.tree.map(jnp.asarray, _joined(state)))
+        other = jnp.where(batch["segment_ids"] > 0, batch["inputs"], 7)
+        first, second = (
+            model.forward(ids, batch["segment_ids"], batch["positions"])
+            for ids in (batch["inputs"], other)
+        )
+    assert not np.array_equal(batch["inputs"], other)
+    tokens = float(batch["loss_mask"].sum())
+    for ours, theirs in ((first.terms, second.terms), (first.stats, second.stats)):
+        for name, found in ours.items():
+            np.testing.assert_allclose(found.total, theirs[name].total, rtol=1e-6)
+            assert found.weight == 4 * tokens, "of four layers"
+    for path, found in first.observed.items():
+        np.testing.assert_array_equal(found, second.observed[path])
+        assert np.abs(found).max() <= tokens
+
+
+def test_names_that_mean_two_numbers_are_refused():
+    parts, _, _ = trained()
+    batch = abstract_batch(parts.mesh, ROWS, LENGTH)
+    for name, told in (("learning_rate", "names two numbers"), ("absent", "is not among the sums")):
+        with jax.set_mesh(parts.mesh):
+            objective = parts.objective._replace(recorded=(Quantity(name, "unit"),))
+            step = dataclasses.replace(parts, objective=objective).make_step()
+            with pytest.raises(ValueError, match=told):
+                step.lower(parts.abstract, batch)
+    out = Forward(jnp.zeros(()), {"a": Sum(1.0, 1.0)}, {"a": Sum(1.0, 1.0)}, {})
+    with pytest.raises(ValueError, match="both as a term of the loss and as a number"):
+        with_layers(jnp.zeros(()), {}, out, {"layers": 1.0})
 
 
 def test_a_buffer_that_nobody_observes_is_an_error():
