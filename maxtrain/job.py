@@ -33,7 +33,7 @@ from maxtrain.observe.launches import usual_devices
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
-from maxtrain.ops.sums import Quantity
+from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import math
-import os
 import re
 import shlex
 import sys
@@ -52,6 +51,7 @@ from maxtrain.observe.progress import Progress
 from maxtrain.observe.range_test import RangeTest, diverged, judge
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
+from maxtrain.parallel.libtpu import answer_libtpu
 from maxtrain.parallel.memory import (
     bytes_on_device,
     compile_for_bytes,
@@ -297,17 +297,8 @@ def described_devices(topology: str) -> Sequence[Any]:
     # Its import starts nothing, but takes its time.
     from jax.experimental import topologies  # noqa: PLC0415
 
-    # It looks for the TPU of this machine, and complains: any answer will do, as the topology is
-    # given.
-    quiet = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    for name, value in quiet.items():
-        os.environ.setdefault(name, value)
+    # The topology is given.
+    answer_libtpu()
     # What is compiled for devices elsewhere can't be read here.
     jax.config.update("jax_enable_compilation_cache", False)
     try:

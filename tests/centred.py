@@ -14,7 +14,8 @@ from maxtrain.models.buffer import Buffer
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.layers import FEED_FORWARDS, MlpOut, SwiGLU
 from maxtrain.models.specs import MlpSpec, StackSpec
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 
 RATE = 0.01
 FACTOR = 0.5

@@ -18,8 +18,9 @@ from maxtrain.models.specs import RopeSpec, StackSpec
 from maxtrain.models.stack import Caches, Stack
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import constrain
 
 Ids = Int[Array, "B T"]

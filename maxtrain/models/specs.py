@@ -1,14 +1,13 @@
 """What a model is made of, as data: layers that may differ, and the order that they stand in.
 
-A family writes these from its config; models/stack.py makes modules of them. Nothing is computed
-here.
+A family writes these from its config; models/stack.py makes modules of them. No jax here.
 """
 
 import dataclasses
 from typing import Literal
 
 from maxtrain.config.schema import ModelConfig
-from maxtrain.ops.sums import Quantity
+from maxtrain.ops.quantity import Quantity
 
 NORMS = ("attention", "mlp", "query", "key")
 BIASES = ("q", "k", "v", "o", "gate", "up", "down")

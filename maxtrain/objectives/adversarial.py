@@ -25,7 +25,8 @@ from maxtrain.objectives.objective import (
     Result,
     Scales,
 )
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 
 # PGD's steps together are this many radii long, so that the border is reached from anywhere.
 _OVERSHOOT = 2.5

@@ -28,7 +28,8 @@ from maxtrain.objectives.objective import (
     Scales,
 )
 from maxtrain.ops.divergence import KINDS, Numbers, Predictor, divergence
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 
 TEACHER = "teacher"
 

@@ -19,7 +19,8 @@ from maxtrain.objectives.objective import (
     with_layers,
 )
 from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import batch_shards
 
 PLAIN = LossConfig()

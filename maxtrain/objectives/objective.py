@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxtrain.models.decoder import Decoder, Forward
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 
 # The model that is trained; every other one is frozen as a whole.
 POLICY = "policy"

@@ -17,20 +17,8 @@ class Sum(NamedTuple):
         """total / weight; 0 where there is no weight."""
         return self.total / jnp.where(self.weight > 0, self.weight, 1.0)
 
-
-class Quantity(NamedTuple):
-    """One number that is recorded beside the loss, of a sum over the whole batch of a step, or over
-    a whole evaluation."""
-
-    # In the records.
-    name: str
-    # Such as "nats per target".
-    unit: str
-    # mean: the total divided once by its weight; sum: the total.
-    reduction: Literal["mean", "sum"] = "mean"
-
-    def of(self, found: Sum) -> Float[Array, ""]:
-        """The number that is recorded of this sum."""
-        if self.reduction == "sum":
-            return found.total
-        return found.mean()
+    def reduced(self, how: Literal["mean", "sum"]) -> Float[Array, "*s"]:
+        """The number that is recorded: the mean, or the total."""
+        if how == "sum":
+            return self.total
+        return self.mean()

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
 from maxtrain.objectives.objective import Batch, Models, Objective, Result, Scales
 from maxtrain.ops.finite import finite_leaves
-from maxtrain.ops.sums import Quantity
+from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel.hardware import compiler_options
 from maxtrain.parallel.sharding import constrain
 from maxtrain.training.loss_scale import LossScale, after_step
@@ -365,7 +365,7 @@ def _with_quantities(
                     f"{quantity} is not among the sums {sorted(sums)} of the objective's result. "
                     "Return it, or end with `with_layers` if it is one of the layers."
                 )
-            metrics[quantity.name] = quantity.of(sums[quantity.name])
+            metrics[quantity.name] = sums[quantity.name].reduced(quantity.reduction)
     return metrics
 
 

@@ -16,7 +16,8 @@ from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
 from maxtrain.objectives.registry import OBJECTIVES, Settings, make_objective
 from maxtrain.ops.cross_entropy import token_nll
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 from maxtrain.training.partition import models_from
 from maxtrain.training.step import gradients
 
@@ -199,10 +200,10 @@ def test_every_name_that_a_config_can_choose_is_an_objective():
 
 def test_a_number_is_a_mean_or_a_total_as_its_reduction_says():
     found = Sum(jnp.float32(6), jnp.float32(4))
-    assert Quantity("a", "nats").of(found) == 1.5
-    assert Quantity("a", "tokens", "sum").of(found) == 6
+    assert found.reduced("mean") == 1.5
+    assert found.reduced("sum") == 6
     nothing = Sum(jnp.float32(0), jnp.float32(0))
-    assert Quantity("a", "nats").of(nothing) == 0
+    assert nothing.reduced("mean") == 0
 
 
 @pytest.mark.usefixtures("optax_dtypes")

@@ -16,7 +16,6 @@ import pytest
 
 from maxtrain.config.schema import LossConfig
 from maxtrain.objectives.next_token import next_token
-from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.training.optimizer import make_optimizer
@@ -35,7 +34,8 @@ def forward(models, batch, scales):
     hidden = models["policy"].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
     real = (batch["segment_ids"] > 0).astype(jnp.float32)
     size = Sum((jnp.sin(hidden).sum(-1) * real).sum(), real.sum())
-    return Result(result.loss + scales["size"] * size.total, result.sums | {"size": size})
+    loss = result.loss + scales["size"] * size.total
+    return result._replace(loss=loss, sums=result.sums | {"size": size})
 
 
 def denominators(batch):

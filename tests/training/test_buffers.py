@@ -26,7 +26,8 @@ from maxtrain.models.decoder import Forward
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.objective import POLICY, with_layers
 from maxtrain.ops.digest import leaf_names
-from maxtrain.ops.sums import Quantity, Sum
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
 from maxtrain.parallel.batches import BatchLayout, abstract_batch
 from maxtrain.training.partition import split_buffers, updated
 from maxtrain.training.state import policy_params

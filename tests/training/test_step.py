@@ -160,7 +160,8 @@ def poisoned(models, batch, scales):
     extra = jnp.where(first == INF, jnp.sqrt(inner), 0.0)
     spoilt = jnp.where(first == NAN, jnp.nan, 1.0)
     total, weight = result.sums["nll"]
-    return Result((result.loss + extra) * spoilt, {"nll": Sum(total * spoilt, weight)})
+    loss = (result.loss + extra) * spoilt
+    return result._replace(loss=loss, sums={"nll": Sum(total * spoilt, weight)})
 
 
 def bad(batch, kind):
@@ -247,7 +248,7 @@ def test_the_learning_rate_is_that_of_the_update(tiny, expected):
 
     def nothing(models, batch, scales):
         zero = 0.0 * models["policy"].head.kernel[...].sum()
-        return Result(zero, {"nll": Sum(zero, batch["loss_mask"].sum())})
+        return Result(zero, {"nll": Sum(zero, batch["loss_mask"].sum())}, {}, {})
 
     parts = tiny.parts(objective=next_token()._replace(forward=nothing))
     before, (state, metrics) = jax.device_get(parts.new_state()), run(parts, tiny.batch())

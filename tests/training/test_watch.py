@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from maxtrain.config.schema import ANOMALIES, AnomalyConfig
 from maxtrain.objectives.next_token import next_token
-from maxtrain.objectives.objective import Result
 from maxtrain.ops.sums import Sum
 from maxtrain.training.state import with_watch
 from maxtrain.training.watch import CAPACITY, judge, new_watch, spread
@@ -187,7 +186,8 @@ def spoilt(models, batch, scales):
     result, first = next_token().forward(models, batch, scales), batch["inputs"][0, 0]
     factor = jnp.where(first == 2, 100.0, jnp.where(first == 0, jnp.nan, 1.0))
     total, weight = result.sums["nll"]
-    return Result(result.loss * factor, {"nll": Sum(total * factor, weight)})
+    sums = {"nll": Sum(total * factor, weight)}
+    return result._replace(loss=result.loss * factor, sums=sums)
 
 
 def steps(tiny, config, shape, *firsts):

@@ -1,0 +1,19 @@
+"""libtpu on a machine without a TPU, where it compiles for TPUs elsewhere. No jax here."""
+
+import os
+
+# It looks for the TPU of this machine, and complains: any answer will do.
+_ANSWERS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def answer_libtpu() -> None:
+    """Tells libtpu what it would otherwise look for and complain about; before jax has started,
+    and only where no TPU of this machine is to be used. What is set already stays."""
+    for name, value in _ANSWERS.items():
+        os.environ.setdefault(name, value)
