@@ -12,8 +12,8 @@ from flax import nnx
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.buffer import Buffer
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.layers import FEED_FORWARDS, MlpOut, SwiGLU
-from maxtrain.models.specs import MlpSpec, StackSpec
+from maxtrain.models.layers import FEED_FORWARDS, Mlp, MlpOut
+from maxtrain.models.specs import DecoderSpec, MlpSpec, StackSpec
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 
@@ -38,7 +38,7 @@ class Centred(nnx.Module):
     """SwiGLU of inputs less a shift, which no gradient changes."""
 
     def __init__(self, spec, embed_dim, init, recipe, rngs):
-        self.inner = SwiGLU(spec, embed_dim, init, recipe, rngs)
+        self.inner = Mlp(spec, embed_dim, init, recipe, rngs)
         self.shift = Buffer(jnp.zeros(embed_dim), axes=("embed",), update=towards)
 
     def __call__(self, x, context):
@@ -56,11 +56,15 @@ class Centred(nnx.Module):
         )
 
 
-def stack(config: ModelConfig) -> StackSpec:
+def spec(config: ModelConfig) -> DecoderSpec:
     """One layer before the period, one in it, and one after."""
-    (layer,) = _LLAMA.stack(config).period
+    plain = _LLAMA.spec(config)
+    (layer,) = plain.stack.period
     layer = dataclasses.replace(layer, mlp=CentredSpec(config.mlp_dim), quantities=QUANTITIES)
-    return StackSpec(prefix=(layer,), period=(layer,), repeats=config.num_layers - 2, rest=(layer,))
+    stack = StackSpec(
+        prefix=(layer,), period=(layer,), repeats=config.num_layers - 2, rest=(layer,)
+    )
+    return dataclasses.replace(plain, stack=stack)
 
 
 _LLAMA = FAMILIES["llama"]
@@ -71,7 +75,7 @@ def centred() -> Iterator[None]:
     """While a test runs, models of the family llama are of this one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(FEED_FORWARDS, CentredSpec, Centred)
-        patch.setitem(FAMILIES, "llama", _LLAMA._replace(stack=stack))
+        patch.setitem(FAMILIES, "llama", _LLAMA._replace(spec=spec))
         jax.clear_caches()
         yield
     jax.clear_caches()

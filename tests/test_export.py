@@ -30,7 +30,14 @@ from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.hf_export import divide
 
 PARITY = Path(__file__).parent / "data" / "parity"
-CASES = ("llama3", "llama_tied_mha", "qwen3")
+CASES = (
+    "llama3",
+    "qwen3",
+    *(
+        pytest.param(case, marks=pytest.mark.long)
+        for case in ("llama_tied_mha", "mistral", "qwen2", "olmo2", "gemma2", "gemma3")
+    ),
+)
 SIZES = {
     "num_layers": 2,
     "embed_dim": 32,
@@ -85,6 +92,8 @@ def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     of_the_tokenizer = {"bos_token_id", "eos_token_id", "pad_token_id"}
     assert values.keys() - ours.keys() == of_the_program
     more = {"rope_theta", "rope_scaling", "torch_dtype"}
+    if case == "gemma3":
+        more |= {"rope_local_base_freq", "sliding_window_pattern"}
     assert ours.keys() - values.keys() == more
     for key in values.keys() - of_the_program - of_the_tokenizer:
         assert ours[key] == values[key], key

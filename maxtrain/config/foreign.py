@@ -69,7 +69,7 @@ _MAXTEXT = (
     ("data.sources.NAME.epochs", "set for each source, may be fractional", "num_epoch"),
     ("eval.sets.NAME.path", _SHARDS, "eval_dataset_name hf_eval_files grain_eval_files"),
     ("", _TOKENIZER, "tokenizer_path"),
-    ("model.family", "llama or qwen3", "decoder_block"),
+    ("model.family", "the name of a family", "decoder_block"),
     ("model.embed_dim", _SCALE, "base_emb_dim"),
     ("model.mlp_dim", _SCALE, "base_mlp_dim"),
     ("model.num_heads", _SCALE, "base_num_query_heads"),

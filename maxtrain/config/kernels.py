@@ -11,6 +11,7 @@ class Kernel(NamedTuple):
     segments: bool = True  # keeps the documents of a row apart
     caches: bool = True  # reads the caches of generation
     sinks: bool = True  # has a learned logit of each head beside those of the keys
+    softcap: bool = True  # can bound scores
     repeats: bool = True  # its backward pass gives the same bits every time
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")  # of inputs
     head_dim: tuple[int, int] | None = None  # the largest, and what it must be a multiple of
@@ -25,6 +26,7 @@ ATTENTION = {
         segments=False,
         caches=False,
         sinks=False,
+        softcap=False,
         repeats=False,
         dtypes=("float16", "bfloat16"),
         head_dim=(128, 8),

@@ -32,7 +32,7 @@ def token_flops(config: ModelConfig, length: int, frozen: int = 0) -> TokenFlops
             may leave it out below the first layer that trains.
     """
     assert config.vocab_size is not None
-    stack = FAMILIES[config.family].stack(config)
+    stack = FAMILIES[config.family].spec(config).stack
     return stack_flops(stack, config.embed_dim, config.vocab_size, length, frozen)
 
 
@@ -61,7 +61,10 @@ def stack_flops(
         size = layer.mixer.head_dim
         weights += D * size * (heads + 2 * kv_heads)
         weights += heads * size * D
-        weights += 3 * D * layer.mlp.width
+        products = 2
+        if layer.mlp.gated:
+            products = 3
+        weights += products * D * layer.mlp.width
         reach = length
         if layer.window is not None:
             reach = min(layer.window, length)

@@ -11,12 +11,13 @@ from jaxtyping import Array, Float, Int
 
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import Context, Noise, RMSNorm, Rotation
+from maxtrain.models.layers import Context, Noise, Norm, Rotation
 from maxtrain.models.linear import Linear
 from maxtrain.models.run_layers import StackOut, run_layers
-from maxtrain.models.specs import RopeSpec, StackSpec
+from maxtrain.models.specs import DecoderSpec, RopeSpec
 from maxtrain.models.stack import Caches, Stack
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.cross_entropy import soft_capped
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
@@ -47,7 +48,7 @@ class Decoder(nnx.Module):
 
     Args:
         config: sizes; vocab_size must be known by now.
-        stack: its layers.
+        spec: its layers, and what is before and behind them.
         precision: number formats.
         init: how the weights are drawn.
         rngs: stream `params`; the same seed gives the same bits on every mesh.
@@ -56,7 +57,7 @@ class Decoder(nnx.Module):
     def __init__(
         self,
         config: ModelConfig,
-        stack: StackSpec,
+        spec: DecoderSpec,
         precision: PrecisionConfig,
         init: InitConfig,
         rngs: nnx.Rngs,
@@ -68,11 +69,17 @@ class Decoder(nnx.Module):
         draw = Initializer(init, config, precision.params)
         recipe = Recipe.of(precision.compute, precision.activations)
         self.config = config
+        self.spec = spec
         self.precision = precision
         self.embedding = draw.matrix(rngs.params(), (V, D), ("vocab", "embed"), "embedding")
-        self.layers = Stack(stack, D, config.attention, draw, recipe, rngs.params())
+        positions = None
+        if spec.learned_positions:
+            shape = (spec.learned_positions, D)
+            positions = draw.matrix(rngs.params(), shape, ("positions", "embed"), "embedding")
+        self.position_embedding = positions
+        self.layers = Stack(spec.stack, D, config.attention, draw, recipe, rngs.params())
         norm_role = "tied_norm" if tied else "norm"
-        self.final_norm = RMSNorm(D, config.norm_eps, draw, norm_role)
+        self.final_norm = Norm(D, spec.norm, draw, norm_role)
         head = None
         if not tied:
             # Logits are rounded to a type of their own.
@@ -98,6 +105,7 @@ class Decoder(nnx.Module):
             logits = dot(hidden, self.output_matrix(), Recipe.of(self.precision.compute))
         else:
             logits = self.head(hidden)
+        logits = soft_capped(logits, self.spec.logit_softcap)
         return logits.astype(self.precision.output).astype(jnp.float32)
 
     def hidden(
@@ -125,7 +133,7 @@ class Decoder(nnx.Module):
             tokens: [B, T] ids.
             segment_ids: [B, T] document of each token inside its row, 0 for padding; None: one
                 document a row.
-            positions: [B, T] position of each token for rope; None: 0, 1, 2, ...
+            positions: [B, T] position of each token in its document; None: 0, 1, 2, ...
             offset: [B, T, D] added to the embeddings; None: nothing.
             noise: what is random in a training step; None: nothing.
         """
@@ -133,7 +141,7 @@ class Decoder(nnx.Module):
             segment_ids = jnp.ones_like(tokens)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-        x = self._embed(tokens)
+        x = self._embed(tokens, positions)
         if offset is not None:
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
@@ -171,13 +179,13 @@ class Decoder(nnx.Module):
         Args:
             tokens: [B, T] ids that stand at columns offset ... offset + T - 1.
             segment_ids: [B, S] of all columns of the cache; negative where there is nothing yet.
-            positions: [B, T] for rope.
+            positions: [B, T] of each token in its document.
             offset: number of columns already in the cache.
             cache: as made by `new_cache`.
         """
         mask = Mask.of_cache(segment_ids, offset, tokens.shape[1])
         context = Context(self._rotations(positions), mask, cached=offset)
-        out = self._run(self._embed(tokens), context, cache)
+        out = self._run(self._embed(tokens, positions), context, cache)
         assert out.caches is not None
         return self.final_norm(out.x), out.caches
 
@@ -206,9 +214,17 @@ class Decoder(nnx.Module):
         scan = self.config.scan_layers
         return run_layers(self.layers, x, context, cache, scan=scan, remat=self.config.remat)
 
-    def _embed(self, tokens: Array) -> Array:
+    def _embed(self, tokens: Array, positions: Array) -> Array:
         # Split over the vocabulary only: a table that is split over its width as well would be
         # gathered whole.
         table = constrain(self.embedding[...], "vocab", None)
-        x = jnp.take(table, tokens, axis=0).astype(self.precision.activations)
+        x = jnp.take(table, tokens, axis=0)
+        if self.spec.embedding_scale != 1.0:
+            # Rounded to the table's type, as in the models that have it.
+            x = x * jnp.asarray(self.spec.embedding_scale, x.dtype)
+        if self.position_embedding is not None:
+            # A position without a vector gives NaN.
+            vectors = jnp.take(self.position_embedding[...], positions, axis=0, mode="fill")
+            x = x.astype(jnp.float32) + vectors.astype(jnp.float32)
+        x = x.astype(self.precision.activations)
         return constrain(x, "activation_batch", "activation_length", "activation_embed")

@@ -7,14 +7,14 @@ that the best learning rate stays the same:
     role                        deviation   Adam   SGD     folded
     embedding                   1           1      1 / m   1
     norm, bias (vectors)                    1      1 / m   1
-    tied_norm                               1      1 / m   m      before a head that is the
+    tied_norm, tied_norm_bias               1      1 / m   m      before a head that is the
                                             embedding
     head                        1           1      1 / m   m
     hidden                      sqrt(m)     m      1       1
     query, query_norm,          as above                   c      scores by 1 / head_dim instead of
     query_bias                                                    its root
-    residual, residual_bias     as above                   d      what is added to the residual
-                                stream
+    residual, residual_norm,    as above                   d      what is added to the residual
+    residual_bias               stream
 
 m is base width / width, c is the square root of base head_dim / head_dim, and d is base depth /
 depth. Deviations and learning rates are those of the base model times these factors. The
@@ -52,10 +52,20 @@ Role = Literal[
     "query",
     "query_norm",
     "residual",
+    "residual_norm",
     "bias",
     "query_bias",
     "residual_bias",
+    "tied_norm_bias",
 ]
+# The role of the bias beside a matrix, or beside the scale of a norm; of all others it is `bias`.
+_BIASES: dict[Role, Role] = {
+    "query": "query_bias",
+    "query_norm": "query_bias",
+    "residual": "residual_bias",
+    "residual_norm": "residual_bias",
+    "tied_norm": "tied_norm_bias",
+}
 # Roles of matrices whose inputs and outputs both grow with the width.
 WIDE = ("hidden", "query", "residual")
 # Axes along which many matrices are stacked; they are not dims of one matrix.
@@ -95,11 +105,11 @@ def _ratios(init: InitConfig, model: ModelConfig) -> _Ratios:
 
 def _folded(role: Role, ratios: _Ratios) -> float:
     """The multiplier that is folded into the weights."""
-    if role in ("head", "tied_norm"):
+    if role in ("head", "tied_norm", "tied_norm_bias"):
         return ratios.width
     if role in ("query", "query_norm", "query_bias"):
         return ratios.head
-    if role in ("residual", "residual_bias"):
+    if role in ("residual", "residual_norm", "residual_bias"):
         return ratios.depth
     return 1.0
 
@@ -200,21 +210,18 @@ class Initializer(NamedTuple):
             return "normal"
         return "truncated"
 
-    def scale(self, size: int, role: Role = "norm") -> nnx.Param:
-        """The scale of a norm: 1 times the multiplier that is folded into it."""
-        value = _folded(role, _ratios(self.config, self.model))
+    def scale(self, size: int, role: Role = "norm", offset: float = 0.0) -> nnx.Param:
+        """The scale of a norm: 1 times the multiplier that is folded into it, less `offset`."""
+        value = _folded(role, _ratios(self.config, self.model)) - offset
         return nnx.Param(jnp.full((size,), value, self.dtype), axes=("norm",), role=role)
 
     def bias(self, shape: tuple[int, ...], axes: Axes, role: Role) -> nnx.Param:
-        """The bias of a product whose matrix has this role.
+        """The bias of a product whose matrix has this role, or of a norm whose scale has it.
 
-        It begins at 0. If a multiplier is folded into the matrix, the bias is trained with it, too.
+        It begins at 0. If a multiplier is folded into the matrix or the scale, the bias is trained
+        with it, too.
         """
-        own: Role = "bias"
-        if role == "query":
-            own = "query_bias"
-        if role == "residual":
-            own = "residual_bias"
+        own = _BIASES.get(role, "bias")
         return nnx.Param(jnp.zeros(shape, self.dtype), axes=axes, role=own)
 
     def deviation(self, shape: tuple[int, ...], axes: Axes, role: Role) -> float:

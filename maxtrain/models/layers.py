@@ -18,12 +18,12 @@ from jaxtyping import Array, Float, Int, Key
 from maxtrain.config.schema import RegularizationConfig
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.linear import Linear
-from maxtrain.models.specs import LayerSpec, MlpSpec, RopeSpec
+from maxtrain.models.specs import Activation, LayerSpec, MlpSpec, NormSpec, RopeSpec
 from maxtrain.ops.attention import Dropout, attention, with_cache
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
-from maxtrain.ops.norm import rms_norm
+from maxtrain.ops.norm import layer_norm, rms_norm
 from maxtrain.ops.rope import apply_rope
 from maxtrain.ops.stored import elementwise
 from maxtrain.ops.sums import Sum
@@ -112,29 +112,60 @@ class LayerOut(NamedTuple):
     observed: dict[str, Array]
 
 
-class RMSNorm(nnx.Module):
-    """RMSNorm with a learned scale, in the type that comes in; see ops.norm."""
+class Norm(nnx.Module):
+    """A norm with a learned scale, and perhaps a bias, in the type that comes in; see ops.norm."""
 
-    def __init__(self, size: int, eps: float, init: Initializer, role: Role = "norm"):
-        self.scale = init.scale(size, role)
-        self.eps = eps
+    def __init__(self, size: int, spec: NormSpec, init: Initializer, role: Role = "norm"):
+        self.scale = init.scale(size, role, spec.offset)
+        # Assigned once: what is first None stays out of the module's parameters.
+        bias = None
+        if spec.kind == "layer":
+            bias = init.bias((size,), ("norm",), role)
+        self.bias = bias
+        self.spec = spec
 
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        norm = functools.partial(rms_norm, eps=self.eps)
-        return elementwise(norm, x, self.scale[...])
+        scale = self.scale[...]
+        if self.spec.offset:
+            # In float32, where 1 and a small scale are not rounded to 1.
+            scale = self.spec.offset + scale.astype(jnp.float32)
+        if self.bias is None:
+            norm = functools.partial(rms_norm, eps=self.spec.eps)
+            return elementwise(norm, x, scale)
+        norm = functools.partial(layer_norm, eps=self.spec.eps)
+        return elementwise(norm, x, scale, self.bias[...])
 
 
 def _norm(
     spec: LayerSpec, what: str, size: int, init: Initializer, role: Role = "norm"
-) -> RMSNorm | None:
+) -> Norm | None:
     """The norm of one thing in a layer, if its spec has one."""
     if what not in spec.norms:
         return None
-    return RMSNorm(size, spec.norm_eps, init, role)
+    return Norm(size, spec.norm, init, role)
+
+
+def _head_norm(
+    spec: LayerSpec, one: str, whole: str, num_heads: int, init: Initializer, role: Role = "norm"
+) -> Norm | None:
+    """The norm of each head, or of all heads of a token as one, if the layer's spec has one."""
+    size = spec.mixer.head_dim
+    if whole in spec.norms:
+        return _norm(spec, whole, num_heads * size, init, role)
+    return _norm(spec, one, size, init, role)
+
+
+def _normalised(norm: Norm | None, heads: Float[Array, "B T N H"]) -> Float[Array, "B T N H"]:
+    """Heads, each for itself or all of a token as one, by the size of the norm."""
+    if norm is None:
+        return heads
+    if norm.scale.shape[-1] == heads.shape[-1]:
+        return norm(heads)
+    return norm(heads.reshape(*heads.shape[:2], -1)).reshape(heads.shape)
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention with rotary positions.
+    """Grouped-query attention, with rotary positions if the layer has them.
 
     Args:
         spec: heads, window, positions, and what has norms and biases.
@@ -159,14 +190,23 @@ class Attention(nnx.Module):
         heads = {"heads": spec.mixer.num_heads, "head_dim": size}
         kv_heads = {"kv_heads": spec.mixer.num_kv_heads, "head_dim": size}
         # The scale of muP is folded into what the scores are made of last.
-        query_role: Role = "hidden" if "query" in spec.norms else "query"
+        query_role: Role = "query"
+        if "query" in spec.norms or "all_queries" in spec.norms:
+            query_role = "hidden"
         biases = spec.biases
         self.q = Linear(rngs.params(), width, heads, init, recipe, query_role, "q" in biases)
         self.k = Linear(rngs.params(), width, kv_heads, init, recipe, bias="k" in biases)
         self.v = Linear(rngs.params(), width, kv_heads, init, recipe, bias="v" in biases)
-        self.o = Linear(rngs.params(), heads, width, init, recipe, "residual", "o" in biases)
-        self.q_norm = _norm(spec, "query", size, init, "query_norm")
-        self.k_norm = _norm(spec, "key", size, init)
+        # Where the output is normalised, the norm's scale is what the residual stream gets.
+        out_role: Role = "residual"
+        if "attention_out" in spec.norms:
+            out_role = "hidden"
+        self.o = Linear(rngs.params(), heads, width, init, recipe, out_role, "o" in biases)
+        num_heads = spec.mixer.num_heads
+        num_kv_heads = spec.mixer.num_kv_heads
+        self.q_norm = _head_norm(spec, "query", "all_queries", num_heads, init, "query_norm")
+        self.k_norm = _head_norm(spec, "key", "all_keys", num_kv_heads, init)
+        self.mixer = spec.mixer
         self.rope = spec.rope
         self.window = spec.window
         self.kernel = kernel
@@ -178,10 +218,8 @@ class Attention(nnx.Module):
         q = constrain(self.q(x), "activation_batch", "activation_length", "heads", "head_dim")
         k = constrain(self.k(x), "activation_batch", "activation_length", "kv_heads", "head_dim")
         v = constrain(self.v(x), "activation_batch", "activation_length", "kv_heads", "head_dim")
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
+        q = _normalised(self.q_norm, q)
+        k = _normalised(self.k_norm, k)
         if self.rope is not None:
             rotation = context.rotations[self.rope]
             q = apply_rope(q, rotation.cos, rotation.sin)
@@ -202,18 +240,42 @@ class Attention(nnx.Module):
             dropout = Dropout(fold(noise.keys, _WEIGHTS), noise.config.attention_dropout)
         mask = context.mask.within(self.window)
         dtype = self.recipe.inputs
-        out = attention(q, k, v, mask, kernel=kernel, dtype=dtype, dropout=dropout)
+        out = attention(
+            q,
+            k,
+            v,
+            mask,
+            kernel=kernel,
+            dtype=dtype,
+            scale=self.mixer.scale,
+            softcap=self.mixer.softcap,
+            dropout=dropout,
+        )
         return self.o(out.astype(self.recipe.result)), cache
 
 
-def _gated(gate: Array, up: Array) -> Array:
-    """silu(gate) * up, float32."""
-    return jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+# GELU in the form with tanh: Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415.
+_ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
-class SwiGLU(nnx.Module):
-    """Gated feed-forward: (silu(x gate) * (x up)) down. Source: Shazeer 2020,
-    https://arxiv.org/abs/2002.05202."""
+def _activated(activation: Activation, x: Array) -> Array:
+    """activation(x), float32."""
+    return _ACTIVATIONS[activation](x.astype(jnp.float32))
+
+
+def _gated(activation: Activation, gate: Array, up: Array) -> Array:
+    """activation(gate) * up, float32."""
+    return _activated(activation, gate) * up.astype(jnp.float32)
+
+
+class Mlp(nnx.Module):
+    """Feed-forward: (activation(x gate) * (x up)) down, or without gates activation(x up) down.
+
+    Source: Shazeer 2020, https://arxiv.org/abs/2002.05202.
+    """
 
     def __init__(
         self,
@@ -226,24 +288,35 @@ class SwiGLU(nnx.Module):
         width = {"embed": embed_dim}
         units = {"mlp": spec.mlp.width}
         biases = spec.biases
-        self.gate = Linear(rngs.params(), width, units, init, recipe, bias="gate" in biases)
+        gate = None
+        if spec.mlp.gated:
+            gate = Linear(rngs.params(), width, units, init, recipe, bias="gate" in biases)
+        self.gate = gate
+        self.activation = spec.mlp.activation
         self.up = Linear(rngs.params(), width, units, init, recipe, bias="up" in biases)
-        self.down = Linear(rngs.params(), units, width, init, recipe, "residual", "down" in biases)
+        out_role: Role = "residual"
+        if "mlp_out" in spec.norms:
+            out_role = "hidden"
+        self.down = Linear(rngs.params(), units, width, init, recipe, out_role, "down" in biases)
 
     def __call__(self, x: Float[Array, "B T D"], context: Context) -> MlpOut:
-        gate = self.gate(x)
-        up = self.up(x)
-        hidden = elementwise(_gated, gate, up)
+        if self.gate is None:
+            activated = functools.partial(_activated, self.activation)
+            hidden = elementwise(activated, self.up(x))
+        else:
+            gated = functools.partial(_gated, self.activation)
+            hidden = elementwise(gated, self.gate(x), self.up(x))
         hidden = constrain(hidden, "activation_batch", "activation_length", "mlp")
         return MlpOut(self.down(hidden), {}, {}, {})
 
 
-# By the type of `LayerSpec.mlp`, what makes the block; called like SwiGLU.
-FEED_FORWARDS: dict[type, Callable[..., nnx.Module]] = {MlpSpec: SwiGLU}
+# By the type of `LayerSpec.mlp`, what makes the block; called like Mlp.
+FEED_FORWARDS: dict[type, Callable[..., nnx.Module]] = {MlpSpec: Mlp}
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each normalised before and added to the residual stream after.
+    """Attention and feed-forward, each normalised before or after, and added to the residual
+    stream.
 
     Args:
         as of `Attention`.
@@ -259,7 +332,9 @@ class DecoderLayer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.attention_norm = _norm(spec, "attention", embed_dim, init)
+        self.attention_out_norm = _norm(spec, "attention_out", embed_dim, init, "residual_norm")
         self.mlp_norm = _norm(spec, "mlp", embed_dim, init)
+        self.mlp_out_norm = _norm(spec, "mlp_out", embed_dim, init, "residual_norm")
         self.attention = Attention(spec, embed_dim, kernel, init, recipe, rngs)
         self.mlp = FEED_FORWARDS[type(spec.mlp)](spec, embed_dim, init, recipe, rngs)
 
@@ -271,6 +346,8 @@ class DecoderLayer(nnx.Module):
         if self.attention_norm is not None:
             inputs = self.attention_norm(x)
         out, cache = self.attention(inputs, context, cache)
+        if self.attention_out_norm is not None:
+            out = self.attention_out_norm(out)
         if noise is not None:
             out = noise.added(out, 0)
         x = x + out
@@ -279,6 +356,8 @@ class DecoderLayer(nnx.Module):
             inputs = self.mlp_norm(x)
         said = self.mlp(inputs, context)
         out = said.x
+        if self.mlp_out_norm is not None:
+            out = self.mlp_out_norm(out)
         if noise is not None:
             out = noise.added(out, 1)
         x = x + out

@@ -23,7 +23,7 @@ def build_model(
     """
     return Decoder(
         config,
-        FAMILIES[config.family].stack(config),
+        FAMILIES[config.family].spec(config),
         precision,
         init or InitConfig(),
         nnx.Rngs(params=seed),

@@ -1,4 +1,5 @@
-"""What a model is made of, as data: layers that may differ, and the order that they stand in.
+"""What a model is made of, as data: layers that may differ, the order that they stand in, and what
+is before and behind them.
 
 A family writes these from its config; models/stack.py makes modules of them. No jax here.
 """
@@ -9,8 +10,19 @@ from typing import Literal
 from maxtrain.config.schema import ModelConfig
 from maxtrain.ops.quantity import Quantity
 
-NORMS = ("attention", "mlp", "query", "key")
+NORMS = (
+    "attention",
+    "attention_out",
+    "mlp",
+    "mlp_out",
+    "query",
+    "key",
+    "all_queries",
+    "all_keys",
+)
 BIASES = ("q", "k", "v", "o", "gate", "up", "down")
+Activation = Literal["silu", "gelu_tanh"]
+RopeScaling = Literal["none", "llama3"]
 
 
 def head_dim(config: ModelConfig) -> int:
@@ -19,16 +31,49 @@ def head_dim(config: ModelConfig) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class NormSpec:
+    """How activations are normalised.
+
+    Args:
+        eps: added to mean squares, or to variances.
+        kind: rms: divided by the root of the mean square; layer: by the deviation, after the mean
+            is taken away, and with a bias.
+        offset: added to the scale; with 1, a scale begins at 0.
+
+    Raises:
+        ValueError: eps is not above 0.
+    """
+
+    eps: float = 1e-6
+    kind: Literal["rms", "layer"] = "rms"
+    offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise ValueError(
+                f"eps={self.eps} must be above 0: a norm divides by what it is added to. "
+                "Set it to 1e-6, for example."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """A mixer: attention with grouped queries.
 
+    Args:
+        num_heads, num_kv_heads, head_dim: N, K and H.
+        scale: what scores are multiplied with; None: 1 / sqrt(H).
+        softcap: scores are bounded by it, as in `ops.attention`; None: they are not.
+
     Raises:
-        ValueError: heads that can't be grouped.
+        ValueError: heads that can't be grouped, or a scale or bound that is not above 0.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    scale: float | None = None
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_kv_heads < 1 or self.head_dim < 1:
@@ -42,6 +87,8 @@ class AttentionSpec:
                 "each key head serves as many query heads. "
                 f"Set num_kv_heads to a divisor of {self.num_heads}."
             )
+        _require_positive("scale", self.scale)
+        _require_positive("softcap", self.softcap)
 
     def cache_shape(self, rows: int, columns: int) -> tuple[int, int, int, int]:
         """[B, S, K, H]: of the keys, and of the values, that generation keeps for one layer."""
@@ -50,13 +97,20 @@ class AttentionSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec:
-    """A gated feed-forward block.
+    """A feed-forward block.
+
+    Args:
+        width: F.
+        activation: of the hidden units, or of their gates.
+        gated: with a gate for each hidden unit, a product of its own.
 
     Raises:
         ValueError: a width below 1.
     """
 
     width: int
+    activation: Activation = "silu"
+    gated: bool = True
 
     def __post_init__(self) -> None:
         if self.width < 1:
@@ -76,7 +130,7 @@ class RopeSpec:
 
     head_dim: int
     theta: float
-    scaling: Literal["none", "llama3"] = "none"
+    scaling: RopeScaling = "none"
     factor: float = 8.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -99,9 +153,10 @@ class LayerSpec:
         mlp: what is done to each token.
         window: columns that a query sees, its own the last; None: all before it.
         rope: positions of queries and keys; None: they have none.
-        norms: what is normalised: "attention" and "mlp", the inputs of these blocks; "query" and
-            "key", each head before rope.
-        norm_eps: added to mean squares.
+        norms: what is normalised: "attention" and "mlp", the inputs of these blocks;
+            "attention_out" and "mlp_out", their outputs before they are added; "query" and "key",
+            each head before rope; "all_queries" and "all_keys", all heads of a token as one.
+        norm: how.
         biases: the products that have one, of q, k, v, o, gate, up and down.
         quantities: what the layer says in `terms` and `stats`, with units.
 
@@ -114,13 +169,19 @@ class LayerSpec:
     window: int | None = None
     rope: RopeSpec | None = None
     norms: tuple[str, ...] = ("attention", "mlp")
-    norm_eps: float = 1e-6
+    norm: NormSpec = NormSpec()
     biases: tuple[str, ...] = ()
     quantities: tuple[Quantity, ...] = ()
 
     def __post_init__(self) -> None:
         _require_known("norms", self.norms, NORMS)
         _require_known("biases", self.biases, BIASES)
+        for one, whole in (("query", "all_queries"), ("key", "all_keys")):
+            if one in self.norms and whole in self.norms:
+                raise ValueError(
+                    f"norms={self.norms} must not have both {one!r} and {whole!r}. "
+                    "Leave out one of them."
+                )
         if self.window is not None and self.window < 1:
             raise ValueError(
                 f"window={self.window} must be at least 1: a query sees its own column. "
@@ -170,6 +231,45 @@ class StackSpec:
         """The different rotary positions, in the order of their first layers."""
         found = [layer.rope for layer in self.layers() if layer.rope is not None]
         return tuple(dict.fromkeys(found))
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderSpec:
+    """A whole decoder: an embedding, layers, a norm, and a head.
+
+    Args:
+        stack: the layers.
+        norm: of the last hidden states.
+        embedding_scale: what embedded tokens are multiplied with.
+        learned_positions: how many positions have a learned vector, which is added to the embedded
+            token; 0: none have.
+        logit_softcap: logits are bounded by it, as in `ops.cross_entropy.soft_capped`; None: they
+            are not.
+
+    Raises:
+        ValueError: a scale or bound that is not above 0, or a negative number of positions.
+    """
+
+    stack: StackSpec
+    norm: NormSpec = NormSpec()
+    embedding_scale: float = 1.0
+    learned_positions: int = 0
+    logit_softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive("embedding_scale", self.embedding_scale)
+        _require_positive("logit_softcap", self.logit_softcap)
+        if self.learned_positions < 0:
+            raise ValueError(
+                f"learned_positions={self.learned_positions} must be at least 0. "
+                "Set it to the longest sequence, or to 0 for none."
+            )
+
+
+def _require_positive(key: str, value: float | None) -> None:
+    """ValueError: the value is there and not above 0."""
+    if value is not None and not value > 0:
+        raise ValueError(f"{key}={value} must be above 0. Set it to 1, or leave it out.")
 
 
 def _require_known(key: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:

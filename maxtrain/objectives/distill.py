@@ -105,7 +105,7 @@ def distill(
 
 
 def _numbers(model: Decoder) -> Numbers:
-    return Numbers(model.precision.compute, model.precision.output)
+    return Numbers(model.precision.compute, model.precision.output, model.spec.logit_softcap)
 
 
 def _require(temperature: float, weight: float, kind: str) -> None:

@@ -130,6 +130,7 @@ def loss_of_hidden(
         z_scale=z_scale,
         smoothing=loss.label_smoothing,
         logits=model.precision.output,
+        softcap=model.spec.logit_softcap,
     )
     targets = mask.sum(-1)
     sums = {"nll": Sum(tokens.nll.sum(), targets.sum())}

@@ -35,6 +35,7 @@ class Form(NamedTuple):
     dtype: str
     logits: str
     smoothing: float
+    softcap: float | None = None
 
 
 def cross_entropy(
@@ -49,6 +50,7 @@ def cross_entropy(
     z_scale: Float[Array, ""] | None = None,
     smoothing: float = 0.0,
     logits: str = "float32",
+    softcap: float | None = None,
 ) -> TokenLoss:
     """Weighted sum over tokens of the cross-entropy, and of the z-loss if there is a `z_scale`.
 
@@ -67,10 +69,11 @@ def cross_entropy(
             `nll` is recorded without it. Source: Szegedy et al., https://arxiv.org/abs/1512.00567,
             section 7.
         logits: what logits are rounded to before the softmax.
+        softcap: of the logits, as of `soft_capped`; None: there is none.
     """
     if mask is None:
         mask = weights
-    form = Form(chunks, dtype, logits, smoothing)
+    form = Form(chunks, dtype, logits, smoothing, softcap)
     return _chunked(hidden, head, targets, weights, mask, z_scale, form)
 
 
@@ -85,7 +88,8 @@ def plain_cross_entropy(
 ) -> TokenLoss:
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `cross_entropy`."""
-    logits = dot(hidden, head, Recipe.of(form.dtype)).astype(form.logits).astype(jnp.float32)
+    logits = soft_capped(dot(hidden, head, Recipe.of(form.dtype)), form.softcap)
+    logits = logits.astype(form.logits).astype(jnp.float32)
     nll = token_nll(logits, targets)
     lse = jax.nn.logsumexp(logits, axis=-1)
     smoothed = (1 - form.smoothing) * nll + form.smoothing * (lse - logits.mean(-1))
@@ -95,6 +99,22 @@ def plain_cross_entropy(
     if z_scale is not None:
         loss += z_scale * z_rows.sum()
     return TokenLoss(loss, jax.lax.stop_gradient(nll_rows), jax.lax.stop_gradient(z_rows))
+
+
+def soft_capped(logits: Float[Array, "*b V"], softcap: float | None) -> Float[Array, "*b V"]:
+    """softcap * tanh(logits / softcap), which lies between -softcap and softcap; None: as they are.
+
+    Source: Gemma Team 2024, https://arxiv.org/abs/2408.00118, section 2.
+    """
+    if softcap is None:
+        return logits
+    return softcap * jnp.tanh(logits / softcap)
+
+
+def soft_capped_slope(logits: Float[Array, "*b V"], softcap: float) -> Float[Array, "*b V"]:
+    """The derivative of `soft_capped`, from its result."""
+    bounded = logits / softcap
+    return 1.0 - bounded * bounded
 
 
 def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
@@ -169,7 +189,9 @@ def _forward(
         total, dhead = carry
         x, target, weight, weight_of_z = part
         x = x.astype(form.dtype)
-        logits = contract("btd,dv->btv", x, low).astype(form.logits).astype(jnp.float32)
+        logits = soft_capped(contract("btd,dv->btv", x, low), form.softcap)
+        capped = logits
+        logits = logits.astype(form.logits).astype(jnp.float32)
         hit = (jnp.arange(logits.shape[-1]) == target[..., None]).astype(jnp.float32)
         lse = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         nll = lse[..., 0] - jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
@@ -185,6 +207,8 @@ def _forward(
         if z_scale is not None:
             dlogits += probability * (2 * z_scale * lse * weight_of_z[..., None])
             loss += z_scale * z.sum()
+        if form.softcap is not None:
+            dlogits *= soft_capped_slope(capped, form.softcap)
         dlogits = dlogits.astype(form.dtype)
         dx = contract("btv,dv->btd", dlogits, low).astype(hidden.dtype)
         part_of_total = TokenLoss(loss, (nll * weight_of_z).sum(-1), z.sum(-1))

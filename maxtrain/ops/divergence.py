@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
 
@@ -33,6 +34,8 @@ class Numbers(NamedTuple):
     compute: str
     # What logits are rounded to; what follows is float32.
     logits: str = "float32"
+    # Of the logits, as of `soft_capped`; None: there is none.
+    softcap: float | None = None
 
 
 class TokenDivergence(NamedTuple):
@@ -114,6 +117,7 @@ def plain_divergence(
 
 def _plain_logits(model: Predictor, numbers: Numbers) -> Array:
     logits = dot(model.hidden, model.head, Recipe.of(numbers.compute))
+    logits = soft_capped(logits, numbers.softcap)
     return logits.astype(numbers.logits).astype(jnp.float32)
 
 
@@ -147,9 +151,17 @@ def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
     return tuple(parts)
 
 
-def _logits(hidden: Array, low_head: Array, numbers: Numbers) -> Array:
-    logits = contract("btd,dv->btv", hidden.astype(numbers.compute), low_head)
-    return logits.astype(numbers.logits).astype(jnp.float32)
+class _Logits(NamedTuple):
+    """A model's logits, as they are compared; and before they were rounded."""
+
+    rounded: Float[Array, "B T V"]
+    exact: Float[Array, "B T V"]
+
+
+def _logits(hidden: Array, low_head: Array, numbers: Numbers) -> _Logits:
+    exact = contract("btd,dv->btv", hidden.astype(numbers.compute), low_head)
+    exact = soft_capped(exact, numbers.softcap)
+    return _Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
 
 
 def _forward(
@@ -164,8 +176,9 @@ def _forward(
     ) -> tuple[tuple[TokenDivergence, Array], Array]:
         total, dhead = carry
         x, y, weight, of_record = part
-        of_student = _logits(x, low, form.student)
-        of_teacher = _logits(y, low_of_teacher, form.teacher)
+        logits = _logits(x, low, form.student)
+        of_student = logits.rounded
+        of_teacher = _logits(y, low_of_teacher, form.teacher).rounded
         log_s = jax.nn.log_softmax(of_student / temperature)
         log_t = jax.nn.log_softmax(of_teacher / temperature)
         probability = jnp.exp(log_s)
@@ -178,7 +191,11 @@ def _forward(
             each = (probability * difference).sum(-1)
             dlogits = probability * (difference - each[..., None])
         # temperature^2, divided by the temperature that divides the logits.
-        dlogits = (temperature * weight[..., None] * dlogits).astype(form.student.compute)
+        dlogits = temperature * weight[..., None] * dlogits
+        softcap = form.student.softcap
+        if softcap is not None:
+            dlogits *= soft_capped_slope(logits.exact, softcap)
+        dlogits = dlogits.astype(form.student.compute)
         dx = contract("btv,dv->btd", dlogits, low)
         dhead = dhead + contract("btd,btv->dv", x.astype(form.student.compute), dlogits)
         same = of_student.argmax(-1) == of_teacher.argmax(-1)

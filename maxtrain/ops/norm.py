@@ -5,6 +5,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+def layer_norm(
+    x: Float[Array, "*b D"], scale: Float[Array, " D"], bias: Float[Array, " D"], eps: float
+) -> Float[Array, "*b D"]:
+    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias over the last dim, float32.
+
+    Source: Ba et al. 2016, https://arxiv.org/abs/1607.06450.
+    """
+    x = x.astype(jnp.float32)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    variance = jnp.mean(centred * centred, axis=-1, keepdims=True)
+    normalised = centred * jax.lax.rsqrt(variance + eps)
+    return normalised * scale.astype(jnp.float32) + bias.astype(jnp.float32)
+
+
 def rms_norm(
     x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float
 ) -> Float[Array, "*b D"]:

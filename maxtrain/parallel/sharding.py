@@ -24,6 +24,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "vocab": ("tensor",),
     "norm": (),
+    "positions": (),
     "layers": (),
     "activation_batch": ("data", "fsdp"),
     "activation_length": ("context",),

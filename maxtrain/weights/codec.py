@@ -167,6 +167,33 @@ def _joined(dims: Shape, part: Part) -> range:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ravel(Step):
+    """A vector there, which may have several dims here."""
+
+    def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
+        return [_raveled(array) for array in arrays]
+
+    def inverse(self, arrays: list[LazyArray], shapes: list[Shape]) -> list[LazyArray]:
+        return [_unraveled(array, shape) for array, shape in zip(arrays, shapes, strict=True)]
+
+
+def _raveled(array: LazyArray) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        return array.whole().ravel()[slices(part)]
+
+    return LazyArray((math.prod(array.shape),), read)
+
+
+def _unraveled(array: LazyArray, shape: Shape) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        # The first dim bounds what is read; the others are cut after.
+        numbers = array.read((_joined(shape, part),))
+        return numbers.reshape(len(part[0]), *shape[1:])[(slice(None), *slices(part[1:]))]
+
+    return LazyArray(shape, read)
+
+
+@dataclasses.dataclass(frozen=True)
 class Transpose(Step):
     """The two dims of a matrix change places."""
 

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, FREE, read_config, read_json
-from maxtrain.models.families.family import IGNORED
+from maxtrain.models.families.family import Family
 from maxtrain.models.specs import head_dim
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
@@ -95,12 +95,13 @@ def load_weights(
     """
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
-    files = _open(directory)
-    table = FAMILIES[config.family].table(config)
+    family = FAMILIES[config.family]
+    files = _open(directory, family)
+    table = family.table(config)
     flat, treedef = jax.tree.flatten(params)
     leaves = dict(zip(leaf_names(params), flat))
     assert leaves.keys() == {name for entry in table for name in entry.ours}
-    _check_tensors(directory, files, table, leaves)
+    _check_tensors(directory, files, family.ignored, table, leaves)
     arrays: dict[str, jax.Array] = {}
     for entry in table:
         arrays |= _load(entry, files, leaves)
@@ -110,15 +111,31 @@ def load_weights(
     return loaded
 
 
+class _Stored(NamedTuple):
+    """A tensor in a file that is open."""
+
+    file: Any
+    # There; files of one family may differ in it.
+    name: str
+
+    def slice(self) -> Any:
+        """Its shape, its type and, by an index, its numbers, of which nothing is read yet."""
+        return self.file.get_slice(self.name)
+
+
+# By the name in the family's table.
+Files = Mapping[str, _Stored]
+
+
 def _load(
-    entry: Entry, files: Mapping[str, Any], leaves: Mapping[str, jax.ShapeDtypeStruct]
+    entry: Entry, files: Files, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:
     """The parameters of an entry, each split as asked for."""
     ours = [leaves[name] for name in entry.ours]
     shapes = [leaf.shape for leaf in ours]
     tensors = {}
     for name, shape in entry.their_shapes(shapes).items():
-        read = functools.partial(_read_part, files[name], name, ours[0].dtype)
+        read = functools.partial(_read_part, files[name], ours[0].dtype)
         tensors[name] = LazyArray(shape, read)
     arrays = {}
     for (name, lazy), leaf in zip(entry.inverse(tensors, shapes).items(), ours, strict=True):
@@ -127,9 +144,9 @@ def _load(
     return arrays
 
 
-def _read_part(file: Any, name: str, dtype: Any, part: Part) -> np.ndarray:
+def _read_part(stored: _Stored, dtype: Any, part: Part) -> np.ndarray:
     """A part of a tensor in a file, rounded to `dtype`."""
-    return file.get_slice(name)[slices(part)].astype(dtype)
+    return stored.slice()[slices(part)].astype(dtype)
 
 
 def _read_index(array: LazyArray, index: Any) -> np.ndarray:
@@ -154,7 +171,7 @@ def _require_finite(params: nnx.State, table: Sequence[Entry], directory: Path) 
 
 def _describe(
     directory: Path,
-    files: Mapping[str, Any],
+    files: Files,
     table: Sequence[Entry],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
 ) -> str:
@@ -167,13 +184,13 @@ def _describe(
         entry = entries[name]
         names = entry.names([leaves[ours].shape for ours in entry.ours])
         used.update(names)
-        first = files[names[0]].get_slice(names[0])
+        first = files[names[0]].slice()
         there = f"{entry.pattern()} {first.get_dtype()}{first.get_shape()}"
         if len(names) > 1:
             there = f"{len(names)} x {there}"
         rows.append((name, there, f"{leaf.dtype}{list(leaf.shape)}", "loaded"))
     for name in sorted(files.keys() - used):
-        rows.append((name, str(files[name].get_slice(name).get_shape()), "-", "not used"))
+        rows.append((name, str(files[name].slice().get_shape()), "-", "not used"))
     lines = aligned(rows)[: _TABLE_ROWS + 1]
     if len(rows) > len(lines):
         lines.append(f"    ... and {len(rows) - len(lines)} more")
@@ -181,8 +198,8 @@ def _describe(
     return "\n".join([f"weights of {directory}: {count}", *lines])
 
 
-def _open(directory: Path) -> dict[str, Any]:
-    """Each tensor's name and the open file that has it."""
+def _open(directory: Path, family: Family) -> dict[str, _Stored]:
+    """Each tensor's name in the family's table, and the open file that has it."""
     index = directory / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.exists():
@@ -190,7 +207,8 @@ def _open(directory: Path) -> dict[str, Any]:
     files = {}
     for path in sorted(directory / name for name in names):
         file = _open_file(path)
-        files |= dict.fromkeys(file.keys(), file)
+        for name in file.keys():  # noqa: SIM118, not a mapping
+            files[family.renamed(name)] = _Stored(file, name)
     return files
 
 
@@ -237,7 +255,8 @@ def _check_same_model(ours: ModelConfig, theirs: ModelConfig, directory: Path) -
 
 def _check_tensors(
     directory: Path,
-    files: Mapping[str, Any],
+    files: Files,
+    ignored: str,
     table: Sequence[Entry],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
@@ -250,11 +269,11 @@ def _check_tensors(
     for name, shape in wanted.items():
         if name not in files:
             problems.append((name, "missing", f"{list(shape)} expected"))
-    for name, file in files.items():
-        there = file.get_slice(name)
+    for name, stored in files.items():
+        there = stored.slice()
         shape, dtype = there.get_shape(), there.get_dtype()
         if name not in wanted:
-            if not re.fullmatch(IGNORED, name):
+            if not re.fullmatch(ignored, name):
                 problems.append((name, "extra", f"{shape}"))
         elif tuple(shape) != wanted[name]:
             problems.append((name, "wrong shape", f"{shape}, {list(wanted[name])} expected"))

@@ -16,9 +16,9 @@ from maxtrain.models.layers import (
     Context,
     DecoderLayer,
     KVCache,
-    RMSNorm,
+    Mlp,
+    Norm,
     Rotation,
-    SwiGLU,
 )
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dot import Recipe
@@ -26,7 +26,7 @@ from maxtrain.ops.rope import rope_frequencies, rope_tables
 
 D, N, K, H, F, T = 24, 4, 2, 6, 40, 7
 CONFIG = ModelConfig(num_layers=2, embed_dim=D, mlp_dim=F, num_heads=N, num_kv_heads=K)
-LAYER = FAMILIES["llama"].stack(CONFIG).period[0]
+LAYER = FAMILIES["llama"].spec(CONFIG).stack.period[0]
 INIT = Initializer(InitConfig(), CONFIG, "float32")
 EXACT = Recipe.of("float32")
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0]])
@@ -87,7 +87,7 @@ def inputs():
 
 
 def test_swiglu_is_its_equation():
-    module = SwiGLU(LAYER, D, INIT, EXACT, nnx.Rngs(params=0))
+    module = Mlp(LAYER, D, INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     out = module(jnp.asarray(x), context(2))
     np.testing.assert_allclose(out.x, swiglu(x, p), atol=1e-5)
@@ -99,7 +99,7 @@ def test_swiglu_is_its_equation():
 def test_attention_is_its_equation(qk_norm, kernel):
     layer = LAYER
     if qk_norm:
-        layer = FAMILIES["qwen3"].stack(CONFIG).period[0]
+        layer = FAMILIES["qwen3"].spec(CONFIG).stack.period[0]
     module = Attention(layer, D, kernel, INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
     assert ("q_norm.scale" in p) == qk_norm
@@ -137,13 +137,13 @@ def test_a_layer_adds_both_blocks_of_normalised_inputs():
 
 
 def test_norm_scales_by_its_parameter():
-    module = RMSNorm(D, CONFIG.norm_eps, INIT)
+    module = Norm(D, LAYER.norm, INIT)
     p, x = arrays(module), inputs()
     np.testing.assert_allclose(module(jnp.asarray(x)), normalised(x, p["scale"]), atol=1e-5)
 
 
 def test_every_parameter_names_its_dims_and_has_the_type_asked_for():
-    spec = FAMILIES["qwen3"].stack(CONFIG).period[0]
+    spec = FAMILIES["qwen3"].spec(CONFIG).stack.period[0]
     init = INIT._replace(dtype="bfloat16")
     layer = DecoderLayer(spec, D, "xla", init, EXACT, nnx.Rngs(params=0))
     sizes = {"embed": D, "heads": N, "kv_heads": K, "head_dim": H, "mlp": F}

@@ -191,7 +191,8 @@ def _gradients_of_dropped(q, k, v, rows, weights, kept):
     group = 2  # query heads of a key head
 
     def total(q, k, v):
-        out = eager_attention(q, k, v, mask, dtype="float32", dropout=Dropout(rows, 0.25))
+        rate = Dropout(rows, 0.25)
+        out = eager_attention(q, k, v, mask, dtype="float32", scale=T**-0.5, dropout=rate)
         return (out * jnp.float32(g)).sum()
 
     ours = jax.grad(total, (0, 1, 2))(q, k, v)
@@ -216,7 +217,7 @@ def test_dropped_attention_weights_are_zero_and_the_others_larger():
     mask = Mask.of_rows(jnp.ones((B, T), jnp.int32))
     rows = jax.random.split(jax.random.key(0), B)
     weights, dropped = (
-        np.asarray(eager_attention(q, k, v, mask, dtype="float32", dropout=d))
+        np.asarray(eager_attention(q, k, v, mask, dtype="float32", scale=T**-0.5, dropout=d))
         for d in (None, Dropout(rows, 0.25))
     )
     kept = dropped > 0

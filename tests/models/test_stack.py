@@ -24,7 +24,14 @@ from maxtrain.models.cost import stack_flops
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.layers import Noise
-from maxtrain.models.specs import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, StackSpec
+from maxtrain.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    RopeSpec,
+    StackSpec,
+)
 from maxtrain.training.norms import norm_names
 from maxtrain.training.optimizer import make_optimizer, paths
 from maxtrain.training.partition import frozen_paths, split
@@ -57,7 +64,7 @@ STEPS = 3
 
 def build(scan=True, remat="none", init=None):
     config = dataclasses.replace(MODEL, scan_layers=scan, remat=remat)
-    return Decoder(config, SPEC, EXACT, init or InitConfig(), nnx.Rngs(params=3))
+    return Decoder(config, DecoderSpec(SPEC), EXACT, init or InitConfig(), nnx.Rngs(params=3))
 
 
 def tokens(seed=0):
@@ -190,7 +197,7 @@ def test_windows_and_global_attention_take_turns():
     changed = ids.at[:, 0].set((ids[:, 0] + 1) % 40)
     local = dataclasses.replace(SPEC, prefix=(), period=(LOCAL,), repeats=2, rest=())
     config = dataclasses.replace(MODEL, num_layers=2)
-    model = Decoder(config, local, EXACT, InitConfig(), nnx.Rngs(params=3))
+    model = Decoder(config, DecoderSpec(local), EXACT, InitConfig(), nnx.Rngs(params=3))
     np.testing.assert_array_equal(model.hidden(ids)[:, -1], model.hidden(changed)[:, -1])
     whole = build()
     assert not np.array_equal(whole.hidden(ids)[:, -1], whole.hidden(changed)[:, -1])

@@ -7,6 +7,7 @@ of other tokens after the last step.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,23 +47,17 @@ def whole_rows(tokens):
     }
 
 
-def thorough(*case):
-    return pytest.param(*case, marks=pytest.mark.long)
+class Twenty(NamedTuple):
+    """What twenty steps gave."""
+
+    losses: list[float]
+    norms: list[float]
+    # Of the probe, after the last step.
+    logits: jax.Array
 
 
-@pytest.mark.usefixtures("optax_dtypes")
-@pytest.mark.parametrize(
-    ("case", "axes", "accumulation", "changes"),
-    [
-        ("llama3", {"fsdp": 1}, 1, {}),
-        thorough("llama3", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
-        thorough("llama_tied_mha", {"fsdp": 2}, 2, {"remat": "full"}),
-        ("qwen3", {"fsdp": 1}, 1, {"attention": "eager"}),
-        thorough("qwen3", {"data": 2, "fsdp": 2}, 1, {"loss_chunk": 32}),
-    ],
-    ids=lambda value: str(value) if isinstance(value, str) else None,
-)
-def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulation, changes):
+def twenty_steps(case, axes, accumulation=1, **changes) -> Twenty:
+    """The case's steps on a mesh; `changes`: keys of the model."""
     theirs = np.load(PARITY / case / "trajectory.npz")
     steps, rows, columns = theirs["tokens"].shape
     mesh_config = MeshConfig(**axes)
@@ -90,8 +85,45 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
             norms.append(float(metrics["grad_norm"]))
         trained = nnx.merge(graphdef, state.trainable)
         logits = jax.jit(lambda model, tokens: model(tokens))(trained, jnp.asarray(theirs["probe"]))
+    return Twenty(losses, norms, logits)
 
-    np.testing.assert_allclose(losses, theirs["loss"], rtol=TOLERANCE)
-    np.testing.assert_allclose(norms, theirs["grad_norm"], rtol=TOLERANCE)
+
+def require_as_torch(case, found: Twenty) -> None:
+    theirs = np.load(PARITY / case / "trajectory.npz")
+    np.testing.assert_allclose(found.losses, theirs["loss"], rtol=TOLERANCE)
+    np.testing.assert_allclose(found.norms, theirs["grad_norm"], rtol=TOLERANCE)
     apart = np.abs(theirs["probe_logits"] - theirs["probe_logits64"]).max()
-    np.testing.assert_allclose(logits, theirs["probe_logits64"], rtol=0, atol=max(2e-5, 10 * apart))
+    atol = max(2e-5, 10 * apart)
+    np.testing.assert_allclose(found.logits, theirs["probe_logits64"], rtol=0, atol=atol)
+
+
+def thorough(*case):
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
+@pytest.mark.usefixtures("optax_dtypes")
+@pytest.mark.parametrize(
+    ("case", "axes", "accumulation", "changes"),
+    [
+        ("llama3", {"fsdp": 1}, 1, {}),
+        thorough("llama3", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
+        thorough("llama_tied_mha", {"fsdp": 2}, 2, {"remat": "full"}),
+        ("qwen3", {"fsdp": 1}, 1, {"attention": "eager"}),
+        thorough("qwen3", {"data": 2, "fsdp": 2}, 1, {"loss_chunk": 32}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else None,
+)
+def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulation, changes):
+    require_as_torch(case, twenty_steps(case, axes, accumulation, **changes))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("optax_dtypes")
+@pytest.mark.parametrize("case", ["mistral", "qwen2", "olmo2", "gemma2", "gemma3"])
+def test_every_family_trains_the_same_on_eight_devices(case):
+    """On one device as on eight, and on both as torch."""
+    one = twenty_steps(case, {"fsdp": 1})
+    require_as_torch(case, one)
+    eight = twenty_steps(case, {"fsdp": 4, "tensor": 2})
+    require_as_torch(case, eight)
+    np.testing.assert_allclose(eight.losses, one.losses, rtol=1e-5)

@@ -34,7 +34,16 @@ from maxtrain.weights.codec import (
 )
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
-CASES = ("llama3", "llama_tied_mha", "qwen3")
+CASES = (
+    "llama3",
+    "llama_tied_mha",
+    "qwen3",
+    "mistral",
+    "qwen2",
+    "olmo2",
+    "gemma2",
+    "gemma3",
+)
 # Steps, and the shapes of what they are given.
 STEPS = {
     "stack": ((Stack(),), [(3, 4, 5)]),

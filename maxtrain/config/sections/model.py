@@ -7,6 +7,8 @@ from typing import Literal
 from data_pipeline.config_key import UsedBy, key
 from maxtrain.config.words import divisors, multiples, nearest
 
+_LOCAL = UsedBy({"model.family": ("mistral", "gemma2", "gemma3")})
+_GEMMA = UsedBy({"model.family": ("gemma2", "gemma3")})
 _STRETCHED = UsedBy(
     {"model.rope_scaling": ("llama3",)},
     "{key}={value} is not used with {cause}. Set model.rope_scaling=llama3, or leave it out.",
@@ -18,8 +20,8 @@ class ModelConfig:
     """The architecture. Letters in shapes: D embed, F mlp, N heads, K kv heads, H head dim, L
     layers, V vocabulary."""
 
-    family: Literal["llama", "qwen3"] = key(
-        "llama", "the kind of layers, and the names at Hugging Face"
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3", "gpt2"] = (
+        key("llama", "the kind of layers, and the names at Hugging Face")
     )
     vocab_size: int | None = key(
         None, "V; null: the vocabulary of the training data's tokenizer", low=1
@@ -33,6 +35,36 @@ class ModelConfig:
     tie_embeddings: bool = key(False, "use the embedding table as the output head")
     max_length: int = key(8192, "longest sequence that the model is meant for, tokens", low=1)
     norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", low=1e-12, high=1)
+    window: int | None = key(
+        None,
+        "tokens that a query sees in layers with a window, its own the last; null: all",
+        low=1,
+        used_by=_LOCAL,
+    )
+    query_pre_attn_scalar: float | None = key(
+        None,
+        "scores are divided by its root; null: head_dim",
+        above=0,
+        high=1e6,
+        used_by=_GEMMA,
+    )
+    attention_softcap: float | None = key(
+        None,
+        "bound of attention's scores, by tanh; null: none",
+        above=0,
+        high=1e6,
+        used_by=_GEMMA,
+    )
+    logit_softcap: float | None = key(
+        None, "bound of the logits, by tanh; null: none", above=0, high=1e6, used_by=_GEMMA
+    )
+    rope_local_theta: float = key(
+        10_000.0,
+        "rope_theta of layers with a window",
+        low=1,
+        high=1e15,
+        used_by=UsedBy({"model.family": ("gemma3",)}),
+    )
     rope_theta: float = key(500_000.0, "base of the rotary frequencies", low=1, high=1e15)
     rope_scaling: Literal["none", "llama3"] = key(
         "none", "how the rotary frequencies are stretched for long contexts"
@@ -88,6 +120,11 @@ def heads_problems(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.embed_dim={model.embed_dim} must be an even multiple of {heads} "
             f"(rotary pairs). Set model.embed_dim to {valid}, or model.head_dim."
+        )
+    if model.family == "gpt2" and model.num_kv_heads != model.num_heads:
+        yield (
+            f"model.num_kv_heads={model.num_kv_heads} must be {heads} with model.family=gpt2, which "
+            f"has no groups of queries. Set model.num_kv_heads={model.num_heads}."
         )
     if model.head_dim is not None and model.head_dim % 2:
         valid = multiples(model.head_dim, 2)

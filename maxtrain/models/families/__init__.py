@@ -2,7 +2,19 @@
 at Hugging Face. No jax here."""
 
 from maxtrain.models.families.family import Family
-from maxtrain.models.families.llama import LLAMA
-from maxtrain.models.families.qwen import QWEN3
+from maxtrain.models.families.gemma import GEMMA2, GEMMA3
+from maxtrain.models.families.gpt2 import GPT2
+from maxtrain.models.families.llama import LLAMA, MISTRAL
+from maxtrain.models.families.olmo import OLMO2
+from maxtrain.models.families.qwen import QWEN2, QWEN3
 
-FAMILIES: dict[str, Family] = {"llama": LLAMA, "qwen3": QWEN3}
+FAMILIES: dict[str, Family] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "olmo2": OLMO2,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gpt2": GPT2,
+}

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.specs import StackSpec
+from maxtrain.models.specs import DecoderSpec
 from maxtrain.weights.codec import Entry
 
 # Tensors that may be in a file and are not read: rotary frequencies, which old files contain, and
@@ -42,6 +42,27 @@ class Settings:
                 "the model is."
             )
         return kind(value)
+
+    def with_defaults(self, **defaults: Any) -> "Settings":
+        """The same, with values for keys that are missing or null."""
+        given = {key: value for key, value in self.values.items() if value is not None}
+        null = dict.fromkeys(self.values.keys() - given.keys() - defaults.keys())
+        return dataclasses.replace(self, values={**defaults, **given, **null})
+
+    def number_or_null(self, name: str, default: Any, kind: type = int) -> Any:
+        """A number above 0, or None if the key is null; the default if it is missing."""
+        if self.values.get(name, default) is None:
+            return None
+        return self.number(name, default, kind)
+
+    def require_heads(self, heads: int, kv_heads: int, size: int) -> None:
+        """Refuses heads that can't be grouped, and heads that can't be turned in pairs."""
+        if heads % kv_heads or size % 2:
+            raise DataError(
+                f"{self.path}: num_key_value_heads={kv_heads} must divide "
+                f"num_attention_heads={heads}, and head_dim={size} must be even. Get the file "
+                "again from where the model is."
+            )
 
     def require(self, name: str, *allowed: Any) -> None:
         """Refuses a key that is there, not null, and none of `allowed`."""
@@ -107,16 +128,31 @@ def rope_settings(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def _same(name: str) -> str:
+    return name
+
+
+def plain_number(value: float) -> int | float:
+    """As a config.json has it: whole numbers without a point."""
+    if float(value).is_integer():
+        return int(value)
+    return value
+
+
 class Family(NamedTuple):
     """One model family."""
 
     # The class name in Hugging Face configurations.
     architecture: str
-    # Its layers.
-    stack: Callable[[ModelConfig], StackSpec]
+    # What a model is made of.
+    spec: Callable[[ModelConfig], DecoderSpec]
     # The ModelConfig that a config.json describes.
     read: Callable[[Settings], ModelConfig]
     # The keys of a config.json that a ModelConfig decides.
     write: Callable[[ModelConfig], dict[str, Any]]
     # Where each parameter is in a checkpoint, in the order of transformers.
     table: Callable[[ModelConfig], list[Entry]]
+    # Names of tensors that may be in a file and are not read.
+    ignored: str = IGNORED
+    # The name in `table` of a tensor with another name that some files have.
+    renamed: Callable[[str], str] = _same

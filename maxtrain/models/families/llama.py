@@ -1,67 +1,92 @@
-"""Llama 2, 3, 3.1 and 3.2, and models with the same blocks.
+"""Llama 2, 3, 3.1 and 3.2, and models with the same blocks; Mistral, whose layers also have a
+window.
 
-Source: https://arxiv.org/abs/2407.21783
+Sources: Llama: https://arxiv.org/abs/2407.21783; Mistral: https://arxiv.org/abs/2310.06825.
 """
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
-from data_pipeline.errors import DataError
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families.family import Family, Settings, rope_settings
-from maxtrain.models.specs import AttentionSpec, LayerSpec, MlpSpec, RopeSpec, StackSpec, head_dim
-from maxtrain.weights.codec import Entry, Flatten, Stack, Transpose
+from maxtrain.models.families.tables import decoder_table
+from maxtrain.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    RopeScaling,
+    RopeSpec,
+    StackSpec,
+    head_dim,
+)
+from maxtrain.weights.codec import Entry
 
 
-def layer(config: ModelConfig) -> LayerSpec:
-    """The layer of Llama; all are the same."""
-    size = head_dim(config)
-    rope = RopeSpec(
-        head_dim=size,
-        theta=config.rope_theta,
-        scaling=config.rope_scaling,
+def rope(
+    config: ModelConfig, theta: float | None = None, scaling: RopeScaling | None = None
+) -> RopeSpec:
+    """The rotary positions that the config describes, but for another base or scaling."""
+    return RopeSpec(
+        head_dim=head_dim(config),
+        theta=theta or config.rope_theta,
+        scaling=scaling or config.rope_scaling,
         factor=config.rope_factor,
         low_freq_factor=config.rope_low_freq_factor,
         high_freq_factor=config.rope_high_freq_factor,
         original_length=config.rope_original_length,
     )
+
+
+def layer(config: ModelConfig) -> LayerSpec:
+    """The layer of Llama; all are the same."""
     return LayerSpec(
-        mixer=AttentionSpec(config.num_heads, config.num_kv_heads, size),
+        mixer=AttentionSpec(config.num_heads, config.num_kv_heads, head_dim(config)),
         mlp=MlpSpec(config.mlp_dim),
-        rope=rope,
-        norm_eps=config.norm_eps,
+        rope=rope(config),
+        norm=NormSpec(config.norm_eps),
     )
 
 
-def stack(config: ModelConfig) -> StackSpec:
-    """The layers of Llama."""
-    return StackSpec(period=(layer(config),), repeats=config.num_layers)
+def of_equal_layers(config: ModelConfig, layer: LayerSpec) -> DecoderSpec:
+    """A decoder whose layers are all the same, with their norm at the end, too."""
+    return DecoderSpec(StackSpec(period=(layer,), repeats=config.num_layers), layer.norm)
+
+
+def llama_spec(config: ModelConfig) -> DecoderSpec:
+    """Llama."""
+    return of_equal_layers(config, layer(config))
+
+
+def mistral_spec(config: ModelConfig) -> DecoderSpec:
+    """Llama with a window."""
+    return of_equal_layers(config, dataclasses.replace(layer(config), window=config.window))
 
 
 def read_config(settings: Settings) -> ModelConfig:
     """The ModelConfig of Llama's config.json, with Hugging Face's defaults for missing keys."""
+    settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
+    settings.require("mlp_bias", False)
+    settings.require("sliding_window")
+    return read_decoder(settings)
+
+
+def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
+    """What most config.json say in the same words; `more`: keys that the family adds."""
     number = settings.number
-    layers = number("num_hidden_layers")
     heads = number("num_attention_heads")
     embed = number("hidden_size")
     kv_heads = number("num_key_value_heads", heads)
     size = number("head_dim", embed // heads)
     length = number("max_position_embeddings", 2048)
     settings.require("hidden_act", "silu", "swish")
-    settings.require("layer_types", ["full_attention"] * layers)
-    for switch in ("attention_bias", "mlp_bias"):
-        settings.require(switch, False)
-    for extension in ("sliding_window", "quantization_config"):
-        settings.require(extension)
-    if heads % kv_heads or size % 2:
-        raise DataError(
-            f"{settings.path}: num_key_value_heads={kv_heads} must divide "
-            f"num_attention_heads={heads}, and head_dim={size} must be even. Get the file again "
-            "from where the model is."
-        )
+    settings.require("attention_bias", False)
+    settings.require("quantization_config")
+    settings.require_heads(heads, kv_heads, size)
     return ModelConfig(
         vocab_size=number("vocab_size"),
-        num_layers=layers,
+        num_layers=number("num_hidden_layers"),
         embed_dim=embed,
         mlp_dim=number("intermediate_size"),
         num_heads=heads,
@@ -71,27 +96,28 @@ def read_config(settings: Settings) -> ModelConfig:
         max_length=length,
         norm_eps=number("rms_norm_eps", 1e-6, float),
         **settings.rope(length),
+        **more,
     )
 
 
-def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Llama's config.json for this ModelConfig."""
+def read_mistral(settings: Settings) -> ModelConfig:
+    """The ModelConfig of Mistral's config.json."""
+    settings = settings.with_defaults(num_key_value_heads=8, max_position_embeddings=131_072)
+    return read_decoder(settings, window=settings.number_or_null("sliding_window", 4096))
+
+
+def write_decoder(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of most families for this ModelConfig."""
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "head_dim": head_dim(config),
         "hidden_act": "silu",
         "hidden_size": config.embed_dim,
         "initializer_range": 0.02,
         "intermediate_size": config.mlp_dim,
         "max_position_embeddings": config.max_length,
-        "mlp_bias": False,
         "num_attention_heads": config.num_heads,
         "num_hidden_layers": config.num_layers,
         "num_key_value_heads": config.num_kv_heads,
-        "pretraining_tp": 1,
         "rms_norm_eps": config.norm_eps,
         **rope_settings(config),
         "tie_word_embeddings": config.tie_embeddings,
@@ -100,47 +126,37 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def table(config: ModelConfig) -> list[Entry]:
+def write_llama(config: ModelConfig) -> dict[str, Any]:
+    """Llama's config.json for this ModelConfig."""
+    return write_decoder(config) | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "head_dim": head_dim(config),
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+    }
+
+
+def write_mistral(config: ModelConfig) -> dict[str, Any]:
+    """Mistral's config.json for this ModelConfig."""
+    return write_decoder(config) | {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "head_dim": head_dim(config),
+        "sliding_window": config.window,
+    }
+
+
+def llama_table(config: ModelConfig) -> list[Entry]:
     """Where Llama's parameters are in a checkpoint of Hugging Face."""
-    return decoder_table(config, [])
+    return decoder_table(llama_spec(config), config.tie_embeddings)
 
 
-def decoder_table(config: ModelConfig, head_norms: Sequence[str]) -> list[Entry]:
-    """Where the parameters of Llama, or of a family with its names, are in a checkpoint.
-
-    Args:
-        config: of the model.
-        head_norms: the names of norms over single heads, which are the same on both sides.
-    """
-    ours = "layers.0"
-    theirs = "model.layers.{}"
-    entries = [Entry(("embedding",), ("model.embed_tokens.weight",))]
-    for x in "qkv":
-        kernel = f"{ours}.attention.{x}.kernel"
-        entries.append(_matrix(kernel, f"{theirs}.self_attn.{x}_proj.weight", 1))
-    kernel = f"{ours}.attention.o.kernel"
-    entries.append(_matrix(kernel, f"{theirs}.self_attn.o_proj.weight", 2))
-    for x in head_norms:
-        entries.append(_norm(f"{ours}.attention.{x}.scale", f"{theirs}.self_attn.{x}.weight"))
-    for x in ("gate", "up", "down"):
-        entries.append(_matrix(f"{ours}.mlp.{x}.kernel", f"{theirs}.mlp.{x}_proj.weight", 1))
-    entries.append(_norm(f"{ours}.attention_norm.scale", f"{theirs}.input_layernorm.weight"))
-    entries.append(_norm(f"{ours}.mlp_norm.scale", f"{theirs}.post_attention_layernorm.weight"))
-    entries.append(Entry(("final_norm.scale",), ("model.norm.weight",)))
-    if not config.tie_embeddings:
-        entries.append(Entry(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose())))
-    return entries
+def mistral_table(config: ModelConfig) -> list[Entry]:
+    """Where Mistral's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(mistral_spec(config), config.tie_embeddings)
 
 
-def _matrix(ours: str, theirs: str, inputs: int) -> Entry:
-    """A matrix of every layer: theirs is [outputs, inputs]; of ours, the first `inputs` dims are
-    inputs."""
-    return Entry((ours,), (theirs,), (Stack(), Flatten(inputs), Transpose()))
-
-
-def _norm(ours: str, theirs: str) -> Entry:
-    """The scale of a norm in every layer."""
-    return Entry((ours,), (theirs,), (Stack(),))
-
-
-LLAMA = Family("LlamaForCausalLM", stack, read_config, write_config, table)
+LLAMA = Family("LlamaForCausalLM", llama_spec, read_config, write_llama, llama_table)
+MISTRAL = Family("MistralForCausalLM", mistral_spec, read_mistral, write_mistral, mistral_table)

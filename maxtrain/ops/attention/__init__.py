@@ -54,6 +54,8 @@ def attention(
     *,
     kernel: str,
     dtype: str,
+    scale: float | None = None,
+    softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     dropout: Dropout | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -68,6 +70,9 @@ def attention(
             stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
             about), or "flash" (TPUs).
         dtype: inputs of the matrix products; scores, softmax and sums are float32.
+        scale: what scores are multiplied with; None: 1 / sqrt(H).
+        softcap: scaled scores become softcap * tanh(score / softcap), which lies between -softcap
+            and softcap; None: they stay. cuDNN's kernel can't.
         sinks: [N] learned logit of each head, which takes part in the softmax like the score of one
             more key that every query sees and that has no value; so weights add up to less than 1.
             None: there are none. Only the eager and the xla kernel can.
@@ -79,10 +84,20 @@ def attention(
     Raises:
         ConfigError: the kernel can't do what is asked.
 
-    Source: sinks: Xiao et al. 2023, https://arxiv.org/abs/2309.17453; learned ones: OpenAI 2025,
-        gpt-oss, https://arxiv.org/abs/2508.10925.
+    Source: softcap: Gemma Team 2024, https://arxiv.org/abs/2408.00118, section 2; sinks: Xiao et
+        al. 2023, https://arxiv.org/abs/2309.17453; learned ones: OpenAI 2025, gpt-oss,
+        https://arxiv.org/abs/2508.10925.
     """
-    options: dict[str, Any] = {}
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    options: dict[str, Any] = {"scale": scale}
+    if softcap is not None:
+        if not ATTENTION[kernel].softcap:
+            raise ConfigError(
+                f"model.attention={kernel} can't bound scores, which this model needs "
+                f"(softcap={softcap}). Set model.attention=xla."
+            )
+        options["softcap"] = softcap
     if sinks is not None:
         if not ATTENTION[kernel].sinks:
             raise ConfigError(

@@ -8,7 +8,7 @@ from jaxtyping import Array
 from maxtrain.ops.attention.mask import Mask
 
 
-def cudnn_attention(q: Array, k: Array, v: Array, mask: Mask, *, dtype: str) -> Array:
+def cudnn_attention(q: Array, k: Array, v: Array, mask: Mask, *, dtype: str, scale: float) -> Array:
     """See `attention`, but for segments, which are not looked at: a row must be one document, with
     its padding at the end.
 
@@ -24,6 +24,7 @@ def cudnn_attention(q: Array, k: Array, v: Array, mask: Mask, *, dtype: str) -> 
         q.astype(dtype),
         k.astype(dtype),
         v.astype(dtype),
+        scale=scale,
         is_causal=True,
         local_window_size=local_window_size,
         implementation="cudnn",

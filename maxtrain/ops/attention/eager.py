@@ -20,6 +20,8 @@ def eager_attention(
     mask: Mask,
     *,
     dtype: str,
+    scale: float,
+    softcap: float | None = None,
     sinks: Array | None = None,
     dropout: tuple[Array, float] | None = None,
 ) -> Array:
@@ -30,7 +32,9 @@ def eager_attention(
     q = _rounded(q, dtype).reshape(B, T, K, N // K, H)
     k = _rounded(k, dtype)
     v = _rounded(v, dtype)
-    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest") * H**-0.5
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision="highest") * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     visible = mask.visible()[:, None, None]
     scores = jnp.where(visible, scores, MASKED)
     if sinks is None:

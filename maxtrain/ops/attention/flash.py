@@ -27,12 +27,21 @@ def flash_attention(
     mask: Mask,
     *,
     dtype: str,
+    scale: float,
+    softcap: float | None = None,
     interpret: bool = False,
 ) -> Array:
     """See `attention`; for training and evaluation. Scores and sums are float32; `interpret`:
     without a TPU, slowly."""
     assert mask.in_order, "caches are for other kernels"
-    share = functools.partial(_on_one_device, window=mask.window, dtype=dtype, interpret=interpret)
+    share = functools.partial(
+        _on_one_device,
+        window=mask.window,
+        dtype=dtype,
+        scale=scale,
+        softcap=softcap,
+        interpret=interpret,
+    )
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return share(q, k, v, mask.q_segments)
@@ -58,12 +67,14 @@ def _on_one_device(
     *,
     window: int | None,
     dtype: str,
+    scale: float,
+    softcap: float | None,
     interpret: bool,
 ) -> Array:
     # The import takes its time, and few need it.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # noqa: PLC0415
 
-    T, N, H = q.shape[1:]
+    T, N, _ = q.shape[1:]
     if window is None:
         head_mask = splash.CausalMask((T, T))
     else:
@@ -84,6 +95,7 @@ def _on_one_device(
         ),
         head_shards=1,
         q_seq_shards=1,
+        attn_logits_soft_cap=softcap,
         interpret=interpret,
     )
 
@@ -92,7 +104,7 @@ def _on_one_device(
         return jnp.asarray(out, jnp.float32)
 
     # The kernel wants heads first, and scaled queries.
-    q = (q * H**-0.5).astype(dtype).swapaxes(1, 2)
+    q = (q * scale).astype(dtype).swapaxes(1, 2)
     k = k.astype(dtype).swapaxes(1, 2)
     v = v.astype(dtype).swapaxes(1, 2)
     return jax.vmap(row)(q, k, v, segments).swapaxes(1, 2)

@@ -29,6 +29,14 @@ MIN_BLOCK = 128
 MAX_BLOCKS = 8
 
 
+class _Form(NamedTuple):
+    """What is known when the program is compiled; see `attention`."""
+
+    dtype: str
+    scale: float
+    softcap: float | None
+
+
 class _Block(NamedTuple):
     """Some queries, and the keys that they can see at most, by where they lie."""
 
@@ -61,10 +69,12 @@ def _first_key(start: int, window: int | None) -> int:
     return first - first % MIN_BLOCK
 
 
-def _scores(q_BKMH: Array, k_BKHS: Array, mask: Mask) -> Array:
-    """Scaled, masked scores of one block [B, K, G * t, s]; the queries of a group lie one after the
-    other."""
-    scores = contract("bkmh,bkhs->bkms", q_BKMH, k_BKHS, in_place=True) * q_BKMH.shape[-1] ** -0.5
+def _scores(q_BKMH: Array, k_BKHS: Array, mask: Mask, form: _Form) -> Array:
+    """Scaled, bounded, masked scores of one block [B, K, G * t, s]; the queries of a group lie one
+    after the other."""
+    scores = contract("bkmh,bkhs->bkms", q_BKMH, k_BKHS, in_place=True) * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * jnp.tanh(scores / form.softcap)
     B, K, _, s = scores.shape
     t = mask.q_segments.shape[1]
     grouped = scores.reshape(B, K, -1, t, s)
@@ -93,14 +103,15 @@ def _group_sinks(sinks: Array, num_kv_heads: int, t: int) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _attend(q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, dtype: str) -> Array:
-    out, _ = _attend_forward(q, k, v, sinks, mask, dtype)
+def _attend(q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, form: _Form) -> Array:
+    out, _ = _attend_forward(q, k, v, sinks, mask, form)
     return out
 
 
 def _attend_forward(
-    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, dtype: str
+    q: Array, k: Array, v: Array, sinks: Array | None, mask: Mask, form: _Form
 ) -> tuple[Array, tuple]:
+    dtype = form.dtype
     q = q.astype(dtype)
     k = k.astype(dtype)
     v = v.astype(dtype)
@@ -116,7 +127,7 @@ def _attend_forward(
         if outputs:
             # One block after the other: XLA would hold the scores of all of them at once.
             q_BKMH, outputs[-1] = jax.lax.optimization_barrier((q_BKMH, outputs[-1]))
-        scores = _scores(q_BKMH, k_BKHS[..., keys], mask.part(queries, keys))
+        scores = _scores(q_BKMH, k_BKHS[..., keys], mask.part(queries, keys), form)
         top = scores.max(-1, keepdims=True)
         sink = None
         if sinks is not None:
@@ -132,7 +143,8 @@ def _attend_forward(
     return jnp.concatenate(outputs, axis=1), (q, k, v, sinks, mask, lses)
 
 
-def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
+def _attend_backward(form: _Form, saved: tuple, g: Array) -> tuple:
+    dtype = form.dtype
     q, k, v, sinks, mask, lses = saved
     B, S, K, H = k.shape
     k_BKHS = k.transpose(0, 2, 3, 1)
@@ -148,11 +160,16 @@ def _attend_backward(dtype: str, saved: tuple, g: Array) -> tuple:
         q_BKMH = _group(q_block, K)
         g_BKMH = _group(g[:, queries], K).astype(dtype)
         q_BKMH, dk_BKHS, dv_BKHS = jax.lax.optimization_barrier((q_BKMH, dk_BKHS, dv_BKHS))
-        scores = _scores(q_BKMH, k_BKHS[..., keys], mask.part(queries, keys))
+        scores = _scores(q_BKMH, k_BKHS[..., keys], mask.part(queries, keys), form)
         p = jnp.exp(scores - lse)
         dp = contract("bkmh,bkhs->bkms", g_BKMH, v_BKHS[..., keys], in_place=True)
         mean_dp = (p * dp).sum(-1, keepdims=True)
-        ds = (p * (dp - mean_dp) * H**-0.5).astype(dtype)
+        slope = form.scale
+        if form.softcap is not None:
+            # Of tanh. What is masked lies far outside and has none.
+            bounded = jnp.clip(scores / form.softcap, -1.0, 1.0)
+            slope *= 1.0 - bounded * bounded
+        ds = (p * (dp - mean_dp) * slope).astype(dtype)
         dq_BKMH = contract("bkms,bksh->bkmh", ds, k_BKSH[:, :, keys])
         dq.append(_ungroup(dq_BKMH, t))
         dk_block = contract("bkhm,bkms->bkhs", q_BKMH.swapaxes(2, 3), ds)
@@ -180,7 +197,15 @@ _attend.defvjp(_attend_forward, _attend_backward)
 
 
 def xla_attention(
-    q: Array, k: Array, v: Array, mask: Mask, *, dtype: str, sinks: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Mask,
+    *,
+    dtype: str,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Array | None = None,
 ) -> Array:
     """See `attention`. Memory: a few times the scores of one block, B * N * max(128, T / 8) * S
     float32."""
@@ -190,4 +215,4 @@ def xla_attention(
     v = v.astype(jnp.float32)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32)
-    return _attend(q, k, v, sinks, mask, dtype)
+    return _attend(q, k, v, sinks, mask, _Form(dtype, scale, softcap))

@@ -307,7 +307,7 @@ def test_flash_interpreted_equals_eager_forward_and_backward_on_a_mesh_too(
 
     @functools.partial(jax.jit, static_argnames="kernel")
     def both(q, k, v, g, kernel):
-        call = functools.partial(kernel, mask=mask, dtype=dtype)
+        call = functools.partial(kernel, mask=mask, dtype=dtype, scale=H**-0.5)
         out, vjp = jax.vjp(call, q, k, v)
         return out, *vjp(g)
 

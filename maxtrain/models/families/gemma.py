@@ -1,0 +1,228 @@
+"""Gemma 2 and 3: Llama with a wider use of norms, GELU, scaled embeddings, and layers whose window
+alternates with none; Gemma 2 bounds scores and logits, Gemma 3 has norms of query and key heads.
+
+Sources: https://arxiv.org/abs/2408.00118; https://arxiv.org/abs/2503.19786.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from data_pipeline.errors import DataError
+from maxtrain.config.schema import ModelConfig
+from maxtrain.models.families import llama
+from maxtrain.models.families.family import Family, Settings, plain_number
+from maxtrain.models.families.tables import decoder_table
+from maxtrain.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    StackSpec,
+    head_dim,
+)
+from maxtrain.weights.codec import Entry
+
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+# Every so many layers, one sees all tokens; the others have a window.
+PERIOD_OF_GEMMA2 = 2
+PERIOD_OF_GEMMA3 = 6
+LOCAL = "sliding_attention"
+GLOBAL = "full_attention"
+
+
+def gemma2_spec(config: ModelConfig) -> DecoderSpec:
+    """Gemma 2."""
+    wide = _layer(config)
+    narrow = dataclasses.replace(wide, window=config.window)
+    return _spec(config, (narrow, wide))
+
+
+def gemma3_spec(config: ModelConfig) -> DecoderSpec:
+    """Gemma 3."""
+    layer = _layer(config)
+    wide = dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
+    rope = llama.rope(config, theta=config.rope_local_theta, scaling="none")
+    narrow = dataclasses.replace(wide, window=config.window, rope=rope)
+    return _spec(config, (narrow,) * (PERIOD_OF_GEMMA3 - 1) + (wide,))
+
+
+def _layer(config: ModelConfig) -> LayerSpec:
+    """The layer without a window."""
+    scalar = config.query_pre_attn_scalar or head_dim(config)
+    mixer = AttentionSpec(
+        config.num_heads,
+        config.num_kv_heads,
+        head_dim(config),
+        scale=scalar**-0.5,
+        softcap=config.attention_softcap,
+    )
+    return LayerSpec(
+        mixer=mixer,
+        mlp=MlpSpec(config.mlp_dim, "gelu_tanh"),
+        rope=llama.rope(config),
+        norms=("attention", "attention_out", "mlp", "mlp_out"),
+        norm=NormSpec(config.norm_eps, offset=1.0),
+    )
+
+
+def _spec(config: ModelConfig, period: tuple[LayerSpec, ...]) -> DecoderSpec:
+    """A decoder of layers that take turns; the last ones may be the beginning of a period."""
+    repeats, left = divmod(config.num_layers, len(period))
+    if repeats:
+        stack = StackSpec(period, repeats, rest=period[:left])
+    else:
+        stack = StackSpec(period[:left], 1)
+    return DecoderSpec(
+        stack,
+        period[0].norm,
+        embedding_scale=math.sqrt(config.embed_dim),
+        logit_softcap=config.logit_softcap,
+    )
+
+
+def _layer_types(num_layers: int, period: int) -> list[str]:
+    """The kind of each layer, as config.json says it."""
+    kinds = []
+    for number in range(1, num_layers + 1):
+        kind = LOCAL
+        if number % period == 0:
+            kind = GLOBAL
+        kinds.append(kind)
+    return kinds
+
+
+def read_gemma2(settings: Settings) -> ModelConfig:
+    """The ModelConfig of Gemma 2's config.json."""
+    settings = settings.with_defaults(max_position_embeddings=8192)
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return _read(settings, PERIOD_OF_GEMMA2, caps)
+
+
+def read_gemma3(settings: Settings) -> ModelConfig:
+    """The ModelConfig of Gemma 3's config.json, of its models for text."""
+    settings = settings.with_defaults(max_position_embeddings=131_072)
+    for key in ("_sliding_window_pattern", "sliding_window_pattern"):
+        settings.require(key, PERIOD_OF_GEMMA3)
+    everywhere, nearby = _two_ropes(settings)
+    theta = nearby.rope(1)
+    if theta["rope_scaling"] != "none":
+        raise DataError(
+            f"{settings.path}: rope_parameters of layers with a window must be of type 'default', "
+            f"not {theta['rope_scaling']!r}. Choose a model with these."
+        )
+    config = _read(everywhere, PERIOD_OF_GEMMA3, {})
+    return dataclasses.replace(config, rope_local_theta=theta["rope_theta"])
+
+
+def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
+    """The settings as layers without and with a window see them."""
+    values = dict(settings.values)
+    both = values.pop("rope_parameters", None)
+    if isinstance(both, dict) and isinstance(both.get(GLOBAL), dict):
+        everywhere = both[GLOBAL]
+        nearby = both.get(LOCAL)
+        if not isinstance(nearby, dict):
+            nearby = {}
+    else:
+        # As older versions of transformers say it.
+        scaling = values.pop("rope_scaling", None)
+        if not isinstance(scaling, dict):
+            scaling = {}
+        everywhere = {"rope_theta": values.pop("rope_theta", None), **scaling}
+        nearby = {"rope_theta": values.pop("rope_local_base_freq", None)}
+    if everywhere.get("rope_theta") is None:
+        everywhere = everywhere | {"rope_theta": 1_000_000.0}
+    if nearby.get("rope_theta") is None:
+        nearby = nearby | {"rope_theta": 10_000.0}
+    values.pop("rope_scaling", None)
+    return (
+        dataclasses.replace(settings, values=values | {"rope_parameters": everywhere}),
+        dataclasses.replace(settings, values=values | {"rope_parameters": nearby}),
+    )
+
+
+def _read(settings: Settings, period: int, caps: dict[str, float]) -> ModelConfig:
+    """What both say in the same words; `caps`: defaults of the bounds, which may be null."""
+    layers = settings.number("num_hidden_layers")
+    settings.require("hidden_activation", "gelu_pytorch_tanh")
+    settings.require("layer_types", _layer_types(layers, period))
+    settings.require("use_bidirectional_attention", False)
+    window = settings.number_or_null("sliding_window", 4096)
+    # What is left are the words of all families; `hidden_act` was another key for the same.
+    values = {key: value for key, value in settings.values.items() if key != "hidden_act"}
+    values.setdefault("tie_word_embeddings", True)
+    plain = dataclasses.replace(settings, values=values).with_defaults(head_dim=256)
+    return llama.read_decoder(
+        plain,
+        window=window,
+        query_pre_attn_scalar=settings.number("query_pre_attn_scalar", 256.0, float),
+        attention_softcap=_cap(settings, "attn_logit_softcapping", caps),
+        logit_softcap=_cap(settings, "final_logit_softcapping", caps),
+    )
+
+
+def _cap(settings: Settings, name: str, caps: dict[str, float]) -> float | None:
+    return settings.number_or_null(name, caps.get(name), float)
+
+
+def _write(config: ModelConfig, period: int) -> dict[str, Any]:
+    values = llama.write_decoder(config)
+    del values["hidden_act"]
+    scalar = config.query_pre_attn_scalar or head_dim(config)
+    return values | {
+        "attention_bias": False,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "head_dim": head_dim(config),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "layer_types": _layer_types(config.num_layers, period),
+        "query_pre_attn_scalar": plain_number(scalar),
+        "sliding_window": config.window,
+    }
+
+
+def write_gemma2(config: ModelConfig) -> dict[str, Any]:
+    """Gemma 2's config.json for this ModelConfig."""
+    return _write(config, PERIOD_OF_GEMMA2) | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "use_bidirectional_attention": None,
+    }
+
+
+def write_gemma3(config: ModelConfig) -> dict[str, Any]:
+    """Gemma 3's config.json for this ModelConfig."""
+    values = _write(config, PERIOD_OF_GEMMA3)
+    nearby = {"rope_theta": config.rope_local_theta, "rope_type": "default"}
+    both = {GLOBAL: values["rope_parameters"], LOCAL: nearby}
+    return values | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        # Both spellings of the period, and of the base of layers with a window.
+        "_sliding_window_pattern": PERIOD_OF_GEMMA3,
+        "sliding_window_pattern": PERIOD_OF_GEMMA3,
+        "rope_parameters": both,
+        "rope_local_base_freq": config.rope_local_theta,
+        "use_bidirectional_attention": False,
+    }
+
+
+def gemma2_table(config: ModelConfig) -> list[Entry]:
+    """Where Gemma 2's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(gemma2_spec(config), config.tie_embeddings, NORMS)
+
+
+def gemma3_table(config: ModelConfig) -> list[Entry]:
+    """Where Gemma 3's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(gemma3_spec(config), config.tie_embeddings, NORMS)
+
+
+GEMMA2 = Family("Gemma2ForCausalLM", gemma2_spec, read_gemma2, write_gemma2, gemma2_table)
+GEMMA3 = Family("Gemma3ForCausalLM", gemma3_spec, read_gemma3, write_gemma3, gemma3_table)

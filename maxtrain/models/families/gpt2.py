@@ -1,0 +1,158 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases everywhere, and a head that is the embedding.
+
+Source: Radford et al. 2019, Language models are unsupervised multitask learners.
+"""
+
+import re
+from typing import Any
+
+from maxtrain.config.schema import ModelConfig
+from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.tables import Place, places
+from maxtrain.models.specs import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    StackSpec,
+    head_dim,
+)
+from maxtrain.weights.codec import Entry, Flatten, Join, Ravel, Transpose
+
+# Files that were written before there was a class with a head have no prefix.
+_PREFIX = "transformer."
+# Masks, which old files contain, and the head, which is a copy of the embedding.
+_IGNORED = r".*\.attn\.(masked_)?bias|lm_head\.weight"
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    """GPT-2."""
+    norm = NormSpec(config.norm_eps, "layer")
+    layer = LayerSpec(
+        mixer=AttentionSpec(config.num_heads, config.num_kv_heads, head_dim(config)),
+        mlp=MlpSpec(config.mlp_dim, "gelu_tanh", gated=False),
+        norm=norm,
+        biases=("q", "k", "v", "o", "up", "down"),
+    )
+    stack = StackSpec(period=(layer,), repeats=config.num_layers)
+    return DecoderSpec(stack, norm, learned_positions=config.max_length)
+
+
+def read_config(settings: Settings) -> ModelConfig:
+    """The ModelConfig of GPT-2's config.json, with Hugging Face's defaults for missing keys."""
+    number = settings.number
+    heads = number("n_head", 12)
+    embed = number("n_embd", 768)
+    settings.require("activation_function", "gelu_new", "gelu_pytorch_tanh")
+    settings.require("scale_attn_weights", True)
+    settings.require("scale_attn_by_inverse_layer_idx", False)
+    settings.require("add_cross_attention", False)
+    settings.require("quantization_config")
+    settings.require_heads(heads, heads, embed // heads)
+    tied = settings.values.get("tie_word_embeddings")
+    return ModelConfig(
+        vocab_size=number("vocab_size", 50_257),
+        num_layers=number("n_layer", 12),
+        embed_dim=embed,
+        mlp_dim=number("n_inner", 4 * embed),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed // heads,
+        tie_embeddings=tied is None or bool(tied),
+        max_length=number("n_positions", 1024),
+        norm_eps=number("layer_norm_epsilon", 1e-5, float),
+    )
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """GPT-2's config.json for this ModelConfig."""
+    units = config.mlp_dim
+    if units == 4 * config.embed_dim:
+        units = None
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "add_cross_attention": False,
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": config.norm_eps,
+        "n_embd": config.embed_dim,
+        "n_head": config.num_heads,
+        "n_inner": units,
+        "n_layer": config.num_layers,
+        "n_positions": config.max_length,
+        "reorder_and_upcast_attn": False,
+        "resid_pdrop": 0.0,
+        "scale_attn_by_inverse_layer_idx": False,
+        "scale_attn_weights": True,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_cache": True,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def table(config: ModelConfig) -> list[Entry]:
+    """Where GPT-2's parameters are in a checkpoint of Hugging Face.
+
+    Matrices are [inputs, outputs] there, too, and queries, keys and values are one.
+    """
+    decoder = spec(config)
+    entries = [
+        Entry(("embedding",), (f"{_PREFIX}wte.weight",)),
+        Entry(("position_embedding",), (f"{_PREFIX}wpe.weight",)),
+    ]
+    for place in places(decoder.stack):
+        theirs = f"{_PREFIX}h.{place.number}"
+        entries += _norm(place, "attention_norm", f"{theirs}.ln_1")
+        entries += _joined(place, f"{theirs}.attn.c_attn")
+        entries += _linear(place, "attention.o", f"{theirs}.attn.c_proj", 2)
+        entries += _norm(place, "mlp_norm", f"{theirs}.ln_2")
+        entries += _linear(place, "mlp.up", f"{theirs}.mlp.c_fc", 1)
+        entries += _linear(place, "mlp.down", f"{theirs}.mlp.c_proj", 1)
+    entries.append(Entry(("final_norm.scale",), (f"{_PREFIX}ln_f.weight",)))
+    entries.append(Entry(("final_norm.bias",), (f"{_PREFIX}ln_f.bias",)))
+    if not config.tie_embeddings:
+        entries.append(Entry(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose())))
+    return entries
+
+
+def _norm(place: Place, ours: str, theirs: str) -> list[Entry]:
+    return [
+        Entry((f"{place.ours}.{ours}.scale",), (f"{theirs}.weight",), place.steps),
+        Entry((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), place.steps),
+    ]
+
+
+def _linear(place: Place, ours: str, theirs: str, inputs: int) -> list[Entry]:
+    kernel = (*place.steps, Flatten(inputs))
+    bias = (*place.steps, Ravel())
+    return [
+        Entry((f"{place.ours}.{ours}.kernel",), (f"{theirs}.weight",), kernel),
+        Entry((f"{place.ours}.{ours}.bias",), (f"{theirs}.bias",), bias),
+    ]
+
+
+def _joined(place: Place, theirs: str) -> list[Entry]:
+    """Queries, keys and values, which stand behind each other along their heads."""
+    mixer = place.layer.mixer
+    heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
+    kernels = tuple(f"{place.ours}.attention.{name}.kernel" for name in "qkv")
+    biases = tuple(f"{place.ours}.attention.{name}.bias" for name in "qkv")
+    # Dims of a layer, and before them that of all layers of the place.
+    stacked = len(place.steps)
+    return [
+        Entry(kernels, (f"{theirs}.weight",), (Join(stacked + 1, heads), *place.steps, Flatten(1))),
+        Entry(biases, (f"{theirs}.bias",), (Join(stacked, heads), *place.steps, Ravel())),
+    ]
+
+
+def _with_prefix(name: str) -> str:
+    if re.match(r"(wte|wpe|h|ln_f)\.", name):
+        return _PREFIX + name
+    return name
+
+
+GPT2 = Family("GPT2LMHeadModel", spec, read_config, write_config, table, _IGNORED, _with_prefix)

@@ -1,0 +1,52 @@
+"""OLMo 2: Llama whose norms stand behind the blocks, and with norms of all queries and all keys.
+
+Source: https://arxiv.org/abs/2501.00656.
+"""
+
+import dataclasses
+from typing import Any
+
+from maxtrain.config.schema import ModelConfig
+from maxtrain.models.families import llama
+from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.tables import decoder_table
+from maxtrain.models.specs import DecoderSpec, head_dim
+from maxtrain.weights.codec import Entry
+
+NORMS = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    """Llama with its norms elsewhere."""
+    norms = ("attention_out", "mlp_out", "all_queries", "all_keys")
+    layer = dataclasses.replace(llama.layer(config), norms=norms)
+    return llama.of_equal_layers(config, layer)
+
+
+def read_config(settings: Settings) -> ModelConfig:
+    """The ModelConfig of OLMo 2's config.json."""
+    return llama.read_decoder(settings.with_defaults(rms_norm_eps=1e-5))
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """OLMo 2's config.json for this ModelConfig."""
+    values = {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "attention_bias": False,
+    }
+    if head_dim(config) * config.num_heads != config.embed_dim:
+        # transformers takes it for granted otherwise.
+        values["head_dim"] = head_dim(config)
+    return llama.write_decoder(config) | values
+
+
+def table(config: ModelConfig) -> list[Entry]:
+    """Where OLMo 2's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(spec(config), config.tie_embeddings, NORMS)
+
+
+OLMO2 = Family("Olmo2ForCausalLM", spec, read_config, write_config, table)
