@@ -129,8 +129,8 @@ def _joined(state):
     "how",
     [
         {"accumulation": 4},
-        {"mesh": (2, 2, 2)},
-        {"scan_layers": False},
+        pytest.param({"mesh": (2, 2, 2)}, marks=pytest.mark.long),
+        pytest.param({"scan_layers": False}, marks=pytest.mark.long),
         pytest.param({"remat": "full"}, marks=pytest.mark.long),
         pytest.param({"mesh": (1, 4, 1), "accumulation": 2}, marks=pytest.mark.long),
     ],
