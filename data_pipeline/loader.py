@@ -386,6 +386,13 @@ class TrainingData(_Dataset):
             return balance_rows(self._sizes_at(step), span.seq_length, num_rows, self._quadratic)
         return RowPlaces(np.arange(span.batch_size), np.zeros(span.batch_size, np.int64))
 
+    def num_unused_rows(self, step: int) -> int:
+        """Rows of a balanced batch that hold no document."""
+        if not self.is_balanced:
+            return 0
+        used = np.unique(self.places_at(step).row)
+        return self.shape_at(step).batch_size - len(used)
+
     def batch(self, step: int, part: Parts = None) -> Batch:
         """This part of the batch of a step, its rows in this order: a pure function of (config,
         manifests, seed, step).
@@ -458,7 +465,10 @@ class TrainingData(_Dataset):
         of_row = np.zeros(len(held), np.int32)
         of_row[row[begins_row]] = source[begins_row]
         arrays["source"] = of_row
-        place = _digest(batch.source, batch.row)
+        # Where the documents lie depends on their sizes: drawn in another order, the same ones give
+        # the same rows.
+        order = np.lexsort((places.column, places.row))
+        place = _digest(batch.source[order], batch.row[order])
         return _batch(step, arrays, batch, place, held, first_column)
 
     def _corrupt(self, arrays: dict[str, np.ndarray], batch: Rows, part: Part, length: int) -> None:

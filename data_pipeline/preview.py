@@ -49,11 +49,16 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
     yield f"step {step + 1:,} of {data.plan.num_steps:,}: {shape}, {targets_of}"
     yield f"  batch {batch.digest}"
     targets = np.count_nonzero(batch.arrays["loss_mask"], axis=1)
-    sources = batch.arrays["source"]
+    sources = data.rows_at(step).source
+    what = "rows"
+    of_each = targets
+    if data.is_balanced:
+        what = "documents"
+        of_each = _targets_of_documents(data, step, batch.arrays)
     for number in np.unique(sources).tolist():
         mine = sources == number
         shards = data.shards[number]
-        counts = f"{np.count_nonzero(mine):,} rows, {targets[mine].sum():,} targets"
+        counts = f"{np.count_nonzero(mine):,} {what}, {of_each[mine].sum():,} targets"
         line = f"  {data.plan.names[number]}: {counts}, of {shards.path}"
         if shards.manifest.command:
             line += f"; made by: {shards.manifest.command}"
@@ -106,6 +111,21 @@ def preview_rows(
             num_tokens=int(np.count_nonzero(real)),
             text=one_line(text, width),
         )
+
+
+def _targets_of_documents(
+    data: TrainingData, step: int, arrays: dict[str, np.ndarray]
+) -> np.ndarray:
+    """Targets of each document of a balanced batch, in the order of `rows_at`."""
+    places = data.places_at(step)
+    counts = np.zeros(len(places.row), np.int64)
+    for row in np.unique(places.row).tolist():
+        (mine,) = np.nonzero(places.row == row)
+        mine = mine[np.argsort(places.column[mine])]
+        # Each document reaches to where the next one begins.
+        learnt = arrays["loss_mask"][row] > 0
+        counts[mine] = np.add.reduceat(learnt.astype(np.int64), places.column[mine])
+    return counts
 
 
 def _documents(data: TrainingData, step: int, place: int) -> np.ndarray:

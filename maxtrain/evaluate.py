@@ -25,7 +25,7 @@ from data_pipeline.config import DataConfig, EvalSetConfig
 from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
 from data_pipeline.loader import EvaluationData, open_evaluation
 from data_pipeline.tokenizer import Tokenizer
-from maxtrain.config.schema import DistillConfig, MeshConfig, ObserveConfig
+from maxtrain.config.schema import MeshConfig, ObserveConfig
 from maxtrain.model_source import (
     add_model_arguments,
     check_model_arguments,
@@ -38,11 +38,12 @@ from maxtrain.models.families.directory import read_config
 from maxtrain.objectives.distill import TEACHER, distill
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY, Objective
+from maxtrain.observe.metrics import as_json
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.teacher import find_teacher
-from maxtrain.training.evaluate import evaluate, make_eval_step
+from maxtrain.training.evaluate import evaluate, make_eval_step, not_finite
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
 
@@ -136,21 +137,17 @@ def _open(
 def _open_teacher(
     asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, length: int, mesh: Mesh
 ) -> Comparison:
-    """The teacher that --teacher names, at the temperature that a distilled run has learnt with.
+    """The teacher that --teacher names. The divergence is KL(teacher || model) at temperature 1,
+    whatever a run has learnt with, so that models can be compared.
 
     Raises:
         ConfigError: its tokens are others than the model's, or rows are too long for it.
     """
-    config = DistillConfig()
-    if asked.run is not None:
-        of_run = read_run_config(asked.run)
-        if of_run.objective == "distill":
-            config = of_run.distill
     teacher = find_teacher(asked.teacher, "--teacher ")
     teacher.require_same_tokens(model.config.vocab_size or 0)
     teacher.require_same_tokenizer(tokenizer.sha256)
     teacher.require_length(length)
-    objective = distill(config.temperature, config.weight, config.kind)
+    objective = distill(temperature=1.0, weight=1.0, kind="forward")
     with jax.set_mesh(mesh):
         graphdef, params = teacher.abstract(mesh)
         return Comparison(objective, graphdef, teacher.load(params))
@@ -279,7 +276,8 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     add(
         "--teacher",
         metavar="DIR",
-        help="also the divergence from this run, checkpoint or Hugging Face directory",
+        help="also KL(teacher || model) at temperature 1, in nats per target, and how often their "
+        "most likely tokens agree; DIR: a run, a checkpoint of one, or a Hugging Face directory",
     )
     add("--json", action="store_true", help="print the numbers as JSON")
     asked = parser.parse_args(argv)
@@ -313,15 +311,18 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             comparison = _open_teacher(asked, model, tokenizer, length, mesh)
         results = evaluate_sets(model, mesh, tokenizer, reading, comparison)
         if asked.json:
-            print(json.dumps({"model": what, "sets": results}))
+            sets = {name: as_json(result) for name, result in results.items()}
+            print(json.dumps({"model": what, "sets": sets}, allow_nan=False))
         else:
             console = Console(highlight=False)
             console.print(what, markup=False)
             console.print(_table(results))
-        if bad := [name for name, result in results.items() if not math.isfinite(result["nll"])]:
-            raise DivergedError(
-                f"{what}: the loss on {', '.join(bad)} is not finite. Take another checkpoint with --step."
-            )
+        for name, result in results.items():
+            bad = not_finite(result)
+            if bad:
+                raise DivergedError(
+                    f"{what}: {bad} on {name}. Take another checkpoint with --step."
+                )
 
     return run_command(job, resumes=False)
 

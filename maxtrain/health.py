@@ -161,9 +161,9 @@ class Health:
         # Else the batch itself is damaged, and the step was not made.
         if not math.isfinite(targets):
             return None
-        span = self._data.plan.span(origin.step)
-        shape = (span.batch_size, span.seq_length)
-        empty_rows = float(value["empty_rows"])
+        shape = self._data.shape_at(origin.step)
+        # Rows that balancing adds, so that all devices have as many, are nobody's fault.
+        empty_rows = float(value["empty_rows"]) - self._data.num_unused_rows(origin.step)
         verdict = self.guard.observe(step, targets, empty_rows, shape, repeats)
         if verdict is None:
             return None

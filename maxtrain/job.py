@@ -30,6 +30,7 @@ from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import POLICY, Batch, Objective
 from maxtrain.objectives.registry import Settings, make_objective
 from maxtrain.observe.launches import usual_devices
+from maxtrain.observe.metrics import require_free_names
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
@@ -85,10 +86,15 @@ class Parts:
         )
         return {quantity.name: quantity.unit for quantity in quantities}
 
-    def initial_state(self, tell: Callable[[str], object] = lambda table: None) -> TrainState:
+    def initial_state(
+        self,
+        tell: Callable[[str], object] = lambda table: None,
+        teacher: nnx.State | None = None,
+    ) -> TrainState:
         """The state before the first step.
 
         Its weights are from elsewhere if the config says so, and then told of; else random ones.
+        `teacher` as of `with_teacher`.
         """
         config = self.config
         if config.checkpoint.init_from is None:
@@ -99,7 +105,7 @@ class Parts:
                 raise ConfigError(
                     f"init: the initial weights are not finite, first those of {bad[0]}. {mend}."
                 )
-            return self.with_teacher(state)
+            return self.with_teacher(state, teacher)
 
         def random_variables() -> nnx.State:
             return policy_variables(self._random_state())
@@ -113,14 +119,18 @@ class Parts:
         )
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
-        return self.with_teacher(state)
+        return self.with_teacher(state, teacher)
 
-    def with_teacher(self, state: TrainState) -> TrainState:
-        """The state of a checkpoint, or a new one, with the teacher that no checkpoint holds."""
+    def with_teacher(self, state: TrainState, teacher: nnx.State | None = None) -> TrainState:
+        """The state of a checkpoint, or a new one, with the teacher that no checkpoint holds.
+
+        `teacher`: its parameters; None: they are read.
+        """
         if self.teacher is None:
             return state
-        params = self.teacher.load(self.abstract.frozen[TEACHER])
-        return with_frozen(state, {TEACHER: params})
+        if teacher is None:
+            teacher = self.teacher.load(self.abstract.frozen[TEACHER])
+        return with_frozen(state, {TEACHER: teacher})
 
     def _random_state(self) -> TrainState:
         config = self.config
@@ -310,6 +320,7 @@ def make_parts(
             graphdefs[TEACHER] = structure
             abstract = with_frozen(abstract, {TEACHER: shapes})
         of_layers = nnx.merge(graphdef, variables).quantities()
+        require_free_names((*objective.recorded, *of_layers, *objective.evaluated))
     return Parts(
         config,
         mesh,
@@ -340,7 +351,7 @@ def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
         fields[package] = importlib.metadata.version(package)
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
     if job.teacher is not None:
-        fields["teacher"] = f"step {job.teacher.step}"
+        fields["teacher"] = f"step {job.teacher.step}, {job.teacher.function()}"
     fields["checkpoint"] = "none"
     if saved:
         fields["checkpoint"] = f"step {saved['step']}"

@@ -104,7 +104,7 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
-        require_same_teacher(job.config.distill.teacher, teacher_digest(state), record)
+        require_same_teacher(job.config.distill.teacher, teacher_digest(job.teacher, state), record)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
         now = launch_record(config, job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])

@@ -4,12 +4,12 @@
 makes a step, goes back, saves and stops.
 """
 
-import math
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from flax import nnx
 
 from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError
 from data_pipeline.loader import Batch as HostBatch
@@ -22,6 +22,7 @@ from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
 from maxtrain.models.cost import product_weights, token_flops
+from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
@@ -38,6 +39,7 @@ from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.teacher import DIGEST, require_same_teacher, teacher_digest
+from maxtrain.training.evaluate import not_finite
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
 from maxtrain.training.state import (
@@ -126,7 +128,7 @@ class Run:
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []
         self.save_is_postponed = False
-        # Digest of the teacher of objective=distill; None: there is none.
+        # Digest of the teacher of objective=distill; None: there has been none.
         self._teacher: str | None = None
         self.sample_interval = 0
         if jax.process_count() == 1:
@@ -148,8 +150,11 @@ class Run:
 
     # The beginning
 
-    def restore(self, record: dict[str, Any] | None) -> None:
-        """Begins at the checkpoint of this record; None: with imported weights, or random ones."""
+    def restore(self, record: dict[str, Any] | None, teacher: nnx.State | None = None) -> None:
+        """Begins at the checkpoint of this record; None: with imported weights, or random ones.
+
+        `teacher`: the parameters of the teacher, if there is one and they are in memory already.
+        """
         self._unseen = []
         self.recorder.restore(record, self.rollbacks)
         self.health.restore(record, self.rollbacks)
@@ -167,27 +172,30 @@ class Run:
                 self.folder.note_discarded_after(self.step)
             self.checkpoints.discard_after(record["step"] if record else -1)
         if record is None:
-            self._make_initial_state()
+            self._make_initial_state(teacher)
         else:
-            self._restore_arrays(record)
-        self._teacher = teacher_digest(self.state)
+            self._restore_arrays(record, teacher)
+        self._teacher = teacher_digest(self.job.teacher, self.state)
         require_same_teacher(self.config.distill.teacher, self._teacher, record)
+        if self._teacher is None:
+            # A run may learn from it again later.
+            self._teacher = (record or {}).get(DIGEST)
 
-    def _make_initial_state(self) -> None:
+    def _make_initial_state(self, teacher: nnx.State | None) -> None:
         weights = self.config.checkpoint.init_from
         doing = f"reading weights from {weights}" if weights else "making the initial weights"
         self.progress.phase(doing)
         with self.clock.during("compile"):
-            self.state = self.job.initial_state(self.progress.message)
+            self.state = self.job.initial_state(self.progress.message, teacher)
 
-    def _restore_arrays(self, record: dict[str, Any]) -> None:
+    def _restore_arrays(self, record: dict[str, Any], teacher: nnx.State | None) -> None:
         step = self.step
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
             self._require_same_frozen(step)
             state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
-            self.state = self.job.with_teacher(state)
+            self.state = self.job.with_teacher(state, teacher)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
         if self.data.start == record["cursor"]:
             self.progress.message(
@@ -417,10 +425,11 @@ class Run:
             if result is None:
                 raise StopRequested
             self.recorder.write(self.step, result, "eval")
-            if not math.isfinite(result["nll"]):
+            bad = not_finite(result)
+            if bad:
                 self._require_finite()
                 raise DivergedError(
-                    f"step {self.step:,}: the loss on eval.sets.{name} is {result['nll']}, so this "
+                    f"step {self.step:,}: {bad} on eval.sets.{name}, so this "
                     f"step is not saved. {self.newest()} Lower optimizer.learning_rate, or go on "
                     f"from an earlier step with other settings."
                 )
@@ -528,8 +537,11 @@ class Run:
             f"{self.config.anomaly.max_rollbacks}).",
             style="yellow",
         )
-        jax.tree.map(lambda x: x.delete(), self.state)  # there may be no room for two
-        self.restore(record)
+        # The teacher stays: its run may have deleted that checkpoint by now.
+        teacher = self.state.frozen.get(TEACHER)
+        # There may be no room for two.
+        jax.tree.map(lambda x: x.delete(), saved_part(self.state))
+        self.restore(record, teacher)
         self.clock.lap()
         self.recorder.open_logs(self.step, self.evaluated_again, self.folder.id)
 

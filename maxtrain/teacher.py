@@ -1,10 +1,12 @@
 """The teacher of objective=distill: found, held against the run, and read onto its mesh.
 
-It is never saved with the run. Checkpoints hold the digest of its arrays instead, so that a run
-goes on with the teacher that it began with.
+It is never saved with the run. Checkpoints hold a digest of its arrays and of what is computed with
+them instead, so that a run goes on with the teacher that it began with.
 """
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,14 +19,14 @@ from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.listing import complete
 from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.model_source import read_run_config, restore_variables, step_of, tokenizer_place
-from maxtrain.models.families.directory import read_config, read_json
+from maxtrain.models.families.directory import FREE, read_config, read_json
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.training.state import TrainState, abstract_model
 from maxtrain.weights.hf import load_weights
 
-# In the record of a checkpoint: the digest of the teacher's arrays.
+# In the record of a checkpoint: the digest of the teacher.
 DIGEST = "teacher"
 
 
@@ -51,6 +53,14 @@ class Teacher:
         if self.run is None:
             return f"{self.directory}"
         return f"{self.directory}, step {self.step:,}"
+
+    def function(self) -> str:
+        """What is computed with its arrays, as a hash: a change of its config may be another
+        teacher with the same weights."""
+        model = dataclasses.asdict(self.model)
+        decides = {key: value for key, value in model.items() if key not in FREE}
+        text = json.dumps([decides, dataclasses.asdict(self.precision)], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def abstract(self, mesh: Mesh) -> tuple[nnx.GraphDef, nnx.State]:
         """The structure, and the parameters as shapes with shardings on this mesh.
@@ -151,11 +161,13 @@ def find_teacher(place: str, asked_by: str) -> Teacher:
     return Teacher(name, run, config.model, config.precision, config, step)
 
 
-def teacher_digest(state: TrainState) -> str | None:
-    """One digest of all of the teacher's arrays, the same on every mesh; None: there is none."""
-    if TEACHER not in state.frozen:
+def teacher_digest(teacher: Teacher | None, state: TrainState) -> str | None:
+    """One digest of all of the teacher's arrays in the state, and of what is computed with them,
+    the same on every mesh; None: there is none."""
+    if teacher is None:
         return None
-    return hash_text(digests(state.frozen[TEACHER]))
+    arrays = hash_text(digests(state.frozen[TEACHER]))
+    return f"{arrays}-{teacher.function()}"
 
 
 def require_same_teacher(
@@ -172,10 +184,18 @@ def require_same_teacher(
     if before is None or digest is None or before == digest:
         return
     raise ConfigError(
-        f"distill.teacher={name} holds other weights (digest {digest}) than the teacher that this "
-        f"run has learnt from until now (digest {before}). Set distill.teacher to that one, such "
-        "as RUN/checkpoints/STEP, or set run_name to a new name to start afresh."
+        f"distill.teacher={name} has other {_what_differs(before, digest)} (digest {digest}) than "
+        f"the teacher that this run has learnt from until now (digest {before}). Set "
+        "distill.teacher to that one, such as RUN/checkpoints/STEP, or set run_name to a new name "
+        "to start afresh."
     )
+
+
+def _what_differs(before: str, now: str) -> str:
+    """Weights, or what is computed with them, from two digests."""
+    if before.partition("-")[0] != now.partition("-")[0]:
+        return "weights"
+    return "settings of `model` or `precision` in its config"
 
 
 def _stored_precision(directory: Path) -> PrecisionConfig:

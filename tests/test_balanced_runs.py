@@ -53,7 +53,6 @@ def config(tmp_path_factory, tiny_run) -> Path:
             "packing": "balanced",
             "balance_rows": 8,
         },
-        mesh={"data": 1, "fsdp": 2, "simulated_devices": 2},
         schedule={"warmup_steps": 2},
     )
     assert train(path, "whole") == 0
@@ -67,6 +66,14 @@ def test_a_resumed_run_is_as_never_stopped_and_can_be_replayed(config):
     assert train(config, "whole") == 0
     assert saved_digests(folder / "checkpoints")[8] == expected
     assert replay.main([str(folder), "--steps", "4:8"]) == 0
+
+
+def test_a_batch_is_judged_by_its_own_rows(config):
+    """Of 32 rows, one for each document, hardly a tenth would be targets."""
+    records = [r for r in read_metrics(config.parent / "runs" / "whole") if r["kind"] == "train"]
+    assert min(record["fill"] for record in records) > 0.3
+    strict = ["data.min_fill=0.3", "data.fill_patience=2", "steps=4"]
+    assert train(config, "strict", *strict) == 0
 
 
 def test_its_losses_are_those_of_padded_rows(config):
@@ -89,7 +96,7 @@ def test_two_processes_are_as_one(config):
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
-    job = [f"mesh.coordinator=localhost:{port}", "mesh.num_processes=2", "mesh.simulated_devices=1"]
+    job = [f"mesh.coordinator=localhost:{port}", "mesh.num_processes=2", "mesh.simulated_devices=4"]
     words = [f"config={config}", "run_name=two", *job]
     processes = [
         subprocess.Popen(

@@ -16,7 +16,7 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig, MeshConfig
 from maxtrain.model_source import load_run
-from maxtrain.observe.metrics import read_metrics
+from maxtrain.observe.metrics import TAKEN, read_metrics
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.teacher import find_teacher
@@ -84,6 +84,9 @@ def test_a_student_is_closer_to_its_teacher_than_who_learns_from_the_data(config
     assert launch["units"] == {"distill": "nats per target", "agreement": "share of targets"}
     steps = [r for r in read_metrics(runs / "student") if r["kind"] == "train"]
     assert all(0 <= record["agreement"] <= 1 for record in steps)
+    for record in read_metrics(runs / "student"):
+        plain = {key for key in record if "/" not in key and not key.endswith("_hash")}
+        assert plain <= TAKEN | launch["units"].keys(), "names that others could take"
     assert steps[-1]["objective"] == pytest.approx(steps[-1]["distill"], rel=1e-5)
 
     def compared(run: str) -> dict[str, float]:
@@ -104,7 +107,7 @@ def test_no_checkpoint_holds_the_teacher_and_each_says_which_it_is(config):
     arrays = json.loads((student / "commit.json").read_text())["arrays"]
     assert not any("teacher" in name or name.startswith("frozen") for name in arrays)
     record = json.loads((student / "record.json").read_text())
-    assert len(record["teacher"]) == 16
+    assert [len(part) for part in record["teacher"].split("-")] == [16, 16]
     alone = config.parent / "runs" / "alone" / "checkpoints" / "00000024"
     assert "teacher" not in json.loads((alone / "record.json").read_text())
 
@@ -121,10 +124,64 @@ def test_a_resumed_run_is_as_never_stopped_and_needs_the_same_teacher(config, ca
     ]
     assert train(config, "student", *other) == 78
     told = capfd.readouterr().err
-    assert "holds other weights" in told and "Set distill.teacher to that one" in told
+    assert "has other weights" in told and "Set distill.teacher to that one" in told
     assert train(config, "student", *overrides) == 0
     assert final_state(folder) == expected
+    capfd.readouterr()
     assert replay.main([str(folder), "--steps", "12:24"]) == 0
+    # Nothing else differs, such as what the launch says of units.
+    assert "although" not in capfd.readouterr().out
+
+
+def test_the_same_weights_in_another_function_are_another_teacher(config, capfd):
+    runs = config.parent / "runs"
+    teacher_config = runs / "teacher" / "config.yaml"
+    kept = teacher_config.read_text()
+    changed = kept.replace("rope_theta: 500000.0", "rope_theta: 10000.0")
+    assert changed != kept
+    shutil.rmtree(runs / "student" / "checkpoints" / "00000024")
+    teacher_config.write_text(changed)
+    try:
+        assert train(config, "student", *distillation(config, "eval_at_start=true")) == 78
+    finally:
+        teacher_config.write_text(kept)
+    told = capfd.readouterr().err
+    assert "has other settings of `model` or `precision` in its config" in told
+    before = find_teacher(str(runs / "teacher"), "distill.teacher=").function()
+    teacher_config.write_text(kept.replace("scan_layers: true", "scan_layers: false"))
+    try:
+        assert find_teacher(str(runs / "teacher"), "distill.teacher=").function() == before
+    finally:
+        teacher_config.write_text(kept)
+    assert train(config, "student", *distillation(config, "eval_at_start=true")) == 0
+
+
+def test_a_run_that_learns_from_the_data_meanwhile_remembers_its_teacher(config):
+    runs = config.parent / "runs"
+    both = distillation(config, "checkpoint_interval=2")
+    assert train(config, "changing", *both, "steps=2") == 0
+    assert train(config, "changing", "checkpoint_interval=2", "steps=4") == 0
+    record = json.loads((runs / "changing/checkpoints/00000004/record.json").read_text())
+    assert len(record["teacher"]) == 33
+    other = [word.replace("/teacher", "/alone") for word in both]
+    assert train(config, "changing", *other, "steps=6") == 78
+    assert train(config, "changing", *both, "steps=6") == 0
+
+
+def test_a_divergence_that_is_not_finite_fails(config, tmp_path, capfd):
+    run = config.parent / "runs" / "teacher"
+    model, tokenizer = load_run(run)
+    params = nnx.split(model)[1]
+    params["head"]["kernel"].set_value(params["head"]["kernel"].get_value() * 1e38)
+    write_config(tmp_path, model.config, "float32", tokenizer)
+    write_weights(tmp_path, params, model.config, "float32", 10**9, print)
+    tokenizer.save(tmp_path)
+    capfd.readouterr()
+    student = str(config.parent / "runs" / "student")
+    assert evaluate.main([student, "--teacher", str(tmp_path), "--json"]) == 70
+    told = capfd.readouterr()
+    assert "distill is nan on heldout" in told.err
+    assert json.loads(told.out)["sets"]["heldout"]["distill"] == "nan"
 
 
 def test_a_hugging_face_directory_is_the_same_teacher_in_its_own_precision(config, tmp_path):

@@ -91,6 +91,7 @@ def goes_on(folder, run, capsys, *overrides):
     return capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_every_file_carries_the_id_of_its_run(folder):
     run = folder / "runs" / "whole"
     own = json.loads((run / "run.json").read_text())

@@ -61,8 +61,11 @@ def distill(
     _require(temperature, weight, kind)
     plain = next_token(loss, normalize, num_sources, regularization)
     factors = {**plain.factors, "nll": 1 - weight, "distill": weight}
+    unit = "nats per target"
+    if temperature != 1:
+        unit += f" at temperature {temperature:g}"
     compared = (
-        Quantity("distill", "nats per target"),
+        Quantity("distill", unit),
         Quantity("agreement", "share of targets"),
     )
 

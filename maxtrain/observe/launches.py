@@ -47,7 +47,7 @@ _FLAGS = re.compile(
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
 # What does not change the numbers of training.
 _APART = re.compile(
-    r"time|step|command|run|config\."
+    r"time|step|command|run|units\..*|config\."
     r"(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*"

@@ -27,7 +27,7 @@ import json
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -37,11 +37,23 @@ from data_pipeline import strict_json
 from data_pipeline.errors import DataError
 from data_pipeline.shards import write_atomic
 from maxtrain.observe.books import put_aside
+from maxtrain.ops.quantity import Quantity
 
 FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
+# Names of records of training and of evaluations that nothing else may have.
+TAKEN = frozenset(
+    (
+        *("kind", "step", "time"),
+        *("loss", "step_loss", "objective", "grad_norm", "learning_rate", "skipped", "loss_scale"),
+        *("weight_norm", "batch", "tokens_seen", "fill", "step_seconds", "data_wait_seconds"),
+        *("tokens_per_second", "positions_per_second", "mfu", "mfu_causal"),
+        *("host_bytes", "device_bytes", "device_peak_bytes", "targets", "empty_rows"),
+        *("set", "nll", "perplexity", "tokens", "bits_per_byte", "best_step", "data", "seconds"),
+    )
+)
 KINDS = ("train", "eval", "end", "norms")
 _HEADER = "run"  # the kind of the first line
 
@@ -218,10 +230,32 @@ def same(a: Any, b: Any) -> bool:
     return a.hex() == b.hex() if isinstance(a, float) and isinstance(b, float) else a == b
 
 
+def require_free_names(quantities: Iterable[Quantity]) -> None:
+    """What objectives and layers record has names of its own.
+
+    Raises:
+        ValueError: a name is one of those that every record has, or has two meanings.
+    """
+    named = {}
+    for quantity in quantities:
+        name = quantity.name
+        if name in TAKEN or "/" in name or name.endswith("_hash"):
+            raise ValueError(
+                f"{quantity}: records have a {name} already, or a name like it. "
+                "Give the quantity another name."
+            )
+        before = named.setdefault(name, quantity)
+        if before != quantity:
+            raise ValueError(f"{name} means both {before} and {quantity}. Rename one of them.")
+
+
+def as_json(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with strings for floats that JSON lacks."""
+    return {name: _plain(value) for name, value in record.items()}
+
+
 def _line(record: Mapping[str, Any]) -> str:
-    return (
-        json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
-    )
+    return json.dumps(as_json(record), allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -78,6 +78,16 @@ def evaluate(
     return result
 
 
+def not_finite(result: Mapping[str, Any]) -> str:
+    """Says which number of an evaluation is not finite; empty: all are."""
+    for name, value in result.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            if name == "nll":
+                name = "the loss"
+            return f"{name} is {value}"
+    return ""
+
+
 def _total(sums: Sequence[dict[str, Sum]], name: str) -> tuple[float, float]:
     """One sum over all batches: its total and its weight."""
     total = math.fsum(float(batch[name].total) for batch in sums)

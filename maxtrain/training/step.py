@@ -351,9 +351,15 @@ def _with_quantities(
 ) -> Metrics:
     """The metrics of a step, and what the objective and the policy's layers record.
 
-    ValueError: two have one name, or one is missing.
+    ValueError: two have one name, one is missing, or layers say what they do not name.
     """
     metrics = dict(metrics)
+    unnamed = result.of_layers.keys() - {quantity.name for quantity in of_layers}
+    if unnamed:
+        raise ValueError(
+            f"layers say {sorted(unnamed)}, which nobody would record. "
+            "Name them in `LayerSpec.quantities`, with their units."
+        )
     for quantities, sums in ((recorded, result.sums), (of_layers, result.of_layers)):
         for quantity in quantities:
             if quantity.name in metrics:

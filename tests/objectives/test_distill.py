@@ -117,7 +117,7 @@ def test_without_weight_it_is_the_next_token_objective_to_the_bit(tiny, models):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("normalize", ["tokens", "sequences"])
+@pytest.mark.parametrize("normalize", ["tokens", pytest.param("sequences", marks=pytest.mark.long)])
 def test_a_split_of_the_batch_gives_the_same_gradient(tiny, models, normalize):
     batch = {name: jnp.asarray(x) for name, x in tiny.batch().items()}
     objective = distill(TEMPERATURE, WEIGHT, normalize=normalize)

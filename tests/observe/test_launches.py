@@ -84,6 +84,7 @@ def test_launches_are_appended_and_found_by_the_steps_they_did(record, tmp_path)
 def test_differences_are_those_that_may_change_numbers(record):
     assert (
         launch_differences(record, record | {"time": "later", "command": "other", "step": 3}) == {}
+        and launch_differences(record, record | {"units": {"z": "nats"}}) == {}
     )
     other = record | {
         "versions": record["versions"] | {"jax": "0.0.1"},

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_pipeline.errors import DataError
-from maxtrain.observe.metrics import MetricsLog, Stopwatch, metrics_owner, read_metrics
+from maxtrain.observe.metrics import (
+    MetricsLog,
+    Stopwatch,
+    metrics_owner,
+    read_metrics,
+    require_free_names,
+)
+from maxtrain.ops.quantity import Quantity
 
 
 def refuse(name):
@@ -167,3 +174,15 @@ def test_every_second_belongs_to_one_cause(events):
     ledger = watch.seconds()
     assert sum(ledger.values()) == clock.now - 100
     assert laps == ledger["step"] + ledger.get("data_wait", 0)
+
+
+@pytest.mark.parametrize("name", ["tokens", "step_loss", "fill", "loss/web", "params_hash"])
+def test_quantities_have_names_of_their_own(name):
+    with pytest.raises(ValueError, match="Give the quantity another name"):
+        require_free_names([Quantity("z", "nats"), Quantity(name, "nats")])
+
+
+def test_one_name_has_one_meaning():
+    require_free_names([Quantity("z", "nats"), Quantity("z", "nats")])
+    with pytest.raises(ValueError, match=r"z means both .* Rename one of them"):
+        require_free_names([Quantity("z", "nats"), Quantity("z", "nats", "sum")])

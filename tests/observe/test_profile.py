@@ -49,8 +49,8 @@ def test_a_trace_has_events_and_is_taken_once(tmp_path):
 @pytest.mark.parametrize(
     ("given", "mend"),
     [
-        ("3", "as in observe.profile=10:12"),
-        ("a:b", "as in observe.profile=10:12"),
+        ("3", "Set observe.profile=10:12"),
+        ("a:b", "Set observe.profile=10:12"),
         ("0:2", "Set observe.profile=1:2"),
         ("5:2", "Set observe.profile=2:5"),
     ],

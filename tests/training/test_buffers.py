@@ -129,8 +129,8 @@ def _joined(state):
     "how",
     [
         {"accumulation": 4},
-        {"mesh": (2, 2, 2)},
-        {"scan_layers": False},
+        pytest.param({"mesh": (2, 2, 2)}, marks=pytest.mark.long),
+        pytest.param({"scan_layers": False}, marks=pytest.mark.long),
         pytest.param({"remat": "full"}, marks=pytest.mark.long),
         pytest.param({"mesh": (1, 4, 1), "accumulation": 2}, marks=pytest.mark.long),
     ],
@@ -225,6 +225,10 @@ def test_names_that_mean_two_numbers_are_refused():
             step = dataclasses.replace(parts, objective=objective).make_step()
             with pytest.raises(ValueError, match=told):
                 step.lower(parts.abstract, batch)
+    with jax.set_mesh(parts.mesh):
+        step = dataclasses.replace(parts, of_layers=()).make_step()
+        with pytest.raises(ValueError, match="which nobody would record"):
+            step.lower(parts.abstract, batch)
     out = Forward(jnp.zeros(()), {"a": Sum(1.0, 1.0)}, {"a": Sum(1.0, 1.0)}, {})
     with pytest.raises(ValueError, match="both as a term of the loss and as a number"):
         with_layers(jnp.zeros(()), {}, out, {"layers": 1.0})

@@ -144,8 +144,8 @@ def profile_problems(observe: ObserveConfig) -> Iterator[str]:
     found = re.fullmatch(r"([0-9]+):([0-9]+)", given)
     if not found:
         yield (
-            f"observe.profile={given} must be the first and the last step to trace, as in "
-            f"observe.profile=10:12."
+            f"observe.profile={given} must be the first and the last step to trace. "
+            "Set observe.profile=10:12, for example."
         )
         return
     first = int(found[1])
