@@ -221,16 +221,68 @@ def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     assert "lm_head.weight [160, 48] - not used" in lines
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1, 1, 1.5, 2],
+    "long_factor": [1, 2, 4, 8],
+}
 REFUSED_CONFIGS = [
     ({"architectures": ["MambaForCausalLM"]}, "one of: LlamaForCausalLM, Qwen3ForCausalLM"),
     ({"architectures": "absent"}, "architectures=None is not known here"),
     (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-        "'yarn'.*only one set for all layers, of type 'default' or 'llama3'",
+        {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
+        "'proportional'.*only one set for all layers, of type 'default', 'linear', 'dynamic', "
+        "'llama3', 'yarn' or 'longrope'",
     ),
     (
-        {"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}},
-        "'linear'.*Choose a model",
+        {"rope_parameters": "absent", "rope_scaling": {"type": "su", "factor": 2.0}},
+        "'su'.*Choose a model",
+    ),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "linear"}},
+        "factor=None must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}},
+        "factor=0.5 must be a number of at least 1. Get the file again",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        "factor=None must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {**YARN, "beta_fast": 1}},
+        "beta_fast=1.0 must be more than beta_slow=1.0. Get the file again",
+    ),
+    (
+        {"rope_parameters": {**YARN, "truncate": None}},
+        "truncate=None must be true or false. Get the file again",
+    ),
+    (
+        {"rope_parameters": {**YARN, "attention_factor": "1"}},
+        "attention_factor=1 must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {**YARN, "rope_theta": 1}},
+        "rope_theta=1.0 must be more than 1 with rope_type 'yarn'",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "long_factor": [1, 2, 4]}},
+        r"long_factor=\[1, 2, 4\] must be a list of 4 numbers, one for each pair of a head",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "short_factor": "absent"}},
+        "short_factor=absent must be a list of 4 numbers",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "short_factor": [1, 2, 0, 4]}},
+        r"short_factor\[2\]=0 must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 1}},
+        "original_max_position_embeddings=1 must be more than 1 with rope_type 'longrope'",
     ),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "only one set for all layers"),
     (
