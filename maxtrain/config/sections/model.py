@@ -20,10 +20,10 @@ def _read_by(*scalings: str) -> UsedBy:
     )
 
 
-# Without a factor of attention that is set, these make it.
+# From these the attention factor is computed where it is not set.
 _WITHOUT_ATTENTION_FACTOR = UsedBy(
     {"model.rope.attention_factor": (None,)},
-    "{key}={value} is not used with {cause}, which they would make. "
+    "{key}={value} is not used with {cause}: it is there to compute that. "
     "Set {reader}=null, or leave it out.",
 )
 
@@ -195,7 +195,8 @@ def _yarn_problems(model: ModelConfig) -> Iterator[str]:
             f"model.rope.beta_slow={rope.beta_slow}: pairs that turn fast are kept, and those that "
             "turn slowly are stretched. Set model.rope.beta_fast=32 and model.rope.beta_slow=1."
         )
-    if (rope.mscale is None) != (rope.mscale_all_dim is None):
+    is_one_missing = (rope.mscale is None) != (rope.mscale_all_dim is None)
+    if rope.attention_factor is None and is_one_missing:
         yield (
             f"model.rope.mscale={show(rope.mscale)} and "
             f"model.rope.mscale_all_dim={show(rope.mscale_all_dim)} count only together. "
