@@ -34,7 +34,7 @@ from maxtrain.config.paths import expand_paths, with_default_paths
 from maxtrain.config.problems import problems_of
 from maxtrain.config.schema import ModelConfig, RunConfig
 from maxtrain.config.shipped import available, find_file, shipped_configs
-from maxtrain.config.values import MAX_LISTED, ValueProblem, section_from
+from maxtrain.config.values import MAX_LISTED, ValueProblem, section_from, section_leaves
 from maxtrain.config.words import show
 
 # Of a directory with weights: the keys of `model` that they decide.
@@ -165,16 +165,31 @@ def _fill_model(
     except UserError as error:
         problems.append(ValueProblem(key, f"{key}={show(directory)}: {error}"))
         return []
-    ours = dataclasses.asdict(ModelConfig()) | model
+    ours = section_leaves(dataclasses.asdict(ModelConfig())) | section_leaves(model)
     changed = {}
-    for name, value in theirs.items():
-        if f"model.{name}" not in typed and value != ours[name]:
-            changed[name] = value
+    for path, value in section_leaves(theirs).items():
+        if f"model.{path}" not in typed and value != ours.get(path):
+            changed[path] = value
     if not changed:
         return []
-    tree["model"] = model | changed
+    tree["model"] = _with_leaves(model, changed)
     words = ", ".join(f"{name}={show(value)}" for name, value in changed.items())
     return [f"model: as in {directory}: {words}"]
+
+
+def _with_leaves(section: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    """A section of a file with other values for some keys, by their dotted paths."""
+    result = dict(section)
+    for path, value in changed.items():
+        name, _, below = path.partition(".")
+        if not below:
+            result[name] = value
+            continue
+        inner = result.get(name) or {}
+        # A value in place of a section stays, and is refused when the tree is read.
+        if isinstance(inner, dict):
+            result[name] = _with_leaves(inner, {below: value})
+    return result
 
 
 def from_command_line(argv: Sequence[str], prog: str, model_of: ModelOf | None = None) -> RunConfig:

@@ -17,7 +17,7 @@ from maxtrain.config.sections.distill import teacher_problems
 from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
-from maxtrain.config.sections.model import heads_problems
+from maxtrain.config.sections.model import heads_problems, rope_problems
 from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
 from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
@@ -59,6 +59,7 @@ def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Pro
 
 def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from heads_problems(config.model)
+    yield from rope_problems(config.model)
     yield from shapes.row_problems(config)
     yield from attention.kernel_problems(config)
     yield from std_problems(config.init)
@@ -94,6 +95,14 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
         "model.rope_low_freq_factor",
         "model.rope_high_freq_factor",
         "model.rope_original_length",
+        "model.rope.beta_fast",
+        "model.rope.beta_slow",
+        "model.rope.truncate",
+        "model.rope.attention_factor",
+        "model.rope.mscale",
+        "model.rope.mscale_all_dim",
+        "model.rope.short_factors",
+        "model.rope.long_factors",
         "data.corruption.span",
         "data.corruption.token_id",
         "data.fill_patience",

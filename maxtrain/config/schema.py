@@ -17,7 +17,7 @@ from maxtrain.config.sections.health import IntegrityConfig, WatchdogConfig
 from maxtrain.config.sections.init import InitConfig
 from maxtrain.config.sections.loss import LossConfig, RegularizationConfig
 from maxtrain.config.sections.mesh import MeshConfig
-from maxtrain.config.sections.model import ModelConfig
+from maxtrain.config.sections.model import ModelConfig, RopeConfig
 from maxtrain.config.sections.observe import ObserveConfig, TrackingConfig
 from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
@@ -43,6 +43,7 @@ __all__ = [
     "PieceConfig",
     "PrecisionConfig",
     "RegularizationConfig",
+    "RopeConfig",
     "RunConfig",
     "ScheduleConfig",
     "TrackingConfig",

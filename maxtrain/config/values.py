@@ -6,7 +6,7 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
@@ -215,3 +215,18 @@ def _float(number: Decimal) -> float:
     if number and not float(number):
         raise ValueError("0, or not that small")
     return float(number)
+
+
+def section_leaves(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Every key of a section and of those below it, by its dotted path, with lists as a file has
+    them."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            for path, inner in section_leaves(value).items():
+                found[f"{name}.{path}"] = inner
+        elif isinstance(value, tuple):
+            found[name] = list(value)
+        else:
+            found[name] = value
+    return found

@@ -5,6 +5,7 @@ Layers run as one scanned loop or unrolled: the parameters, and so the checkpoin
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -13,6 +14,7 @@ from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
 from maxtrain.models.init import Initializer
 from maxtrain.models.layers import Context, Noise, Norm, Rotation
 from maxtrain.models.linear import Linear
+from maxtrain.models.rotation import rotation_of
 from maxtrain.models.run_layers import StackOut, run_layers
 from maxtrain.models.specs import DecoderSpec, RopeSpec
 from maxtrain.models.stack import Caches, Stack
@@ -20,7 +22,6 @@ from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.cross_entropy import soft_capped
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.rope import llama3_frequencies, rope_frequencies, rope_tables
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import constrain
 
@@ -146,7 +147,8 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
-        context = Context(self._rotations(positions), Mask.of_rows(segment_ids), noise)
+        rotations = self._rotations(positions, segment_ids > 0)
+        context = Context(rotations, Mask.of_rows(segment_ids), noise)
         out = self._run(x, context, None)
         observed = {f"layers.{path}": value for path, value in out.observed.items()}
         return Forward(self.final_norm(out.x), out.terms, out.stats, observed)
@@ -176,6 +178,9 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Caches]:
         """Hidden states of T more columns, and the caches with them in it.
 
+        Where rotary positions depend on the length of a row, that is how long it is by the newest
+        of these columns. Keys in the cache keep the rotation that they were written with.
+
         Args:
             tokens: [B, T] ids that stand at columns offset ... offset + T - 1.
             segment_ids: [B, S] of all columns of the cache; negative where there is nothing yet.
@@ -184,7 +189,9 @@ class Decoder(nnx.Module):
             cache: as made by `new_cache`.
         """
         mask = Mask.of_cache(segment_ids, offset, tokens.shape[1])
-        context = Context(self._rotations(positions), mask, cached=offset)
+        segments = jax.lax.dynamic_slice_in_dim(segment_ids, offset, tokens.shape[1], axis=1)
+        rotations = self._rotations(positions, segments > 0)
+        context = Context(rotations, mask, cached=offset)
         out = self._run(self._embed(tokens, positions), context, cache)
         assert out.caches is not None
         return self.final_norm(out.x), out.caches
@@ -193,22 +200,10 @@ class Decoder(nnx.Module):
         """An empty cache of each layer, in the compute type."""
         return self.layers.new_caches(rows, columns, self.precision.compute)
 
-    def _rotations(self, positions: Array) -> dict[RopeSpec, Rotation]:
+    def _rotations(self, positions: Array, is_token: Array) -> dict[RopeSpec, Rotation]:
         """One for each kind of positions that some layer has."""
-        rotations = {}
-        for rope in self.layers.spec.ropes():
-            frequencies = rope_frequencies(rope.head_dim, rope.theta)
-            if rope.scaling == "llama3":
-                frequencies = llama3_frequencies(
-                    frequencies,
-                    rope.factor,
-                    rope.low_freq_factor,
-                    rope.high_freq_factor,
-                    rope.original_length,
-                )
-            cos, sin = rope_tables(positions, frequencies)
-            rotations[rope] = Rotation(cos, sin)
-        return rotations
+        ropes = self.layers.spec.ropes()
+        return {rope: rotation_of(rope, positions, is_token) for rope in ropes}
 
     def _run(self, x: Array, context: Context, cache: Caches | None) -> StackOut:
         scan = self.config.scan_layers

@@ -22,7 +22,7 @@ NORMS = (
 )
 BIASES = ("q", "k", "v", "o", "gate", "up", "down")
 Activation = Literal["silu", "gelu_tanh"]
-RopeScaling = Literal["none", "llama3"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 def head_dim(config: ModelConfig) -> int:
@@ -122,10 +122,26 @@ class MlpSpec:
 
 @dataclasses.dataclass(frozen=True)
 class RopeSpec:
-    """Rotary positions; see ops/rope.py. The last four belong to scaling "llama3".
+    """Rotary positions; see ops/rope.py and ops/rope_scaling.py. A scaling reads its own of these
+    numbers, and all but "none" and "linear" the original length.
+
+    Args:
+        head_dim: of the heads that are turned.
+        theta: base of the frequencies.
+        scaling: how they are stretched for long contexts.
+        factor: how far; of all but "longrope", which has factors for each pair.
+        original_length: context of the unstretched model, tokens.
+        low_freq_factor: of "llama3".
+        high_freq_factor: of "llama3".
+        beta_fast: of "yarn".
+        beta_slow: of "yarn".
+        truncate: of "yarn".
+        attention_factor: what cos and sin are multiplied by; of "yarn" and "longrope".
+        short_factors: one for each pair, for rows up to the original length; of "longrope".
+        long_factors: likewise, for longer rows.
 
     Raises:
-        ValueError: a head dim that can't be turned in pairs.
+        ValueError: a head dim that can't be turned in pairs, or that lists of factors do not fit.
     """
 
     head_dim: int
@@ -135,6 +151,12 @@ class RopeSpec:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_length: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.head_dim % 2:
@@ -142,6 +164,16 @@ class RopeSpec:
                 f"head_dim={self.head_dim} must be even: rotary positions turn pairs of numbers. "
                 f"Set it to {self.head_dim + 1}, or leave out rope."
             )
+        pairs = self.head_dim // 2
+        if self.scaling != "longrope":
+            return
+        for name in ("short_factors", "long_factors"):
+            count = len(getattr(self, name))
+            if count != pairs:
+                raise ValueError(
+                    f"{name} has {count} numbers, and must have one for each of the {pairs} pairs "
+                    f"of head_dim={self.head_dim}. Set it to {pairs} numbers."
+                )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,10 +5,11 @@ Source: Su et al. 2021, https://arxiv.org/abs/2104.09864, in the layout of Huggi
 """
 
 import math
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def rope_frequencies(head_dim: int, theta: float) -> np.ndarray:
@@ -43,13 +44,80 @@ def llama3_frequencies(
     return (stretched + kept).astype(np.float32)
 
 
+def row_lengths(positions: Int[Array, "B T"], is_token: Bool[Array, "B T"]) -> Int[Array, " B"]:
+    """The length of each row: its largest position, and one more. Padding does not count, whatever
+    its positions are; a row of padding alone has length 1."""
+    return jnp.max(jnp.where(is_token, positions, 0), axis=1) + 1
+
+
+def dynamic_frequencies(
+    frequencies: np.ndarray, factor: float, original_length: int, lengths: Int[Array, " B"]
+) -> Float[Array, "B F"]:
+    """Frequencies of each row, whose base grows with the row beyond the original length.
+
+    Up to it they are `frequencies`, bit for bit. The base is multiplied by growth ** (H / (H - 2)),
+    so that the last pair is stretched by the whole growth, and the first one not at all.
+
+    Args:
+        frequencies: [H / 2] radians a token.
+        factor: growth is 1 + factor * (length / original_length - 1).
+        original_length: context of the unstretched model, tokens.
+        lengths: of the rows, tokens.
+
+    Source: "NTK-aware" scaling, as in modeling_rope_utils.py of transformers 5
+    """
+    pairs = len(frequencies)
+    # With a single pair there is nothing to stretch.
+    share = np.arange(pairs, dtype=np.float32) / max(pairs - 1, 1)
+    beyond = jnp.maximum(lengths - original_length, 0).astype(jnp.float32) / original_length
+    growth = 1 + factor * beyond
+    stretched = frequencies * growth[:, None] ** -share
+    return jnp.where((lengths > original_length)[:, None], stretched, frequencies)
+
+
+def longrope_frequencies(
+    frequencies: np.ndarray,
+    short_factors: Sequence[float],
+    long_factors: Sequence[float],
+    original_length: int,
+    lengths: Int[Array, " B"],
+) -> Float[Array, "B F"]:
+    """Frequencies of each row, with every pair's wavelength stretched by a factor of its own.
+
+    Args:
+        frequencies: [H / 2] radians a token.
+        short_factors: H / 2, for rows up to the original length.
+        long_factors: H / 2, for longer rows.
+        original_length: context of the unstretched model, tokens.
+        lengths: of the rows, tokens.
+
+    Source: Ding et al. 2024, https://arxiv.org/abs/2402.13753
+    """
+    short = frequencies / np.asarray(short_factors, np.float32)
+    long = frequencies / np.asarray(long_factors, np.float32)
+    return jnp.where((lengths > original_length)[:, None], long, short)
+
+
 def rope_tables(
-    positions: Int[Array, "B T"], frequencies: np.ndarray
+    positions: Int[Array, "B T"],
+    frequencies: np.ndarray | Float[Array, "B 1 F"],
+    attention_factor: float = 1.0,
 ) -> tuple[Float[Array, "B T F"], Float[Array, "B T F"]]:
     """cos and sin of position times frequency, [B, T, H / 2] float32; made once and used by every
-    layer."""
+    layer.
+
+    Args:
+        positions: of the tokens.
+        frequencies: [H / 2] radians a token, or [B, 1, H / 2] where rows have their own.
+        attention_factor: what both are multiplied by; scores grow with its square.
+    """
     angle = positions.astype(jnp.float32)[..., None] * frequencies
-    return jnp.cos(angle), jnp.sin(angle)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    if attention_factor != 1.0:
+        cos = cos * attention_factor
+        sin = sin * attention_factor
+    return cos, sin
 
 
 def apply_rope(

@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.checkpoint.listing import aligned
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.sections.model import unread_rope_keys
+from maxtrain.config.values import section_leaves
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, FREE, read_config, read_json
@@ -33,12 +35,6 @@ from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import Entry, LazyArray, Part, Shape, slices
 
 _TABLE_ROWS = 40
-_LLAMA3_ROPE = {
-    "rope_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_length",
-}
 
 
 def load_pretrained(
@@ -227,15 +223,13 @@ def _open_file(path: Path) -> Any:
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys of two models that are a property of the weights and differ, with both values; what
-    one lacks is passed over."""
-    here = dataclasses.asdict(ours) | {"head_dim": head_dim(ours)}
-    there = dict(theirs)
+    """The keys of two models that are a property of the weights and differ, by their paths below
+    `model`, with both values; what one lacks is passed over."""
+    here = section_leaves(dataclasses.asdict(ours)) | {"head_dim": head_dim(ours)}
+    there = section_leaves(theirs)
     if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
         there["head_dim"] = there["embed_dim"] // there["num_heads"]
-    unused = FREE
-    if there.get("rope_scaling") != "llama3":
-        unused = FREE | _LLAMA3_ROPE
+    unused = FREE | unread_rope_keys(there.get("rope_scaling", "none"))
     found = {}
     for key, value in here.items():
         if key in there and key not in unused and value != there[key]:

@@ -2,7 +2,13 @@
 
 import pytest
 
-from tests.config.checking import check_accepted, check_problem
+from tests.config.checking import check_accepted, check_problem, problems
+
+LONGROPE = [
+    "model.rope_scaling=longrope",
+    "model.head_dim=8",
+    "model.rope.long_factors=[1, 2, 4, 8]",
+]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +85,55 @@ from tests.config.checking import check_accepted, check_problem
             "model.rope_scaling=llama3",
         ),
         (
+            ["model.rope_scaling=linear", "model.rope_original_length=16"],
+            "model.rope_original_length=16 is not used with model.rope_scaling=linear",
+            "Set model.rope_scaling=llama3, dynamic, yarn or longrope, or leave it out",
+        ),
+        (
+            ["model.rope_scaling=llama3", "model.rope.beta_fast=16"],
+            "model.rope.beta_fast=16.0 is not used with model.rope_scaling=llama3",
+            "Set model.rope_scaling=yarn, or leave it out",
+        ),
+        (
+            [
+                "model.rope_scaling=yarn",
+                "model.rope.attention_factor=1.5",
+                "model.rope.mscale=2",
+            ],
+            "model.rope.mscale=2.0 is not used with model.rope.attention_factor=1.5",
+            "Set model.rope.attention_factor=null, or leave it out",
+        ),
+        (
+            ["model.rope_scaling=yarn", "model.rope.mscale=2"],
+            "model.rope.mscale=2.0 and model.rope.mscale_all_dim=null count only together",
+            "Set both, or leave both out",
+        ),
+        (
+            ["model.rope_scaling=yarn", "model.rope.beta_slow=32"],
+            "model.rope.beta_fast=32.0 must be more than model.rope.beta_slow=32.0",
+            "Set model.rope.beta_fast=32 and model.rope.beta_slow=1",
+        ),
+        (
+            ["model.rope_scaling=yarn", "model.rope_theta=1"],
+            "model.rope_theta=1.0 must be more than 1 with model.rope_scaling=yarn",
+            "Set model.rope_theta=10000",
+        ),
+        (
+            [*LONGROPE, "model.rope.short_factors=[1, 2, 3]"],
+            "model.rope.short_factors has 3 numbers, and must have one for each of the 4 pairs",
+            "Set model.rope.short_factors to 4 numbers",
+        ),
+        (
+            [*LONGROPE, "model.rope.short_factors=[1, 2, -3, 4]"],
+            "model.rope.short_factors[2]=-3.0 must be at least 1e-06 and at most 1000000",
+            "Set model.rope.short_factors to such numbers",
+        ),
+        (
+            [*LONGROPE, "model.rope.short_factors=[1, 1, 1, 1]", "model.rope_original_length=1"],
+            "model.rope_original_length=1 must be more than 1 with model.rope_scaling=longrope",
+            "Set model.rope_original_length=4096",
+        ),
+        (
             ["mesh.data=3", "mesh.fsdp=1"],
             "data.batch_size=16 must be divisible by mesh.data=3 times mesh.fsdp=1",
             "15 or 18",
@@ -151,6 +206,10 @@ def test_one_problem_with_value_and_mend(overrides, value, mend):
             "data.packing=pad",
             "data.on_long=skip",
         ],
+        ["model.rope_scaling=linear", "model.rope_factor=2"],
+        ["model.rope_scaling=dynamic", "model.rope_original_length=64"],
+        ["model.rope_scaling=yarn", "model.rope.mscale=1", "model.rope.mscale_all_dim=0.5"],
+        [*LONGROPE, "model.rope.short_factors=[1, 1.5, 2, 3]", "model.rope.attention_factor=1"],
         [
             "init.name=truncated_normal",
             "init.std=0.02",
@@ -163,3 +222,11 @@ def test_one_problem_with_value_and_mend(overrides, value, mend):
 )
 def test_what_is_fine_is_accepted(overrides):
     check_accepted(overrides)
+
+
+def test_factors_of_pairs_are_finite():
+    (problem,) = problems(*LONGROPE, "model.rope.short_factors=[1, 2, .inf, 4]")
+    assert (
+        "model.rope.short_factors=[1, 2, inf, 4] must be: list of numbers (nan and inf" in problem
+    )
+    assert "Write for example model.rope.short_factors=" in problem

@@ -86,6 +86,11 @@ def file(tmp_path):
             "model.rope_factor=4.0 (not read with model.rope_scaling=none)",
         ),
         (
+            "model: {rope_scaling: yarn, rope: {truncate: false}}",
+            "model.rope_scaling=dynamic",
+            "model.rope.truncate=false (not read with model.rope_scaling=dynamic)",
+        ),
+        (
             "precision: {params: bfloat16}\noptimizer: {stochastic_rounding: true}",
             "precision.params=float32",
             "optimizer.stochastic_rounding=true (not read with precision.params=float32)",

@@ -60,3 +60,21 @@ def test_a_model_of_another_kind_is_refused_with_the_key():
         ConfigError, match=r"checkpoint\.init_from=there: there/config\.json: architectures"
     ):
         load_with_notes(BASE, refuse)
+
+
+def test_keys_of_the_section_rope_are_those_of_the_weights_one_by_one(tmp_path):
+    """What the file has in the section stays where the weights say the same, and what is typed in
+    any case. Lists are compared as such."""
+    longrope = {"short_factors": (1.0, 1.0), "long_factors": (1.0, 2.0), "attention_factor": 1.5}
+    there = {"head_dim": 4, "rope_scaling": "longrope", "rope": longrope}
+    (tmp_path / "c.yaml").write_text(
+        "data: {sources: {a: {path: b}}}\ncheckpoint: {init_from: there}\n"
+        "model: {head_dim: 4, rope_scaling: longrope,"
+        " rope: {short_factors: [1, 1], long_factors: [1, 1]}}\n"
+    )
+    argv = [f"config={tmp_path}/c.yaml", "model.rope.attention_factor=2"]
+    config, notes = load_with_notes(argv, lambda _: there)
+    assert config.model.rope.long_factors == (1.0, 2.0)
+    assert config.model.rope.attention_factor == 2.0
+    assert notes == ["model: as in there: rope.long_factors=[1.0, 2.0]"]
+    assert load_with_notes(BASE, lambda _: {}).notes == []

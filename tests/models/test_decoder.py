@@ -15,9 +15,10 @@ from maxtrain.config.schema import (
     ModelConfig,
     PrecisionConfig,
     RegularizationConfig,
+    RopeConfig,
 )
 from maxtrain.models.init import head_dim
-from maxtrain.models.layers import Noise
+from maxtrain.models.layers import Noise, Rotation
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.adversarial import adversarial
 from maxtrain.objectives.next_token import next_token
@@ -503,3 +504,88 @@ def test_llama3_scaling_changes_what_far_positions_see():
 
     difference = np.abs(np.asarray(hidden(scaled) - hidden(LLAMA))).max(-1)[0]
     assert difference[0] == 0 and difference[-1] > 1e-3
+
+
+def rotated_as_defined(rope, lengths):
+    """A stand-in for `rotation_of` in which each column has the frequencies of a length of its own,
+    from plain equations in float64."""
+    pairs = np.arange(rope.head_dim // 2)
+    tables = []
+    for position, length in enumerate(lengths):
+        base = rope.theta
+        stretch = 1.0
+        if rope.scaling == "dynamic" and length > rope.original_length:
+            growth = rope.factor * length / rope.original_length - (rope.factor - 1)
+            base *= growth ** (rope.head_dim / (rope.head_dim - 2))
+        if rope.scaling == "longrope":
+            is_long = length > rope.original_length
+            stretch = np.array(rope.long_factors if is_long else rope.short_factors)
+        tables.append(position * base ** (-2 * pairs / rope.head_dim) / stretch)
+    angle = np.array(tables)[None]
+    cos = jnp.asarray(rope.attention_factor * np.cos(angle), jnp.float32)
+    sin = jnp.asarray(rope.attention_factor * np.sin(angle), jnp.float32)
+    return Rotation(cos, sin)
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_generation_beyond_the_original_length_rotates_each_column_as_it_comes(
+    scaling, monkeypatch
+):
+    """A prompt of 6 columns and then one at a time, with an original length of 8: the prompt is
+    rotated as a row of 6, and every later column as the last one of a row that ends with it. The
+    second row of the cache, two tokens shorter, is as it would be alone."""
+    more = RopeConfig()
+    if scaling == "longrope":
+        more = RopeConfig(short_factors=(1.0, 1.1, 1.2), long_factors=(1.0, 3.0, 9.0))
+    config = dataclasses.replace(
+        LLAMA, rope_scaling=scaling, rope_factor=4.0, rope_original_length=8, rope=more
+    )
+    state = weights()[1]
+    tokens = batch()["inputs"][:2, :11]
+    tokens = tokens.at[1, 2:].set(tokens[1, :9])
+    segments = jnp.ones((2, 11), jnp.int32).at[1, :2].set(0)
+    positions = jnp.maximum(jnp.arange(11)[None] - jnp.array([[0], [2]]), 0)
+    graphdef = graph(config)
+
+    @jax.jit
+    def extend(state, tokens, known, positions, offset, cache):
+        return nnx.merge(graphdef, state).extend(tokens, known, positions, offset, cache)
+
+    cache = nnx.merge(graphdef, state).new_cache(2, 11)
+    parts = []
+    for start, stop in ((0, 6), *((column, column + 1) for column in range(6, 11))):
+        known = jnp.full((2, 11), -1, jnp.int32).at[:, :stop].set(segments[:, :stop])
+        columns = slice(start, stop)
+        out, cache = extend(state, tokens[:, columns], known, positions[:, columns], start, cache)
+        parts.append(out)
+    out = jnp.concatenate(parts, axis=1)
+
+    for row, prompt, total in ((0, 6, 11), (1, 4, 9)):
+        lengths = [max(prompt, column + 1) for column in range(total)]
+        monkeypatch.setattr(
+            "maxtrain.models.decoder.rotation_of",
+            lambda rope, positions, is_token, lengths=lengths: rotated_as_defined(rope, lengths),
+        )
+        first = 11 - total
+        expected = nnx.merge(graphdef, state).hidden(tokens[row : row + 1, first:])
+        np.testing.assert_allclose(out[row, first:], expected[0], atol=2e-5)
+
+
+def test_a_long_row_changes_nothing_in_its_neighbour():
+    config = dataclasses.replace(
+        LLAMA, rope_scaling="dynamic", rope_factor=4.0, rope_original_length=8
+    )
+    tokens = batch()["inputs"][:2]
+    short = jnp.int32(np.arange(T) < 8)
+    segments = jnp.stack([jnp.ones_like(short), short])
+
+    @jax.jit
+    def hidden(state, tokens, segments):
+        return nnx.merge(graph(config), state).hidden(tokens, segments)
+
+    both = hidden(weights()[1], tokens, segments)
+    alone = hidden(weights()[1], tokens[1:, :8], segments[1:, :8])
+    np.testing.assert_allclose(both[1, :8], alone[0], atol=1e-5)
+    unscaled = nnx.merge(*weights()).hidden(tokens, segments)
+    np.testing.assert_allclose(both[1, :8], unscaled[1, :8], atol=1e-5)
+    assert np.abs(both[0] - unscaled[0]).max() > 1e-3

@@ -1,7 +1,9 @@
 """Weights of Hugging Face directories against what transformers computes with them, and what is
 refused."""
 
+import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -14,14 +16,15 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
-from maxtrain.config.schema import MeshConfig, PrecisionConfig
+from maxtrain.config.schema import MeshConfig, PrecisionConfig, RopeConfig
 from maxtrain.generate import generate
-from maxtrain.models.families import FAMILIES
+from maxtrain.models.families import FAMILIES, llama
 from maxtrain.models.families.directory import read_config
+from maxtrain.models.specs import RopeSpec
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import in_memory, tensors_in_order
-from maxtrain.weights.hf import load_pretrained, load_weights
+from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 FIRST = ("llama3", "llama_tied_mha", "qwen3")
@@ -232,16 +235,68 @@ def test_frequencies_and_the_copy_of_a_tied_head_are_passed_over(tmp_path):
     assert "lm_head.weight [160, 48] - not used" in lines
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1, 1, 1.5, 2],
+    "long_factor": [1, 2, 4, 8],
+}
 REFUSED_CONFIGS = [
     ({"architectures": ["MambaForCausalLM"]}, "one of: LlamaForCausalLM, MistralForCausalLM, "),
     ({"architectures": "absent"}, "architectures=None is not known here"),
     (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-        "'yarn'.*only one set for all layers, of type 'default' or 'llama3'",
+        {"rope_parameters": {"rope_type": "proportional", "factor": 4.0}},
+        "'proportional'.*only one set for all layers, of type 'default', 'linear', 'dynamic', "
+        "'llama3', 'yarn' or 'longrope'",
     ),
     (
-        {"rope_parameters": "absent", "rope_scaling": {"type": "linear", "factor": 2.0}},
-        "'linear'.*Choose a model",
+        {"rope_parameters": "absent", "rope_scaling": {"type": "su", "factor": 2.0}},
+        "'su'.*Choose a model",
+    ),
+    (
+        {"rope_parameters": "absent", "rope_scaling": {"type": "linear"}},
+        "factor=None must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 0.5}},
+        "factor=0.5 must be a number of at least 1. Get the file again",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
+        "factor=None must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {**YARN, "beta_fast": 1}},
+        "beta_fast=1.0 must be more than beta_slow=1.0. Get the file again",
+    ),
+    (
+        {"rope_parameters": {**YARN, "truncate": None}},
+        "truncate=None must be true or false. Get the file again",
+    ),
+    (
+        {"rope_parameters": {**YARN, "attention_factor": "1"}},
+        "attention_factor=1 must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {**YARN, "rope_theta": 1}},
+        "rope_theta=1.0 must be more than 1 with rope_type 'yarn'",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "long_factor": [1, 2, 4]}},
+        r"long_factor=\[1, 2, 4\] must be a list of 4 numbers, one for each pair of a head",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "short_factor": "absent"}},
+        "short_factor=absent must be a list of 4 numbers",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "short_factor": [1, 2, 0, 4]}},
+        r"short_factor\[2\]=0 must be a number above 0",
+    ),
+    (
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 1}},
+        "original_max_position_embeddings=1 must be more than 1 with rope_type 'longrope'",
     ),
     ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "only one set for all layers"),
     (
@@ -365,3 +420,121 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, value):
         DataError, match=r"model\.embed_tokens\.weight holds NaN or infinity.*or use other weights"
     ):
         load_pretrained(directory)
+
+
+ROPES = {
+    "none": {},
+    "linear": {"rope_factor": 4.0},
+    "dynamic": {"rope_factor": 2.0, "rope_original_length": 256},
+    "llama3": {"rope_factor": 8.0, "rope_original_length": 32},
+    "yarn": {
+        "rope_factor": 8.0,
+        "rope_original_length": 32,
+        "rope": RopeConfig(beta_fast=16.0, truncate=False, mscale=1.5, mscale_all_dim=0.5),
+    },
+    "yarn with a factor": {
+        "rope_scaling": "yarn",
+        "rope_factor": 3.0,
+        "rope_original_length": 32,
+        "rope": RopeConfig(attention_factor=1.25),
+    },
+    "longrope": {
+        "rope_factor": 8.0,
+        "rope_original_length": 32,
+        "rope": RopeConfig(short_factors=(1.0, 1.0, 1.5, 2.0), long_factors=(1.0, 2.0, 4.0, 8.0)),
+    },
+}
+
+
+@pytest.fixture
+def unscaled(copy):
+    """The model of the copy without a rope scaling."""
+    theta = read_config(copy).rope_theta
+    change_config(copy, rope_parameters={"rope_type": "default", "rope_theta": theta})
+    return read_config(copy)
+
+
+@pytest.mark.parametrize("name", ROPES)
+@pytest.mark.parametrize("left", [(), ("rope_parameters",), ("rope_scaling", "rope_theta")])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_every_rope_scaling_is_read_as_it_is_written(name, left, family, copy, unscaled):
+    """From both spellings, and from each alone."""
+    values = {"rope_scaling": name, **ROPES[name]}
+    config = dataclasses.replace(unscaled, family=family, **values)
+    written = FAMILIES[family].write(config)
+    for key in left:
+        del written[key]
+    (copy / "config.json").write_text(json.dumps(written))
+    assert read_config(copy) == config
+
+
+def test_rope_keys_that_transformers_counts_otherwise_are_written_so_that_it_counts_the_same(
+    unscaled,
+):
+    """dynamic grows beyond max_position_embeddings; older versions take the ratio of lengths for
+    longrope's factor, unless the factor of attention is there."""
+    config = dataclasses.replace(unscaled, rope_scaling="dynamic", rope_original_length=64)
+    assert config.max_length == 256
+    written = FAMILIES["llama"].write(config)
+    assert written["max_position_embeddings"] == 64
+    config = dataclasses.replace(unscaled, rope_scaling="longrope", **ROPES["longrope"])
+    written = FAMILIES["llama"].write(config)
+    assert written["original_max_position_embeddings"] == 32
+    assert "attention_factor" not in written["rope_scaling"]
+    written = FAMILIES["llama"].write(dataclasses.replace(config, max_length=512))
+    expected = math.sqrt(1 + math.log(8) / math.log(32))
+    assert written["rope_scaling"]["attention_factor"] == pytest.approx(expected)
+    assert written["rope_parameters"]["attention_factor"] == pytest.approx(expected)
+
+
+def test_longrope_is_read_as_phi_3_has_it(copy):
+    """The original length at the top, no factor, and the older name of the type."""
+    scaling = {key: LONGROPE[key] for key in ("short_factor", "long_factor")}
+    change_config(
+        copy,
+        rope_parameters="absent",
+        rope_scaling={"type": "longrope", **scaling},
+        rope_theta=1e4,
+        original_max_position_embeddings=64,
+    )
+    config = read_config(copy)
+    assert (config.rope_scaling, config.rope_original_length) == ("longrope", 64)
+    # 256 / 64.
+    assert config.rope_factor == 4.0 and config.rope.attention_factor is None
+    assert config.rope.short_factors == (1.0, 1.0, 1.5, 2.0)
+    rope = llama.rope(config)
+    assert rope.attention_factor == pytest.approx(math.sqrt(1 + math.log(4) / math.log(64)))
+    # Another base and no scaling, for layers that have these.
+    assert llama.rope(config, theta=100.0, scaling="none") == RopeSpec(8, 100.0)
+
+
+def test_yarn_is_read_with_what_transformers_passes_over_left_out(copy):
+    def read(**changes):
+        change_config(copy, rope_parameters={**YARN, **changes})
+        return read_config(copy)
+
+    config = read()
+    assert (config.rope_factor, config.rope_original_length) == (4.0, 256)
+    assert config.rope == RopeConfig()
+    assert llama.rope(config).attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert read(mscale=2.0).rope == RopeConfig()
+    assert read(mscale=2.0, mscale_all_dim=1.0, attention_factor=1.5).rope == RopeConfig(
+        attention_factor=1.5
+    )
+    both = llama.rope(read(mscale=2.0, mscale_all_dim=1.0)).attention_factor
+    assert both == pytest.approx((0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1))
+    # Without a factor, the ratio of the lengths.
+    assert read(factor=None, original_max_position_embeddings=32).rope_factor == 8.0
+
+
+def test_models_that_differ_in_what_their_rope_scaling_reads_are_told_apart(unscaled):
+    asked = dataclasses.replace(unscaled, rope_scaling="longrope", **ROPES["longrope"])
+    # As YAML has it.
+    there = json.loads(json.dumps(dataclasses.asdict(asked)))
+    assert differing_keys(asked, there) == {}
+    there["rope"]["long_factors"][1] = 3.0
+    # longrope does not read it.
+    there["rope"]["beta_fast"] = 3.0
+    assert differing_keys(asked, there) == {
+        "rope.long_factors": ([1.0, 2.0, 4.0, 8.0], [1.0, 3.0, 4.0, 8.0])
+    }

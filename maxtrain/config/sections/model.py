@@ -4,15 +4,98 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from data_pipeline.config_key import UsedBy, key
-from maxtrain.config.words import divisors, multiples, nearest
+from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.words import divisors, multiples, nearest, show
 
 _LOCAL = UsedBy({"model.family": ("mistral", "gemma2", "gemma3")})
 _GEMMA = UsedBy({"model.family": ("gemma2", "gemma3")})
-_STRETCHED = UsedBy(
-    {"model.rope_scaling": ("llama3",)},
-    "{key}={value} is not used with {cause}. Set model.rope_scaling=llama3, or leave it out.",
+_TURNED = UsedBy(
+    {"model.family": AllBut("gpt2")},
+    "{key}={value} is not used with {cause}, whose positions are learned. Leave it out.",
+    help="not for model.family=gpt2",
 )
+# Of the wavelength of one pair.
+_MIN_STRETCH = 1e-6
+_MAX_STRETCH = 1e6
+
+
+def _read_by(*scalings: str) -> UsedBy:
+    """What reads a key of some rope scalings."""
+    return UsedBy(
+        {"model.rope_scaling": scalings},
+        "{key}={value} is not used with {cause}. Set {reader}={values}, or leave it out.",
+    )
+
+
+# From these the attention factor is computed where it is not set.
+_WITHOUT_ATTENTION_FACTOR = UsedBy(
+    {"model.rope.attention_factor": (None,)},
+    "{key}={value} is not used with {cause}: it is there to compute that. "
+    "Set {reader}=null, or leave it out.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """What single rope scalings, or families, read."""
+
+    local_theta: float = key(
+        10_000.0,
+        "base of the rotary frequencies in layers with a window",
+        low=1,
+        high=1e15,
+        used_by=UsedBy({"model.family": ("gemma3",)}),
+    )
+    beta_fast: float = key(
+        32.0,
+        "pairs with more turns in the original length are not stretched",
+        above=0,
+        high=1e6,
+        used_by=_read_by("yarn"),
+    )
+    beta_slow: float = key(
+        1.0,
+        "pairs with fewer turns in the original length are stretched fully",
+        above=0,
+        high=1e6,
+        used_by=_read_by("yarn"),
+    )
+    truncate: bool = key(
+        True,
+        "begin and end the blend between these two at whole pairs",
+        used_by=_read_by("yarn"),
+    )
+    attention_factor: float | None = key(
+        None,
+        "what cos and sin are multiplied by; null: from model.rope_factor, as published",
+        above=0,
+        high=1e6,
+        used_by=_read_by("yarn", "longrope"),
+    )
+    mscale: float | None = key(
+        None,
+        "factor of the logarithm in the attention factor's numerator; null: plain YaRN",
+        above=0,
+        high=1e6,
+        used_by=(_read_by("yarn"), _WITHOUT_ATTENTION_FACTOR),
+    )
+    mscale_all_dim: float | None = key(
+        None,
+        "factor of the logarithm in the attention factor's denominator; null: plain YaRN",
+        above=0,
+        high=1e6,
+        used_by=(_read_by("yarn"), _WITHOUT_ATTENTION_FACTOR),
+    )
+    short_factors: tuple[float, ...] = key(
+        (),
+        "stretch of each pair in rows up to the original length, head_dim / 2 numbers",
+        used_by=_read_by("longrope"),
+    )
+    long_factors: tuple[float, ...] = key(
+        (),
+        "stretch of each pair in longer rows, head_dim / 2 numbers",
+        used_by=_read_by("longrope"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,40 +141,40 @@ class ModelConfig:
     logit_softcap: float | None = key(
         None, "bound of the logits, by tanh; null: none", above=0, high=1e6, used_by=_GEMMA
     )
-    rope_local_theta: float = key(
-        10_000.0,
-        "rope_theta of layers with a window",
-        low=1,
-        high=1e15,
-        used_by=UsedBy({"model.family": ("gemma3",)}),
+    rope_theta: float = key(
+        500_000.0, "base of the rotary frequencies", low=1, high=1e15, used_by=_TURNED
     )
-    rope_theta: float = key(500_000.0, "base of the rotary frequencies", low=1, high=1e15)
-    rope_scaling: Literal["none", "llama3"] = key(
-        "none", "how the rotary frequencies are stretched for long contexts"
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = key(
+        "none", "how the rotary frequencies are stretched for long contexts", used_by=_TURNED
     )
     rope_factor: float = key(
-        8.0, "rope scaling: stretch of the long wavelengths", low=1, high=1e6, used_by=_STRETCHED
+        8.0,
+        "rope scaling: stretch of wavelengths; of longrope, of the context",
+        low=1,
+        high=1e6,
+        used_by=_read_by("llama3", "linear", "dynamic", "yarn", "longrope"),
     )
     rope_low_freq_factor: float = key(
         1.0,
         "rope scaling: below this many turns, stretch fully",
         above=0,
         high=1e6,
-        used_by=_STRETCHED,
+        used_by=_read_by("llama3"),
     )
     rope_high_freq_factor: float = key(
         4.0,
         "rope scaling: above this many turns, do not stretch",
         above=0,
         high=1e6,
-        used_by=_STRETCHED,
+        used_by=_read_by("llama3"),
     )
     rope_original_length: int = key(
         8192,
         "rope scaling: context of the unstretched model, tokens",
         low=1,
-        used_by=_STRETCHED,
+        used_by=_read_by("llama3", "dynamic", "yarn", "longrope"),
     )
+    rope: RopeConfig = key(RopeConfig(), "what single rope scalings read")
     attention: Literal["eager", "xla", "cudnn", "flash"] = key(
         "xla", "kernel: plain reference, blocks in XLA, cuDNN on GPUs, or flash attention on TPUs"
     )
@@ -126,9 +209,85 @@ def heads_problems(model: ModelConfig) -> Iterator[str]:
             f"model.num_kv_heads={model.num_kv_heads} must be {heads} with model.family=gpt2, which "
             f"has no groups of queries. Set model.num_kv_heads={model.num_heads}."
         )
+    size = model.head_dim or model.embed_dim // model.num_heads
+    if model.family == "gpt2" and size * model.num_heads != model.embed_dim:
+        yield (
+            f"model.head_dim={size} times {heads} must be model.embed_dim={model.embed_dim} with "
+            "model.family=gpt2. Leave out model.head_dim."
+        )
     if model.head_dim is not None and model.head_dim % 2:
         valid = multiples(model.head_dim, 2)
         yield (
             f"model.head_dim={model.head_dim} must be even (rotary pairs). "
             f"Set model.head_dim to {valid}."
         )
+
+
+def rope_problems(model: ModelConfig) -> Iterator[str]:
+    """Numbers of a rope scaling that do not fit together."""
+    if model.rope_scaling == "yarn":
+        yield from _yarn_problems(model)
+    if model.rope_scaling == "longrope":
+        yield from _longrope_problems(model)
+
+
+def _yarn_problems(model: ModelConfig) -> Iterator[str]:
+    rope = model.rope
+    if model.rope_theta <= 1:
+        yield (
+            f"model.rope_theta={model.rope_theta} must be more than 1 with "
+            "model.rope_scaling=yarn, which takes its logarithm. Set model.rope_theta=10000, for "
+            "example."
+        )
+    if rope.beta_fast <= rope.beta_slow:
+        yield (
+            f"model.rope.beta_fast={rope.beta_fast} must be more than "
+            f"model.rope.beta_slow={rope.beta_slow}: pairs that turn fast are kept, and those that "
+            "turn slowly are stretched. Set model.rope.beta_fast=32 and model.rope.beta_slow=1."
+        )
+    is_one_missing = (rope.mscale is None) != (rope.mscale_all_dim is None)
+    if rope.attention_factor is None and is_one_missing:
+        yield (
+            f"model.rope.mscale={show(rope.mscale)} and "
+            f"model.rope.mscale_all_dim={show(rope.mscale_all_dim)} count only together. "
+            "Set both, or leave both out."
+        )
+
+
+def _longrope_problems(model: ModelConfig) -> Iterator[str]:
+    rope = model.rope
+    if model.rope_original_length == 1 and rope.attention_factor is None:
+        yield (
+            "model.rope_original_length=1 must be more than 1 with model.rope_scaling=longrope, "
+            "which divides by its logarithm. Set model.rope_original_length=4096, for example, or "
+            "model.rope.attention_factor=1."
+        )
+    pairs = (model.head_dim or model.embed_dim // model.num_heads) // 2
+    for name, factors in (("short", rope.short_factors), ("long", rope.long_factors)):
+        key = f"model.rope.{name}_factors"
+        if len(factors) != pairs:
+            yield (
+                f"{key} has {len(factors):,} numbers, and must have one for each of the {pairs:,} "
+                f"pairs of a head (half of model.head_dim). Set {key} to {pairs:,} numbers."
+            )
+        for index, factor in enumerate(factors):
+            if not _MIN_STRETCH <= factor <= _MAX_STRETCH:
+                yield (
+                    f"{key}[{index}]={factor} must be at least {_MIN_STRETCH} and at most "
+                    f"{_MAX_STRETCH:.0f}. Set {key} to such numbers, as the model's config.json "
+                    "has them."
+                )
+                break
+
+
+def unread_rope_keys(scaling: str) -> set[str]:
+    """The keys of `model`, with `rope.` before those of that section, that a rope scaling does not
+    read."""
+    unread = set()
+    for prefix, section in (("", ModelConfig), ("rope.", RopeConfig)):
+        for field in dataclasses.fields(section):
+            for use in field.metadata["used_by"]:
+                scalings = use.settings.get("model.rope_scaling")
+                if scalings is not None and scaling not in scalings:
+                    unread.add(prefix + field.name)
+    return unread

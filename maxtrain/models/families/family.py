@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
-from maxtrain.config.schema import ModelConfig
+from maxtrain.config.schema import ModelConfig, RopeConfig
+from maxtrain.config.words import choices, show
 from maxtrain.models.specs import DecoderSpec
+from maxtrain.ops.rope_scaling import longrope_attention_factor
 from maxtrain.weights.codec import Entry
 
 # Tensors that may be in a file and are not read: rotary frequencies, which old files contain, and
 # the head of a model with tied embeddings, which is a copy of its embedding.
 IGNORED = r".*\.rotary_emb\.inv_freq|lm_head\.weight"
+_ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,51 +84,195 @@ class Settings:
         kind = self._rope_kind(given)
         inner = Settings({**self.values, **given}, self.path)
         inner.require("partial_rotary_factor", 1.0)
-        rope = {"rope_theta": inner.number("rope_theta", 10_000.0, float)}
+        theta = inner.number("rope_theta", 10_000.0, float)
         if kind == "default":
-            return rope | {"rope_scaling": "none"}
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            rope[f"rope_{name}"] = inner.number(name, kind=float)
-        original_length = inner.number("original_max_position_embeddings", max_length)
-        rope["rope_original_length"] = original_length
-        return rope | {"rope_scaling": kind}
+            return {"rope_theta": theta, "rope_scaling": "none"}
+        scaling = self._rope_scaling(kind, given, max_length)
+        if kind == "yarn" and theta <= 1:
+            raise DataError(
+                f"{self.path}: rope_theta={theta} must be more than 1 with rope_type 'yarn'. "
+                "Get the file again from where the model is."
+            )
+        return {"rope_theta": theta, "rope_scaling": kind, **scaling}
+
+    def _rope_scaling(self, kind: str, given: Mapping[str, Any], max_length: int) -> dict[str, Any]:
+        """The keys of a ModelConfig that a scaling reads, from a set of rope parameters."""
+        own = Settings(given, self.path)
+        original = max_length
+        if kind in ("llama3", "yarn", "longrope"):
+            # Where it stands at the top, too, as in Phi 3, that one counts.
+            original = own.number("original_max_position_embeddings", max_length)
+            original = self.number("original_max_position_embeddings", original)
+        factor = None
+        is_null = "factor" in given and given["factor"] is None
+        if kind == "longrope" or (kind == "yarn" and is_null):
+            factor = max(1.0, max_length / original)
+        scaling: dict[str, Any] = {"rope_factor": own.at_least_1("factor", factor)}
+        if kind != "linear":
+            scaling["rope_original_length"] = original
+        if kind == "llama3":
+            for name in ("low_freq_factor", "high_freq_factor"):
+                scaling[f"rope_{name}"] = own.number(name, kind=float)
+        if kind == "yarn":
+            scaling["rope"] = own._yarn()
+        if kind == "longrope":
+            heads = self.number("num_attention_heads")
+            size = self.number("head_dim", self.number("hidden_size") // heads)
+            scaling["rope"] = own._longrope(original, size // 2)
+        return scaling
+
+    def at_least_1(self, name: str, default: float | None) -> float:
+        """A number of at least 1; the default if the key is missing or null."""
+        value = self.number(name, default, float)
+        if value < 1:
+            raise DataError(
+                f"{self.path}: {name}={value} must be a number of at least 1. Get the file again "
+                "from where the model is."
+            )
+        return value
 
     def _rope_kind(self, given: Any) -> str:
-        """`default` or `llama3`, from `rope_parameters` or `rope_scaling`."""
+        """The type in `rope_parameters` or `rope_scaling`."""
         kind = given
         is_one_set = False
         if isinstance(given, dict):
             kind = given.get("rope_type", given.get("type", "default"))
             # Some models have a dict of parameters for each kind of layer.
             is_one_set = not any(isinstance(value, dict) for value in given.values())
-        if kind not in ("default", "llama3") or not is_one_set:
+        if kind not in _ROPE_TYPES or not is_one_set:
+            known = choices(map(repr, _ROPE_TYPES))
             raise DataError(
                 f"{self.path}: rope_parameters (or rope_scaling) {given} are not supported, only "
-                "one set for all layers, of type 'default' or 'llama3'. Choose a model with one of "
-                "these."
+                f"one set for all layers, of type {known}. Choose a model with one of these."
             )
         return kind
+
+    def _yarn(self) -> RopeConfig:
+        """What YaRN reads, from the keys of a set of rope parameters."""
+        truncate = self.values.get("truncate", True)
+        if not isinstance(truncate, bool):
+            raise DataError(
+                f"{self.path}: truncate={truncate!r} must be true or false. Get the file again "
+                "from where the model is."
+            )
+        usual = RopeConfig()
+        beta_fast = self.number("beta_fast", usual.beta_fast, float)
+        beta_slow = self.number("beta_slow", usual.beta_slow, float)
+        if beta_fast <= beta_slow:
+            raise DataError(
+                f"{self.path}: beta_fast={beta_fast} must be more than beta_slow={beta_slow}. "
+                "Get the file again from where the model is."
+            )
+        attention_factor = self.number_or_null("attention_factor", None, float)
+        mscale = self.number_or_null("mscale", None, float)
+        mscale_all_dim = self.number_or_null("mscale_all_dim", None, float)
+        # These two count only together, and without an attention factor that is given.
+        if attention_factor is not None or None in (mscale, mscale_all_dim):
+            mscale = None
+            mscale_all_dim = None
+        return RopeConfig(
+            beta_fast=beta_fast,
+            beta_slow=beta_slow,
+            truncate=truncate,
+            attention_factor=attention_factor,
+            mscale=mscale,
+            mscale_all_dim=mscale_all_dim,
+        )
+
+    def _longrope(self, original_length: int, pairs: int) -> RopeConfig:
+        """What LongRoPE reads, from the keys of a set of rope parameters."""
+        attention_factor = self.number_or_null("attention_factor", None, float)
+        if original_length == 1 and attention_factor is None:
+            raise DataError(
+                f"{self.path}: original_max_position_embeddings=1 must be more than 1 with "
+                "rope_type 'longrope'. Get the file again from where the model is."
+            )
+        return RopeConfig(
+            attention_factor=attention_factor,
+            short_factors=self._pair_factors("short_factor", pairs),
+            long_factors=self._pair_factors("long_factor", pairs),
+        )
+
+    def _pair_factors(self, name: str, pairs: int) -> tuple[float, ...]:
+        """A list of numbers above 0, one for each pair of a head."""
+        factors = self.values.get(name)
+        if not isinstance(factors, list) or len(factors) != pairs:
+            raise DataError(
+                f"{self.path}: {name}={show(factors)} must be a list of {pairs} numbers, one for "
+                "each pair of a head. Get the file again from where the model is."
+            )
+        numbered = {f"{name}[{index}]": factor for index, factor in enumerate(factors)}
+        listed = Settings(numbered, self.path)
+        return tuple(listed.number(key, kind=float) for key in numbered)
 
 
 def rope_settings(config: ModelConfig) -> dict[str, Any]:
     """The rope keys of a config.json in both spellings: `rope_parameters`, which transformers 5
-    reads, and `rope_scaling` with `rope_theta` beside it, which older versions read."""
-    kind: dict[str, Any] = {"rope_type": "default"}
+    reads, and `rope_scaling` with `rope_theta` beside it, which older versions read.
+
+    With the scaling "dynamic", transformers has one key for the original length and for the longest
+    sequence: max_position_embeddings is the original length then, whatever model.max_length is.
+    """
+    kind = _rope_parameters(config)
+    settings: dict[str, Any] = {}
+    if config.rope_scaling == "dynamic":
+        settings["max_position_embeddings"] = config.rope_original_length
+    if config.rope_scaling == "longrope":
+        # Older versions read it here, and newer ones, too.
+        settings["original_max_position_embeddings"] = config.rope_original_length
     scaling = None
-    if config.rope_scaling == "llama3":
-        kind = {
-            "rope_type": "llama3",
-            "factor": config.rope_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
-            "original_max_position_embeddings": config.rope_original_length,
-        }
+    if config.rope_scaling != "none":
         scaling = kind
-    return {
+    return settings | {
         "rope_parameters": {"rope_theta": config.rope_theta, **kind},
         "rope_scaling": scaling,
         "rope_theta": config.rope_theta,
     }
+
+
+def _rope_parameters(config: ModelConfig) -> dict[str, Any]:
+    """One set of rope parameters of a config.json, without the base."""
+    if config.rope_scaling == "none":
+        return {"rope_type": "default"}
+    kind: dict[str, Any] = {"rope_type": config.rope_scaling, "factor": config.rope_factor}
+    if config.rope_scaling == "llama3":
+        kind["low_freq_factor"] = config.rope_low_freq_factor
+        kind["high_freq_factor"] = config.rope_high_freq_factor
+    if config.rope_scaling in ("llama3", "yarn", "longrope"):
+        kind["original_max_position_embeddings"] = config.rope_original_length
+    if config.rope_scaling == "yarn":
+        kind |= _yarn_parameters(config.rope)
+    if config.rope_scaling == "longrope":
+        kind |= _longrope_parameters(config)
+    return kind
+
+
+def _yarn_parameters(rope: RopeConfig) -> dict[str, Any]:
+    parameters: dict[str, Any] = {
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "truncate": rope.truncate,
+    }
+    for name in ("attention_factor", "mscale", "mscale_all_dim"):
+        value = getattr(rope, name)
+        if value is not None:
+            parameters[name] = value
+    return parameters
+
+
+def _longrope_parameters(config: ModelConfig) -> dict[str, Any]:
+    rope = config.rope
+    parameters: dict[str, Any] = {
+        "short_factor": list(rope.short_factors),
+        "long_factor": list(rope.long_factors),
+    }
+    factor = rope.attention_factor
+    if factor is None and config.rope_factor != config.max_length / config.rope_original_length:
+        # Older versions would take the ratio of the lengths in place of the factor.
+        factor = longrope_attention_factor(config.rope_factor, config.rope_original_length)
+    if factor is not None:
+        parameters["attention_factor"] = factor
+    return parameters
 
 
 def _same(name: str) -> str:

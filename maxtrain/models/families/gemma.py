@@ -48,7 +48,7 @@ def gemma3_spec(config: ModelConfig) -> DecoderSpec:
     """Gemma 3."""
     layer = _layer(config)
     wide = dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
-    rope = llama.rope(config, theta=config.rope_local_theta, scaling="none")
+    rope = llama.rope(config, theta=config.rope.local_theta, scaling="none")
     narrow = dataclasses.replace(wide, window=config.window, rope=rope)
     return _spec(config, (narrow,) * (PERIOD_OF_GEMMA3 - 1) + (wide,))
 
@@ -118,7 +118,8 @@ def read_gemma3(settings: Settings) -> ModelConfig:
             f"not {theta['rope_scaling']!r}. Choose a model with these."
         )
     config = _read(everywhere, PERIOD_OF_GEMMA3, {})
-    return dataclasses.replace(config, rope_local_theta=theta["rope_theta"])
+    rope = dataclasses.replace(config.rope, local_theta=theta["rope_theta"])
+    return dataclasses.replace(config, rope=rope)
 
 
 def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
@@ -200,7 +201,7 @@ def write_gemma2(config: ModelConfig) -> dict[str, Any]:
 def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     """Gemma 3's config.json for this ModelConfig."""
     values = _write(config, PERIOD_OF_GEMMA3)
-    nearby = {"rope_theta": config.rope_local_theta, "rope_type": "default"}
+    nearby = {"rope_theta": config.rope.local_theta, "rope_type": "default"}
     both = {GLOBAL: values["rope_parameters"], LOCAL: nearby}
     return values | {
         "architectures": ["Gemma3ForCausalLM"],
@@ -209,7 +210,7 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
         "_sliding_window_pattern": PERIOD_OF_GEMMA3,
         "sliding_window_pattern": PERIOD_OF_GEMMA3,
         "rope_parameters": both,
-        "rope_local_base_freq": config.rope_local_theta,
+        "rope_local_base_freq": config.rope.local_theta,
         "use_bidirectional_attention": False,
     }
 

@@ -21,6 +21,7 @@ from maxtrain.models.specs import (
     StackSpec,
     head_dim,
 )
+from maxtrain.ops.rope_scaling import longrope_attention_factor, yarn_attention_factor
 from maxtrain.weights.codec import Entry
 
 
@@ -28,15 +29,39 @@ def rope(
     config: ModelConfig, theta: float | None = None, scaling: RopeScaling | None = None
 ) -> RopeSpec:
     """The rotary positions that the config describes, but for another base or scaling."""
+    theta = theta or config.rope_theta
+    scaling = scaling or config.rope_scaling
+    size = head_dim(config)
+    if scaling == "none":
+        return RopeSpec(size, theta)
+    more = config.rope
     return RopeSpec(
-        head_dim=head_dim(config),
-        theta=theta or config.rope_theta,
-        scaling=scaling or config.rope_scaling,
+        head_dim=size,
+        theta=theta,
+        scaling=scaling,
         factor=config.rope_factor,
         low_freq_factor=config.rope_low_freq_factor,
         high_freq_factor=config.rope_high_freq_factor,
         original_length=config.rope_original_length,
+        beta_fast=more.beta_fast,
+        beta_slow=more.beta_slow,
+        truncate=more.truncate,
+        attention_factor=_attention_factor(config, scaling),
+        short_factors=tuple(more.short_factors),
+        long_factors=tuple(more.long_factors),
     )
+
+
+def _attention_factor(config: ModelConfig, scaling: RopeScaling) -> float:
+    """What a scaling multiplies cos and sin by: as the config says, or as published."""
+    if scaling not in ("yarn", "longrope"):
+        return 1.0
+    rope = config.rope
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if scaling == "yarn":
+        return yarn_attention_factor(config.rope_factor, rope.mscale, rope.mscale_all_dim)
+    return longrope_attention_factor(config.rope_factor, config.rope_original_length)
 
 
 def layer(config: ModelConfig) -> LayerSpec:

@@ -1,0 +1,76 @@
+"""How the rotary positions of a spec turn the tokens of a batch."""
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from maxtrain.models.layers import Rotation
+from maxtrain.models.specs import RopeSpec
+from maxtrain.ops.rope import (
+    dynamic_frequencies,
+    llama3_frequencies,
+    longrope_frequencies,
+    rope_frequencies,
+    rope_tables,
+    row_lengths,
+)
+from maxtrain.ops.rope_scaling import linear_frequencies, yarn_frequencies
+
+
+def rotation_of(
+    rope: RopeSpec, positions: Int[Array, "B T"], is_token: Bool[Array, "B T"]
+) -> Rotation:
+    """The rotation of each token.
+
+    With the scalings "dynamic" and "longrope" the frequencies of a row depend on its length: its
+    largest position here, and one more. Padding does not count, and other rows do not matter. The
+    documents of a packed row have the frequencies of the longest of them. As generation goes on,
+    the newest token gives the length, and what was rotated before stays as it was.
+
+    Args:
+        rope: what the positions are like.
+        positions: of the tokens.
+        is_token: false for padding.
+    """
+    if rope.scaling in ("dynamic", "longrope"):
+        lengths = row_lengths(positions, is_token)
+        frequencies = _frequencies_of_rows(rope, lengths)[:, None, :]
+    else:
+        frequencies = _frequencies(rope)
+    cos, sin = rope_tables(positions, frequencies, rope.attention_factor)
+    return Rotation(cos, sin)
+
+
+def _frequencies(rope: RopeSpec) -> np.ndarray:
+    """Radians a token, [H / 2], of a scaling that does not depend on lengths."""
+    frequencies = rope_frequencies(rope.head_dim, rope.theta)
+    if rope.scaling == "linear":
+        return linear_frequencies(frequencies, rope.factor)
+    if rope.scaling == "llama3":
+        return llama3_frequencies(
+            frequencies,
+            rope.factor,
+            rope.low_freq_factor,
+            rope.high_freq_factor,
+            rope.original_length,
+        )
+    if rope.scaling == "yarn":
+        return yarn_frequencies(
+            frequencies,
+            rope.theta,
+            rope.factor,
+            rope.original_length,
+            rope.beta_fast,
+            rope.beta_slow,
+            rope.truncate,
+        )
+    return frequencies
+
+
+def _frequencies_of_rows(rope: RopeSpec, lengths: Int[Array, " B"]) -> Float[Array, "B F"]:
+    """Radians a token, for each row, of a scaling that depends on lengths."""
+    frequencies = rope_frequencies(rope.head_dim, rope.theta)
+    if rope.scaling == "dynamic":
+        return dynamic_frequencies(frequencies, rope.factor, rope.original_length, lengths)
+    return longrope_frequencies(
+        frequencies, rope.short_factors, rope.long_factors, rope.original_length, lengths
+    )
