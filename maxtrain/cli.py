@@ -72,10 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return show_plan.main(options)
     if verb == "train":
         from maxtrain.config.load import from_command_line
-        from maxtrain.models.families.directory import model_of
+        from maxtrain.models.families.directory import MODELS
 
         # Before jax is imported.
-        config = from_command_line(rest, "maxtrain train", model_of)
+        config = from_command_line(rest, "maxtrain train", MODELS)
         from maxtrain import train
 
         return train.main(config, ends_process=argv is None)

@@ -54,7 +54,7 @@ from maxtrain.training.state import (
     with_frozen,
 )
 from maxtrain.training.step import Metrics, make_train_step
-from maxtrain.weights.start import starting_variables
+from maxtrain.weights.start import require_same_tokenizer, starting_variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,8 +253,11 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool 
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
     parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
+    tokenizer = data.shards[0].manifest.tokenizer["sha256"]
+    if fitted.checkpoint.init_from is not None:
+        require_same_tokenizer(fitted.checkpoint, tokenizer)
     if parts.teacher is not None:
-        parts.teacher.require_same_tokenizer(data.shards[0].manifest.tokenizer["sha256"])
+        parts.teacher.require_same_tokenizer(tokenizer)
         parts.teacher.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from data_pipeline.errors import UsageError, UserError
 from maxtrain.config import RunConfig, from_command_line
-from maxtrain.models.families.directory import model_of
+from maxtrain.models.families.directory import MODELS
 
 _ROWS = 8
 _USAGE = """also
@@ -53,7 +53,7 @@ def read_options(argv: Sequence[str], prog: str) -> PlanOptions:
     settings = words
     if run:
         settings = [f"config={run / 'config.yaml'}", *words]
-    config = from_command_line(settings, prog, model_of)
+    config = from_command_line(settings, prog, MODELS)
     overrides = tuple(word for word in words if not word.startswith("config="))
     return PlanOptions(config, overrides, run, given.get("--step"), given.get("--rows", _ROWS))
 

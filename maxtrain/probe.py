@@ -43,7 +43,7 @@ from maxtrain.config import RunConfig, fit_to_devices, from_command_line
 from maxtrain.config.schema import AnomalyConfig, PieceConfig, ScheduleConfig
 from maxtrain.inputs import data_section, data_seed, open_data, with_vocabulary
 from maxtrain.job import Job, make_parts
-from maxtrain.models.families.directory import model_of
+from maxtrain.models.families.directory import MODELS
 from maxtrain.observe import human
 from maxtrain.observe.batch_advice import NEARLY, Advice, Data, fast_enough, fitting_data
 from maxtrain.observe.probe_report import Try, draw, table
@@ -586,7 +586,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m maxtrain.prob
     # argparse has said why.
     except SystemExit as stop:
         return UsageError.exit_code if stop.code else 0
-    config = from_command_line(rest, prog, model_of)
+    config = from_command_line(rest, prog, MODELS)
     return run_command(lambda: probe(config, asked, rest), resumes=False)
 
 

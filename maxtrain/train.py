@@ -9,12 +9,12 @@ import sys
 
 from data_pipeline.errors import end_at_signals
 from maxtrain.config import RunConfig, from_command_line, plain_leaves, to_yaml
-from maxtrain.models.families.directory import model_of
+from maxtrain.models.families.directory import MODELS
 
 # Before jax is imported, so that --help, config errors and the end by a signal come at once.
 if __name__ == "__main__":
     end_at_signals()
-    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train", model_of)
+    CONFIG = from_command_line(sys.argv[1:], "python -m maxtrain.train", MODELS)
 
 import contextlib
 import itertools

@@ -35,6 +35,8 @@ def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
     return f"""usage
   {prog} config=NAME|FILE [KEY=VALUE ...]
   {prog} config=NAME --print-config       the resolved config as YAML, which config= takes too
+  {prog} config=NAME model=MODEL          the shape of a released model, by its name; or of a
+                 directory of Hugging Face, or of a run, with its weights
   {prog} --help [SECTION]
 
 configs

@@ -37,8 +37,24 @@ from maxtrain.config.shipped import available, find_file, shipped_configs
 from maxtrain.config.values import MAX_LISTED, ValueProblem, section_from, section_leaves
 from maxtrain.config.words import show
 
-# Of a directory with weights: the keys of `model` that they decide.
-ModelOf = Callable[[str], dict[str, Any]]
+
+class NamedModel(NamedTuple):
+    """What `model=PLACE` names: keys of `model`, and the directory of its weights, if it is one."""
+
+    keys: dict[str, Any]
+    weights: str | None
+
+
+class Models(NamedTuple):
+    """What is known of models elsewhere.
+
+    Attributes:
+        of_weights: of a directory with weights, the keys of `model` that they decide.
+        named: of what `model=` names. UserError: it names nothing that can be used.
+    """
+
+    of_weights: Callable[[str], dict[str, Any]]
+    named: Callable[[str], NamedModel]
 
 
 class Loaded(NamedTuple):
@@ -113,11 +129,11 @@ def load_config(argv: Sequence[str]) -> RunConfig:
     return load_with_notes(argv).config
 
 
-def load_with_notes(argv: Sequence[str], model_of: ModelOf | None = None) -> Loaded:
+def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded:
     """As `load_config`; with what a user should be told once, when the run is launched.
 
-    With `model_of`, keys of `model` that are not typed are those of the weights that the run starts
-    from.
+    With `models`, keys of `model` that are not typed are those of the weights that the run starts
+    from, and `model=PLACE` names a model with all of its keys.
     """
     problems: list[ValueProblem] = []
     given = parse(argv, problems)
@@ -132,20 +148,49 @@ def load_with_notes(argv: Sequence[str], model_of: ModelOf | None = None) -> Loa
         tree = {}
         problems.append(ValueProblem("", error.problems[0]))
     file_tree = copy.deepcopy(tree)
+    about_model = _name_model(tree, given, models, problems)
     problems += overlaps(given)
     for path, text in given.items():
         override(tree, path, text, problems)
-    about_model: list[str] = []
-    if model_of is not None:
-        about_model = _fill_model(tree, given, model_of, problems)
+    if models is not None:
+        about_model += _fill_model(tree, given, models, problems)
     config, about_warmup = with_fitting_warmup(_from_tree(tree, problems), given)
     config, about_idle = with_defaults(config, made_idle(config, file_tree, given))
     _require_no_problems(config, problems)
     return Loaded(config, [*about_warmup, *about_idle, *about_model])
 
 
+def _name_model(
+    tree: dict, typed: dict[str, str], models: Models | None, problems: list[ValueProblem]
+) -> list[str]:
+    """Puts the model that `model=PLACE` names into `tree`, and begins with its weights, if PLACE is
+    a directory; a line about it. Takes the key out of what is typed."""
+    place = typed.pop("model", None)
+    if place is None:
+        return []
+    if models is None:
+        problems.append(ValueProblem("model", f"model={show(place)} can't be looked up here."))
+        return []
+    try:
+        found = models.named(place)
+    except UserError as error:
+        problems.append(ValueProblem("model", f"model={show(place)}: {error}"))
+        return []
+    model = tree.get("model")
+    if not isinstance(model, dict):
+        model = {}
+    tree["model"] = model | found.keys
+    if found.weights is None or "checkpoint.init_from" in typed:
+        return [f"model: {place}"]
+    checkpoint = tree.get("checkpoint")
+    if not isinstance(checkpoint, dict):
+        checkpoint = {}
+    tree["checkpoint"] = checkpoint | {"init_from": found.weights}
+    return [f"model: as in {place}, and begins with its weights (checkpoint.init_from)"]
+
+
 def _fill_model(
-    tree: dict, typed: Mapping[str, str], model_of: ModelOf, problems: list[ValueProblem]
+    tree: dict, typed: Mapping[str, str], models: Models, problems: list[ValueProblem]
 ) -> list[str]:
     """Puts what the weights of checkpoint.init_from decide into `tree`, but for what is typed; a
     line about it.
@@ -161,7 +206,7 @@ def _fill_model(
         return []
     key = "checkpoint.init_from"
     try:
-        theirs = model_of(directory)
+        theirs = models.of_weights(directory)
     except UserError as error:
         problems.append(ValueProblem(key, f"{key}={show(directory)}: {error}"))
         return []
@@ -192,19 +237,19 @@ def _with_leaves(section: Mapping[str, Any], changed: Mapping[str, Any]) -> dict
     return result
 
 
-def from_command_line(argv: Sequence[str], prog: str, model_of: ModelOf | None = None) -> RunConfig:
+def from_command_line(argv: Sequence[str], prog: str, models: Models | None = None) -> RunConfig:
     """The config of a command line; problems are printed without a traceback and end the process.
 
     Args:
         argv: as `load_config`, or with `--help [SECTION]` or `--print-config`, which print and exit
             0.
         prog: how the command is called, for the messages.
-        model_of: the keys of `model` that the weights in a directory decide.
+        models: what is known of models elsewhere.
     """
     arguments = [word for word in argv if word != "--print-config"]
     try:
         _print_help_if_asked(arguments, prog)
-        config, notes = load_with_notes(arguments, model_of)
+        config, notes = load_with_notes(arguments, models)
         check_environment(os.environ)
     except UserError as error:
         print(f"{prog}: {error}", file=sys.stderr)

@@ -25,7 +25,7 @@ from maxtrain.config.sections.model import unread_rope_keys
 from maxtrain.config.values import section_leaves
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.directory import AGAIN, FREE, read_config, read_json
+from maxtrain.models.families.directory import AGAIN, free_keys, read_config, read_json
 from maxtrain.models.families.family import Family
 from maxtrain.models.specs import head_dim
 from maxtrain.ops.digest import leaf_names
@@ -229,7 +229,7 @@ def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tu
     there = section_leaves(theirs)
     if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
         there["head_dim"] = there["embed_dim"] // there["num_heads"]
-    unused = FREE | unread_rope_keys(there.get("rope_scaling", "none"))
+    unused = free_keys(ours.family) | unread_rope_keys(there.get("rope_scaling", "none"))
     found = {}
     for key, value in here.items():
         if key in there and key not in unused and value != there[key]:

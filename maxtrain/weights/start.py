@@ -16,6 +16,8 @@ import yaml
 from flax import nnx
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
+from data_pipeline.shards import TOKENIZER
+from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
@@ -27,6 +29,29 @@ from maxtrain.training.partition import split_buffers
 from maxtrain.weights.hf import differing_keys, load_weights
 
 _TABLE_ROWS = 60
+
+
+def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
+    """The ids of the data mean what they mean to the weights of a Hugging Face directory, if that
+    has a tokenizer.
+
+    Args:
+        config: with `init_from`.
+        sha256: of the data's tokenizer.
+
+    Raises:
+        ConfigError: they don't.
+    """
+    directory = Path(config.init_from or "").expanduser()
+    if not (directory / "config.json").exists() or not (directory / TOKENIZER).exists():
+        return
+    theirs = load_tokenizer(directory)
+    if theirs.sha256 != sha256:
+        raise ConfigError(
+            f"checkpoint.init_from={config.init_from} has another tokenizer ({theirs.name}) than "
+            "the data, so that ids would mean different text. Prepare the data with "
+            f"`--tokenizer {config.init_from}`."
+        )
 
 
 def starting_variables(

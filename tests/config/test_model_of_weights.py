@@ -2,8 +2,8 @@
 
 import pytest
 
-from data_pipeline.errors import ConfigError, DataError
-from maxtrain.config.load import load_with_notes
+from data_pipeline.errors import ConfigError, DataError, UsageError
+from maxtrain.config.load import Models, NamedModel, load_config, load_with_notes
 
 BASE = ["config=quickstart", "checkpoint.init_from=there"]
 THERE = {
@@ -16,13 +16,29 @@ THERE = {
 }
 
 
-def model_of(directory):
+def of_weights(directory):
     assert directory == "there"
     return THERE
 
 
+def named(place):
+    if place == "there":
+        return NamedModel(THERE, "there")
+    if place == "released":
+        return NamedModel(THERE | {"num_layers": 3}, None)
+    raise UsageError("is nothing. Name a directory.")
+
+
+MODELS = Models(of_weights, named)
+
+
+def only(of_weights):
+    """For tests in which nothing is named."""
+    return Models(of_weights, named)
+
+
 def test_keys_of_the_file_are_those_of_the_weights_and_that_is_said():
-    config, notes = load_with_notes(BASE, model_of)
+    config, notes = load_with_notes(BASE, MODELS)
     assert {key: getattr(config.model, key) for key in THERE} == THERE
     (note,) = notes
     assert note.startswith("model: as in there: family=qwen3, num_layers=28, embed_dim=1024,")
@@ -30,7 +46,7 @@ def test_keys_of_the_file_are_those_of_the_weights_and_that_is_said():
 
 
 def test_what_is_typed_stays_for_whoever_reads_the_weights_to_refuse():
-    config, _ = load_with_notes([*BASE, "model.num_layers=4"], model_of)
+    config, _ = load_with_notes([*BASE, "model.num_layers=4"], MODELS)
     assert (config.model.num_layers, config.model.embed_dim) == (4, 1024)
 
 
@@ -41,13 +57,13 @@ def test_nothing_is_filled_in_where_that_is_not_meant(more):
     argv = [
         word for word in BASE if word.partition("=")[0] not in {m.partition("=")[0] for m in more}
     ]
-    config, notes = load_with_notes([*argv, *more], lambda directory: pytest.fail(directory))
+    config, notes = load_with_notes([*argv, *more], only(pytest.fail))
     assert config.model.num_layers != 28 and not any("as in" in note for note in notes)
 
 
 def test_the_same_model_says_nothing():
     known = load_with_notes(["config=quickstart"]).config.model
-    assert load_with_notes(BASE, lambda _: {"num_layers": known.num_layers}).notes == []
+    assert load_with_notes(BASE, only(lambda _: {"num_layers": known.num_layers})).notes == []
 
 
 def test_a_model_of_another_kind_is_refused_with_the_key():
@@ -59,7 +75,7 @@ def test_a_model_of_another_kind_is_refused_with_the_key():
     with pytest.raises(
         ConfigError, match=r"checkpoint\.init_from=there: there/config\.json: architectures"
     ):
-        load_with_notes(BASE, refuse)
+        load_with_notes(BASE, only(refuse))
 
 
 def test_keys_of_the_section_rope_are_those_of_the_weights_one_by_one(tmp_path):
@@ -73,8 +89,33 @@ def test_keys_of_the_section_rope_are_those_of_the_weights_one_by_one(tmp_path):
         " rope: {short_factors: [1, 1], long_factors: [1, 1]}}\n"
     )
     argv = [f"config={tmp_path}/c.yaml", "model.rope.attention_factor=2"]
-    config, notes = load_with_notes(argv, lambda _: there)
+    config, notes = load_with_notes(argv, only(lambda _: there))
     assert config.model.rope.long_factors == (1.0, 2.0)
     assert config.model.rope.attention_factor == 2.0
     assert notes == ["model: as in there: rope.long_factors=[1.0, 2.0]"]
-    assert load_with_notes(BASE, lambda _: {}).notes == []
+    assert load_with_notes(BASE, only(lambda _: {})).notes == []
+
+
+def test_a_named_model_has_all_of_its_keys_but_for_what_is_typed():
+    config, notes = load_with_notes(["config=quickstart", "model=released"], MODELS)
+    assert config.model.num_layers == 3 and config.model.family == "qwen3"
+    assert config.checkpoint.init_from is None and notes == ["model: released"]
+    typed = ["config=quickstart", "model=released", "model.num_layers=2"]
+    assert load_with_notes(typed, MODELS)[0].model.num_layers == 2
+
+
+def test_a_directory_gives_its_weights_too():
+    config, notes = load_with_notes(["config=quickstart", "model=there"], MODELS)
+    assert config.model.num_layers == 28 and config.checkpoint.init_from == "there"
+    assert notes == ["model: as in there, and begins with its weights (checkpoint.init_from)"]
+    fresh = ["config=quickstart", "model=there", "checkpoint.init_from=null"]
+    config, notes = load_with_notes(fresh, MODELS)
+    assert config.model.num_layers == 28 and config.checkpoint.init_from is None
+    assert notes == ["model: there"]
+
+
+def test_what_names_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"model=nowhere: is nothing\. Name a directory"):
+        load_with_notes(["config=quickstart", "model=nowhere"], MODELS)
+    with pytest.raises(ConfigError, match="model=released can't be looked up here"):
+        load_config(["config=quickstart", "model=released"])

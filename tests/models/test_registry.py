@@ -1,24 +1,101 @@
 """Families by name: the shapes of published models, and names for every dim of every parameter."""
 
+import dataclasses
+import json
+from pathlib import Path
+
 import jax
 import pytest
 from flax import nnx
 
 from maxtrain.config.load import load_config
-from maxtrain.config.schema import ModelConfig, PrecisionConfig
-from maxtrain.models.families import FAMILIES
+from maxtrain.config.problems import problems_of
+from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from maxtrain.models.families import FAMILIES, PRESETS
+from maxtrain.models.families.family import Settings
 from maxtrain.models.registry import build_model, logical_axes
+from maxtrain.models.specs import head_dim
 from maxtrain.parallel.sharding import partition_spec
 
-# Numbers of parameters that the makers' model cards and `safetensors` headers give.
-PUBLISHED = {"llama3_8b": 8_030_261_248, "llama3_1b": 1_235_814_400, "qwen3_0_6b": 596_049_920}
+# Numbers of parameters that the makers' model cards and `safetensors` headers give; a head that is
+# the embedding counts once.
+SHIPPED = {"llama3_8b": 8_030_261_248, "llama3_1b": 1_235_814_400, "qwen3_0_6b": 596_049_920}
+PUBLISHED = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3.1_8b": 8_030_261_248,
+    "llama3.1_70b": 70_553_706_496,
+    "llama3.1_405b": 405_853_388_800,
+    "llama3.2_1b": 1_235_814_400,
+    "llama3.2_3b": 3_212_749_824,
+    "mistral_7b_v0.1": 7_241_732_096,
+    "mistral_7b_v0.3": 7_248_023_552,
+    "mistral_nemo_12b": 12_247_782_400,
+    "mistral_small_24b": 23_572_403_200,
+    "qwen2_0.5b": 494_032_768,
+    "qwen2_1.5b": 1_543_714_304,
+    "qwen2_7b": 7_615_616_512,
+    "qwen2_72b": 72_706_203_648,
+    "qwen2.5_0.5b": 494_032_768,
+    "qwen2.5_1.5b": 1_543_714_304,
+    "qwen2.5_3b": 3_085_938_688,
+    "qwen2.5_7b": 7_615_616_512,
+    "qwen2.5_14b": 14_770_033_664,
+    "qwen2.5_32b": 32_763_876_352,
+    "qwen2.5_72b": 72_706_203_648,
+    "qwen3_0.6b": 596_049_920,
+    "qwen3_1.7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "olmo2_1b": 1_484_916_736,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
+    "gpt2": 124_439_808,
+    "gpt2_medium": 354_823_168,
+    "gpt2_large": 774_030_080,
+    "gpt2_xl": 1_557_611_200,
+}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+def num_parameters(model):
+    state = nnx.state(nnx.eval_shape(lambda: build_model(model, PrecisionConfig(), 0)))
+    return sum(x.size for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_shapes_have_the_published_number_of_parameters(name):
-    config = load_config([f"config={name}"])
-    state = nnx.state(nnx.eval_shape(lambda: build_model(config.model, config.precision, 0)))
-    assert sum(x.size for x in jax.tree.leaves(state)) == PUBLISHED[name]
+    assert num_parameters(load_config([f"config={name}"]).model) == SHIPPED[name]
+
+
+def test_released_models_have_the_published_number_of_parameters():
+    assert PRESETS.keys() == PUBLISHED.keys()
+    for name, model in PRESETS.items():
+        assert num_parameters(model) == PUBLISHED[name], name
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_released_models_are_configs_without_problems(name):
+    """What their config.json would say is read back as the same."""
+    model = PRESETS[name]
+    assert FAMILIES[model.family].presets[name] is model
+    config = dataclasses.replace(RunConfig(), model=model)
+    assert not [problem for problem in problems_of(config) if str(problem).startswith("model.")]
+    written = FAMILIES[model.family].write(model)
+    settings = Settings(json.loads(json.dumps(written)), Path("config.json"))
+    read = FAMILIES[model.family].read(settings)
+    expected = dataclasses.replace(model, head_dim=head_dim(model))
+    assert dataclasses.replace(read, family=model.family) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -43,6 +120,5 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
         spec = partition_spec(
             axes, {"data": 2, "fsdp": 2, "tensor": 2}, variable.shape, ".".join(path)
         )
-        assert ("fsdp" in spec) == (axes[-1] != "norm"), (
-            path
-        )  # matrices are split over fsdp, vectors are whole
+        # Along the width: scales of norms are whole, and so are biases of heads and of units.
+        assert ("fsdp" in spec) == ("embed" in axes), path

@@ -1,6 +1,7 @@
 """One file for each model family: its layers, and how its configuration and its weights are named
 at Hugging Face. No jax here."""
 
+from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families.family import Family
 from maxtrain.models.families.gemma import GEMMA2, GEMMA3
 from maxtrain.models.families.gpt2 import GPT2
@@ -18,3 +19,8 @@ FAMILIES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gpt2": GPT2,
 }
+# Of all families, by the names of models that have been released.
+PRESETS: dict[str, ModelConfig] = {}
+for _family in FAMILIES.values():
+    assert not PRESETS.keys() & _family.presets.keys()
+    PRESETS |= _family.presets

@@ -1,20 +1,26 @@
 """The model that a directory holds: a Hugging Face directory, or a run of maxtrain. No jax here."""
 
 import dataclasses
+import difflib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from data_pipeline import strict_json
-from data_pipeline.errors import DataError
+from data_pipeline.errors import DataError, UsageError
+from maxtrain.config.load import Models, NamedModel
 from maxtrain.config.schema import ModelConfig
-from maxtrain.models.families import FAMILIES
+from maxtrain.config.words import choices
+from maxtrain.models.families import FAMILIES, PRESETS
 from maxtrain.models.families.family import Settings
 
 AGAIN = "Get the file again from where the model is"
+# Keys of a ModelConfig that say how it is computed, not what.
+OF_THE_RUN = {"attention", "scan_layers", "remat", "loss_chunk"}
 # Keys of a ModelConfig that a run may choose; the weights decide all others.
-FREE = {"max_length", "attention", "scan_layers", "remat", "loss_chunk"}
+FREE = {"max_length", *OF_THE_RUN}
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -74,7 +80,44 @@ def model_of(directory: str | Path) -> dict[str, Any]:
         model = dataclasses.asdict(read_config(directory))
     else:
         model = _model_of_run(directory)
-    keys = {field.name for field in dataclasses.fields(ModelConfig)} - FREE
+    return _without(model, free_keys(model.get("family")))
+
+
+def free_keys(family: str | None) -> set[str]:
+    """Keys of a ModelConfig that a run may choose, whatever weights of this family it has."""
+    if family in FAMILIES and FAMILIES[family].learns_positions:
+        return OF_THE_RUN
+    return FREE
+
+
+def model_named(place: str) -> NamedModel:
+    """The model that `model=PLACE` names: one that has been released, by its name; or that in a
+    directory of Hugging Face or of a run, with its weights.
+
+    Raises:
+        UsageError: it is neither.
+        DataError: it is a Hugging Face model that is not supported.
+    """
+    directory = Path(place).expanduser()
+    if (directory / "config.json").exists():
+        model = dataclasses.asdict(read_config(directory))
+        return NamedModel(_without(model, OF_THE_RUN), place)
+    of_run = _model_of_run(directory)
+    if of_run:
+        return NamedModel(_without(of_run, OF_THE_RUN), place)
+    if place in PRESETS:
+        model = dataclasses.asdict(PRESETS[place])
+        return NamedModel(_without(model, OF_THE_RUN), None)
+    near = difflib.get_close_matches(place, PRESETS, n=4, cutoff=0.5) or list(PRESETS)
+    raise UsageError(
+        "is neither a directory with config.json, nor a run, nor the name of a model that has been "
+        f"released. Name a directory, or one such as {choices(near)}."
+    )
+
+
+def _without(model: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
+    """The keys of a ModelConfig but for these."""
+    keys = {field.name for field in dataclasses.fields(ModelConfig)}.difference(left_out)
     return {key: value for key, value in model.items() if key in keys}
 
 
@@ -96,3 +139,6 @@ def _model_of_run(directory: Path) -> dict[str, Any]:
     if not isinstance(model, dict):
         return {}
     return model
+
+
+MODELS = Models(model_of, model_named)

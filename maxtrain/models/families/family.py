@@ -2,6 +2,7 @@
 and weights at Hugging Face."""
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -303,3 +304,7 @@ class Family(NamedTuple):
     ignored: str = IGNORED
     # The name in `table` of a tensor with another name that some files have.
     renamed: Callable[[str], str] = _same
+    # Models that have been released, by their names.
+    presets: Mapping[str, ModelConfig] = types.MappingProxyType({})
+    # Its positions have learned vectors, as many as max_length.
+    learns_positions: bool = False

@@ -225,5 +225,74 @@ def gemma3_table(config: ModelConfig) -> list[Entry]:
     return decoder_table(gemma3_spec(config), config.tie_embeddings, NORMS)
 
 
-GEMMA2 = Family("Gemma2ForCausalLM", gemma2_spec, read_gemma2, write_gemma2, gemma2_table)
-GEMMA3 = Family("Gemma3ForCausalLM", gemma3_spec, read_gemma3, write_gemma3, gemma3_table)
+_2_2B = ModelConfig(
+    family="gemma2",
+    vocab_size=256_000,
+    num_layers=26,
+    embed_dim=2304,
+    mlp_dim=9216,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=256,
+    tie_embeddings=True,
+    max_length=8192,
+    norm_eps=1e-6,
+    window=4096,
+    query_pre_attn_scalar=256.0,
+    attention_softcap=50.0,
+    logit_softcap=30.0,
+    rope_theta=10_000.0,
+)
+GEMMA2_PRESETS = {
+    "gemma2_2b": _2_2B,
+    "gemma2_9b": dataclasses.replace(
+        _2_2B, num_layers=42, embed_dim=3584, mlp_dim=14_336, num_heads=16, num_kv_heads=8
+    ),
+    "gemma2_27b": dataclasses.replace(
+        _2_2B,
+        num_layers=46,
+        embed_dim=4608,
+        mlp_dim=36_864,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        query_pre_attn_scalar=144.0,
+    ),
+}
+_3_1B = ModelConfig(
+    family="gemma3",
+    vocab_size=262_144,
+    num_layers=26,
+    embed_dim=1152,
+    mlp_dim=6912,
+    num_heads=4,
+    num_kv_heads=1,
+    head_dim=256,
+    tie_embeddings=True,
+    max_length=32_768,
+    norm_eps=1e-6,
+    window=512,
+    query_pre_attn_scalar=256.0,
+    rope_theta=1_000_000.0,
+)
+GEMMA3_PRESETS = {
+    "gemma3_270m": dataclasses.replace(_3_1B, num_layers=18, embed_dim=640, mlp_dim=2048),
+    "gemma3_1b": _3_1B,
+}
+
+GEMMA2 = Family(
+    "Gemma2ForCausalLM",
+    gemma2_spec,
+    read_gemma2,
+    write_gemma2,
+    gemma2_table,
+    presets=GEMMA2_PRESETS,
+)
+GEMMA3 = Family(
+    "Gemma3ForCausalLM",
+    gemma3_spec,
+    read_gemma3,
+    write_gemma3,
+    gemma3_table,
+    presets=GEMMA3_PRESETS,
+)

@@ -3,6 +3,7 @@
 Source: Radford et al. 2019, Language models are unsupervised multitask learners.
 """
 
+import dataclasses
 import re
 from typing import Any
 
@@ -155,4 +156,46 @@ def _with_prefix(name: str) -> str:
     return name
 
 
-GPT2 = Family("GPT2LMHeadModel", spec, read_config, write_config, table, _IGNORED, _with_prefix)
+_SMALL = ModelConfig(
+    family="gpt2",
+    vocab_size=50_257,
+    num_layers=12,
+    embed_dim=768,
+    mlp_dim=3072,
+    num_heads=12,
+    num_kv_heads=12,
+    tie_embeddings=True,
+    max_length=1024,
+    norm_eps=1e-5,
+)
+
+
+def _of_size(num_layers: int, embed_dim: int, num_heads: int) -> ModelConfig:
+    return dataclasses.replace(
+        _SMALL,
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        mlp_dim=4 * embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+    )
+
+
+PRESETS = {
+    "gpt2": _SMALL,
+    "gpt2_medium": _of_size(24, 1024, 16),
+    "gpt2_large": _of_size(36, 1280, 20),
+    "gpt2_xl": _of_size(48, 1600, 25),
+}
+
+GPT2 = Family(
+    "GPT2LMHeadModel",
+    spec,
+    read_config,
+    write_config,
+    table,
+    _IGNORED,
+    _with_prefix,
+    PRESETS,
+    learns_positions=True,
+)

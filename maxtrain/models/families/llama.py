@@ -183,5 +183,110 @@ def mistral_table(config: ModelConfig) -> list[Entry]:
     return decoder_table(mistral_spec(config), config.tie_embeddings)
 
 
-LLAMA = Family("LlamaForCausalLM", llama_spec, read_config, write_llama, llama_table)
-MISTRAL = Family("MistralForCausalLM", mistral_spec, read_mistral, write_mistral, mistral_table)
+_LLAMA2 = ModelConfig(vocab_size=32_000, max_length=4096, norm_eps=1e-5, rope_theta=10_000.0)
+_LLAMA2_7B = dataclasses.replace(
+    _LLAMA2, num_layers=32, embed_dim=4096, mlp_dim=11_008, num_heads=32, num_kv_heads=32
+)
+_LLAMA2_13B = dataclasses.replace(
+    _LLAMA2, num_layers=40, embed_dim=5120, mlp_dim=13_824, num_heads=40, num_kv_heads=40
+)
+_LLAMA2_70B = dataclasses.replace(
+    _LLAMA2, num_layers=80, embed_dim=8192, mlp_dim=28_672, num_heads=64, num_kv_heads=8
+)
+_LLAMA3_8B = ModelConfig(
+    vocab_size=128_256,
+    num_layers=32,
+    embed_dim=4096,
+    mlp_dim=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    max_length=8192,
+    norm_eps=1e-5,
+    rope_theta=500_000.0,
+)
+_LLAMA3_70B = dataclasses.replace(
+    _LLAMA3_8B, num_layers=80, embed_dim=8192, mlp_dim=28_672, num_heads=64
+)
+_LLAMA3_405B = dataclasses.replace(
+    _LLAMA3_8B, num_layers=126, embed_dim=16_384, mlp_dim=53_248, num_heads=128
+)
+_LLAMA3_3B = dataclasses.replace(
+    _LLAMA3_8B,
+    num_layers=28,
+    embed_dim=3072,
+    mlp_dim=8192,
+    num_heads=24,
+    head_dim=128,
+    tie_embeddings=True,
+)
+_LLAMA3_1B = dataclasses.replace(
+    _LLAMA3_3B, num_layers=16, embed_dim=2048, num_heads=32, head_dim=64
+)
+
+
+def _stretched(config: ModelConfig, factor: float) -> ModelConfig:
+    """For the contexts of Llama 3.1 and later."""
+    return dataclasses.replace(
+        config, max_length=131_072, rope_scaling="llama3", rope_factor=factor
+    )
+
+
+LLAMA_PRESETS = {
+    "llama2_7b": _LLAMA2_7B,
+    "llama2_13b": _LLAMA2_13B,
+    "llama2_70b": _LLAMA2_70B,
+    "llama3_8b": _LLAMA3_8B,
+    "llama3_70b": _LLAMA3_70B,
+    "llama3.1_8b": _stretched(_LLAMA3_8B, 8.0),
+    "llama3.1_70b": _stretched(_LLAMA3_70B, 8.0),
+    "llama3.1_405b": _stretched(_LLAMA3_405B, 8.0),
+    "llama3.2_1b": _stretched(_LLAMA3_1B, 32.0),
+    "llama3.2_3b": _stretched(_LLAMA3_3B, 32.0),
+}
+_MISTRAL_7B = ModelConfig(
+    family="mistral",
+    vocab_size=32_768,
+    num_layers=32,
+    embed_dim=4096,
+    mlp_dim=14_336,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_length=32_768,
+    norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+)
+MISTRAL_PRESETS = {
+    "mistral_7b_v0.1": dataclasses.replace(
+        _MISTRAL_7B, vocab_size=32_000, window=4096, rope_theta=10_000.0
+    ),
+    "mistral_7b_v0.3": _MISTRAL_7B,
+    "mistral_nemo_12b": dataclasses.replace(
+        _MISTRAL_7B, vocab_size=131_072, num_layers=40, embed_dim=5120, max_length=131_072
+    ),
+    "mistral_small_24b": dataclasses.replace(
+        _MISTRAL_7B,
+        vocab_size=131_072,
+        num_layers=40,
+        embed_dim=5120,
+        mlp_dim=32_768,
+        rope_theta=100_000_000.0,
+    ),
+}
+
+LLAMA = Family(
+    "LlamaForCausalLM",
+    llama_spec,
+    read_config,
+    write_llama,
+    llama_table,
+    presets=LLAMA_PRESETS,
+)
+MISTRAL = Family(
+    "MistralForCausalLM",
+    mistral_spec,
+    read_mistral,
+    write_mistral,
+    mistral_table,
+    presets=MISTRAL_PRESETS,
+)

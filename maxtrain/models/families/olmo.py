@@ -49,4 +49,29 @@ def table(config: ModelConfig) -> list[Entry]:
     return decoder_table(spec(config), config.tie_embeddings, NORMS)
 
 
-OLMO2 = Family("Olmo2ForCausalLM", spec, read_config, write_config, table)
+_7B = ModelConfig(
+    family="olmo2",
+    vocab_size=100_352,
+    num_layers=32,
+    embed_dim=4096,
+    mlp_dim=11_008,
+    num_heads=32,
+    num_kv_heads=32,
+    max_length=4096,
+    norm_eps=1e-6,
+    rope_theta=500_000.0,
+)
+PRESETS = {
+    "olmo2_1b": dataclasses.replace(
+        _7B, num_layers=16, embed_dim=2048, mlp_dim=8192, num_heads=16, num_kv_heads=16
+    ),
+    "olmo2_7b": _7B,
+    "olmo2_13b": dataclasses.replace(
+        _7B, num_layers=40, embed_dim=5120, mlp_dim=13_824, num_heads=40, num_kv_heads=40
+    ),
+    "olmo2_32b": dataclasses.replace(
+        _7B, num_layers=64, embed_dim=5120, mlp_dim=27_648, num_heads=40, num_kv_heads=8
+    ),
+}
+
+OLMO2 = Family("Olmo2ForCausalLM", spec, read_config, write_config, table, presets=PRESETS)
