@@ -319,9 +319,10 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             console.print(_table(results))
         for name, result in results.items():
             bad = not_finite(result)
-            if bad:
+            if bad is not None:
                 raise DivergedError(
-                    f"{what}: {bad} on {name}. Take another checkpoint with --step."
+                    f"{what}: {bad.name} on {name} is {bad.value}. "
+                    "Take another checkpoint with --step."
                 )
 
     return run_command(job, resumes=False)

@@ -426,10 +426,10 @@ class Run:
                 raise StopRequested
             self.recorder.write(self.step, result, "eval")
             bad = not_finite(result)
-            if bad:
+            if bad is not None:
                 self._require_finite()
                 raise DivergedError(
-                    f"step {self.step:,}: {bad} on eval.sets.{name}, so this "
+                    f"step {self.step:,}: {bad.name} on eval.sets.{name} is {bad.value}, so this "
                     f"step is not saved. {self.newest()} Lower optimizer.learning_rate, or go on "
                     f"from an earlier step with other settings."
                 )

@@ -180,7 +180,7 @@ def test_a_divergence_that_is_not_finite_fails(config, tmp_path, capfd):
     student = str(config.parent / "runs" / "student")
     assert evaluate.main([student, "--teacher", str(tmp_path), "--json"]) == 70
     told = capfd.readouterr()
-    assert "distill is nan on heldout" in told.err
+    assert "distill on heldout is nan" in told.err
     assert json.loads(told.out)["sets"]["heldout"]["distill"] == "nan"
 
 

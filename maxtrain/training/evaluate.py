@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -78,14 +78,21 @@ def evaluate(
     return result
 
 
-def not_finite(result: Mapping[str, Any]) -> str:
-    """Says which number of an evaluation is not finite; empty: all are."""
+class NotFinite(NamedTuple):
+    """A number of an evaluation that is not finite: what it is called in a sentence, and itself."""
+
+    name: str
+    value: float
+
+
+def not_finite(result: Mapping[str, Any]) -> NotFinite | None:
+    """The first number of an evaluation that is not finite; None: all are."""
     for name, value in result.items():
         if isinstance(value, float) and not math.isfinite(value):
             if name == "nll":
                 name = "the loss"
-            return f"{name} is {value}"
-    return ""
+            return NotFinite(name, value)
+    return None
 
 
 def _total(sums: Sequence[dict[str, Sum]], name: str) -> tuple[float, float]:
