@@ -82,10 +82,11 @@ class StorageError(UserError):
 class DamagedError(StorageError):
     """A checkpoint is not what was saved: its directory, and what is wrong with it."""
 
-    def __init__(self, path: Path, what: str):
-        look = f"Look at all of them with `maxtrain checkpoint verify {path.parent}`"
-        mend = f"Remove or rename {path} to go on from the checkpoint before it"
-        super().__init__(f"{path} is damaged: {what}. {look}. {mend}.")
+    def __init__(self, path: Path, what: str, mend: str = ""):
+        if not mend:
+            look = f"Look at all of them with `maxtrain checkpoint verify {path.parent}`"
+            mend = f"{look}. Remove or rename {path} to go on from the checkpoint before it."
+        super().__init__(f"{path} is damaged: {what}. {mend}")
         self.path = path
         self.what = what
 

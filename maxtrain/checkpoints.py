@@ -21,7 +21,16 @@ from rich.text import Text
 from data_pipeline.errors import DamagedError, StorageError, UsageError, run_command
 from maxtrain.checkpoint.copying import copy_step, remove_step
 from maxtrain.checkpoint.finite import find_non_finite
-from maxtrain.checkpoint.frozen import FOLDER, KEY, copy_frozen, frozen_of, lack, place_of
+from maxtrain.checkpoint.frozen import (
+    FOLDER,
+    KEY,
+    advice,
+    copy_frozen,
+    frozen_of,
+    is_store,
+    lack,
+    stores,
+)
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.observe.lock import RunLock
@@ -33,6 +42,8 @@ _LONGEST = 300
 # Fields of a record that are not shown: the config has a file of its own, and older versions have
 # the digests here as well.
 _NOT_SHOWN = ("config", "digests")
+# Begins what is wrong with a step whose own files are whole.
+_LACKS = "its frozen parameters"
 
 
 def open_directory(directory: Path) -> tuple[Path, list[Path]]:
@@ -93,8 +104,7 @@ def show_list(directory: Path, console: Console) -> None:
         if _step_of(path).isdecimal():
             table.add_row(*_cells(path, "put aside", []))
     console.print(table)
-    frozen = place_of(folder)
-    if frozen.exists():
+    for frozen in stores(folder):
         megabytes = f"{size(frozen) / 1e6:,.1f} MB"
         state = Text(defect(frozen) or "whole", "red" if defect(frozen) else "green")
         console.print(Text(f"frozen parameters, of all steps: {megabytes}, ") + state)
@@ -234,7 +244,7 @@ def check(path: Path) -> str:
     if KEY in commit:
         lacking = lack(path.parent, commit[KEY])
         if lacking:
-            return f"its frozen parameters: {lacking}"
+            return f"{_LACKS}: {lacking}"
     return find_damage(path, commit["files"]) or find_non_finite(path, commit)
 
 
@@ -242,9 +252,7 @@ def verify(directory: Path, console: Console) -> None:
     """Reads all steps; DamagedError: one is not what was saved."""
     bad = []
     folder, steps = open_directory(directory)
-    frozen = place_of(folder)
-    if frozen.exists():
-        steps = [frozen, *steps]
+    steps = [*stores(folder), *steps]
     for path in steps:
         begin = time.monotonic()
         told = check(path)
@@ -258,12 +266,15 @@ def verify(directory: Path, console: Console) -> None:
                 told = "all hashes are those of what was saved"
         rate = size(path) / max(1e-9, time.monotonic() - begin) / 1e9
         name = path.name
-        if path == frozen:
-            name = FOLDER
+        if is_store(path):
+            name = f"{FOLDER} {path.parent.name}"
         console.print(Text(f"{name}: {told} ({rate:.1f} GB/s)", color), soft_wrap=True)
     if bad:
         path, why = bad[0]
-        raise DamagedError(path, why)
+        mend = ""
+        if is_store(path) or why.startswith(_LACKS):
+            mend = advice(folder)
+        raise DamagedError(path, why, mend)
 
 
 def copy(directory: Path, target: Path, step: int | None, console: Console) -> None:

@@ -71,9 +71,10 @@ from maxtrain.run import RollBack, Run
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.state import (
+    changing_part,
+    constant_part,
     eval_params,
     policy_params,
-    saved_part,
     trained_summary,
     zero_summary,
 )
@@ -190,7 +191,9 @@ def train_until_done(run: Run) -> None:
         style = "yellow" if run.health.ending else "green"
         run.progress.message(f"Nothing to do: {run.folder.path} {run.why_done()}", style=style)
         return
-    warning = run.checkpoints.require_space(saved_part(run.job.abstract))
+    warning = run.checkpoints.require_space(
+        changing_part(run.job.abstract), constant_part(run.job.abstract)
+    )
     if warning:
         run.progress.message(warning, style="yellow")
     while not run.done():

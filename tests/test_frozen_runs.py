@@ -71,7 +71,7 @@ def test_frozen_parameters_are_saved_once(config):
     own = json.loads((folder / "00000012" / "commit.json").read_text())["arrays"]
     assert "params.layers.0.mlp.up.kernel" in own and "params.embedding" not in own
     assert not any("attention.q" in name for name in own), "nor moments of them"
-    once = json.loads((frozen.place_of(folder) / "commit.json").read_text())["arrays"]
+    once = json.loads((frozen.stores(folder)[0] / "commit.json").read_text())["arrays"]
     assert "params.embedding" in once and not any(".mlp." in name for name in once)
     assert set(saved_digests(folder)[12]) == {*own, *once}
 
@@ -105,7 +105,7 @@ def test_a_resumed_run_is_as_never_stopped(config):
 def test_damage_is_noticed_and_mended_from_the_copies(config, capfd):
     runs = config.parent / "runs"
     folder = runs / "part" / "checkpoints"
-    file = next((frozen.place_of(folder) / "arrays/params.embedding").glob("0*"))
+    file = next((frozen.stores(folder)[0] / "arrays/params.embedding").glob("0*"))
     whole = file.read_bytes()
     flipped = bytearray(whole)
     flipped[len(flipped) // 2] ^= 4

@@ -24,7 +24,7 @@ from data_pipeline import prepare
 from data_pipeline.errors import ConfigError, UserError
 from data_pipeline.shards import Manifest, ShardWriter, TokenShards
 from data_pipeline.tokenizer import ByteTokenizer
-from maxtrain.checkpoint.frozen import all_arrays, place_of
+from maxtrain.checkpoint.frozen import all_arrays, stores
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
@@ -571,10 +571,10 @@ def test_two_processes_are_as_one(config):
         final_state(folder_of(config, "two"))[1]["data"]
         == final_state(folder_of(config, "one"))[1]["data"]
     )
-    frozen = [
-        json.loads((place_of(folder_of(config, name) / "checkpoints") / "commit.json").read_text())
-        for name in ("two", "one")
-    ]
+    frozen = []
+    for name in ("two", "one"):
+        (store,) = stores(folder_of(config, name) / "checkpoints")
+        frozen.append(json.loads((store / "commit.json").read_text()))
     assert frozen[0]["arrays"] == frozen[1]["arrays"] and len(frozen[0]["arrays"]) == 1
 
 

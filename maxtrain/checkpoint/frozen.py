@@ -1,10 +1,10 @@
 """Arrays that no step changes, such as frozen parameters: saved once per run, beside its steps.
 
-    DIRECTORY/frozen/00000000/   arrays, record and commit record, as a step has them
+    DIRECTORY/frozen/HASH/00000000/   arrays, record and commit record, as a step has them
 
-The commit record of every step that needs them says, under `frozen`, what they are: one hash of the
-names, shapes and digests of all of them. So a step is never put together with arrays that are not
-its own. Needs no device.
+HASH is one of the names, shapes and digests of all of them. The commit record of every step that
+needs them has it, under `frozen`: so a step is never put together with arrays that are not its own,
+and steps of several runs may lie in one directory. Needs no device.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_pipeline.errors import StorageError
+from data_pipeline.errors import DamagedError, StorageError
 from maxtrain.checkpoint.copying import copy_step
 from maxtrain.checkpoint.formats import migrate
-from maxtrain.checkpoint.integrity import defect, read_commit
+from maxtrain.checkpoint.integrity import defect, find_damage, read_commit
 
 FOLDER = "frozen"
 # In the commit record of a step.
@@ -30,9 +30,27 @@ class Frozen(NamedTuple):
     commit: dict[str, Any]
 
 
-def place_of(directory: Path) -> Path:
-    """Where the steps of a directory have their frozen arrays."""
-    return directory / FOLDER / f"{0:08d}"
+def place_of(directory: Path, wanted: str) -> Path:
+    """Where the steps of a directory have the frozen arrays of this identity."""
+    return directory / FOLDER / wanted / f"{0:08d}"
+
+
+def stores(directory: Path) -> list[Path]:
+    """All frozen arrays that steps of a directory may need."""
+    return sorted(directory.glob(f"{FOLDER}/*/{0:08d}"))
+
+
+def is_store(path: Path) -> bool:
+    """Whether this is such a place and no step."""
+    return path.parents[1].name == FOLDER
+
+
+def advice(directory: Path) -> str:
+    """What to do if steps of a directory lack their frozen arrays, or these are damaged."""
+    return (
+        f"Copy {FOLDER}/ from a copy of the run's checkpoints to {directory}, "
+        "or set run_name to a new name to start afresh."
+    )
 
 
 def identity(arrays: dict[str, dict[str, Any]]) -> str:
@@ -48,19 +66,25 @@ def identity(arrays: dict[str, dict[str, Any]]) -> str:
     return hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
 
 
-def lack(directory: Path, wanted: str) -> str:
+def lack(directory: Path, wanted: str, read: bool = False) -> str:
     """Why a directory does not have the frozen arrays of this identity; empty if it has them.
 
-    Sizes of files are looked at, not their bytes.
+    Sizes of files are looked at, and with `read` their bytes.
     """
-    path = place_of(directory)
+    path = place_of(directory, wanted)
     if not path.exists():
         return f"{path} is missing"
     why = defect(path)
     if why:
         return f"{path} is not whole: {why}"
-    if identity(read_commit(path)["arrays"]) != wanted:
+    commit = read_commit(path)
+    if identity(commit["arrays"]) != wanted:
         return f"{path} holds other arrays"
+    damage = ""
+    if read:
+        damage = find_damage(path, commit["files"])
+    if damage:
+        return f"{path} is damaged: {damage}"
     return ""
 
 
@@ -82,14 +106,13 @@ def frozen_of(step: Path, commit: dict[str, Any], also: Iterable[Path] = ()) -> 
     for directory in dict.fromkeys((step.parent, *also)):
         why = lack(directory, wanted)
         if not why:
-            path = place_of(directory)
+            path = place_of(directory, wanted)
             found, _ = migrate(read_commit(path), {})
             return Frozen(path, found)
         problems.append(why)
     raise StorageError(
         f"{step} needs the frozen parameters of its run, but {', and '.join(problems)}. "
-        f"Copy {FOLDER}/ from a copy of the run's checkpoints to {step.parent}, "
-        "or set run_name to a new name to start afresh."
+        f"{advice(step.parent)}"
     )
 
 
@@ -107,10 +130,22 @@ def all_arrays(step: Path, commit: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def copy_frozen(step: Path, folder: Path, read_back: bool = False) -> None:
     """Copies the frozen arrays that a step needs below another folder that lacks them.
 
-    Errors as of `copy_step` and `frozen_of`.
+    Args:
+        step: its directory.
+        folder: that the step is, or will be, copied to.
+        read_back: what is there, and what is copied, is read and checked.
+
+    Raises:
+        StorageError: they are nowhere, or damaged, or the copy is not like them.
     """
     commit = read_commit(step)
-    frozen = frozen_of(step, commit)
-    if frozen is None or not lack(folder, commit[KEY]):
+    wanted = commit.get(KEY)
+    if wanted is None or not lack(folder, wanted, read_back):
         return
-    copy_step(frozen.path, folder / FOLDER, read_back=read_back)
+    frozen = frozen_of(step, commit)
+    assert frozen is not None
+    try:
+        copy_step(frozen.path, folder / FOLDER / wanted, read_back=read_back)
+    except DamagedError as damage:
+        text = f"{damage.path} is damaged: {damage.what}. {advice(step.parent)}"
+        raise StorageError(text) from damage

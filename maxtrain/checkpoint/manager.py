@@ -44,6 +44,7 @@ from maxtrain.checkpoint.copying import remove_step
 from maxtrain.checkpoint.finite import must_be_finite
 from maxtrain.checkpoint.integrity import (
     FORMAT,
+    defect,
     encode_commit,
     find_damage,
     hash_files,
@@ -119,8 +120,10 @@ class Checkpoints:
         self._confirmed = -1
         # The steps of the best evaluations, by the newest record.
         self._best: set[int] = set()
-        # What steps call the arrays that no step changes, once these are on the disk.
+        # What steps call the arrays that no step changes, once these were restored or saved; and
+        # whether every byte of what is on the disk of them was read, or written, by this process.
         self._constant: str | None = None
+        self._constant_is_sound = False
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_not_of_orbax)
         if getattr(sys.unraisablehook, "__name__", "") != _without_late_writes.__name__:
@@ -199,31 +202,36 @@ class Checkpoints:
         return True
 
     def _save_constant(self, constant: PyTree[jax.Array]) -> str | None:
-        """Sees to it that arrays that no step changes are on the disk, once in a process.
+        """Sees to it that arrays that no step changes are on the disk, and are what they were.
 
         Returns:
             What the commit records of steps call them; None: there are none.
+
+        Raises:
+            StorageError: they can't be written.
+            TryAgainError: they have changed in memory.
         """
         if not jax.tree.leaves(constant):
             return None
-        if self._constant is not None:
-            return self._constant
         names, leaves, _ = _flatten(constant)
         arrays = _described(names, leaves)
         for name, digest in by_name(names, digests(leaves)).items():
             arrays[name]["digest"] = digest
         wanted = frozen.identity(arrays)
-        if self._makes_room_for_constant(wanted):
-            folder = self.directory / frozen.FOLDER
+        if self._constant not in (None, wanted):
+            raise _changed_constant(wanted, self._constant, "this run was restored or saved with")
+        if self._lacks_constant(wanted):
+            folder = self.directory / frozen.FOLDER / wanted
             checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False))
             try:
                 checkpoints.save(0, constant, {})
             finally:
                 checkpoints.close()
         self._constant = wanted
+        self._constant_is_sound = True
         return wanted
 
-    def _makes_room_for_constant(self, wanted: str) -> bool:
+    def _lacks_constant(self, wanted: str) -> bool:
         """Whether arrays that no step changes are still to be written, as process 0 sees it.
 
         TryAgainError, in all processes: the steps there were saved with others.
@@ -231,32 +239,37 @@ class Checkpoints:
         lacks = False
         error = None
         if jax.process_index() == 0:
+            doing = f"looking at {self.directory / frozen.FOLDER}"
+            advice = "Permit that, then run the same command again."
             try:
-                lacks = bool(frozen.lack(self.directory, wanted))
-                if lacks:
-                    self._remove_other_constant(wanted)
+                with as_storage_error(doing, advice):
+                    lacks = self._looks_for_constant(wanted)
             except (StorageError, TryAgainError) as problem:
                 error = problem
         raise_together(error)
         primary, *_ = gather({"lacks": lacks})
         return primary["lacks"]
 
-    def _remove_other_constant(self, wanted: str) -> None:
-        """Removes what no step refers to; TryAgainError: some step does."""
+    def _looks_for_constant(self, wanted: str) -> bool:
+        """As `_lacks_constant`, on this process; removes what no step refers to."""
+        if self._constant_is_sound and not frozen.lack(self.directory, wanted):
+            return False
         for step in self.steps():
             before = read_commit(self._path(step)).get(frozen.KEY)
             if before != wanted:
-                raise TryAgainError(
-                    f"the frozen parameters (hash {wanted}) are not those of step {step:,} "
-                    f"(hash {before}), although nothing changes them. That is a fault of memory "
-                    "or of a device. Nothing of it is saved. Run the same command again: it goes "
-                    "on from the last checkpoint. If it comes again, test this machine's memory."
-                )
-        path = frozen.place_of(self.directory)
-        if path.exists():
-            doing = f"removing {path}"
-            with as_storage_error(doing, "Permit that, then run the same command again."):
+                raise _changed_constant(wanted, before, f"step {step:,} was saved with")
+        for path in frozen.stores(self.directory):
+            if path.parent.name != wanted:
                 remove_step(path)
+                # Where something was put aside, it stays.
+                with contextlib.suppress(OSError):
+                    path.parent.rmdir()
+        if not frozen.lack(self.directory, wanted, read=True):
+            return False
+        damaged = frozen.place_of(self.directory, wanted)
+        if damaged.exists():
+            remove_step(damaged)
+        return True
 
     def restore(
         self,
@@ -290,6 +303,9 @@ class Checkpoints:
         constant = frozen.frozen_of(path, commit, self._directories())
         if constant is not None:
             parts.append(_Part(*constant))
+            self._constant = commit[frozen.KEY]
+            is_own = constant.path.is_relative_to(self.directory)
+            self._constant_is_sound = is_own and check
         there = {}
         for part in parts:
             there |= part.commit["arrays"]
@@ -310,8 +326,15 @@ class Checkpoints:
         arrays = {}
         for part in parts:
             of_part = {name: x for name, x in targets.items() if name in part.commit["arrays"]}
-            if of_part:
+            if not of_part:
+                continue
+            try:
                 arrays |= self._read_part(part, of_part, check)
+            except DamagedError as damage:
+                if not frozen.is_store(part.path):
+                    raise
+                mend = frozen.advice(self.directory)
+                raise DamagedError(part.path, damage.what, mend) from damage
         return jax.tree.unflatten(treedef, [arrays[name] for name in names]), record
 
     def frozen_names(self, step: int | None = None) -> set[str]:
@@ -345,6 +368,8 @@ class Checkpoints:
         if check and jax.process_count() == 1:
             early = digester.add
         advice = f"Remove or rename {part.path} to go on from the checkpoint before it."
+        if frozen.is_store(part.path):
+            advice = frozen.advice(self.directory)
         with as_storage_error(f"reading the checkpoint {part.path}", advice):
             read = self._read(part.path, part.commit, wanted, early)
         arrays = {name: read[there] for name, there in stored.items()}
@@ -355,8 +380,12 @@ class Checkpoints:
             _require_finite(part.path, arrays)
         return arrays
 
-    def require_space(self, abstract_state: PyTree) -> str:
+    def require_space(self, abstract_state: PyTree, constant: PyTree = None) -> str:
         """A warning if the disk has no space for all checkpoints that are kept at once.
+
+        Args:
+            abstract_state: what each of them holds.
+            constant: what is saved once, by the first of them.
 
         Returns:
             Empty if it has the space.
@@ -364,18 +393,23 @@ class Checkpoints:
         Raises:
             StorageError: in all processes, if it has no space for one.
         """
-        size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
+        size = _num_bytes(abstract_state)
+        once = _num_bytes(constant)
+        if any(not defect(path) for path in frozen.stores(self.directory)):
+            once = 0
         place = next(path for path in (self.directory, *self.directory.parents) if path.exists())
         free = shutil.disk_usage(place).free
         more = max(1, self._config.keep + 1 - len(self.steps()))
         what = (
             f"{place} has {free / 1e9:,.2f} GB free; a checkpoint takes up to {size / 1e9:,.2f} GB"
         )
+        if once:
+            what += f", and the frozen parameters once {once / 1e9:,.2f} GB"
         error = None
-        if free < size:
+        if free < size + once:
             error = StorageError(f"{what}. Free space, or set output_dir to another disk.")
         raise_together(error)
-        if free >= size * more:
+        if free >= size * more + once:
             return ""
         rule = f"{what}, and checkpoint.keep={self._config.keep} needs {more} more at once"
         return f"{rule}. Free space, or keep fewer."
@@ -780,7 +814,7 @@ def put_aside(damage: DamagedError) -> None:
             aside = rename_aside(path).name
             what = f"{path} is damaged: {damage.what}."
             then = f"It is put aside as {aside}; the run goes on from the checkpoint before it."
-            if path.parent.name == frozen.FOLDER:
+            if frozen.is_store(path):
                 then = f"It is put aside as {aside}; the run goes on if there is a copy of it."
             print(f"WARNING: {what}\n{then}", file=sys.stderr, flush=True)
         except StorageError as problem:
@@ -843,6 +877,20 @@ def _not_of_orbax(record: logging.LogRecord) -> bool:
     if record.name == "asyncio":
         where = record.getMessage()
     return "orbax" not in where
+
+
+def _num_bytes(tree: PyTree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _changed_constant(found: str, before: str | None, whose: str) -> TryAgainError:
+    """The error of arrays that no step changes and that have changed."""
+    return TryAgainError(
+        f"the frozen parameters (hash {found}) are not those that {whose} (hash {before}), "
+        "although nothing changes them. That is a fault of memory or of a device. Nothing of it is "
+        "saved. Run the same command again: it goes on from the last checkpoint. If it comes "
+        "again, test this machine's memory."
+    )
 
 
 def _without_late_writes(before: Callable[[Any], object]) -> Callable[[Any], object]:

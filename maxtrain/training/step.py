@@ -79,6 +79,8 @@ def gradients(
         return constrain(x, None, "activation_batch", *(None,) * (x.ndim - 2))
 
     def add(total: Array, part: Array) -> Array:
+        if jnp.issubdtype(total.dtype, jnp.integer):
+            return total + part
         return (total + part.astype(jnp.float32)).astype(total.dtype)
 
     def step(

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +31,15 @@ def whole(value=0):
     return {"params": {**changing(value)["params"], **constant()["params"]}}
 
 
+def store_of(directory):
+    """The only one."""
+    (store,) = frozen.stores(directory)
+    return store
+
+
 def flip(directory):
     """One bit of the array `params.a`."""
-    (file,) = (frozen.place_of(directory) / "arrays/params.a").glob("0*")
+    (file,) = (store_of(directory) / "arrays/params.a").glob("0*")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 4
     file.write_bytes(content)
@@ -49,7 +56,7 @@ def checkpoints(tmp_path):
 
 
 def test_frozen_arrays_are_written_once_and_read_with_every_step(checkpoints):
-    place = frozen.place_of(checkpoints.directory)
+    place = store_of(checkpoints.directory)
     made = place.stat().st_mtime_ns
     checkpoints.save(3, changing(3), {}, constant())
     again = Checkpoints(checkpoints.directory, SYNC)
@@ -86,16 +93,21 @@ def test_a_flipped_bit_is_noticed_and_every_step_needs_what_is_put_aside(checkpo
     flip(checkpoints.directory)
     with pytest.raises(DamagedError) as damage:
         checkpoints.restore(whole(), partial=True)
-    assert damage.value.path == frozen.place_of(checkpoints.directory)
+    assert damage.value.path == store_of(checkpoints.directory)
+    assert "Copy frozen/ from a copy" in str(damage.value)
+    assert "Remove or rename" not in str(damage.value)
     assert main(["verify", str(checkpoints.directory)]) == 74
-    assert "frozen: arrays/params.a" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "arrays/params.a" in told.out and "Copy frozen/ from a copy" in told.err
     manager.put_aside(damage.value)
     assert "goes on if there is a copy" in capsys.readouterr().err
     with pytest.raises(StorageError, match=r"needs the frozen parameters.*is missing\. Copy"):
         checkpoints.restore(whole(), partial=True)
     assert checkpoints.steps() == [1, 2], "the steps themselves are not touched"
     assert main(["verify", str(checkpoints.directory)]) == 74
-    assert "its frozen parameters" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "its frozen parameters" in told.out
+    assert "Copy frozen/ from a copy" in told.err and "Remove or rename" not in told.err
     assert main(["list", str(checkpoints.directory)]) == 0
     # The run goes on from another copy of its state, and writes them again.
     again = Checkpoints(checkpoints.directory, SYNC)
@@ -110,16 +122,85 @@ def test_frozen_arrays_of_another_run_are_no_substitute(checkpoints, tmp_path):
     other.close()
     shutil.rmtree(checkpoints.directory / frozen.FOLDER)
     shutil.copytree(tmp_path / "other" / frozen.FOLDER, checkpoints.directory / frozen.FOLDER)
+    with pytest.raises(StorageError, match="is missing"):
+        checkpoints.restore(whole(), partial=True)
+    # Not even by its name.
+    other_store = store_of(checkpoints.directory)
+    wanted = read_commit(checkpoints.directory / "00000002")[frozen.KEY]
+    other_store.parent.rename(other_store.parent.with_name(wanted))
     with pytest.raises(StorageError, match="holds other arrays"):
         checkpoints.restore(whole(), partial=True)
 
 
 def test_arrays_that_changed_in_memory_are_not_saved(checkpoints):
     again = Checkpoints(checkpoints.directory, SYNC)
-    with pytest.raises(TryAgainError, match=r"not those of step 1 .*fault of memory"):
+    with pytest.raises(TryAgainError, match=r"not those that step 1 was saved .*fault of memory"):
         again.save(3, changing(3), {}, constant(8))
     assert again.steps() == [1, 2]
     again.close()
+    # Nor later in a process, nor after a restore.
+    with pytest.raises(TryAgainError, match="this run was restored or saved with"):
+        checkpoints.save(3, changing(3), {}, constant(np.nan))
+    restored = Checkpoints(checkpoints.directory, SYNC)
+    restored.restore(whole(), partial=True)
+    with pytest.raises(TryAgainError, match="this run was restored or saved with"):
+        restored.save(3, changing(3), {}, constant(8))
+    restored.close()
+
+
+def test_what_disappears_is_written_again(checkpoints):
+    shutil.rmtree(checkpoints.directory / frozen.FOLDER)
+    checkpoints.save(3, changing(3), {}, constant())
+    for step in (2, 3):
+        state, _ = checkpoints.restore(whole(), step, partial=True)
+        assert (np.asarray(state["params"]["a"]) == 7).all()
+
+
+def test_what_is_left_of_a_killed_launch_is_read_before_it_is_used(checkpoints):
+    flip(checkpoints.directory)
+    again = Checkpoints(checkpoints.directory, SYNC)
+    again.save(3, changing(3), {}, constant())
+    again.restore(whole(), 3, partial=True)
+    again.close()
+
+
+def test_steps_of_two_runs_lie_side_by_side(checkpoints, tmp_path):
+    other = Checkpoints(tmp_path / "other", SYNC)
+    other.save(5, changing(5), {}, constant(8))
+    other.close()
+    place = tmp_path / "archive"
+    assert main(["copy", str(checkpoints.directory), str(place)]) == 0
+    assert main(["copy", str(tmp_path / "other"), str(place)]) == 0
+    assert main(["verify", str(place)]) == 0
+    archive = Checkpoints(place, SYNC)
+    for step, value in ((2, 7), (5, 8)):
+        state, _ = archive.restore(whole(), step, partial=True)
+        assert (np.asarray(state["params"]["a"]) == value).all()
+    archive.close()
+
+
+def test_a_copy_that_is_there_is_checked_and_mended(checkpoints, tmp_path):
+    place = tmp_path / "archive"
+    assert main(["copy", str(checkpoints.directory), str(place), "--step", "1"]) == 0
+    flip(place)
+    assert main(["copy", str(checkpoints.directory), str(place), "--step", "2"]) == 0
+    assert main(["verify", str(place)]) == 0
+
+
+def test_space_is_asked_for_once(tmp_path, monkeypatch):
+    small = {"b": jnp.zeros(10, jnp.float32)}
+    large = {"a": jnp.zeros(1000, jnp.float32)}
+    free = [4039]
+    monkeypatch.setattr(manager.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=free[0]))
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(asynchronous=False, keep=1))
+    with pytest.raises(StorageError, match="and the frozen parameters once"):
+        checkpoints.require_space(small, large)
+    free[0] = 4080
+    assert checkpoints.require_space(small, large) == ""
+    checkpoints.save(1, small, {}, large)
+    free[0] = 80
+    assert checkpoints.require_space(small, large) == ""
+    checkpoints.close()
 
 
 def test_what_no_step_refers_to_is_written_again(checkpoints):
@@ -147,7 +228,7 @@ def test_copies_have_them_too(tmp_path):
     far = second_of(local, config)
     checkpoints = Checkpoints(local, config, far)
     checkpoints.save(1, changing(1), {}, constant())
-    assert checkpoints.settle(30) == "" and frozen.place_of(far).exists()
+    assert checkpoints.settle(30) == "" and store_of(far).exists()
     assert main(["copy", str(local), str(tmp_path / "by_hand")]) == 0
     assert main(["verify", str(tmp_path / "by_hand")]) == 0
     # Read from the second directory when the first one is damaged, or gone.
