@@ -292,7 +292,7 @@ class Mlp(nnx.Module):
         if spec.mlp.gated:
             gate = Linear(rngs.params(), width, units, init, recipe, bias="gate" in biases)
         self.gate = gate
-        self.activation = spec.mlp.activation
+        self.activation: Activation = spec.mlp.activation
         self.up = Linear(rngs.params(), width, units, init, recipe, bias="up" in biases)
         out_role: Role = "residual"
         if "mlp_out" in spec.norms:

@@ -122,6 +122,14 @@ def test_greedy_text_with_the_cache_is_that_of_the_equations(directory):
     np.testing.assert_array_equal(found, ids[:, 5:])
 
 
+def test_prompts_of_different_lengths_are_as_if_each_were_alone(directory):
+    model, _ = load_pretrained(directory)
+    prompts = [tokens(9)[0].tolist(), tokens(4)[1].tolist()]
+    together = generate(model, prompts, max_tokens=5, temperature=0.0)
+    for prompt, found in zip(prompts, together, strict=True):
+        assert generate(model, [prompt], max_tokens=5, temperature=0.0) == [found]
+
+
 def test_a_position_without_a_vector_gives_nan_and_no_neighbours_vector(directory):
     model, _ = load_pretrained(directory)
     ids = jnp.zeros((1, 3), jnp.int32)
