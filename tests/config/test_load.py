@@ -122,7 +122,7 @@ def test_a_new_source_is_made_by_naming_it():
         ("eval.sets=DIR", "must be: section by name", "eval.sets={}"),
         ("eval.sets.held=DIR", "is a section, not a value", "Set one of its keys, such as eval.sets.held.path"),
         ("eval.sets={a b: DIR}", "the name 'a b' is not letters, digits, _ and -", "eval.sets={}"),
-        ("model=llama", "is a section, not a value", "Set one of its keys, such as model.family"),
+        ("optimizer=adamw", "is a section, not a value", "Set one of its keys, such as optimizer.name"),
         ("data.sources.web=DIR", "is a section, not a value", "such as data.sources.web.path"),
         ("data.stages=7", "data.stages[0]=7 is a section", "data.stages[0].until"),
         ("data.stages=[{untl: 7}]", "data.stages[0].untl is not a key", "Did you mean data.stages[0].until"),
