@@ -29,6 +29,7 @@ from maxtrain.models.specs import (
     DecoderSpec,
     LayerSpec,
     MlpSpec,
+    NormSpec,
     RopeSpec,
     StackSpec,
 )
@@ -236,7 +237,8 @@ def test_biases_learn_as_mup_says():
 
 
 REFUSED = [
-    ({"norms": ("attention", "post")}, "'post' is unknown. Use some of attention, mlp"),
+    ({"norms": ("attention", "post")}, "'post' is unknown. Use some of attention, attention_out"),
+    ({"norms": ("query", "all_queries")}, "must not have both 'query' and 'all_queries'"),
     ({"biases": ("q", "q")}, "must have no name twice. Leave out the second"),
     ({"window": 0}, "window=0 must be at least 1.* Set it to 1024"),
     ({"rope": dataclasses.replace(ROPE, head_dim=8)}, "Set it to mixer.head_dim=4"),
@@ -260,6 +262,14 @@ def test_sizes_that_do_not_fit_are_refused():
         StackSpec(period=(GLOBAL,), repeats=0)
     with pytest.raises(ValueError, match="width=0 must be at least 1"):
         MlpSpec(0)
+    with pytest.raises(ValueError, match="softcap=0 must be above 0"):
+        AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=4, softcap=0)
+    with pytest.raises(ValueError, match="eps=0 must be above 0"):
+        NormSpec(eps=0)
+    with pytest.raises(ValueError, match="learned_positions=-1 must be at least 0"):
+        DecoderSpec(SPEC, learned_positions=-1)
+    with pytest.raises(ValueError, match="embedding_scale=0 must be above 0"):
+        DecoderSpec(SPEC, embedding_scale=0)
 
 
 def test_windows_and_widths_are_counted():

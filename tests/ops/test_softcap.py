@@ -58,7 +58,8 @@ def test_a_bound_is_kept_and_its_slope_is_that_of_the_equation():
     assert np.abs(capped).max() <= CAP
     slope = soft_capped_slope(jnp.asarray(capped, jnp.float32), CAP)
     np.testing.assert_allclose(slope, 1 / np.cosh(x / CAP) ** 2, atol=1e-6)
-    assert soft_capped(x, None) is x
+    same = jnp.asarray(x, jnp.float32)
+    assert soft_capped(same, None) is same
 
 
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
@@ -122,10 +123,15 @@ def test_a_kernel_that_cannot_bound_scores_says_so():
 B, D, V = 3, 16, 50
 
 
+# The oracle's gradient is rounded to bfloat16 where its logits are; that of the chunks is not.
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "rounded", "tolerance"),
-    [("float32", "float32", 1e-5), ("bfloat16", "float32", 2.0**-7), ("float32", "bfloat16", 1e-5)],
+    [
+        ("float32", "float32", 1e-5),
+        ("bfloat16", "float32", 2.0**-7),
+        ("float32", "bfloat16", 2.0**-7),
+    ],
 )
 def test_cross_entropy_in_chunks_equals_the_oracle(chunks, dtype, rounded, tolerance):
     T = 12

@@ -8,8 +8,9 @@ from flax import nnx
 
 from maxtrain.config.schema import InitConfig, ModelConfig
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import RMSNorm
+from maxtrain.models.layers import Norm
 from maxtrain.models.linear import Linear
+from maxtrain.models.specs import NormSpec
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise
 from maxtrain.ops.norm import rms_norm
@@ -78,4 +79,4 @@ def test_what_is_random_and_norms_keep_the_type(dtype):
     assert dropout(x, keys, 0.5).dtype == dtype
     assert drop_rows(x, keys, rate).dtype == dtype
     assert embedding_noise(x, keys, 5.0).dtype == dtype
-    assert RMSNorm(WIDTH, 1e-6, INIT)(x).dtype == dtype
+    assert Norm(WIDTH, NormSpec(1e-6), INIT)(x).dtype == dtype

@@ -88,7 +88,7 @@ def twenty_steps(case, axes, accumulation=1, **changes) -> Twenty:
     return Twenty(losses, norms, logits)
 
 
-def require_as_torch(case, found: Twenty) -> None:
+def assert_as_torch(case, found: Twenty) -> None:
     theirs = np.load(PARITY / case / "trajectory.npz")
     np.testing.assert_allclose(found.losses, theirs["loss"], rtol=TOLERANCE)
     np.testing.assert_allclose(found.norms, theirs["grad_norm"], rtol=TOLERANCE)
@@ -114,7 +114,7 @@ def thorough(*case):
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
 def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulation, changes):
-    require_as_torch(case, twenty_steps(case, axes, accumulation, **changes))
+    assert_as_torch(case, twenty_steps(case, axes, accumulation, **changes))
 
 
 @pytest.mark.long
@@ -123,7 +123,7 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
 def test_every_family_trains_the_same_on_eight_devices(case):
     """On one device as on eight, and on both as torch."""
     one = twenty_steps(case, {"fsdp": 1})
-    require_as_torch(case, one)
+    assert_as_torch(case, one)
     eight = twenty_steps(case, {"fsdp": 4, "tensor": 2})
-    require_as_torch(case, eight)
+    assert_as_torch(case, eight)
     np.testing.assert_allclose(eight.losses, one.losses, rtol=1e-5)

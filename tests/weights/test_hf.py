@@ -51,7 +51,7 @@ def leaves_by_name(params):
     }
 
 
-@pytest.mark.parametrize(("case", "scan", "kernel"), cases_and_forms())
+@pytest.mark.parametrize(("case", "scan", "kernel"), list(cases_and_forms()))
 def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel):
     model, config = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
     reference = np.load(PARITY / case / "reference.npz")

@@ -117,7 +117,9 @@ class ModelConfig:
     head_dim: int | None = key(None, "H; null: embed_dim / num_heads", low=2, high=1 << 14)
     tie_embeddings: bool = key(False, "use the embedding table as the output head")
     max_length: int = key(8192, "longest sequence that the model is meant for, tokens", low=1)
-    norm_eps: float = key(1e-5, "added to the mean square in RMSNorm", low=1e-12, high=1)
+    norm_eps: float = key(
+        1e-5, "added to the mean square, or to the variance, in norms", low=1e-12, high=1
+    )
     window: int | None = key(
         None,
         "tokens that a query sees in layers with a window, its own the last; null: all",
