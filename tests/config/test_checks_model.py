@@ -15,6 +15,36 @@ LONGROPE = [
     ("overrides", "value", "mend"),
     [
         (
+            [
+                "model.attention=cudnn",
+                "data.packing=pad",
+                "model.family=gemma2",
+                "model.attention_softcap=50",
+            ],
+            "model.attention=cudnn can't bound scores, as model.attention_softcap=50.0 asks for",
+            "model.attention=xla",
+        ),
+        (
+            ["model.window=8"],
+            "model.window=8 is for mistral, gemma2 or gemma3, not for model.family=llama",
+            "model.family",
+        ),
+        (
+            ["model.family=gpt2", "model.num_kv_heads=4", "model.rope_theta=100"],
+            "model.rope_theta=100.0 is not used with model.family=gpt2, whose positions are learned",
+            "Set model.rope_theta=500000.0, or leave it out",
+        ),
+        (
+            ["model.family=gpt2", "model.num_kv_heads=1"],
+            "model.num_kv_heads=1 must be model.num_heads=",
+            "model.num_kv_heads=",
+        ),
+        (
+            ["model.family=gpt2", "model.num_kv_heads=4", "model.head_dim=6"],
+            "must be model.embed_dim=",
+            "Set model.head_dim=null",
+        ),
+        (
             ["model.attention=cudnn", "determinism=full", "data.packing=pad"],
             "model.attention=cudnn may add in another order each time",
             "Set model.attention to eager or xla, or determinism=seeded.",

@@ -14,6 +14,7 @@ def kernel_problems(config: RunConfig) -> Iterator[str]:
     yield from _document_problems(config)
     yield from _dtype_problems(config)
     yield from _shape_problems(config)
+    yield from _softcap_problems(config)
 
 
 def _repeat_problems(config: RunConfig) -> Iterator[str]:
@@ -36,6 +37,16 @@ def _document_problems(config: RunConfig) -> Iterator[str]:
             f"model.attention={name} does not keep the documents of a row apart, "
             f"and data.packing={data.packing} puts several into one. Set data.packing=pad, "
             "data.attend_across_documents=true to allow that, or model.attention=xla."
+        )
+
+
+def _softcap_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.attention_softcap is not None and not ATTENTION[model.attention].softcap:
+        yield (
+            f"model.attention={model.attention} can't bound scores, as "
+            f"model.attention_softcap={model.attention_softcap} asks for. "
+            "Set model.attention=xla."
         )
 
 

@@ -11,7 +11,8 @@ _LOCAL = UsedBy({"model.family": ("mistral", "gemma2", "gemma3")})
 _GEMMA = UsedBy({"model.family": ("gemma2", "gemma3")})
 _TURNED = UsedBy(
     {"model.family": AllBut("gpt2")},
-    "{key}={value} is not used with {cause}, whose positions are learned. Leave it out.",
+    "{key}={value} is not used with {cause}, whose positions are learned. "
+    "Set {key}={default}, or leave it out.",
     help="not for model.family=gpt2",
 )
 # Of the wavelength of one pair.
@@ -215,7 +216,7 @@ def heads_problems(model: ModelConfig) -> Iterator[str]:
     if model.family == "gpt2" and size * model.num_heads != model.embed_dim:
         yield (
             f"model.head_dim={size} times {heads} must be model.embed_dim={model.embed_dim} with "
-            "model.family=gpt2. Leave out model.head_dim."
+            "model.family=gpt2. Set model.head_dim=null."
         )
     if model.head_dim is not None and model.head_dim % 2:
         valid = multiples(model.head_dim, 2)
