@@ -37,8 +37,8 @@ quickstart: $(READY)  ## prepare text, train a small model on it, evaluate, writ
 	$(PY) -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05
 	$(PY) -m maxtrain.train config=quickstart $(ARGS)
 
-test: $(READY_DEV)  ## run the tests, without the long ones; two at a time; more options by ARGS="-k packing"
-	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --hypothesis-profile quick $(ARGS)
+test: $(READY_DEV)  ## run the tests, without the long ones, compiled quickly; more options by ARGS="-k packing"
+	$(PY) -m pytest -n 2 -m 'not long and not slow and not gpu' --compile-quickly --hypothesis-profile quick $(ARGS)
 
 test-all: $(READY_DEV)  ## run all tests but those marked slow (half an hour at most)
 	$(PY) -m pytest -n 2 -m 'not slow and not gpu' --hypothesis-profile $(HYPOTHESIS) $(ARGS)

@@ -28,7 +28,10 @@ VERBS = {
     "checkpoint": "list, show, verify, copy or prune checkpoints: checkpoint list RUN",
     "evaluate": "compute the loss of a model on held-out sets: evaluate RUN",
     "generate": "write text with a model: generate RUN --prompt TEXT",
+    "score": "show the log-probability of each token of a text: score RUN --text TEXT",
     "export": "write a model as files that other programs load: export RUN OUT --format hf",
+    "import": "make a run of a Hugging Face directory: import DIR RUN",
+    "merge": "make one model of several: merge RECIPE.yml OUT",
 }
 # Verbs whose `main` takes the arguments, and what to call the program.
 JOBS = {
@@ -40,10 +43,22 @@ JOBS = {
     "checkpoint": "maxtrain.checkpoints",
     "evaluate": "maxtrain.evaluate",
     "generate": "maxtrain.generate",
+    "score": "maxtrain.score",
     "export": "maxtrain.export",
+    "import": "maxtrain.import_weights",
+    "merge": "maxtrain.merge",
 }
 # Train and probe check the environment when they read their config.
-COMPUTING = ("supervise", "replay", "evaluate", "generate", "export")
+COMPUTING = (
+    "supervise",
+    "replay",
+    "evaluate",
+    "generate",
+    "score",
+    "export",
+    "import",
+    "merge",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

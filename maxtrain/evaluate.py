@@ -2,7 +2,8 @@
 Hugging Face directory.
 
 Every target of a set counts once. Without `--set`, the sets are those of the run, read as the run
-reads them.
+reads them. With `--text FILE`, bits per byte of files of text, each token of which counts once. With
+`--tasks NAME`, tasks of the lm-evaluation-harness.
 """
 
 import argparse
@@ -25,13 +26,24 @@ from data_pipeline.config import DataConfig, EvalSetConfig
 from data_pipeline.errors import ConfigError, DivergedError, UsageError, run_command
 from data_pipeline.loader import EvaluationData, open_evaluation
 from data_pipeline.tokenizer import Tokenizer
+from maxtrain import harness
 from maxtrain.config.schema import MeshConfig, ObserveConfig
+from maxtrain.evaluate_text import (
+    check_window,
+    evaluate_files,
+    read_files,
+    table_of,
+    together,
+)
 from maxtrain.model_source import (
     add_model_arguments,
     check_model_arguments,
+    comes_from_elsewhere,
     load_model,
     read_run_config,
+    special_beginning,
     step_of,
+    text_beginning,
 )
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families.directory import read_config
@@ -279,10 +291,26 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         help="also KL(teacher || model) at temperature 1, in nats per target, and how often their "
         "most likely tokens agree; DIR: a run, a checkpoint of one, or a Hugging Face directory",
     )
+    add(
+        "--text",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="instead of sets: bits per byte of a file of text; may be given several times",
+    )
+    add(
+        "--stride",
+        metavar="TOKENS",
+        type=int,
+        help="of --text: new tokens of a window, where a text is longer than the model reads "
+        "(default: half of a window, which --seq-length sets)",
+    )
+    harness.add_arguments(parser)
     add("--json", action="store_true", help="print the numbers as JSON")
     asked = parser.parse_args(argv)
     check_model_arguments(parser, asked, "is evaluated")
-    for option in ("batches", "batch_size", "seq_length"):
+    _check_kind(asked)
+    for option in ("batches", "batch_size", "seq_length", "stride", "limit"):
         if (value := getattr(asked, option)) is not None and value < 1:
             raise UsageError(
                 f"--{option.replace('_', '-')} {value}: must be at least 1. Leave it out for the default."
@@ -290,11 +318,109 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     return asked
 
 
+def _check_kind(asked: argparse.Namespace) -> None:
+    """UsageError: options of sets, files of text and tasks are mixed."""
+    if asked.tasks is None:
+        for option in ("tasks_dir", "num_fewshot", "limit"):
+            if getattr(asked, option) is not None:
+                raise UsageError(f"--{option.replace('_', '-')}: is of --tasks. Leave it out.")
+    elif asked.text:
+        raise UsageError("--tasks and --text are evaluated one at a time. Give one of the two.")
+    if asked.num_fewshot is not None and asked.num_fewshot < 0:
+        raise UsageError(f"--num-fewshot {asked.num_fewshot}: must be at least 0. Set 0 for none.")
+    if not asked.text and asked.stride is not None:
+        raise UsageError(
+            f"--stride {asked.stride}: is of --text, and sets are read in rows of --seq-length. "
+            "Leave it out."
+        )
+    other = "--text"
+    if asked.tasks is not None:
+        other = "--tasks"
+    elif not asked.text:
+        return
+    for option in ("set", "batches", "teacher"):
+        value = getattr(asked, option)
+        if value:
+            raise UsageError(
+                f"--{option}: is of evaluation sets. Leave it out, or leave out {other}."
+            )
+
+
+def _name_of_model(asked: argparse.Namespace) -> str:
+    """What is evaluated, for people."""
+    if asked.hf is not None:
+        return asked.hf
+    return f"{asked.run}, step {step_of(asked.run, asked.step) or 0:,}"
+
+
+def _evaluate_texts(asked: argparse.Namespace) -> None:
+    """The job of --text; DivergedError: a sum is not finite."""
+    start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+    model, tokenizer = load_model(asked)
+    what = _name_of_model(asked)
+    check_window(asked, model.config.max_length)
+    begin = text_beginning(asked, tokenizer)
+    files = read_files(asked.text, tokenizer, begin)
+    if not begin:
+        print(
+            "The tokenizer has no token that a text begins with: the first token of each file does "
+            "not count, nor do its bytes.",
+            file=sys.stderr,
+        )
+    measured = evaluate_files(
+        model,
+        files,
+        longest=asked.seq_length,
+        stride=asked.stride,
+        batch_size=asked.batch_size or _ROWS,
+    )
+    if asked.json:
+        texts = {name: as_json(part.record()) for name, part in measured.items()}
+        everything = as_json(together(measured.values()).record())
+        record = {"model": what, "texts": texts, "all": everything, "first_counts": bool(begin)}
+        print(json.dumps(record, allow_nan=False))
+    else:
+        console = Console(highlight=False)
+        console.print(what, markup=False)
+        console.print(table_of(measured))
+    for name, part in measured.items():
+        if not math.isfinite(part.nats):
+            raise DivergedError(
+                f"{what}: the loss on {name} is {part.nats}. Take another checkpoint with --step."
+            )
+
+
+def _evaluate_tasks(asked: argparse.Namespace) -> None:
+    """The job of --tasks."""
+    start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+    model, tokenizer = load_model(asked)
+    prefix = text_beginning(asked, tokenizer)
+    begin = prefix
+    if comes_from_elsewhere(asked):
+        begin = special_beginning(tokenizer)
+    answers = harness.Answers(model, tokenizer, begin, prefix, asked.batch_size or _ROWS)
+    names = [name for name in asked.tasks.split(",") if name]
+    found = harness.run_tasks(answers, names, asked.tasks_dir, asked.num_fewshot, asked.limit)
+    what = _name_of_model(asked)
+    if asked.json:
+        print(json.dumps({"model": what} | found, default=str))
+    else:
+        console = Console(highlight=False)
+        console.print(what, markup=False)
+        console.print(harness.table_of(found))
+
+
 def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     """Runs the command; the exit code: 70 if a loss is not finite."""
 
     def job() -> None:
         asked = _parse(argv, program)
+        if asked.text:
+            _evaluate_texts(asked)
+            return
+        if asked.tasks is not None:
+            _evaluate_tasks(asked)
+            return
         if asked.hf is None:
             reading = _reading_of_run(Path(asked.run).expanduser(), asked)
         else:
@@ -302,9 +428,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
         mesh = _mesh([config.batch_size or reading.rows for config in reading.sets.values()])
         model, tokenizer = load_model(asked, mesh)
-        what = asked.hf
-        if asked.hf is None:
-            what = f"{asked.run}, step {step_of(asked.run, asked.step) or 0:,}"
+        what = _name_of_model(asked)
         comparison = None
         if asked.teacher is not None:
             length = reading.data.seq_length

@@ -6,15 +6,11 @@ OUT, so that an export that is killed leaves nothing that looks finished.
 """
 
 import argparse
-import contextlib
 import dataclasses
-import fcntl
-import functools
 import os
 import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,9 +19,11 @@ import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import StorageError, UsageError, run_command
+from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import Tokenizer
-from maxtrain.checkpoint.integrity import sync
-from maxtrain.config.schema import MeshConfig, ModelConfig, ObserveConfig
+from maxtrain import model_card
+from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
+from maxtrain.export_adapters import export_adapters
 from maxtrain.model_source import (
     STEP_HELP,
     check_step,
@@ -35,10 +33,13 @@ from maxtrain.model_source import (
     tokenizer_place,
 )
 from maxtrain.models.decoder import Decoder
+from maxtrain.models.merged import merged
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.staging import publishing, require_free
 from maxtrain.training.state import abstract_model
+from maxtrain.verify import forget_arrays, logits, some_tokens
 from maxtrain.weights.hf import load_weights
 from maxtrain.weights.hf_export import (
     DTYPES,
@@ -48,9 +49,6 @@ from maxtrain.weights.hf_export import (
     write_weights,
 )
 
-# Of the tokens on which logits are compared.
-_ROWS = 2
-_LENGTH = 64
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -79,6 +77,7 @@ def export(
     dtype: str | None = None,
     max_shard_bytes: int = 5 * 10**9,
     template: bytes | None = None,
+    card: str | None = None,
     tell: Callable[[str], object] = print,
 ) -> Exported:
     """Write a model as a Hugging Face directory, and see that it reads back as what it is.
@@ -93,6 +92,7 @@ def export(
         dtype: of the tensors; None: of the parameters.
         max_shard_bytes: of the tensors in one file.
         template: a chat template; None: the one beside the tokenizer, if there is one.
+        card: text of a README.md; None: there is none.
         tell: gets a line for each of several shards.
 
     Raises:
@@ -101,64 +101,17 @@ def export(
         StorageError: what was read back is not what was written.
     """
     out = Path(os.path.abspath(out))
-    require_free(out)
     dtype = dtype or model.precision.params
-    with _staging(out) as directory:
+    with publishing(out, "export") as directory:
         write_config(directory, model.config, dtype, tokenizer)
         notes = write_tokenizer(directory, place, tokenizer, model.config, template)
+        if card is not None:
+            write_atomic(directory / model_card.NAME, card.encode())
         _, params = nnx.split(model)
         write_weights(directory, params, model.config, dtype, max_shard_bytes, tell)
         verified = _verify(directory, out, model, dtype)
         files = {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
-        sync(directory)
-        require_free(out)
-        directory.rename(out)
-        sync(out.parent)
     return Exported(files, notes, verified)
-
-
-def require_free(out: Path) -> None:
-    """UsageError: there is something at `out` that would be lost."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise UsageError(f"OUT={out}: exists, and is not a directory. Name another one.")
-    if out.is_dir() and any(out.iterdir()):
-        raise UsageError(f"OUT={out}: is not empty. Name a directory that is not there yet.")
-
-
-@contextlib.contextmanager
-def _staging(out: Path) -> Iterator[Path]:
-    """A hidden directory beside `out`, removed at the end unless it was given another name; what
-    killed exports to `out` have left there is removed first."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.export-"
-    for left in out.parent.iterdir():
-        if left.name.startswith(prefix):
-            with _locked(left) as ours:
-                if ours:
-                    shutil.rmtree(left)
-    directory = out.parent / f"{prefix}{os.getpid()}"
-    directory.mkdir()
-    try:
-        with _locked(directory):
-            yield directory
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[bool]:
-    """Whether this process has the lock of a directory, or there are none on its file system; the
-    system frees it when the process ends, however it ends."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            taken = True
-        except BlockingIOError:
-            taken = False
-        yield taken
-    finally:
-        os.close(descriptor)
 
 
 def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> Verified:
@@ -173,15 +126,15 @@ def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> Verified:
     # Whatever kernel the run has: one that takes rows of any length.
     plain = dataclasses.replace(model.config, attention="xla")
     graphdef, abstract = abstract_model(plain, model.precision, mesh)
-    tokens = _some_tokens(model.config)
-    exact = np.asarray(_logits(graphdef, params, tokens))
-    params = rounded(params, dtype)
-    expected = np.asarray(_logits(graphdef, params, tokens))
+    tokens = some_tokens(model.config)
+    exact = np.asarray(logits(graphdef, params, tokens))
+    params = rounded(params, dtype, model.config)
+    expected = np.asarray(logits(graphdef, params, tokens))
     digests = tree_digests(params)
-    _give_up(model)
+    forget_arrays(nnx.state(model))
     del params
     loaded = load_weights(abstract, directory, plain)
-    found = np.asarray(_logits(graphdef, loaded, tokens))
+    found = np.asarray(logits(graphdef, loaded, tokens))
     different = [name for name, digest in tree_digests(loaded).items() if digest != digests[name]]
     if different or found.tobytes() != expected.tobytes():
         what = f"{len(different)} parameters ({', '.join(different[:3])}) differ"
@@ -192,25 +145,6 @@ def _verify(directory: Path, out: Path, model: Decoder, dtype: str) -> Verified:
             "exported. Look at the disk that it is on, then run the same command again."
         )
     return Verified(float(np.abs(found - exact).max()), float(np.abs(exact).max()))
-
-
-def _give_up(model: Decoder) -> None:
-    """Frees the arrays of a model."""
-    for leaf in jax.tree.leaves(nnx.state(model)):
-        leaf.delete()
-
-
-def _some_tokens(config: ModelConfig) -> np.ndarray:
-    """Tokens [B, T] to compare logits on, always the same."""
-    assert config.vocab_size is not None
-    size = (_ROWS, min(_LENGTH, config.max_length))
-    return np.random.default_rng(0).integers(0, config.vocab_size, size).astype(np.int32)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(graphdef: nnx.GraphDef, params: nnx.State, tokens: jax.Array) -> jax.Array:
-    model: Decoder = nnx.merge(graphdef, params)
-    return model(tokens)
 
 
 def _shard_bytes(text: str) -> int:
@@ -225,6 +159,17 @@ def _shard_bytes(text: str) -> int:
     return size
 
 
+def add_shard_size(parser: argparse.ArgumentParser) -> None:
+    """The argument --max-shard-size."""
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="BYTES",
+        type=_shard_bytes,
+        default="5GB",
+        help="largest size of a file of tensors, such as 500MB (default: %(default)s)",
+    )
+
+
 def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog,
@@ -237,9 +182,10 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     add("out", metavar="OUT", type=Path, help="directory to be made")
     add(
         "--format",
-        choices=["hf"],
+        choices=["hf", "peft"],
         default="hf",
-        help="hf: what transformers and most other programs load (default: %(default)s)",
+        help="hf: what transformers and most other programs load; peft: the adapters alone "
+        "(default: %(default)s)",
     )
     add("--step", metavar="N", type=int, help=STEP_HELP)
     add(
@@ -247,13 +193,7 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         choices=list(DTYPES),
         help="type of the tensors (default: that of the run's parameters)",
     )
-    add(
-        "--max-shard-size",
-        metavar="BYTES",
-        type=_shard_bytes,
-        default="5GB",
-        help="largest size of a file of tensors, such as 500MB (default: %(default)s)",
-    )
+    add_shard_size(parser)
     add(
         "--chat-template",
         metavar="FILE",
@@ -287,9 +227,9 @@ def _describe(out: Path, exported: Exported, dtype: str, params: str) -> list[st
     size = sum(exported.files.values())
     lines = [f"{out}: {', '.join(exported.files)} ({size / 1e6:,.1f} MB)"]
     verified = exported.verified
-    if dtype == "bfloat16" and params == "float32":
+    if dtype != "float32" and dtype != params:
         lines.append(
-            "read again: its parameters are the run's, rounded to bfloat16; its logits differ from "
+            f"read again: its parameters are the run's, rounded to {dtype}; its logits differ from "
             f"the run's by up to {verified.difference:.2g}, where the largest is "
             f"{verified.largest:.3g}."
         )
@@ -313,6 +253,12 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         # Named, so that a training that saves meanwhile changes nothing.
         step = step_of(asked.run, asked.step)
         model, tokenizer = load_run(asked.run, step)
+        if asked.format == "peft":
+            _export_peft(asked, model, config)
+            return
+        if config.model.lora.rank is not None:
+            print(f"{asked.run}: its adapters are taken into the weights")
+            model = merged(model)
         dtype = asked.dtype or config.precision.params
         count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
         which = "newest checkpoint"
@@ -321,7 +267,11 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if config.optimizer.ema_decay is not None:
             which += ", averaged weights (optimizer.ema_decay)"
         print(f"{asked.run}, {which}: {count:,} parameters, written in {dtype}")
-        place = tokenizer_place(config)
+        place = tokenizer_place(asked.run, config)
+        # With the vocabulary of the data, which the config may leave open.
+        config = dataclasses.replace(config, model=model.config)
+        facts = model_card.Model(config, step, count, dtype)
+        card = model_card.model_card(asked.run, facts)
         exported = export(
             model,
             tokenizer,
@@ -330,7 +280,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             dtype,
             asked.max_shard_size,
             template,
-            _tell_on_stderr,
+            card,
+            tell_on_stderr,
         )
         for line in _describe(out, exported, dtype, config.precision.params):
             print(line)
@@ -338,7 +289,27 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     return run_command(job, resumes=False)
 
 
-def _tell_on_stderr(line: str) -> None:
+def _export_peft(asked: argparse.Namespace, model: Decoder, config: RunConfig) -> None:
+    """The job of --format peft."""
+    for option in ("dtype", "chat_template"):
+        if getattr(asked, option) is not None:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name}: is of --format hf. Leave it out.")
+    out = asked.out.expanduser()
+    base = config.checkpoint.init_from
+    files = export_adapters(model, out, base)
+    size = sum(files.values())
+    print(f"{out}: {', '.join(files)} ({size / 1e6:,.1f} MB)")
+    print("read again: its adapters are the run's, bit for bit.")
+    if base is None:
+        print("The run began with random weights, so that the files name none that they are for.")
+    else:
+        print(
+            f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), "{out}")'
+        )
+
+
+def tell_on_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 

@@ -9,6 +9,7 @@ import functools
 import importlib.metadata
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +26,9 @@ from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
 from maxtrain.inputs import open_data, with_vocabulary
+from maxtrain.models.adapt import split_adapters
 from maxtrain.models.init import learning_rate_factors
+from maxtrain.models.registry import build_model
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import POLICY, Batch, Objective
 from maxtrain.objectives.registry import Settings, make_objective
@@ -50,10 +53,12 @@ from maxtrain.training.state import (
     create_state,
     policy_variables,
     saved_part,
+    shardings,
     state_from_variables,
     with_frozen,
 )
 from maxtrain.training.step import Metrics, make_train_step
+from maxtrain.weights.sample import sampled_hash
 from maxtrain.weights.start import require_same_tokenizer, starting_variables
 
 
@@ -71,19 +76,20 @@ class Parts:
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
     abstract: TrainState
-    # What the policy's layers say.
+    # What the policy's layers record.
     of_layers: tuple[Quantity, ...]
     # Whose parameters are among the frozen ones of the state; None: there is none.
     teacher: Teacher | None
 
     @property
+    def recorded(self) -> tuple[Quantity, ...]:
+        """What is recorded of a step beside the loss: by the objective, and by the layers."""
+        return (*self.objective.recorded, *self.of_layers)
+
+    @property
     def units(self) -> dict[str, str]:
-        """The unit of each number that the objective records beside the loss."""
-        quantities = (
-            *self.objective.recorded,
-            *self.of_layers,
-            *self.objective.evaluated,
-        )
+        """The unit of each number that is recorded beside the loss."""
+        quantities = (*self.recorded, *self.objective.evaluated)
         return {quantity.name: quantity.unit for quantity in quantities}
 
     def initial_state(
@@ -116,6 +122,7 @@ class Parts:
             config.model,
             random_variables,
             tell,
+            self._random_adapters if config.model.lora.rank is not None else None,
         )
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
@@ -132,20 +139,36 @@ class Parts:
             teacher = self.teacher.load(self.abstract.frozen[TEACHER])
         return with_frozen(state, {TEACHER: teacher})
 
+    @property
+    def _init_seed(self) -> int:
+        """Of the initial weights."""
+        if self.config.init.seed is None:
+            return self.config.seed
+        return self.config.init.seed
+
     def _random_state(self) -> TrainState:
         config = self.config
-        seed = config.init.seed
-        if seed is None:
-            seed = config.seed
         return create_state(
             saved_part(self.abstract),
             config.model,
             config.precision,
             self.optimizer,
-            seed,
+            self._init_seed,
             self.loss_scale,
             config.init,
         )
+
+    def _random_adapters(self) -> nnx.State:
+        """New adapters, without the weights that they are for."""
+        config = self.config
+        _, abstract = split_adapters(policy_variables(self.abstract))
+
+        def create(key: jax.Array) -> nnx.State:
+            model = build_model(config.model, config.precision, key, config.init)
+            return split_adapters(nnx.state(model))[1]
+
+        program = jax.jit(create, out_shardings=shardings(abstract))
+        return program(jax.random.key(self._init_seed))
 
     def hashes(self, state: TrainState, batch: Batch) -> Metrics:
         """Digests of parameters with buffers, and of the batch, for the metrics of the step that made this state."""
@@ -169,7 +192,6 @@ class Parts:
             zero=config.optimizer.zero,
             anomaly=config.anomaly,
             norms_interval=config.observe.layer_norms_interval,
-            of_layers=self.of_layers,
         )
 
 
@@ -322,7 +344,7 @@ def make_parts(
             structure, shapes = teacher.abstract(mesh)
             graphdefs[TEACHER] = structure
             abstract = with_frozen(abstract, {TEACHER: shapes})
-        of_layers = nnx.merge(graphdef, variables).quantities()
+        of_layers = nnx.merge(graphdef, variables).recorded()
         require_free_names((*objective.recorded, *of_layers, *objective.evaluated))
     return Parts(
         config,
@@ -355,6 +377,11 @@ def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
     if job.teacher is not None:
         fields["teacher"] = f"step {job.teacher.step}, {job.teacher.function()}"
+        if job.teacher.run is None:
+            fields["files of the teacher"] = sampled_hash(job.teacher.directory)
+    weights = Path(job.config.checkpoint.init_from or "").expanduser()
+    if saved is None and (weights / "config.json").exists():
+        fields["files of checkpoint.init_from"] = sampled_hash(weights)
     fields["checkpoint"] = "none"
     if saved:
         fields["checkpoint"] = f"step {saved['step']}"

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from data_pipeline.errors import UsageError
-from data_pipeline.tokenizer import Tokenizer, load_tokenizer
+from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.listing import complete
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
@@ -22,6 +22,7 @@ from maxtrain.run_folder import require_own_config
 from maxtrain.training.partition import join, split, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
+from maxtrain.weights.start import own_tokenizer
 
 STEP_HELP = "checkpoint of RUN (default: the newest)"
 
@@ -81,6 +82,31 @@ def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Dec
     return model, tokenizer
 
 
+def comes_from_elsewhere(asked: argparse.Namespace) -> bool:
+    """Whether the arguments name a model that another program trained, so that texts begin as its
+    tokenizer says: a Hugging Face directory, or a run that was made of one."""
+    return asked.hf is not None or own_tokenizer(asked.run) is not None
+
+
+def text_beginning(asked: argparse.Namespace, tokenizer: Tokenizer) -> list[int]:
+    """The ids that every text is read after: those that a tokenizer of another program puts there,
+    or the end of the document before; empty: the tokenizer has none."""
+    if comes_from_elsewhere(asked):
+        ids = special_beginning(tokenizer)
+        if ids:
+            return ids
+    if tokenizer.eod_id is None:
+        return []
+    return [tokenizer.eod_id]
+
+
+def special_beginning(tokenizer: Tokenizer) -> list[int]:
+    """The ids that a Hugging Face tokenizer puts before every text."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.inner.encode("", add_special_tokens=True).ids
+    return []
+
+
 def read_run_config(directory: str | Path) -> RunConfig:
     """The config that a run was last launched with; UserError: `directory` is not a run, or
     something is wrong with it."""
@@ -102,8 +128,12 @@ def step_of(directory: str | Path, step: int | None) -> int | None:
     return max(complete(Path(directory).expanduser() / "checkpoints"), default=None)
 
 
-def tokenizer_place(config: RunConfig) -> str:
-    """The prepared data whose tokenizer is that of the run: all of its sources have the same."""
+def tokenizer_place(directory: str | Path, config: RunConfig) -> str:
+    """Where the tokenizer of a run is: in its own folder, if that was made by `import`; else in the
+    prepared data, all of whose sources have the same."""
+    own = own_tokenizer(directory)
+    if own is not None:
+        return str(own)
     first = next(iter(config.data.sources.values()))
     return first.path
 
@@ -120,7 +150,7 @@ def load_run(
             or its data.
     """
     config = read_run_config(directory)
-    tokenizer = load_tokenizer(tokenizer_place(config))
+    tokenizer = load_tokenizer(tokenizer_place(directory, config))
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     graphdef, variables = abstract_model(config.model, config.precision, mesh)

@@ -105,13 +105,13 @@ class Run:
         self.rollbacks = rollbacks
         self.folder = folder  # process 0 alone knows all of it, and writes all that it tells of
         config = job.config
-        frozen = product_weights(job.abstract.frozen[POLICY], config.model.tie_embeddings)
+        frozen = product_weights(job.abstract.frozen[POLICY], config.model)
         flops = {length: token_flops(config.model, length, frozen) for _, length in job.layouts}
         self.speed = SpeedMeter(clock, flops, jax.device_count())
         self.recorder = Recorder(
             Path(config.output_dir, config.run_name),
             job.data.plan,
-            [quantity.name for quantity in (*job.objective.recorded, *job.of_layers)],
+            [quantity.name for quantity in job.recorded],
             trackers,
             self.speed,
             progress,

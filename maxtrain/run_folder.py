@@ -13,12 +13,12 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from data_pipeline import strict_json
-from data_pipeline.errors import StorageError
+from data_pipeline.errors import ConfigError, StorageError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint import rollback
 from maxtrain.checkpoint.listing import complete, read_record
@@ -195,6 +195,15 @@ def _read_identity(run: Path) -> dict[str, Any]:
     for step in content.get("adopted", ()):
         int(step)
     return content
+
+
+def require_trained(run: Path, record: Mapping[str, Any] | None) -> None:
+    """ConfigError: the newest checkpoint of a run is one that `import` made, with weights alone."""
+    if record is not None and "imported" in record:
+        raise ConfigError(
+            f"{run} holds imported weights, without the state of an optimizer or of data, so no run "
+            f"can go on there. Set run_name to another name, and checkpoint.init_from={run}."
+        )
 
 
 def run_id(run: Path) -> str:

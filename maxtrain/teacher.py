@@ -92,7 +92,7 @@ class Teacher:
         """ConfigError: it was trained with another tokenizer than the one with this hash."""
         place = self.directory
         if self.run is not None:
-            place = tokenizer_place(self.run)
+            place = tokenizer_place(self.directory, self.run)
         if load_tokenizer(place).sha256 != sha256:
             raise ConfigError(
                 f"{self.name} has another tokenizer than the data, so that ids "

@@ -68,7 +68,7 @@ from maxtrain.parallel.memory import (
     require_memory,
 )
 from maxtrain.run import RollBack, Run
-from maxtrain.run_folder import RunFolder
+from maxtrain.run_folder import RunFolder, require_trained
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.state import (
     changing_part,
@@ -118,6 +118,7 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
     saved = latest_record(
         folder / "checkpoints", lambda record: went_with(record, rollbacks), second
     )
+    require_trained(folder, saved)
     run_folder.require_checkpoints(config.checkpoint.start_over)
     if rollbacks is None:
         rollbacks = (saved or {}).get("rollbacks", [])

@@ -12,7 +12,8 @@ from flax import nnx
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.buffer import Buffer
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.layers import FEED_FORWARDS, Mlp, MlpOut
+from maxtrain.models.layers import FEED_FORWARDS
+from maxtrain.models.mlp import Mlp, MlpOut
 from maxtrain.models.specs import DecoderSpec, MlpSpec, StackSpec
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
@@ -36,6 +37,8 @@ def towards(shift, signs):
 
 class Centred(nnx.Module):
     """SwiGLU of inputs less a shift, which no gradient changes."""
+
+    summaries = ()
 
     def __init__(self, spec, embed_dim, init, recipe, rngs):
         self.inner = Mlp(spec, embed_dim, init, recipe, rngs)

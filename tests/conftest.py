@@ -2,7 +2,8 @@
 programs kept between runs.
 
 Tests of what programs do compile them without LLVM's optimizations, in half the time; those of
-roundings and bits as users do.
+roundings and bits as users do. With `--compile-quickly`, as `make test` runs them, all do the
+first: what then fails for its numbers is long.
 
 `MAXTRAIN_TEST_PLATFORM=cuda` (or tpu) runs the tests on real devices instead of eight simulated
 CPUs. Tests of rooms that need no jax do not pay for its import when they run alone.
@@ -21,13 +22,18 @@ import hypothesis
 import jaxtyping
 import pytest
 
+from tests.pretrained import write as write_pretrained
 from tests.shared import TINY_MODEL, WORDS
 
 TESTS = Path(__file__).parent
 ROOMS_WITHOUT_JAX = ("data_pipeline", "config")
 # Beginnings of paths.
 COMPILED_QUICKLY = (
+    "models/test_lora",
+    "models/test_moe",
     "models/test_regularization",
+    "test_expert_runs",
+    "training/test_expert_balance",
     "training/test_products",
     "test_anomalies",
     "test_distilled_runs",
@@ -94,6 +100,14 @@ hypothesis.settings.register_profile("thorough", deadline=None)
 hypothesis.settings.load_profile("thorough")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--compile-quickly",
+        action="store_true",
+        help="compile the programs of almost all tests without optimizations, in half the time",
+    )
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """`--hypothesis-profile quick` also holds for tests that ask for more examples by name."""
     if hypothesis.settings.get_current_profile_name() != "quick":
@@ -148,9 +162,9 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 def compiler(request: pytest.FixtureRequest) -> None:
     """Programs of a module, and of the processes that it starts, are compiled quickly, or as users
     compile them."""
-    quick = PLATFORM == "cpu" and request.path.relative_to(TESTS).as_posix().startswith(
-        COMPILED_QUICKLY
-    )
+    name = request.path.relative_to(TESTS).as_posix()
+    wanted = request.config.getoption("--compile-quickly") or name.startswith(COMPILED_QUICKLY)
+    quick = wanted and PLATFORM == "cpu"
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
     if (jax := sys.modules.get("jax")) and jax.config.values[
         "jax_disable_most_optimizations"
@@ -223,3 +237,11 @@ def tiny_run() -> Callable[..., Path]:
         return folder / "tiny.yaml"
 
     return make
+
+
+@pytest.fixture(scope="session")
+def pretrained_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See tests/pretrained.py."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    write_pretrained(folder)
+    return folder

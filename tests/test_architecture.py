@@ -60,7 +60,20 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
-    **dict.fromkeys(["maxtrain.export", "maxtrain.model_source", "maxtrain.teacher"], 6),
+    **dict.fromkeys(["maxtrain.model_source", "maxtrain.teacher"], 6),
+    **dict.fromkeys(["maxtrain.merging", "maxtrain.serve"], 5),
+    **dict.fromkeys(
+        [
+            "maxtrain.export",
+            "maxtrain.export_adapters",
+            "maxtrain.model_card",
+            "maxtrain.merge",
+            "maxtrain.merge_sources",
+        ],
+        6,
+    ),
+    **dict.fromkeys(["maxtrain.import_weights", "maxtrain.staging", "maxtrain.verify"], 6),
+    **dict.fromkeys(["maxtrain.score", "maxtrain.evaluate_text", "maxtrain.harness"], 6),
     **dict.fromkeys(
         [
             "maxtrain.cli",

@@ -11,6 +11,7 @@ from benchmarks import (
     checkpoint,
     checks,
     data,
+    experts,
     one_core,
     prefetch,
     prepare,
@@ -57,6 +58,16 @@ def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
     )
 
 
+@pytest.mark.long
+def test_experts_print_a_row_for_each_balance_and_each_kernel(capsys):
+    small = ["--tokens", "512", "--embed-dim", "64", "--width", "16", "--repeats", "1"]
+    with jax.numpy_dtype_promotion("standard"):
+        assert experts.main(["--steps", "2", *small]) == 0
+    shown = capsys.readouterr().out
+    for name in (*experts.KINDS, "dense block", "blocks", "ragged", "eager"):
+        assert f"| {name} | " in shown
+
+
 def test_kind_tells_attention_from_head_and_weights():
     assert (
         train_step.kind("ynn_fusion.1", "jit(step)/jvp(bkmh,bkhs->bkms)/dot_general")
@@ -72,6 +83,7 @@ def test_kind_tells_attention_from_head_and_weights():
     )
 
 
+@pytest.mark.long
 def test_data_prints_a_row_for_each_way_to_make_rows(monkeypatch, capsys):
     small = {"DOCUMENTS": 800, "TOKENS": 2000, "REPEATS": 1, "SHARDS": 20, "MEMORY_TOKENS": 500_000}
     for name, value in small.items():

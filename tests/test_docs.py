@@ -37,6 +37,7 @@ FAST = [
 # The test that runs each of the other commands, perhaps with smaller numbers or another config.
 QUICKSTART = "tests/test_quickstart.py::test_quickstart_does_the_whole_job_and_says_so"
 VARIANTS = "tests/test_quickstart.py::test_readme_variants_train"
+IMPORTED = "tests/test_import.py::test_the_commands_of_the_readme"
 CHARACTERS = "tests/test_train_data.py::test_the_character_model_of_the_readme"
 TESTED_ELSEWHERE = {
     "make quickstart": QUICKSTART,
@@ -50,6 +51,11 @@ TESTED_ELSEWHERE = {
     "maxtrain export runs/quickstart exported/quickstart --format hf": (
         "tests/test_quickstart.py::test_a_finished_run_is_exported_as_it_offers"
     ),
+    "maxtrain import Llama-3.2-1B runs/llama": IMPORTED,
+    "maxtrain evaluate runs/llama --text novel.txt": IMPORTED,
+    'maxtrain score runs/llama --text "The cat sat on the mat."': IMPORTED,
+    "maxtrain score runs/llama --pairs pairs.jsonl --json": IMPORTED,
+    "maxtrain merge recipe.yml merged": "tests/test_merge.py::test_the_recipe_of_the_readme_is_merged",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
         VARIANTS
     ),

@@ -15,14 +15,25 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize(("title", "program"), EXAMPLES, ids=[title for title, _ in EXAMPLES])
+def examples() -> list:
+    """All but the longest are run wherever time is short."""
+    found = []
+    for title, program in EXAMPLES:
+        marks = ()
+        if title == "Adding a family of models":
+            marks = (pytest.mark.long,)
+        found.append(pytest.param(title, program, marks=marks, id=title))
+    return found
+
+
+@pytest.mark.parametrize(("title", "program"), examples())
 def test_the_example_works(title, program):
     assert "assert" in program, "an example that shows nothing"
     exec(compile(program, f"docs/architecture.md: {title}", "exec"), {})
 
 
 def test_there_is_an_example_of_whatever_can_be_added():
-    assert len(EXAMPLES) == 8
+    assert len(EXAMPLES) == 9
 
 
 def test_every_file_that_it_names_is_there():

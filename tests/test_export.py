@@ -28,15 +28,14 @@ from maxtrain.models.families.directory import read_config
 from maxtrain.models.registry import build_model
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.hf_export import divide
+from tests.shared import MORE_PARITY_CASES
 
 PARITY = Path(__file__).parent / "data" / "parity"
+MORE = ("llama_tied_mha", *MORE_PARITY_CASES)
 CASES = (
     "llama3",
     "qwen3",
-    *(
-        pytest.param(case, marks=pytest.mark.long)
-        for case in ("llama_tied_mha", "mistral", "qwen2", "olmo2", "gemma2", "gemma3")
-    ),
+    *(pytest.param(case, marks=pytest.mark.long) for case in MORE),
 )
 SIZES = {
     "num_layers": 2,
@@ -94,8 +93,16 @@ def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     more = {"rope_theta", "rope_scaling", "torch_dtype"}
     if case == "gemma3":
         more |= {"rope_local_base_freq", "sliding_window_pattern"}
+    if case.startswith("qwen3_moe"):
+        # What versions before 5 read.
+        more |= {"num_experts", "max_window_layers", "layer_types"}
+    if case == "deepseek_v3":
+        # What DeepSeek's own code reads.
+        more |= {"scoring_func", "topk_method"}
     assert ours.keys() - values.keys() == more
-    for key in values.keys() - of_the_program - of_the_tokenizer:
+    # What a program gives back beside logits, and layers that are not here.
+    unlike = {"output_router_logits", "num_nextn_predict_layers"}
+    for key in values.keys() - of_the_program - of_the_tokenizer - unlike:
         assert ours[key] == values[key], key
     assert [ours[key] for key in sorted(of_the_tokenizer)] == [256, 256, None]
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
@@ -103,6 +110,7 @@ def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     assert read_config(tmp_path / "out") == config == read_config(PARITY / case)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("left", [("rope_parameters",), ("rope_scaling", "rope_theta")])
 def test_either_spelling_of_rope_says_everything(case, left, tmp_path, place):
@@ -116,7 +124,7 @@ def test_either_spelling_of_rope_says_everything(case, left, tmp_path, place):
     if config.rope_scaling == "none":
         assert values["rope_scaling"] is None
     else:
-        assert values["rope_scaling"]["rope_type"] == "llama3"
+        assert values["rope_scaling"]["rope_type"] == config.rope_scaling
 
 
 def test_several_shards_and_their_index(tmp_path, place):
@@ -155,15 +163,40 @@ def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own():
     assert divide({"a": 4}, 8) == [["a"]]
 
 
-def test_rounding_is_told_and_is_all_that_differs(tmp_path, place):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_is_told_and_is_all_that_differs(dtype, tmp_path, place):
     model, _ = load_pretrained(PARITY / "qwen3")
+    # Too small for a float16 that is normalised.
+    model.embedding[...] = model.embedding[...].at[0, 0].set(3e-7)
     before = leaves(model)
-    exported = write(model, place, tmp_path / "out", dtype="bfloat16")
+    exported = write(model, place, tmp_path / "out", dtype=dtype)
     assert 0 < exported.verified.difference < 0.1 * exported.verified.largest
     values = json.loads((tmp_path / "out/config.json").read_text())
-    assert values["dtype"] == values["torch_dtype"] == "bfloat16"
+    assert values["dtype"] == values["torch_dtype"] == dtype
     for leaf, other in zip(leaves(load_pretrained(tmp_path / "out")[0]), before, strict=True):
-        np.testing.assert_array_equal(leaf, other.astype(ml_dtypes.bfloat16).astype(np.float32))
+        rounded = other.astype(np.dtype(getattr(ml_dtypes, dtype, np.float16))).astype(np.float32)
+        np.testing.assert_array_equal(leaf, rounded)
+
+
+def test_a_number_that_is_too_large_names_its_tensor(tmp_path, place):
+    model, _ = load_pretrained(PARITY / "qwen3")
+    model.embedding[...] = model.embedding[...].at[3, 1].set(7e4)
+    with pytest.raises(DataError, match=r"embed_tokens\.weight holds NaN or infinity in float16"):
+        write(model, place, tmp_path / "out", dtype="float16")
+    assert hidden(tmp_path) == []
+
+
+@pytest.mark.long
+def test_what_only_float32_holds_stays_float32(tmp_path, place):
+    """The correction of experts, which a model in bfloat16 has in float32."""
+    model, _ = load_pretrained(PARITY / "deepseek_v3")
+    before = np.asarray(model.layers.__getattribute__("0").mlp.correction[...])
+    write(model, place, tmp_path / "out", dtype="bfloat16")
+    found = load_file(tmp_path / "out/model.safetensors")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert found[name].dtype == np.float32
+    np.testing.assert_array_equal(found[name], before[0])
+    assert found["lm_head.weight"].dtype == ml_dtypes.bfloat16
 
 
 @pytest.mark.long
@@ -203,7 +236,7 @@ def test_logits_that_differ_are_no_export(tmp_path, place, monkeypatch):
         calls.append(tokens)
         return jnp.full((2, 3), len(calls) // 3, jnp.float32)
 
-    monkeypatch.setattr(job, "_logits", other)
+    monkeypatch.setattr(job, "logits", other)
     model, _ = load_pretrained(PARITY / "llama3")
     with pytest.raises(StorageError, match="logits differ by up to 1"):
         write(model, place, tmp_path / "out")
@@ -370,6 +403,9 @@ def test_the_command_exports_a_run(run, tmp_path, command):
     assert "chat_template" not in settings and not (out / "chat_template.jinja").exists()
     values = json.loads((out / "config.json").read_text())
     assert values["eos_token_id"] == tokenizer.eod_id == values["bos_token_id"]
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    assert "A language model of the family llama with " in card
     code, text, _ = command("--hf", out, "--prompt", "some", "--max-tokens", 4, program=generate)
     assert code == 0 and text.startswith("some")
     code, _, err = command(run, out)

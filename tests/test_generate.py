@@ -3,6 +3,7 @@ stopping, runs on disk."""
 
 import dataclasses
 import functools
+import io
 import re
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from data_pipeline.errors import StorageError, UsageError
 from data_pipeline.prepare import main as prepare
-from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
 from maxtrain import generate as job
 from maxtrain import model_source
 from maxtrain.checkpoint.manager import Checkpoints
@@ -25,7 +26,9 @@ from maxtrain.generate import complete, generate
 from maxtrain.model_source import load_run
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.serve.chat import Chat
 from maxtrain.training.state import abstract_model, shardings
+from maxtrain.weights.hf import load_pretrained
 
 CONFIG = ModelConfig(
     vocab_size=257,
@@ -172,44 +175,6 @@ def test_the_shortest_windows(length):
             ids.append(token)
 
 
-def frequencies(choice, logits, draws=4000):
-    picked = choice(jnp.tile(logits, (draws, 1)), jax.random.split(jax.random.key(0), draws))
-    return np.bincount(np.asarray(picked), minlength=logits.shape[-1]) / draws
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ((1.0, None, None), [0, 1, 2, 3, 4]),
-        ((1.0, None, 1.0), [0, 1, 2, 3, 4]),
-        ((1.0, 3, None), [0, 2, 4]),
-        ((1.0, None, 0.7), [2, 4]),  # 0.4 + 0.3
-        ((1.0, None, 0.71), [0, 2, 4]),
-        ((1.0, 2, 0.5), [2]),  # 0.4 of the 0.7 that are left
-        ((1.0, 99, None), [0, 1, 2, 3, 4]),
-        ((0.5, None, None), [0, 1, 2, 3, 4]),
-        ((1.0, None, 1e-6), [2]),
-        ((1.0, None, 1e-50), [2]),  # 0 in float32
-        ((0.001, None, None), [2]),
-    ],
-)
-def test_tokens_come_as_often_as_their_probability_says(options, kept):
-    weights = np.array([0.15, 0.1, 0.4, 0.05, 0.3])
-    expected = np.where(np.isin(np.arange(5), kept), weights / 0.4, 0) ** (1 / options[0])
-    found = frequencies(job._Choice(*options), jnp.log(jnp.asarray(weights, jnp.float32)))
-    np.testing.assert_allclose(found, expected / expected.sum(), atol=0.03)
-    assert set(np.flatnonzero(found)) == set(kept)
-
-
-def test_ties_go_to_the_first():
-    assert (
-        frequencies(job._Choice(1.0, 1, None), jnp.zeros(7))[0]
-        == 1
-        == frequencies(job._Choice(0.0, None, None), jnp.zeros(7))[0]
-    )
-
-
 def test_a_row_ends_before_a_stop_id_and_the_others_go_on():
     model = tiny()
     free = generate(model, PROMPTS, max_tokens=12, seed=1)
@@ -230,9 +195,9 @@ def test_stop_by_content_ends_rows_early_and_leaves_others_alone():
     made = generate(
         model, PROMPTS, max_tokens=40, seed=1, stop=lambda row: True, report=speed.append
     )
-    assert made == [row[: job._CHECK_INTERVAL] for row in free] and speed[0].tokens == 5 * (
-        job._CHECK_INTERVAL - 1
-    )
+    # The first look is after 16 tokens.
+    assert made == [row[:16] for row in free]
+    assert speed[0].tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -395,7 +360,7 @@ def test_the_command_prints_prompts_with_completions(run, command):
         "--prompt",
         "te[x]t",
         "--max-tokens",
-        "10",
+        "20",
         "--seed",
         "3",
         "--temperature",
@@ -403,9 +368,10 @@ def test_the_command_prints_prompts_with_completions(run, command):
     ]
     code, out, err = command(folder, *asked)
     model, tokenizer = load_run(folder)
-    texts = complete(model, tokenizer, ["some ", "te[x]t"], max_tokens=10, temperature=0.0)
+    texts = complete(model, tokenizer, ["some ", "te[x]t"], max_tokens=20, temperature=0.0)
     assert code == 0 and re.fullmatch(
-        r"\d+\.\d s until the first token, compiling included; then 18 tokens in \d+\.\d\d s \([\d,]+ tokens/s\)\n",
+        r"\d+\.\d s until the first tokens, compiling included; then 8 more in \d+\.\d\d s "
+        r"\([\d,]+ tokens/s\)\n",
         err,
     )
     printable = out.replace("\n", "")
@@ -432,7 +398,77 @@ def test_the_command_reads_a_hugging_face_directory(tmp_path, command):
     code, out, err = command(
         "--hf", tmp_path, "--prompt", "abc", "--max-tokens", "4", "--dtype", "bfloat16"
     )
-    assert code == 0 and out.startswith("abc") and "tokens/s" in err and "forgotten" not in err
+    assert code == 0 and out.startswith("abc") and "first tokens" in err and "forgotten" not in err
+
+
+@pytest.mark.long
+def test_one_text_is_printed_as_it_comes(run, command, monkeypatch):
+    """In parts, which are the same text; a stop text never shows."""
+    folder, _ = run
+    parts = []
+    printer = job._printer
+
+    def recording(console):
+        write = printer(console)
+
+        def both(row, part):
+            parts.append(part)
+            write(row, part)
+
+        return both
+
+    monkeypatch.setattr(job, "_printer", recording)
+    asked = ["--prompt", "some ", "--max-tokens", "40", "--seed", "3"]
+    code, out, _ = command(folder, *asked)
+    assert code == 0
+    assert out == f"some {''.join(parts)}\n"
+    assert len(parts) > 1
+    text = "".join(parts)
+    model, tokenizer = load_run(folder)
+    assert complete(model, tokenizer, ["some "], max_tokens=40, seed=3) == [text]
+    stop = text[8:10]
+    parts.clear()
+    code, out, err = command(folder, *asked, f"--stop={stop}")
+    assert code == 0, err
+    assert "".join(parts) == text[: text.index(stop)]
+
+
+@pytest.mark.long
+def test_the_command_answers_messages(pretrained_directory, command, monkeypatch):
+    asked = ["--hf", pretrained_directory, "--chat", "--chat-template", "chatml"]
+    asked += ["--max-tokens", "9", "--temperature", "0"]
+    code, out, err = command(*asked, "--system", "Be brief.", "--prompt", "Hi", "--prompt", "Ho")
+    assert code == 0, err
+    first, rest = out.split("\n", 1)
+    assert first == "Hi"
+    assert "Ho\n" in rest
+    alone = command(*asked, "--system", "Be brief.", "--prompt", "Ho")[1]
+    assert rest.endswith(alone)
+    # A conversation: the second answer knows the first.
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nHo\n"))
+    code, typed, err = command(*asked, "--system", "Be brief.")
+    assert code == 0, err
+    assert err.count("first tokens") == 2
+    answer = command(*asked, "--system", "Be brief.", "--prompt", "Hi")[1].split("\n", 1)[1]
+    assert typed.startswith(answer)
+    tokenizer = load_tokenizer(pretrained_directory)
+    chat = Chat(tokenizer, pretrained_directory, "chatml")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": answer.removesuffix("\n")},
+        {"role": "user", "content": "Ho"},
+    ]
+    model, _ = load_pretrained(pretrained_directory)
+    (second,) = job.complete_ids(
+        model,
+        tokenizer,
+        [chat.ids(messages)],
+        stop_ids=chat.stop_ids,
+        max_tokens=9,
+        temperature=0.0,
+    )
+    assert typed == f"{answer}{second}\n"
 
 
 @pytest.mark.long
@@ -451,7 +487,7 @@ def test_the_command_says_when_it_forgets(run, command):
     [
         (["--prompt", "a"], 64, "either RUN or --hf DIR"),
         (["RUN", "--hf", "x", "--prompt", "a"], 64, "either RUN or --hf DIR"),
-        (["RUN"], 64, "required: --prompt"),
+        (["RUN"], 64, "name a text to continue with --prompt, or talk"),
         (
             ["nowhere", "--prompt", "a"],
             64,

@@ -170,9 +170,8 @@ def go_on(name, *overrides):
     return main(load_config(words))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.long] * (name != "adamw")) for name in OPTIONS]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(OPTIONS))
 def test_a_run_of_format_3_goes_on_to_the_same_bits(format_3, name):
     assert go_on(name) == 0
     made = []

@@ -144,6 +144,7 @@ def test_a_finished_run_is_exported_as_it_offers(clone):
     assert "bit for bit" in result.stdout
     found = {path.name for path in (clone / "exported/quickstart").iterdir()}
     assert found == {
+        "README.md",
         "config.json",
         "generation_config.json",
         "model.safetensors",

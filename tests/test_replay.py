@@ -141,7 +141,7 @@ def everything(folder):
 @pytest.mark.parametrize(
     "steps",
     [
-        "0:20",
+        pytest.param("0:20", marks=pytest.mark.long),
         pytest.param("4:24", marks=pytest.mark.long),
         pytest.param("8:16", marks=pytest.mark.long),
         pytest.param("15:17", marks=pytest.mark.long),

@@ -109,6 +109,7 @@ def test_every_file_carries_the_id_of_its_run(folder):
     assert own["run"] != RunFolder(folder / "runs" / "other").id
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["of another run", "of no run"])
 def test_rollbacks_of_elsewhere_are_refused(folder, run, capsys, how):
     """They would remove good steps."""
@@ -121,11 +122,13 @@ def test_rollbacks_of_elsewhere_are_refused(folder, run, capsys, how):
     assert "Move away what is not of this run, or set run_name to another name" in said
 
 
+@pytest.mark.long
 def test_records_of_another_run_are_refused(folder, run, capsys):
     shutil.copyfile(folder / "runs" / "other" / "metrics.jsonl", run / "metrics.jsonl")
     assert "metrics.jsonl" in refused(folder, run, capsys)
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_another_run_is_refused(folder, run, capsys):
     shutil.rmtree(run / "checkpoints" / "00000006")
     shutil.copytree(
@@ -215,6 +218,7 @@ def test_checkpoints_that_are_gone_do_not_start_the_run_over(folder, run, capsys
     assert "Nothing to do" in goes_on(folder, run, capsys, "checkpoint.start_over=true")
 
 
+@pytest.mark.long
 def test_a_run_that_never_saved_begins_again_without_a_word(folder, run, capsys):
     shutil.rmtree(run / "checkpoints")
     own = json.loads((run / "run.json").read_text())

@@ -46,7 +46,14 @@ def config(tmp_path_factory):
     return folder / "run.yaml"
 
 
-@pytest.mark.parametrize("module", ["data_pipeline.plan", "maxtrain.show_plan", "maxtrain.cli"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("data_pipeline.plan", marks=pytest.mark.long),
+        pytest.param("maxtrain.show_plan", marks=pytest.mark.long),
+        "maxtrain.cli",
+    ],
+)
 def test_prints_stretches_shares_epochs_and_a_timeline_without_a_device(config, module):
     verb = ["plan"] if module == "maxtrain.cli" else []
     code = f"import runpy, sys; sys.argv = [{module!r}, *{verb!r}, 'config={config}']\n"

@@ -111,11 +111,13 @@ def short_tests():
 
 
 def test_make_test_leaves_out_the_long_tests_and_nothing_else():
-    assert "-n 2 -m 'not long and not slow and not gpu' --hypothesis-profile quick" in dry_run(
-        "test"
+    assert (
+        "-n 2 -m 'not long and not slow and not gpu' --compile-quickly --hypothesis-profile quick"
+        in dry_run("test")
     )
     assert "-n 2 -m 'not slow and not gpu' --hypothesis-profile thorough" in dry_run("test-all")
     assert "--hypothesis-profile quick" in dry_run("test-all", "HYPOTHESIS=quick")
+    assert "--compile-quickly" not in dry_run("test-all")
     run = (ROOT / ".ci" / "run").read_text()
     assert "make --keep-going lint test-all HYPOTHESIS=quick\n" in run
 
@@ -167,7 +169,7 @@ def test_count():
 def test_make_test_takes_fewer_examples(tmp_path, profile, count):
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for name in ("conftest.py", "shared.py"):
+    for name in ("conftest.py", "shared.py", "pretrained.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     (tmp_path / "tests" / "config").mkdir()
     (tmp_path / "tests" / "config" / "test_counted.py").write_text(COUNTED)

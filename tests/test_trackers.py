@@ -56,6 +56,7 @@ class Broken(Tracker):
         raise ConnectionError("no route either")
 
 
+@pytest.mark.long
 def test_a_broken_tracker_stops_nothing(config, monkeypatch, capsys):
     monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda observe: Broken())
     assert train(config, "broken", "steps=2", "observe.trackers=wandb") == 0

@@ -410,6 +410,7 @@ def without_targets(config):
     return [*SHORT, f"data.sources.ones.path={folder}", f"data.stages={stages}"]
 
 
+@pytest.mark.long
 def test_a_batch_without_targets_is_an_error(config, without_targets, capsys):
     assert train(config, "raise", *without_targets) == 65
     assert "step 3: the batch has 0 target tokens" in (error := capsys.readouterr().err)

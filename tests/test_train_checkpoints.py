@@ -119,6 +119,7 @@ def test_a_run_without_a_good_checkpoint_ends_and_never_starts_over(trained, cap
     assert len(list(checkpoints.glob("*.damaged-*"))) == 3 == len(list(checkpoints.iterdir()))
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_the_run_before_its_first_step(trained, capfd, monkeypatch):
     monkeypatch.setattr(
         shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**6, 10**6, 5)

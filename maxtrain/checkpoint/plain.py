@@ -151,7 +151,7 @@ class _Plan:
         for index in self.devices.values():
             part = _part(index, target.shape)
             if _key(part) not in self.buffers:
-                self.buffers[_key(part)] = (part, _empty(_shape(part), target.dtype))
+                self.buffers[_key(part)] = (part, aligned_empty(_shape(part), target.dtype))
         self.reads: list[tuple[Piece, np.ndarray]] = []
         for piece in pieces:
             views = [view for view, _ in self._views(piece)]
@@ -166,7 +166,7 @@ class _Plan:
             view = views[0]
             if list(view.shape) == shape and view.flags.c_contiguous:
                 return view
-        return _empty(shape, self.target.dtype)
+        return aligned_empty(shape, self.target.dtype)
 
     def _views(self, piece: Piece) -> list[tuple[np.ndarray, tuple[slice, ...]]]:
         """Where the piece overlaps a buffer: that part of it, and the same part of the piece."""
@@ -221,7 +221,8 @@ def _key(part: tuple[slice, ...]) -> tuple[tuple[int, int], ...]:
     return tuple((s.start, s.stop) for s in part)
 
 
-def _empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+def aligned_empty(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """New memory for an array that a CPU device takes as it is, without a copy."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT

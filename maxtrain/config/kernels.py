@@ -12,6 +12,7 @@ class Kernel(NamedTuple):
     caches: bool = True  # reads the caches of generation
     sinks: bool = True  # has a learned logit of each head beside those of the keys
     softcap: bool = True  # can bound scores
+    values: bool = True  # values may have another size than keys
     repeats: bool = True  # its backward pass gives the same bits every time
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")  # of inputs
     head_dim: tuple[int, int] | None = None  # the largest, and what it must be a multiple of
@@ -27,9 +28,17 @@ ATTENTION = {
         caches=False,
         sinks=False,
         softcap=False,
+        values=False,
         repeats=False,
         dtypes=("float16", "bfloat16"),
         head_dim=(128, 8),
     ),
-    "flash": Kernel("tpu", caches=False, sinks=False, dtypes=("float32", "bfloat16"), rows=128),
+    "flash": Kernel(
+        "tpu",
+        caches=False,
+        sinks=False,
+        values=False,
+        dtypes=("float32", "bfloat16"),
+        rows=128,
+    ),
 }

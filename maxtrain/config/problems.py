@@ -13,11 +13,14 @@ from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.paths import path_problems
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.anomaly import window_problems
+from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import teacher_problems
 from maxtrain.config.sections.init import std_problems
+from maxtrain.config.sections.lora import lora_problems
 from maxtrain.config.sections.loss import probability_problems
 from maxtrain.config.sections.mesh import axis_problems, process_problems
 from maxtrain.config.sections.model import heads_problems, rope_problems
+from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.sections.observe import profile_problems, tracker_problems
 from maxtrain.config.sections.optimizer import decay_problems, group_problems
 from maxtrain.config.sections.precision import activation_problems, loss_scale_problems
@@ -60,7 +63,11 @@ def _of_evaluation_and_data(config: RunConfig, idle: list[Idle]) -> Iterator[Pro
 def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from heads_problems(config.model)
     yield from rope_problems(config.model)
+    yield from expert_problems(config.model.moe)
+    yield from lora_problems(config.model.lora)
+    yield from adapters_problems(config.checkpoint)
     yield from shapes.row_problems(config)
+    yield from shapes.balance_scope_problems(config)
     yield from attention.kernel_problems(config)
     yield from std_problems(config.init)
     yield from idle_among(idle, "init.std", by="init.name")

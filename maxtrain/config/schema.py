@@ -15,9 +15,11 @@ from maxtrain.config.sections.checkpoint import CheckpointConfig
 from maxtrain.config.sections.distill import DistillConfig
 from maxtrain.config.sections.health import IntegrityConfig, WatchdogConfig
 from maxtrain.config.sections.init import InitConfig
+from maxtrain.config.sections.lora import LoraConfig
 from maxtrain.config.sections.loss import LossConfig, RegularizationConfig
 from maxtrain.config.sections.mesh import MeshConfig
-from maxtrain.config.sections.model import ModelConfig, RopeConfig
+from maxtrain.config.sections.model import LatentConfig, ModelConfig, RopeConfig
+from maxtrain.config.sections.moe import MoeConfig, RoutingConfig
 from maxtrain.config.sections.observe import ObserveConfig, TrackingConfig
 from maxtrain.config.sections.optimizer import GroupConfig, OptimizerConfig
 from maxtrain.config.sections.precision import LossScaleConfig, PrecisionConfig
@@ -34,16 +36,20 @@ __all__ = [
     "GroupConfig",
     "InitConfig",
     "IntegrityConfig",
+    "LatentConfig",
+    "LoraConfig",
     "LossConfig",
     "LossScaleConfig",
     "MeshConfig",
     "ModelConfig",
+    "MoeConfig",
     "ObserveConfig",
     "OptimizerConfig",
     "PieceConfig",
     "PrecisionConfig",
     "RegularizationConfig",
     "RopeConfig",
+    "RoutingConfig",
     "RunConfig",
     "ScheduleConfig",
     "TrackingConfig",

@@ -36,13 +36,16 @@ def token_flops(config: ModelConfig, length: int, frozen: int = 0) -> TokenFlops
     return stack_flops(stack, config.embed_dim, config.vocab_size, length, frozen)
 
 
-def product_weights(params: nnx.State, tied: bool) -> int:
-    """How many weights of these parameters are in matrix products; `tied`: the embedding is the
-    head as well."""
+def product_weights(params: nnx.State, config: ModelConfig) -> int:
+    """How many weights of these parameters a token is multiplied with: of experts, those that it
+    goes to."""
     count = 0
     for path, variable in nnx.to_flat_state(params):
-        if path[-1] == "kernel" or (tied and path[-1] == "embedding"):
-            count += variable.get_value().size
+        if path[-1] == "kernel" or (config.tie_embeddings and path[-1] == "embedding"):
+            size = variable.get_value().size
+            if "exp" in variable.get_metadata("axes"):
+                size = size // config.moe.num_experts * config.moe.experts_per_token
+            count += size
     return count
 
 
@@ -56,22 +59,15 @@ def stack_flops(
     square = 0
     causal = 0
     for layer in stack.layers():
-        heads = layer.mixer.num_heads
-        kv_heads = layer.mixer.num_kv_heads
-        size = layer.mixer.head_dim
-        weights += D * size * (heads + 2 * kv_heads)
-        weights += heads * size * D
-        products = 2
-        if layer.mlp.gated:
-            products = 3
-        weights += products * D * layer.mlp.width
+        weights += layer.mixer.token_weights(D)
+        weights += layer.mlp.token_weights(D)
         reach = length
         if layer.window is not None:
             reach = min(layer.window, length)
         # Scores, and weighted values: one multiply-add each.
-        square += 2 * heads * size * length * reach
+        square += layer.mixer.pair_products * length * reach
         seen = reach * (reach + 1) // 2 + (length - reach) * reach
-        causal += 2 * heads * size * seen
+        causal += layer.mixer.pair_products * seen
     not_made = 2.0 * frozen
     return TokenFlops(
         6.0 * (weights + square / length) - not_made, 6.0 * (weights + causal / length) - not_made

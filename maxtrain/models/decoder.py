@@ -5,23 +5,28 @@ Layers run as one scanned loop or unrolled: the parameters, and so the checkpoin
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxtrain.config.schema import InitConfig, ModelConfig, PrecisionConfig
+from maxtrain.models.adapt import attach
+from maxtrain.models.cache import Caches, Extension
+from maxtrain.models.context import Context, Noise, Rotation
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import Context, Noise, Norm, Rotation
+from maxtrain.models.layers import FEED_FORWARDS
 from maxtrain.models.linear import Linear
+from maxtrain.models.norm import Norm
 from maxtrain.models.rotation import rotation_of
 from maxtrain.models.run_layers import StackOut, run_layers
 from maxtrain.models.specs import DecoderSpec, RopeSpec
-from maxtrain.models.stack import Caches, Stack
+from maxtrain.models.stack import Stack
+from maxtrain.models.summary import Summary
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.cross_entropy import soft_capped
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.rope import row_lengths
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import constrain
 
@@ -35,7 +40,8 @@ class Forward(NamedTuple):
         hidden: normalised last hidden states, of the type of activations.
         terms: of the loss, each times its factor; summed over tokens and layers.
         stats: what is recorded; summed over layers.
-        observed: what each buffer is updated from, by its path, such as `layers.0.mlp.bias`.
+        observed: what each buffer is updated from, by its path, such as `layers.0.mlp.bias`; and
+            what summaries are made of.
     """
 
     hidden: Float[Array, "B T D"]
@@ -87,6 +93,9 @@ class Decoder(nnx.Module):
             of_logits = Recipe.of(precision.compute)
             head = Linear(rngs.params(), {"embed": D}, {"vocab": V}, draw, of_logits, "head")
         self.head = head
+        # Last, so that all other weights are drawn as without them.
+        if config.lora.rank is not None:
+            attach(self.layers, config.lora, draw, rngs.params())
 
     def output_matrix(self) -> Float[Array, "D V"]:
         """The head, or the embedding table turned around."""
@@ -147,7 +156,7 @@ class Decoder(nnx.Module):
             x = (x.astype(jnp.float32) + offset).astype(x.dtype)
         if noise is not None:
             x = noise.embedded(x)
-        rotations = self._rotations(positions, segment_ids > 0)
+        rotations = self._rotations(positions, row_lengths(positions, segment_ids > 0))
         context = Context(rotations, Mask.of_rows(segment_ids), noise)
         out = self._run(x, context, None)
         observed = {f"layers.{path}": value for path, value in out.observed.items()}
@@ -168,42 +177,66 @@ class Decoder(nnx.Module):
                     )
         return tuple(named.values())
 
+    def recorded(self) -> tuple[Quantity, ...]:
+        """All numbers of the layers that a step records."""
+        of_summaries = [number for summary in self.summaries() for number in summary.quantities]
+        return (*self.quantities(), *of_summaries)
+
+    def summaries(self) -> tuple[Summary, ...]:
+        """What is made of what the layers observe, each once."""
+        found: dict[str, Summary] = {}
+        for layer in self.layers.spec.layers():
+            for summary in FEED_FORWARDS[type(layer.mlp)].summaries:
+                found[summary.name] = summary
+        return tuple(found.values())
+
     def extend(
         self,
         tokens: Ids,
-        segment_ids: Int[Array, "B S"],
-        positions: Ids,
-        offset: Int[Array, ""] | int,
-        cache: Caches,
+        counts: Int[Array, " B"],
+        lengths: Int[Array, " B"],
+        caches: Caches,
+        from_start: bool = False,
+        whole_lengths: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Caches]:
-        """Hidden states of T more columns, and the caches with them in it.
+        """Hidden states of up to T more tokens of each row, and the caches with them in it.
 
-        Where rotary positions depend on the length of a row, that is how long it is by the newest
-        of these columns. Keys in the cache keep the rotation that they were written with.
+        Keys in the caches keep the rotation that they were written with.
 
         Args:
-            tokens: [B, T] ids that stand at columns offset ... offset + T - 1.
-            segment_ids: [B, S] of all columns of the cache; negative where there is nothing yet.
-            positions: [B, T] of each token in its document.
-            offset: number of columns already in the cache.
-            cache: as made by `new_cache`.
+            tokens: [B, T] ids.
+            counts: [B] how many of them the row has; what is behind them is padding, which is not
+                kept.
+            lengths: [B] how many tokens of the row are in the caches; 0 with `from_start`.
+            caches: as made by `new_caches`. What they hold beyond `lengths` is not seen.
+            from_start: the rows begin with these tokens, so that the caches need not be read.
+            whole_lengths: [B] what rotary positions that depend on the length of a row take for it,
+                such as that of a prompt that is read in pieces; None: how long it is with these
+                tokens.
         """
-        mask = Mask.of_cache(segment_ids, offset, tokens.shape[1])
-        segments = jax.lax.dynamic_slice_in_dim(segment_ids, offset, tokens.shape[1], axis=1)
-        rotations = self._rotations(positions, segments > 0)
-        context = Context(rotations, mask, cached=offset)
-        out = self._run(self._embed(tokens, positions), context, cache)
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        columns = lengths[:, None] + places
+        is_token = places < counts[:, None]
+        # Learned positions have no vector for what is behind the end.
+        positions = jnp.where(is_token, columns, 0)
+        if whole_lengths is None:
+            whole_lengths = row_lengths(positions, is_token)
+        rotations = self._rotations(positions, whole_lengths)
+        mask = Mask.of_rows(is_token.astype(jnp.int32))
+        extension = Extension(columns, is_token, from_start)
+        context = Context(rotations, mask, extension=extension)
+        out = self._run(self._embed(tokens, positions), context, caches)
         assert out.caches is not None
         return self.final_norm(out.x), out.caches
 
-    def new_cache(self, rows: int, columns: int) -> Caches:
-        """An empty cache of each layer, in the compute type."""
-        return self.layers.new_caches(rows, columns, self.precision.compute)
+    def new_caches(self, rows: int, columns: int, most_tokens: int) -> Caches:
+        """Empty caches in the compute type; as of `Stack.new_caches`."""
+        return self.layers.new_caches(rows, columns, most_tokens, self.precision.compute)
 
-    def _rotations(self, positions: Array, is_token: Array) -> dict[RopeSpec, Rotation]:
+    def _rotations(self, positions: Array, lengths: Array) -> dict[RopeSpec, Rotation]:
         """One for each kind of positions that some layer has."""
         ropes = self.layers.spec.ropes()
-        return {rope: rotation_of(rope, positions, is_token) for rope in ropes}
+        return {rope: rotation_of(rope, positions, lengths) for rope in ropes}
 
     def _run(self, x: Array, context: Context, cache: Caches | None) -> StackOut:
         scan = self.config.scan_layers

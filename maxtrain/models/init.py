@@ -201,6 +201,12 @@ class Initializer(NamedTuple):
         value = table[index] * np.float32(self.deviation(shape, axes, role))
         return nnx.Param(value.astype(self.dtype), axes=axes, role=role)
 
+    def uniform(self, key: Array, shape: tuple[int, ...], deviation: float) -> Array:
+        """Uniformly distributed float32 values around 0, the same bit for bit on every mesh."""
+        table = jnp.asarray(_quantiles("uniform"))
+        index = jax.random.bits(key, shape, jnp.uint16).astype(jnp.int32)
+        return table[index] * np.float32(deviation)
+
     def _distribution(self) -> _Distribution:
         """What init.name says about the distribution of the values."""
         name = self.config.name

@@ -1,4 +1,4 @@
-"""Every matrix product with a weight: a kernel, perhaps a bias, and the recipe of the product."""
+"""The weights of matrix products: a kernel, perhaps a bias, and the recipe of the product."""
 
 import math
 
@@ -7,6 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Key
 
 from maxtrain.models.init import Initializer, Role
+from maxtrain.models.lora import Adapter
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.parallel.sharding import Axes
 
@@ -46,6 +47,13 @@ class Linear(nnx.Module):
         self.bias = vector
         self.num_inputs = len(inputs)
         self.recipe = recipe
+        self.adapter: Adapter | None = nnx.data(None)
+
+    def weights(self) -> Float[Array, "..."]:
+        """[*inputs, *outputs] of what the product is with, for whoever makes it in another way."""
+        if self.adapter is None:
+            return self.kernel[...]
+        return self.adapter.adapted(self.kernel[...])
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """[..., *inputs] -> [..., *outputs], of the recipe's type."""
@@ -54,9 +62,54 @@ class Linear(nnx.Module):
         num_inputs = math.prod(input_shape)
         leading = x.shape[: x.ndim - self.num_inputs]
         matrix = self.kernel[...].reshape(num_inputs, math.prod(output_shape))
-        out = dot(x.reshape(*leading, num_inputs), matrix, self.recipe)
+        x = x.reshape(*leading, num_inputs)
+        out = dot(x, matrix, self.recipe)
+        if self.adapter is not None:
+            out = self.adapter(x, out, matrix, self.recipe)
         out = out.reshape(*leading, *output_shape)
         if self.bias is not None:
             # In float32, so that the gradient of the bias is summed in it.
             out = out.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return out.astype(self.recipe.result)
+
+
+class ExpertLinear(nnx.Module):
+    """The weights of one product of every expert; models/moe.py makes the products.
+
+    Args:
+        key: that the kernel is drawn from.
+        num_experts: E.
+        inputs: logical name and size of the dim that the product sums over.
+        outputs: those of the dim that it makes.
+        init, recipe, role, bias: as of `Linear`.
+    """
+
+    def __init__(
+        self,
+        key: Key[Array, ""],
+        num_experts: int,
+        inputs: dict[str, int],
+        outputs: dict[str, int],
+        init: Initializer,
+        recipe: Recipe,
+        role: Role = "hidden",
+        bias: bool = False,
+    ):
+        self.kernel_axes: Axes = ("exp", *inputs, *outputs)
+        self.bias_axes: Axes = ("exp", *outputs)
+        shape = (num_experts, *inputs.values(), *outputs.values())
+        self.kernel = init.matrix(key, shape, self.kernel_axes, role)
+        # Assigned once: what is first None stays out of the module's parameters.
+        vectors = None
+        if bias:
+            vectors = init.bias((num_experts, *outputs.values()), self.bias_axes, role)
+        self.bias = vectors
+        self.num_inputs = len(inputs)
+        self.recipe = recipe
+        self.adapter: Adapter | None = nnx.data(None)
+
+    def weights(self) -> Float[Array, "E ..."]:
+        """Of all experts' products, with what adapters do to them."""
+        if self.adapter is None:
+            return self.kernel[...]
+        return self.adapter.adapted(self.kernel[...])

@@ -1,9 +1,9 @@
 """How the rotary positions of a spec turn the tokens of a batch."""
 
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from maxtrain.models.layers import Rotation
+from maxtrain.models.context import Rotation
 from maxtrain.models.specs import RopeSpec
 from maxtrain.ops.rope import (
     dynamic_frequencies,
@@ -11,28 +11,26 @@ from maxtrain.ops.rope import (
     longrope_frequencies,
     rope_frequencies,
     rope_tables,
-    row_lengths,
 )
 from maxtrain.ops.rope_scaling import linear_frequencies, yarn_frequencies
 
 
 def rotation_of(
-    rope: RopeSpec, positions: Int[Array, "B T"], is_token: Bool[Array, "B T"]
+    rope: RopeSpec, positions: Int[Array, "B T"], lengths: Int[Array, " B"]
 ) -> Rotation:
     """The rotation of each token.
 
-    With the scalings "dynamic" and "longrope" the frequencies of a row depend on its length: its
-    largest position here, and one more. Padding does not count, and other rows do not matter. The
-    documents of a packed row have the frequencies of the longest of them. As generation goes on,
-    the newest token gives the length, and what was rotated before stays as it was.
+    With the scalings "dynamic" and "longrope" the frequencies of a row depend on its length, and
+    other rows do not matter. The documents of a packed row have the frequencies of the longest of
+    them. As generation goes on, the newest token gives the length, and what was rotated before
+    stays as it was.
 
     Args:
         rope: what the positions are like.
         positions: of the tokens.
-        is_token: false for padding.
+        lengths: of the rows, as `row_lengths` gives them.
     """
-    if rope.scaling in ("dynamic", "longrope"):
-        lengths = row_lengths(positions, is_token)
+    if rope.follows_length:
         frequencies = _frequencies_of_rows(rope, lengths)[:, None, :]
     else:
         frequencies = _frequencies(rope)

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxtrain.models.layers import Context, KVCache, LayerOut
-from maxtrain.models.stack import Caches, Stack
+from maxtrain.models.cache import Caches, KVCache
+from maxtrain.models.context import Context
+from maxtrain.models.layers import LayerOut
+from maxtrain.models.stack import Stack
 from maxtrain.ops.dot import PRODUCT
 from maxtrain.ops.sums import Sum
 

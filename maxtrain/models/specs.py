@@ -20,14 +20,21 @@ NORMS = (
     "all_queries",
     "all_keys",
 )
-BIASES = ("q", "k", "v", "o", "gate", "up", "down")
-Activation = Literal["silu", "gelu_tanh"]
+BIASES = ("q", "k", "v", "o", "gate", "up", "down", "router")
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+# [B, S, K, H]
+CacheShape = tuple[int, int, int, int]
 RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 
 
 def head_dim(config: ModelConfig) -> int:
     """H: given, or embed_dim / num_heads."""
     return config.head_dim or config.embed_dim // config.num_heads
+
+
+def expert_dim(config: ModelConfig) -> int:
+    """Hidden units of an expert: given, or those of a dense block."""
+    return config.moe.expert_dim or config.mlp_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +71,7 @@ class AttentionSpec:
         num_heads, num_kv_heads, head_dim: N, K and H.
         scale: what scores are multiplied with; None: 1 / sqrt(H).
         softcap: scores are bounded by it, as in `ops.attention`; None: they are not.
+        sinks: each head has a learned logit beside those of the keys.
 
     Raises:
         ValueError: heads that can't be grouped, or a scale or bound that is not above 0.
@@ -74,6 +82,7 @@ class AttentionSpec:
     head_dim: int
     scale: float | None = None
     softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_kv_heads < 1 or self.head_dim < 1:
@@ -90,9 +99,93 @@ class AttentionSpec:
         _require_positive("scale", self.scale)
         _require_positive("softcap", self.softcap)
 
-    def cache_shape(self, rows: int, columns: int) -> tuple[int, int, int, int]:
-        """[B, S, K, H]: of the keys, and of the values, that generation keeps for one layer."""
-        return rows, columns, self.num_kv_heads, self.head_dim
+    def token_weights(self, embed_dim: int) -> int:
+        """The weights that each token is multiplied with."""
+        return 2 * embed_dim * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def rope_dim(self) -> int:
+        """How many numbers of a head rotary positions turn."""
+        return self.head_dim
+
+    @property
+    def pair_products(self) -> int:
+        """Multiply-adds of a query with a key that it sees, and with its value."""
+        return 2 * self.num_heads * self.head_dim
+
+    def cache_shapes(self, rows: int, columns: int) -> tuple[CacheShape, CacheShape]:
+        """[B, K, S, H] of the keys and of the values that generation keeps for one layer."""
+        shape = (rows, self.num_kv_heads, columns, self.head_dim)
+        return shape, shape
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentSpec:
+    """A mixer: attention whose keys and values are made of one short vector of each token, its
+    latent, and of one rotated vector that all heads share.
+
+    Args:
+        num_heads: N.
+        head_dim: H, of queries and keys; the last `rope_dim` numbers of a head are rotated.
+        rope_dim: see there.
+        value_dim: of the values of a head.
+        kv_rank: numbers of the latent.
+        query_rank: numbers of the vector that queries are made of; None: of the token itself.
+        scale: what scores are multiplied with.
+        interleaved: neighbouring numbers are rotated against each other, instead of the halves.
+        norm_eps: of the norms of the latent and of what queries are made of.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    value_dim: int
+    kv_rank: int
+    query_rank: int | None
+    scale: float
+    interleaved: bool = True
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "rope_dim", "value_dim", "kv_rank"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1. Set it to 64.")
+        if self.rope_dim >= self.head_dim:
+            raise ValueError(
+                f"rope_dim={self.rope_dim} must be less than head_dim={self.head_dim}, of which it "
+                f"is a part. Set it to {max(self.head_dim // 3, 1)}, for example."
+            )
+        _require_positive("scale", self.scale)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Every head has its own keys."""
+        return self.num_heads
+
+    def token_weights(self, embed_dim: int) -> int:
+        """The weights that each token is multiplied with."""
+        heads = self.num_heads
+        if self.query_rank is None:
+            of_queries = embed_dim * heads * self.head_dim
+        else:
+            of_queries = self.query_rank * (embed_dim + heads * self.head_dim)
+        of_latents = embed_dim * (self.kv_rank + self.rope_dim)
+        of_heads = self.head_dim - self.rope_dim + self.value_dim
+        return (
+            of_queries + of_latents + heads * (self.kv_rank * of_heads + self.value_dim * embed_dim)
+        )
+
+    @property
+    def pair_products(self) -> int:
+        """Multiply-adds of a query with a key that it sees, and with its value."""
+        return self.num_heads * (self.head_dim + self.value_dim)
+
+    def cache_shapes(self, rows: int, columns: int) -> tuple[CacheShape, CacheShape]:
+        """Latents with the rotated vectors [B, 1, S, R + P], of which the values are a part."""
+        return (rows, 1, columns, self.kv_rank + self.rope_dim), (rows, 1, columns, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +211,119 @@ class MlpSpec:
                 f"width={self.width} must be at least 1: a feed-forward block has units. "
                 "Set it to 4 times the model's width, for example."
             )
+        if self.activation == "clamped_swiglu" and not self.gated:
+            raise ValueError(
+                "activation='clamped_swiglu' is one of gates, and gated=False has none. "
+                "Set gated=True."
+            )
+
+    def token_weights(self, embed_dim: int) -> int:
+        """The weights that each token is multiplied with."""
+        products = 2
+        if self.gated:
+            products = 3
+        return products * embed_dim * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingSpec:
+    """How experts are kept busy in training, and how their products are made; a run's choice, which
+    no weights depend on.
+
+    Args:
+        kernel: "eager": every expert for every token, the oracle; "blocks" and "ragged": as of
+            `ops.experts.grouped_dot`.
+        capacity_factor: how many choices an expert takes of a row, in equal shares; the others are
+            dropped. None: none are.
+        balance: factor of the loss that grows with uneven shares.
+        balance_scope: the tokens over which shares are taken.
+        z_loss: factor of the mean of logsumexp(router logits)^2.
+        correction_rate: by how much a step changes an expert's correction.
+    """
+
+    kernel: Literal["eager", "blocks", "ragged"] = "blocks"
+    capacity_factor: float | None = None
+    balance: float = 0.0
+    balance_scope: Literal["sequence", "micro_batch", "global"] = "sequence"
+    z_loss: float = 0.0
+    correction_rate: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeSpec:
+    """A feed-forward block of experts, of which each token goes to a few, and perhaps one that all
+    go to; routed as in `ops.routing.choose`.
+
+    Args:
+        num_experts: E.
+        num_choices: experts of a token.
+        width: hidden units of an expert.
+        activation: of their gates.
+        scores: what becomes of the router's logits.
+        normalize: whether a token's weights add up to `scale`.
+        scale: what its weights are multiplied with.
+        num_groups, top_groups, best_of_group: groups of experts.
+        corrected: the choice has a correction for each expert, a buffer that evens shares out.
+        shared_width: hidden units of the expert that all tokens go to; 0: there is none.
+        shared_gate: its output is multiplied with the sigmoid of one more product.
+        routing: the run's choices.
+
+    Raises:
+        ValueError: numbers that do not fit together.
+    """
+
+    num_experts: int
+    num_choices: int
+    width: int
+    activation: Activation = "silu"
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    best_of_group: int = 1
+    corrected: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
+    routing: RoutingSpec = RoutingSpec()
+
+    def __post_init__(self) -> None:
+        for name in ("num_experts", "num_choices", "width", "num_groups", "top_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1. Set it to 1.")
+        if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
+            raise ValueError(
+                f"num_groups={self.num_groups} must divide num_experts={self.num_experts}, and be "
+                f"at least top_groups={self.top_groups}. Set num_groups to a divisor of "
+                f"{self.num_experts}."
+            )
+        group = self.num_experts // self.num_groups
+        if self.num_choices > self.top_groups * group:
+            raise ValueError(
+                f"num_choices={self.num_choices} must be at most {self.top_groups * group}, the "
+                f"experts of top_groups={self.top_groups} groups. Set num_choices to less."
+            )
+        if self.best_of_group > group:
+            raise ValueError(
+                f"best_of_group={self.best_of_group} must be at most {group}, the experts of a "
+                f"group. Set it to {group}."
+            )
+
+    def token_weights(self, embed_dim: int) -> int:
+        """The weights that each token is multiplied with: those of its experts alone."""
+        products = 3 * (self.num_choices * self.width + self.shared_width)
+        return embed_dim * (products + self.num_experts + self.shared_gate)
+
+    def quantities(self) -> tuple[Quantity, ...]:
+        """What the block says."""
+        found = []
+        if self.routing.balance:
+            found.append(Quantity("expert_balance_loss", "nats per token"))
+        if self.routing.z_loss:
+            found.append(Quantity("router_z_loss", "nats per token"))
+        if self.routing.capacity_factor is not None:
+            found.append(Quantity("expert_dropped", "share of choices"))
+        return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +364,11 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
+    @property
+    def follows_length(self) -> bool:
+        """Whether the frequencies of a row depend on its length."""
+        return self.scaling in ("dynamic", "longrope")
+
     def __post_init__(self) -> None:
         if self.head_dim % 2:
             raise ValueError(
@@ -189,15 +400,15 @@ class LayerSpec:
             "attention_out" and "mlp_out", their outputs before they are added; "query" and "key",
             each head before rope; "all_queries" and "all_keys", all heads of a token as one.
         norm: how.
-        biases: the products that have one, of q, k, v, o, gate, up and down.
+        biases: the products that have one, of q, k, v, o, gate, up, down and router.
         quantities: what the layer says in `terms` and `stats`, with units.
 
     Raises:
         ValueError: names that are unknown, and sizes that do not fit.
     """
 
-    mixer: AttentionSpec
-    mlp: MlpSpec
+    mixer: AttentionSpec | LatentSpec
+    mlp: MlpSpec | MoeSpec
     window: int | None = None
     rope: RopeSpec | None = None
     norms: tuple[str, ...] = ("attention", "mlp")
@@ -219,10 +430,10 @@ class LayerSpec:
                 f"window={self.window} must be at least 1: a query sees its own column. "
                 "Set it to 1024, for example, or to None for no window."
             )
-        if self.rope is not None and self.rope.head_dim != self.mixer.head_dim:
+        if self.rope is not None and self.rope.head_dim != self.mixer.rope_dim:
             raise ValueError(
                 f"rope.head_dim={self.rope.head_dim} must be that of the heads that it turns. "
-                f"Set it to mixer.head_dim={self.mixer.head_dim}."
+                f"Set it to mixer.head_dim={self.mixer.rope_dim}."
             )
 
 

@@ -6,19 +6,34 @@ own: `layers.prefix_0.mlp.up.kernel`.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Key
 
+from maxtrain.models.cache import Caches, empty, ring_size
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import DecoderLayer, KVCache
+from maxtrain.models.layers import DecoderLayer
 from maxtrain.models.specs import LayerSpec, StackSpec
 from maxtrain.ops.dot import Recipe
 
-# By the name of the layer, or of the place in the period.
-Caches = dict[str, KVCache]
+
+class Place(NamedTuple):
+    """Where a layer's parameters are: the name, and the number in what is stacked there; None:
+    nothing is."""
+
+    name: str
+    repeat: int | None
+
+
+def layer_names(spec: StackSpec) -> list[Place]:
+    """Of each layer, in order."""
+    places = [Place(f"prefix_{i}", None) for i in range(len(spec.prefix))]
+    for repeat in range(spec.repeats):
+        places += [Place(str(i), repeat) for i in range(len(spec.period))]
+    places += [Place(f"rest_{i}", None) for i in range(len(spec.rest))]
+    return places
 
 
 class Stack(nnx.Module):
@@ -72,25 +87,28 @@ class Stack(nnx.Module):
     def rest_names(self) -> list[str]:
         return [f"rest_{i}" for i in range(len(self.spec.rest))]
 
-    def new_caches(self, rows: int, columns: int, dtype: str) -> Caches:
-        """Empty caches for `columns` tokens of each row, those of a place [R, B, S, K, H]."""
+    def new_caches(self, rows: int, columns: int, most_tokens: int, dtype: str) -> Caches:
+        """Empty caches, those of a place [R, B, K, S, H].
+
+        Args:
+            rows: B.
+            columns: that a row may have.
+            most_tokens: that a pass may add to a row.
+            dtype: of keys and values.
+        """
         spec = self.spec
+
+        def shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            size = ring_size(columns, layer.window, most_tokens)
+            return layer.mixer.cache_shapes(rows, size)
+
         caches = {}
         for name, layer in zip(self.prefix_names(), spec.prefix, strict=True):
-            caches[name] = _empty(layer.mixer.cache_shape(rows, columns), dtype)
+            caches[name] = empty(shapes(layer), dtype)
         for name, layer in zip(self.period_names(), spec.period, strict=True):
-            shape = layer.mixer.cache_shape(rows, columns)
-            caches[name] = _empty((spec.repeats, *shape), dtype)
+            keys, values = shapes(layer)
+            stacked = ((spec.repeats, *keys), (spec.repeats, *values))
+            caches[name] = empty(stacked, dtype)
         for name, layer in zip(self.rest_names(), spec.rest, strict=True):
-            caches[name] = _empty(layer.mixer.cache_shape(rows, columns), dtype)
+            caches[name] = empty(shapes(layer), dtype)
         return caches
-
-
-def cache_columns(caches: Caches) -> int:
-    """How many columns there is room for."""
-    (cache, *_) = caches.values()
-    return cache.k.shape[-3]
-
-
-def _empty(shape: tuple[int, ...], dtype: str) -> KVCache:
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxtrain.config.schema import LossConfig, RegularizationConfig
+from maxtrain.models.context import Noise
 from maxtrain.models.decoder import Decoder, Forward
-from maxtrain.models.layers import Noise
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
@@ -73,7 +73,8 @@ def num_targets(batch: Batch, normalize: str) -> Float[Array, ""]:
         case "tokens":
             return mask.sum()
         case "sequences":
-            return _sequences(batch).sum()
+            # Counted, since weights of 1 / n add up to something near 1.
+            return (_targets_of_documents(batch) > 0).sum().astype(jnp.float32)
         case "constant":
             return jnp.float32(mask.size)
         case _:
@@ -100,7 +101,11 @@ def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationCo
     at the embeddings nearby that the batch may ask for."""
     noise = None
     if regularization != NO_NOISE and "keys" in batch:
-        noise = Noise(regularization, batch["keys"])
+        left = 1.0
+        if regularization.router_noise_steps is not None:
+            passed = batch["steps"].astype(jnp.float32) / regularization.router_noise_steps
+            left = jnp.maximum(1.0 - passed, 0.0)
+        noise = Noise(regularization, batch["keys"], router_noise=left)
     offset = batch.get("embedding_offset")
     return model.forward(batch["inputs"], batch["segment_ids"], batch["positions"], offset, noise)
 
@@ -149,10 +154,15 @@ def _sequences(batch: Batch) -> Float[Array, "B T"]:
     So every document with a target sums to 1.
     """
     mask = batch["loss_mask"].astype(jnp.float32)
-    segments = batch["segment_ids"]
+    sums = jnp.take_along_axis(_targets_of_documents(batch), batch["segment_ids"], axis=1)
+    return mask / jnp.where(sums > 0, sums, 1.0)
+
+
+def _targets_of_documents(batch: Batch) -> Float[Array, "B S"]:
+    """The summed loss mask of each document of each row, by its segment."""
+    mask = batch["loss_mask"].astype(jnp.float32)
 
     def of_row(mask: Array, segments: Array) -> Array:
-        return jax.ops.segment_sum(mask, segments, segments.size + 1)[segments]
+        return jax.ops.segment_sum(mask, segments, segments.size + 1)
 
-    sums = jax.vmap(of_row)(mask, segments)
-    return mask / jnp.where(sums > 0, sums, 1.0)
+    return jax.vmap(of_row)(mask, batch["segment_ids"])

@@ -21,7 +21,8 @@ from maxtrain.ops.sums import Sum
 # The model that is trained; every other one is frozen as a whole.
 POLICY = "policy"
 # inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also
-# keys [B], of what is random; embedding_offset [B, T, D] where an objective wants one
+# keys [B], of what is random; steps [B], the number of the step; and embedding_offset [B, T, D]
+# where an objective wants one
 Batch = dict[str, Array]
 Models = Mapping[str, Decoder]
 Scales = Mapping[str, Array | float]
@@ -111,7 +112,7 @@ class Objective(NamedTuple):
     def evaluate(self, models: Models, batch: Batch) -> dict[str, Sum]:
         """What is evaluated: `nll`, the negative log-likelihood of the targets, and what
         `evaluated` names. Nothing is random."""
-        batch = {name: x for name, x in batch.items() if name != "keys"}
+        batch = {name: x for name, x in batch.items() if name not in ("keys", "steps")}
         sums = self.forward(models, batch, dict.fromkeys(self.factors, 0.0)).sums
         chosen = {"nll": sums["nll"]}
         for quantity in self.evaluated:

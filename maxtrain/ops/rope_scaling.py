@@ -77,11 +77,12 @@ def yarn_attention_factor(
     multiply.
     """
     if mscale is None or mscale_all_dim is None:
-        return _yarn_scale(factor, 1.0)
-    return _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+        return yarn_scale(factor, 1.0)
+    return yarn_scale(factor, mscale) / yarn_scale(factor, mscale_all_dim)
 
 
-def _yarn_scale(factor: float, mscale: float) -> float:
+def yarn_scale(factor: float, mscale: float) -> float:
+    """0.1 mscale ln(factor) + 1; 1 where nothing is stretched."""
     if factor <= 1:
         return 1.0
     return 0.1 * mscale * math.log(factor) + 1.0

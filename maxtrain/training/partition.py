@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import TrainConfig
+from maxtrain.models.adapt import is_adapter
 from maxtrain.models.buffer import Buffer
 from maxtrain.objectives.objective import POLICY, Models
 from maxtrain.training.optimizer import map_variables, paths
@@ -32,6 +33,9 @@ def only_policy() -> dict[str, nnx.State]:
 def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
     """The paths of the parameters that the config does not train, such as `layers.0.mlp.up.kernel`.
 
+    Of a model with adapters, these train, and what `only` names; of one without, all does unless
+    `only` names some.
+
     Args:
         config: patterns of those that train, and of those that do not.
         params: all of the policy's; only their paths are read.
@@ -39,10 +43,13 @@ def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
     Raises:
         ConfigError: a pattern that no path has, or nothing is left to train.
     """
-    names = list(paths(params))
+    named = paths(params)
+    names = list(named)
+    adapters = {name for name, variable in named.items() if is_adapter(variable)}
     frozen: set[str] = set()
-    if config.only:
+    if config.only or adapters:
         frozen.update(names)
+        frozen -= adapters
         frozen -= _matching("train.only", config.only, names)
     frozen |= _matching("train.freeze", config.freeze, names)
     if len(frozen) == len(names):

@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, PyTree
 
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
-from maxtrain.objectives.objective import Batch, Models, Objective, Result, Scales
+from maxtrain.models.summary import summarise
+from maxtrain.objectives.objective import POLICY, Batch, Models, Objective, Result, Scales
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel.hardware import compiler_options
@@ -113,7 +114,6 @@ def make_train_step(
     zero: int = 0,
     anomaly: AnomalyConfig = WARNING,
     norms_interval: int = 0,
-    of_layers: Sequence[Quantity] = (),
 ) -> jax.stages.Wrapped:
     """(state, batch) -> (state, metrics), jitted: the state is donated, and comes back laid out
     exactly as it went in.
@@ -130,7 +130,6 @@ def make_train_step(
         anomaly: what is not well, and what is done about it.
         norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
             them: the others skip that branch of the program.
-        of_layers: what the policy's layers say (Decoder.quantities).
 
     The metrics are loss (nats per target), objective (what was minimised), each quantity that the
     objective records, and those of layers, source_nll and source_targets (sums by source) if there
@@ -154,7 +153,10 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         scale = _scale_of_loss(state)
         rows, _ = batch["targets"].shape
-        batch = batch | {"keys": row_keys(seed, state.step, rows)}
+        batch = batch | {
+            "keys": row_keys(seed, state.step, rows),
+            "steps": jnp.broadcast_to(state.step, (rows,)),
+        }
         models = models_from(graphdefs, state.frozen, state.buffers)
         scales = objective.scales(batch, scale)
         result, grads = gradients(
@@ -162,6 +164,9 @@ def make_train_step(
         )
         if state.control.loss_scale is not None:
             grads = jax.tree.map(lambda g: g / scale, grads)
+        policy = models(state.trainable)[POLICY]
+        summarised = summarise(policy.summaries(), result.observed)
+        result = result._replace(observed=summarised.of_buffers)
         measured = _measure(result, grads, state, anomaly)
         key = None
         if stochastic_rounding:
@@ -191,7 +196,8 @@ def make_train_step(
 
             metrics["norms"] = jax.lax.cond(due, measure, skip)
         metrics |= measured.values | decision.verdict.metrics
-        return next_state, _with_quantities(metrics, objective.recorded, of_layers, result)
+        metrics = _with_quantities(metrics, objective.recorded, policy.quantities(), result)
+        return next_state, metrics | summarised.numbers
 
     where = shardings(abstract)
     # Perhaps only described, and not of this machine.

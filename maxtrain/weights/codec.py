@@ -13,7 +13,7 @@ import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -28,10 +28,20 @@ class LazyArray:
     Args:
         shape: of the whole array.
         read: gives the numbers of a part of it.
+        write: puts the numbers of a part into memory that is there, of any type and strides, at once
+            or when whoever reads the files comes to them; None: it copies what `read` gives.
     """
 
     shape: Shape
     read: Callable[[Part], np.ndarray]
+    write: Callable[[Part, np.ndarray], None] | None = None
+
+    def read_into(self, part: Part, out: np.ndarray) -> None:
+        """The numbers of a part, put into `out`."""
+        if self.write is None:
+            out[...] = self.read(part)
+        else:
+            self.write(part, out)
 
     def whole(self) -> np.ndarray:
         """All numbers."""
@@ -118,7 +128,12 @@ def _stacked(arrays: list[LazyArray], shape: Shape) -> LazyArray:
             out[place] = arrays[i].read(tuple(inner))
         return out
 
-    return LazyArray(shape, read)
+    def write(part: Part, out: np.ndarray) -> None:
+        outer, *inner = part
+        for place, i in enumerate(outer):
+            arrays[i].read_into(tuple(inner), out[place, ...])
+
+    return LazyArray(shape, read, write)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +172,26 @@ class Flatten(Step):
             rest = [(slice(None), *slices(part[group][1:])) for group in groups]
             return array.read(tuple(there)).reshape(sizes)[rest[0] + rest[1]]
 
-        return LazyArray(shape, read)
+        def write(part: Part, out: np.ndarray) -> None:
+            there = [_joined(shape[group], part[group]) for group in groups]
+            flat = _view(out, (len(there[0]), len(there[1])))
+            if flat is None:
+                # Some of what is read is cut off, or `out` has gaps.
+                out[...] = read(part)
+            else:
+                array.read_into(tuple(there), flat)
+
+        return LazyArray(shape, read, write)
+
+
+def _view(out: np.ndarray, shape: Shape) -> np.ndarray | None:
+    """The same memory in another shape; None: it can't be seen so."""
+    if out.size != math.prod(shape):
+        return None
+    try:
+        return out.reshape(shape, copy=False)
+    except ValueError:
+        return None
 
 
 def _joined(dims: Shape, part: Part) -> range:
@@ -190,7 +224,15 @@ def _unraveled(array: LazyArray, shape: Shape) -> LazyArray:
         numbers = array.read((_joined(shape, part),))
         return numbers.reshape(len(part[0]), *shape[1:])[(slice(None), *slices(part[1:]))]
 
-    return LazyArray(shape, read)
+    def write(part: Part, out: np.ndarray) -> None:
+        there = _joined(shape, part)
+        flat = _view(out, (len(there),))
+        if flat is None:
+            out[...] = read(part)
+        else:
+            array.read_into((there,), flat)
+
+    return LazyArray(shape, read, write)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +250,10 @@ def _transposed(array: LazyArray) -> LazyArray:
     def read(part: Part) -> np.ndarray:
         return array.read(part[::-1]).T
 
-    return LazyArray(array.shape[::-1], read)
+    def write(part: Part, out: np.ndarray) -> None:
+        array.read_into(part[::-1], out.T)
+
+    return LazyArray(array.shape[::-1], read, write)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,8 +307,12 @@ def _piece(array: LazyArray, dim: int, where: range) -> LazyArray:
         wanted = range(where.start + part[dim].start, where.start + part[dim].stop)
         return array.read(_replaced(part, dim, wanted))
 
+    def write(part: Part, out: np.ndarray) -> None:
+        wanted = range(where.start + part[dim].start, where.start + part[dim].stop)
+        array.read_into(_replaced(part, dim, wanted), out)
+
     shape = (*array.shape[:dim], len(where), *array.shape[dim + 1 :])
-    return LazyArray(shape, read)
+    return LazyArray(shape, read, write)
 
 
 def _replaced(part: Part, dim: int, indices: range) -> Part:
@@ -278,18 +327,28 @@ def _chain(arrays: list[LazyArray], dim: int) -> LazyArray:
     sizes = [array.shape[dim] for array in arrays]
     stops = list(itertools.accumulate(sizes))
 
-    def read(part: Part) -> np.ndarray:
-        found = []
+    def pieces(part: Part) -> Iterator[tuple[LazyArray, range]]:
+        """Each array that is read from, and the indices along `dim` that are wanted of it."""
         for array, size, stop in zip(arrays, sizes, stops):
             begin = stop - size
             low = max(part[dim].start, begin)
             high = min(part[dim].stop, stop)
             if low < high:
-                found.append(array.read(_replaced(part, dim, range(low - begin, high - begin))))
+                yield array, range(low - begin, high - begin)
+
+    def read(part: Part) -> np.ndarray:
+        found = [array.read(_replaced(part, dim, wanted)) for array, wanted in pieces(part)]
         return np.concatenate(found, axis=dim)
 
+    def write(part: Part, out: np.ndarray) -> None:
+        before = 0
+        for array, wanted in pieces(part):
+            where = (slice(None),) * dim + (slice(before, before + len(wanted)),)
+            array.read_into(_replaced(part, dim, wanted), out[where])
+            before += len(wanted)
+
     shape = (*arrays[0].shape[:dim], stops[-1], *arrays[0].shape[dim + 1 :])
-    return LazyArray(shape, read)
+    return LazyArray(shape, read, write)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,11 +421,13 @@ class Entry:
         theirs: names, with one `{}` for each `Stack` among the steps; several if there is a
             `Split`, in its order.
         steps: from ours to theirs.
+        dtype: that their tensors have in any file; None: that of the file.
     """
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     steps: tuple[Step, ...] = ()
+    dtype: str | None = None
 
     def places(self, shapes: Sequence[Shape]) -> list[tuple[int, ...]]:
         """The numbers in the names, of one tensor after the other; `shapes` are those of ours."""

@@ -1,14 +1,18 @@
 """Weights of Hugging Face directories: config.json beside model.safetensors, whole or in shards
 with an index.
 
-Each array is read piece by piece, just the part that a device holds, so that no host ever holds the
-whole model. Nothing is guessed: every tensor must be there, of the right shape, and none left over.
+Of each array just the part is read that a device holds, into the memory where it stays if the device
+is a CPU, so that no host holds more than what its devices do. Nothing is guessed: every tensor must be
+there, of the right shape, and none left over.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,10 +20,10 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from safetensors import SafetensorError, safe_open
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.checkpoint.listing import aligned
+from maxtrain.checkpoint.plain import aligned_empty
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig
 from maxtrain.config.sections.model import unread_rope_keys
 from maxtrain.config.values import section_leaves
@@ -27,14 +31,19 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, free_keys, read_config, read_json
 from maxtrain.models.families.family import Family
-from maxtrain.models.specs import head_dim
+from maxtrain.models.specs import MlpSpec, head_dim
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.codec import Entry, LazyArray, Part, Shape, slices
+from maxtrain.weights.codec import Entry, LazyArray, Part, Shape
+from maxtrain.weights.tensor_file import DTYPES, Read, StoredTensor, open_tensors, read_all
 
 _TABLE_ROWS = 40
+# Of which some wait for the disk.
+_MOST_THREADS = 8
+# By the name in the family's table.
+Files = Mapping[str, StoredTensor]
 
 
 def load_pretrained(
@@ -92,63 +101,115 @@ def load_weights(
     directory = Path(directory).expanduser()
     _check_same_model(config, read_config(directory), directory)
     family = FAMILIES[config.family]
-    files = _open(directory, family)
     table = family.table(config)
     flat, treedef = jax.tree.flatten(params)
     leaves = dict(zip(leaf_names(params), flat))
     assert leaves.keys() == {name for entry in table for name in entry.ours}
-    _check_tensors(directory, files, family.ignored, table, leaves)
-    arrays: dict[str, jax.Array] = {}
-    for entry in table:
-        arrays |= _load(entry, files, leaves)
+    with contextlib.ExitStack() as held:
+        files = _open(directory, family, held)
+        _check_tensors(directory, files, family.ignored, table, leaves)
+        count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
+        threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
+        arrays: dict[str, jax.Array] = {}
+        for entries in _read_together(table, flat):
+            arrays |= _load(entries, files, leaves, threads)
     loaded = jax.tree.unflatten(treedef, [arrays[name] for name in leaves])
     _require_finite(loaded, table, directory)
     tell(_describe(directory, files, table, leaves))
     return loaded
 
 
-class _Stored(NamedTuple):
-    """A tensor in a file that is open."""
+def _read_together(
+    table: Sequence[Entry], leaves: Sequence[jax.ShapeDtypeStruct]
+) -> Iterator[Sequence[Entry]]:
+    """Entries that are in this host's memory at one time: the files are then read from their
+    beginning to their end. On an accelerator's host that is one entry; the arrays of CPUs are in its
+    memory anyway."""
+    platforms = {device.platform for leaf in leaves for device in leaf.sharding.device_set}
+    if platforms == {"cpu"}:
+        yield table
+        return
+    for entry in table:
+        yield [entry]
 
-    file: Any
-    # There; files of one family may differ in it.
-    name: str
 
-    def slice(self) -> Any:
-        """Its shape, its type and, by an index, its numbers, of which nothing is read yet."""
-        return self.file.get_slice(self.name)
+class _Array(NamedTuple):
+    """A parameter that is read: what it will be, and memory for each of its parts that a device of
+    this process holds."""
 
-
-# By the name in the family's table.
-Files = Mapping[str, _Stored]
+    leaf: jax.ShapeDtypeStruct
+    parts: dict[Part, np.ndarray]
 
 
 def _load(
-    entry: Entry, files: Files, leaves: Mapping[str, jax.ShapeDtypeStruct]
+    entries: Sequence[Entry],
+    files: Files,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    threads: concurrent.futures.Executor,
 ) -> dict[str, jax.Array]:
-    """The parameters of an entry, each split as asked for."""
+    """The parameters of some entries, each split as asked for."""
+    asked: list[Read] = []
+    found: dict[str, _Array] = {}
+    for entry in entries:
+        found |= _ask_for(entry, files, leaves, asked, threads)
+    read_all(asked, threads)
+    asked.clear()
+    arrays = {}
+    for name, array in found.items():
+        leaf = array.leaf
+        part = functools.partial(_part_of, array)
+        arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    return arrays
+
+
+def _ask_for(
+    entry: Entry,
+    files: Files,
+    leaves: Mapping[str, jax.ShapeDtypeStruct],
+    asked: list[Read],
+    threads: concurrent.futures.Executor,
+) -> dict[str, _Array]:
+    """The parameters of an entry, whose numbers will be there when all that is asked for is read."""
     ours = [leaves[name] for name in entry.ours]
     shapes = [leaf.shape for leaf in ours]
     tensors = {}
     for name, shape in entry.their_shapes(shapes).items():
-        read = functools.partial(_read_part, files[name], ours[0].dtype)
-        tensors[name] = LazyArray(shape, read)
-    arrays = {}
+        read = functools.partial(_read_now, files[name], ours[0].dtype, threads)
+        write = functools.partial(_ask, asked, files[name])
+        tensors[name] = LazyArray(shape, read, write)
+    found = {}
     for (name, lazy), leaf in zip(entry.inverse(tensors, shapes).items(), ours, strict=True):
-        read = functools.partial(_read_index, lazy)
-        arrays[name] = jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
-    return arrays
+        parts = {}
+        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
+            part = _part(index, leaf.shape)
+            if part not in parts:
+                parts[part] = aligned_empty([len(indices) for indices in part], leaf.dtype)
+                lazy.read_into(part, parts[part])
+        found[name] = _Array(leaf, parts)
+    return found
 
 
-def _read_part(stored: _Stored, dtype: Any, part: Part) -> np.ndarray:
+def _ask(asked: list[Read], stored: StoredTensor, part: Part, out: np.ndarray) -> None:
+    """Notes that a part of a tensor is to be read into memory."""
+    asked.append(Read(stored, part, out))
+
+
+def _read_now(
+    stored: StoredTensor, dtype: Any, threads: concurrent.futures.Executor, part: Part
+) -> np.ndarray:
     """A part of a tensor in a file, rounded to `dtype`."""
-    return stored.slice()[slices(part)].astype(dtype)
+    out = np.empty([len(indices) for indices in part], dtype)
+    read_all([Read(stored, part, out)], threads)
+    return out
 
 
-def _read_index(array: LazyArray, index: Any) -> np.ndarray:
-    """A part of an array as jax asks for it."""
-    part = tuple(range(*where.indices(size)) for where, size in zip(index, array.shape))
-    return np.ascontiguousarray(array.read(part))
+def _part(index: Sequence[slice] | None, shape: Shape) -> Part:
+    """A part of an array as jax names it."""
+    return tuple(range(*where.indices(size)) for where, size in zip(index or (), shape))
+
+
+def _part_of(array: _Array, index: Any) -> np.ndarray:
+    return array.parts[_part(index, array.leaf.shape)]
 
 
 def _require_finite(params: nnx.State, table: Sequence[Entry], directory: Path) -> None:
@@ -180,13 +241,13 @@ def _describe(
         entry = entries[name]
         names = entry.names([leaves[ours].shape for ours in entry.ours])
         used.update(names)
-        first = files[names[0]].slice()
-        there = f"{entry.pattern()} {first.get_dtype()}{first.get_shape()}"
+        first = files[names[0]]
+        there = f"{entry.pattern()} {first.kind}{list(first.shape)}"
         if len(names) > 1:
             there = f"{len(names)} x {there}"
         rows.append((name, there, f"{leaf.dtype}{list(leaf.shape)}", "loaded"))
     for name in sorted(files.keys() - used):
-        rows.append((name, str(files[name].slice().get_shape()), "-", "not used"))
+        rows.append((name, str(list(files[name].shape)), "-", "not used"))
     lines = aligned(rows)[: _TABLE_ROWS + 1]
     if len(rows) > len(lines):
         lines.append(f"    ... and {len(rows) - len(lines)} more")
@@ -194,32 +255,22 @@ def _describe(
     return "\n".join([f"weights of {directory}: {count}", *lines])
 
 
-def _open(directory: Path, family: Family) -> dict[str, _Stored]:
-    """Each tensor's name in the family's table, and the open file that has it."""
+def tensor_files(directory: Path) -> list[Path]:
+    """The file of a directory's tensors, or those that its index names."""
     index = directory / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.exists():
         names = set(read_json(index).get("weight_map", {}).values())
+    return sorted(directory / name for name in names)
+
+
+def _open(directory: Path, family: Family, held: contextlib.ExitStack) -> Files:
+    """Each tensor by its name in the family's table, in files that `held` closes."""
     files = {}
-    for path in sorted(directory / name for name in names):
-        file = _open_file(path)
-        for name in file.keys():  # noqa: SIM118, not a mapping
-            files[family.renamed(name)] = _Stored(file, name)
+    for path in tensor_files(directory):
+        for name, stored in open_tensors(path, held).items():
+            files[family.renamed(name)] = stored
     return files
-
-
-def _open_file(path: Path) -> Any:
-    """A file of tensors; DataError: it is missing or broken."""
-    try:
-        return safe_open(path, "numpy")
-    except (OSError, SafetensorError) as error:
-        what = f"can't be read ({error})"
-        if isinstance(error, FileNotFoundError):
-            what = "is missing"
-        raise DataError(
-            f"{path}: {what}. {AGAIN}; save_pretrained(..., safe_serialization=True) of "
-            "transformers makes it of weights in another format."
-        ) from error
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -229,10 +280,19 @@ def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tu
     there = section_leaves(theirs)
     if there.get("head_dim") is None and there.keys() >= {"embed_dim", "num_heads"}:
         there["head_dim"] = there["embed_dim"] // there["num_heads"]
+    for leaves in (here, there):
+        # What it means when it is left open.
+        if "mlp_dim" in leaves and leaves.get("moe.expert_dim", 0) is None:
+            leaves["moe.expert_dim"] = leaves["mlp_dim"]
     unused = free_keys(ours.family) | unread_rope_keys(there.get("rope_scaling", "none"))
+    layers = FAMILIES[ours.family].spec(ours).stack.layers()
+    if not any(isinstance(layer.mlp, MlpSpec) for layer in layers):
+        # All layers have experts.
+        unused.add("mlp_dim")
     found = {}
     for key, value in here.items():
-        if key in there and key not in unused and value != there[key]:
+        is_used = not unused & {key, key.partition(".")[0]}
+        if key in there and is_used and value != there[key]:
             found[key] = (value, there[key])
     return found
 
@@ -264,15 +324,15 @@ def _check_tensors(
         if name not in files:
             problems.append((name, "missing", f"{list(shape)} expected"))
     for name, stored in files.items():
-        there = stored.slice()
-        shape, dtype = there.get_shape(), there.get_dtype()
+        shape = list(stored.shape)
         if name not in wanted:
             if not re.fullmatch(ignored, name):
                 problems.append((name, "extra", f"{shape}"))
-        elif tuple(shape) != wanted[name]:
+        elif stored.shape != wanted[name]:
             problems.append((name, "wrong shape", f"{shape}, {list(wanted[name])} expected"))
-        elif dtype not in ("F64", "F32", "F16", "BF16"):
-            problems.append((name, "wrong dtype", f"{dtype}, a float of 16 or more bits expected"))
+        elif stored.kind not in DTYPES:
+            what = f"{stored.kind}, a float of 16 or more bits expected"
+            problems.append((name, "wrong dtype", what))
     if not problems:
         return
     rows = [f"\n    {name}  {what}: {detail}" for name, what, detail in sorted(problems)]

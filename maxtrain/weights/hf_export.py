@@ -7,9 +7,10 @@ for the caller to see to.
 """
 
 import json
+import math
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +34,10 @@ from data_pipeline.tokenizer import (
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
 from maxtrain.ops.digest import leaf_names
-from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
+from maxtrain.weights.codec import Entry, LazyArray, Part, tensors_in_order
 
 # What a file calls a type.
-DTYPES = {"float32": "F32", "bfloat16": "BF16"}
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def write_weights(
@@ -53,33 +54,74 @@ def write_weights(
         directory: that is there.
         params: of a model.
         config: of that model.
-        dtype: of the tensors, "float32" or "bfloat16".
+        dtype: of the tensors, "float32", "bfloat16" or "float16".
         max_shard_bytes: of the tensors in one file; a larger tensor has a file of its own.
         tell: gets a line for each file, if there are several.
 
     Raises:
         DataError: a number is not finite in `dtype`.
     """
-    leaves = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
-    ours = {name: _on_device(leaf) for name, leaf in leaves.items()}
-    tensors = tensors_in_order(FAMILIES[config.family].table(config), ours)
-    item_bytes = jnp.dtype(dtype).itemsize
-    sizes = {name: int(np.prod(tensor.shape)) for name, tensor in tensors.items()}
-    shards = divide({name: size * item_bytes for name, size in sizes.items()}, max_shard_bytes)
+    ours = lazy_parameters(params)
+    table = FAMILIES[config.family].table(config)
+    tensors = tensors_in_order(table, ours)
+    write_tensors(directory, tensors, _dtypes(table, ours, dtype), max_shard_bytes, tell)
+
+
+def lazy_parameters(params: nnx.State) -> dict[str, LazyArray]:
+    """Parameters by path, read from their devices piece by piece."""
+    leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
+    return {name: _on_device(leaf) for name, leaf in leaves}
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Mapping[str, LazyArray],
+    dtypes: Mapping[str, str],
+    max_shard_bytes: int,
+    tell: Callable[[str], object] = print,
+    written: Callable[[str, memoryview], object] | None = None,
+) -> None:
+    """Write tensors as `write_weights` does.
+
+    Args:
+        directory: that is there.
+        tensors: by name, in the model's order; each is read once.
+        dtypes: of each.
+        max_shard_bytes, tell: as of `write_weights`.
+        written: gets the name and the bytes of each tensor; None: nobody wants them.
+
+    Raises:
+        DataError: a number is not finite in its type.
+    """
+    sizes = {}
+    for name, tensor in tensors.items():
+        sizes[name] = math.prod(tensor.shape) * jnp.dtype(dtypes[name]).itemsize
+    shards = divide(sizes, max_shard_bytes)
     weight_map = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            tell(f"{file}: {sum(sizes[name] for name in names) * item_bytes / 1e6:,.1f} MB")
-        # As safetensors orders the tensors of one type.
-        _write_shard(directory / file, {name: tensors[name] for name in sorted(names)}, dtype)
+            tell(f"{file}: {sum(sizes[name] for name in names) / 1e6:,.1f} MB")
+        # As safetensors orders tensors: those of the widest type first.
+        names = sorted(names, key=lambda name: (-jnp.dtype(dtypes[name]).itemsize, name))
+        of_file = {name: tensors[name] for name in names}
+        _write_shard(directory / file, of_file, dtypes, written)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        count = sum(sizes.values())
-        metadata = {"total_parameters": count, "total_size": count * item_bytes}
+        count = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        metadata = {"total_parameters": count, "total_size": sum(sizes.values())}
         index = {"metadata": metadata, "weight_map": weight_map}
         write_atomic(directory / "model.safetensors.index.json", _as_json(index))
+
+
+def _dtypes(table: Sequence[Entry], ours: Mapping[str, LazyArray], dtype: str) -> dict[str, str]:
+    """The type of each tensor in a file of `dtype`."""
+    dtypes = {}
+    for entry in table:
+        names = entry.names([ours[name].shape for name in entry.ours])
+        dtypes |= dict.fromkeys(names, entry.dtype or dtype)
+    return dtypes
 
 
 def _on_device(leaf: jax.Array) -> LazyArray:
@@ -119,17 +161,22 @@ def divide(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     return shards
 
 
-def _write_shard(path: Path, tensors: Mapping[str, LazyArray], dtype: str) -> None:
+def _write_shard(
+    path: Path,
+    tensors: Mapping[str, LazyArray],
+    dtypes: Mapping[str, str],
+    written: Callable[[str, memoryview], object] | None,
+) -> None:
     """A file of tensors, on the disk when this returns.
 
     Source: https://huggingface.co/docs/safetensors, the format: the length of the header, the
     header in JSON, and the numbers.
     """
-    kind = jnp.dtype(dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, tensor in tensors.items():
-        end = offset + int(np.prod(tensor.shape)) * kind.itemsize
+        dtype = dtypes[name]
+        end = offset + math.prod(tensor.shape) * jnp.dtype(dtype).itemsize
         shape = list(tensor.shape)
         header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [offset, end]}
         offset = end
@@ -140,13 +187,16 @@ def _write_shard(path: Path, tensors: Mapping[str, LazyArray], dtype: str) -> No
         file.write(text)
         for name, tensor in tensors.items():
             with np.errstate(over="ignore"):
-                numbers = tensor.whole().astype(kind)
+                numbers = tensor.whole().astype(jnp.dtype(dtypes[name]))
             if not np.isfinite(numbers).all():
                 raise DataError(
-                    f"{name} holds NaN or infinity in {dtype}, so nobody could use it. "
+                    f"{name} holds NaN or infinity in {dtypes[name]}, so nobody could use it. "
                     "Take another checkpoint with --step, or --dtype float32."
                 )
-            file.write(np.ascontiguousarray(numbers).view(np.uint8).data)
+            content = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
+            file.write(content)
+            if written is not None:
+                written(name, content)
         file.flush()
         os.fsync(file.fileno())
 
@@ -250,17 +300,23 @@ def _as_json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()
 
 
-def rounded(params: nnx.State, dtype: str) -> nnx.State:
+def rounded(params: nnx.State, dtype: str, config: ModelConfig) -> nnx.State:
     """Parameters as they come back from tensors of `dtype`, in the types that they have; arrays
     that are rounded are given up."""
+    kept = set[str]()
+    for entry in FAMILIES[config.family].table(config):
+        if entry.dtype is not None:
+            kept.update(entry.ours)
 
-    def round_one(leaf: jax.Array) -> jax.Array:
-        if dtype == "float32" or leaf.dtype == dtype:
+    def round_one(name: str, leaf: jax.Array) -> jax.Array:
+        if name in kept or dtype == "float32" or leaf.dtype == dtype:
             return leaf
-        # To bfloat16 and back: a pair of casts is what a compiler may leave out.
-        result = jax.lax.reduce_precision(leaf, exponent_bits=8, mantissa_bits=7)
-        result = jax.device_put(result, leaf.sharding)
+        # There and back in programs of their own: of a pair in one, a compiler leaves both out.
+        narrow = jax.block_until_ready(leaf.astype(dtype))
+        result = jax.device_put(narrow.astype(leaf.dtype), leaf.sharding)
         leaf.delete()
         return result
 
-    return jax.tree.map(round_one, params)
+    leaves, structure = jax.tree.flatten(params)
+    named = zip(leaf_names(params), leaves, strict=True)
+    return jax.tree.unflatten(structure, [round_one(name, leaf) for name, leaf in named])

@@ -6,6 +6,7 @@ Nothing is padded, truncated or cast; what may be missing or different, and stay
 initialised, is named by `checkpoint.init_partial`.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,18 +23,31 @@ from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, ModelConfig
+from maxtrain.models.adapt import split_adapters, with_magnitudes, without_adapters
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.agreement import gather
 from maxtrain.training.optimizer import paths
-from maxtrain.training.partition import split_buffers
+from maxtrain.training.partition import join, split_buffers
 from maxtrain.weights.hf import differing_keys, load_weights
+from maxtrain.weights.peft import read_adapters
 
+# What `import` keeps in the folder of a run, since there are no data that have it.
+TOKENIZER_FOLDER = "tokenizer"
 _TABLE_ROWS = 60
 
 
+def own_tokenizer(run: str | Path) -> Path | None:
+    """The folder with the tokenizer of a run that was made by `import`; None: the run's data have
+    it."""
+    folder = Path(run).expanduser() / TOKENIZER_FOLDER
+    if folder.is_dir():
+        return folder
+    return None
+
+
 def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
-    """The ids of the data mean what they mean to the weights of a Hugging Face directory, if that
-    has a tokenizer.
+    """The ids of the data mean what they mean to the weights of a Hugging Face directory, or of a run
+    that was imported from one, if that has a tokenizer.
 
     Args:
         config: with `init_from`.
@@ -43,15 +57,27 @@ def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
         ConfigError: they don't.
     """
     directory = Path(config.init_from or "").expanduser()
-    if not (directory / "config.json").exists() or not (directory / TOKENIZER).exists():
+    place = _tokenizer_beside(directory)
+    if place is None:
         return
-    theirs = load_tokenizer(directory)
+    theirs = load_tokenizer(place)
     if theirs.sha256 != sha256:
         raise ConfigError(
             f"checkpoint.init_from={config.init_from} has another tokenizer ({theirs.name}) than "
             "the data, so that ids would mean different text. Prepare the data with "
-            f"`--tokenizer {config.init_from}`."
+            f"`--tokenizer {place}`."
         )
+
+
+def _tokenizer_beside(directory: Path) -> Path | None:
+    """Where the tokenizer of weights lies beside them; None: nowhere."""
+    if (directory / "config.json").exists() and (directory / TOKENIZER).exists():
+        return directory
+    # The directory may be a run, its folder of checkpoints, or one of these.
+    for run in (directory, *directory.absolute().parents[:2]):
+        if (run / "config.yaml").exists():
+            return own_tokenizer(run)
+    return None
 
 
 def starting_variables(
@@ -60,8 +86,10 @@ def starting_variables(
     model: ModelConfig,
     fresh: Callable[[], nnx.State],
     tell: Callable[[str], object] = lambda table: None,
+    fresh_adapters: Callable[[], nnx.State] | None = None,
 ) -> nnx.State:
-    """The parameters and buffers of `config.init_from` as arrays.
+    """The parameters and buffers of `config.init_from` as arrays, and adapters: those of the run
+    that is named, if it has some, else new ones.
 
     Args:
         variables: the model's, as shapes with shardings.
@@ -69,6 +97,7 @@ def starting_variables(
         model: that they belong to.
         fresh: makes initial ones; called only if some of them are needed.
         tell: gets a table of what was loaded, is new, and was not used.
+        fresh_adapters: makes initial adapters; None: the model has none.
 
     Raises:
         ConfigError: another model, or parameters that differ and are not named by `init_partial`.
@@ -76,6 +105,20 @@ def starting_variables(
     """
     directory = Path(config.init_from or "").expanduser().absolute()
     path = _find_step(directory)
+    if fresh_adapters is not None and (
+        config.init_adapters is not None or not _has_adapters(path, config, model)
+    ):
+        base, _ = split_adapters(variables)
+
+        def fresh_base() -> nnx.State:
+            return split_adapters(fresh())[0]
+
+        plain = dataclasses.replace(model, lora=without_adapters(model.lora))
+        loaded = starting_variables(base, config, plain, fresh_base, tell)
+        if config.init_adapters is not None:
+            _, adapters = split_adapters(variables)
+            return join(loaded, read_adapters(Path(config.init_adapters), adapters, model))
+        return with_magnitudes(join(loaded, fresh_adapters()))
     _require_agreement(path, config)
     if path is None:
         if config.init_partial:
@@ -96,6 +139,27 @@ def starting_variables(
     if arrays.keys() != wanted.keys():
         arrays = dict(zip(wanted, jax.tree.leaves(fresh()), strict=True)) | arrays
     return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+
+
+def _has_adapters(path: Path | None, config: CheckpointConfig, model: ModelConfig) -> bool:
+    """Whether a step has adapters; ConfigError: they are not those of this model."""
+    if path is None:
+        return False
+    _, record = read_step(path)
+    theirs = yaml.safe_load(record.get("config", "")) or {}
+    there = theirs.get("model", {}).get("lora", {})
+    if there.get("rank") is None:
+        return False
+    ours = dataclasses.asdict(model.lora) | {"targets": list(model.lora.targets)}
+    problems = [
+        f"model.lora.{key}={value} must be {there[key]}, as of the adapters in {path}. Set "
+        f"model.lora.{key}={there[key]}, or begin with the weights of `maxtrain export`."
+        for key, value in ours.items()
+        if key in there and value != there[key]
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return True
 
 
 def _names_in_checkpoints(variables: nnx.State) -> list[str]:

@@ -46,6 +46,7 @@ SHARDINGS = st.builds(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(saved=SHARDINGS, wanted=SHARDINGS, dtype=st.sampled_from(DTYPES))
 def test_any_mesh_reads_what_any_mesh_saved_as_orbax_does(tmp_path_factory, saved, wanted, dtype):

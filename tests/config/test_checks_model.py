@@ -4,6 +4,13 @@ import pytest
 
 from tests.config.checking import check_accepted, check_problem, problems
 
+DEEPSEEK = [
+    "model.family=deepseek_v3",
+    "model.num_heads=4",
+    "model.num_kv_heads=4",
+    "model.head_dim=24",
+    "model.latent.rope_dim=8",
+]
 LONGROPE = [
     "model.rope_scaling=longrope",
     "model.head_dim=8",
@@ -26,13 +33,97 @@ LONGROPE = [
         ),
         (
             ["model.window=8"],
-            "model.window=8 is for mistral, gemma2 or gemma3, not for model.family=llama",
+            "model.window=8 is for mistral, mixtral, gemma2, gemma3 or gpt_oss, not for",
             "model.family",
         ),
         (
             ["model.family=gpt2", "model.num_kv_heads=4", "model.rope_theta=100"],
             "model.rope_theta=100.0 is not used with model.family=gpt2, whose positions are learned",
             "Set model.rope_theta=500000.0, or leave it out",
+        ),
+        (
+            ["model.moe.num_experts=4"],
+            "model.moe.num_experts=4 is for mixtral, qwen2_moe, qwen3_moe, deepseek_v2",
+            "model.family",
+        ),
+        (
+            ["model.family=mixtral", "model.moe.experts_per_token=9"],
+            "must be at most model.moe.num_experts=8",
+            "Set model.moe.experts_per_token=8",
+        ),
+        (
+            ["model.family=qwen2_moe", "model.moe.expert_dim=24"],
+            "model.moe.shared_dim=0 must be at least 1 with model.family=qwen2_moe",
+            "Set model.moe.shared_dim=24",
+        ),
+        (
+            ["model.family=qwen3_moe", "model.moe.shared_dim=9"],
+            "model.moe.shared_dim=9 is for qwen2_moe, deepseek_v2 or deepseek_v3",
+            "model.family",
+        ),
+        (
+            [*DEEPSEEK, "model.moe.num_groups=3"],
+            "model.moe.num_groups=3 must divide model.moe.num_experts=8",
+            "Set model.moe.num_groups to 1, 2, 4 or 8",
+        ),
+        (
+            [*DEEPSEEK, "model.moe.num_groups=4", "model.moe.top_groups=5"],
+            "model.moe.top_groups=5 must be at most model.moe.num_groups=4",
+            "Set model.moe.top_groups=4",
+        ),
+        (
+            [*DEEPSEEK, "model.moe.num_groups=4", "model.moe.experts_per_token=3"],
+            "must be at most 2, the experts in model.moe.top_groups=1 of 4 groups",
+            "model.moe.top_groups to more",
+        ),
+        (
+            [*DEEPSEEK, "model.num_kv_heads=1"],
+            "must be model.num_heads=",
+            "Set model.num_kv_heads=",
+        ),
+        (
+            [*DEEPSEEK, "model.head_dim=8"],
+            "model.head_dim=8 must be more than model.latent.rope_dim=8",
+            "Set model.head_dim=24",
+        ),
+        (
+            [*DEEPSEEK, "model.latent.rope_dim=5"],
+            "model.latent.rope_dim=5 must be even",
+            "Set model.latent.rope_dim=6",
+        ),
+        (
+            [*DEEPSEEK, "model.attention=flash"],
+            "model.attention=flash needs values of the size of keys",
+            "Set model.attention=xla",
+        ),
+        (
+            ["model.family=gpt_oss", "model.attention=flash"],
+            "model.attention=flash has no attention sinks",
+            "Set model.attention=xla",
+        ),
+        (
+            [
+                "model.family=mixtral",
+                "model.routing.balance_scope=global",
+                "optimizer.accumulation=2",
+            ],
+            "which must be one micro-batch, not optimizer.accumulation=2",
+            "Set model.routing.balance_scope=sequence",
+        ),
+        (
+            ["model.family=mixtral", "model.moe.expert_dim=7", "mesh.tensor=2"],
+            "mesh.tensor=2 must divide model.moe.expert_dim=7",
+            "mesh.tensor to",
+        ),
+        (
+            ["model.family=mixtral", "regularization.router_noise_scale=2"],
+            "regularization.router_noise_scale=2.0 is not used with",
+            "Set regularization.router_noise=gaussian",
+        ),
+        (
+            ["regularization.router_noise=gumbel"],
+            "regularization.router_noise=gumbel is for mixtral",
+            "model.family",
         ),
         (
             ["model.family=gpt2", "model.num_kv_heads=1"],

@@ -65,6 +65,7 @@ def test_what_makes_documents_the_same():
     )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_first_stays_and_the_others_are_counted(tmp_path, capsys):
     kept = [f"document {number} " * 20 for number in range(2000)]

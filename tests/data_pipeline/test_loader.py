@@ -219,7 +219,7 @@ def test_a_damaged_shard_stops_the_stream_with_its_place(corpora, tmp_path, conf
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("batch_size", [6, 128])
+@pytest.mark.parametrize("batch_size", [6, pytest.param(128, marks=pytest.mark.long)])
 def test_a_killed_worker_ends_the_stream_and_says_what_to_do(config, monkeypatch, batch_size):
     """Also one that is killed while it writes a batch that is larger than a pipe holds."""
     monkeypatch.setattr(watch, "_PATIENCE", 0.2)
@@ -480,7 +480,7 @@ def test_an_id_to_corrupt_with_is_one_of_the_tokenizer(config):
         open_training(wrong, seed=0, steps=5)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_sources_behind_urls_give_the_same_stream_in_workers_too(
     corpora, config, tmp_path, workers
 ):

@@ -133,10 +133,9 @@ def packed(corpus, tmp_path_factory):
     return inputs, contents(out)
 
 
+@pytest.mark.long
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "which", [pytest.param("plain", marks=pytest.mark.long), "packed, without duplicates"]
-)
+@pytest.mark.parametrize("which", ["plain", "packed, without duplicates"])
 def test_killed_at_any_instant_it_goes_on_to_the_same_bytes(
     corpus, reference, packed, tmp_path, which
 ):

@@ -217,6 +217,7 @@ def test_killed_at_any_upload_it_goes_on_to_the_same_bytes(url, tmp_path, run, m
     assert units > 4 and len(encoded) <= units + 12, "a finished unit is not done again"
 
 
+@pytest.mark.long
 def test_scratch_of_an_output_that_was_finished_elsewhere_is_removed(
     url, tmp_path, run, monkeypatch, capsys
 ):
@@ -342,6 +343,7 @@ def test_a_changed_input_is_noticed(url, tmp_path, run):
         list(jsonl.documents(piece))
 
 
+@pytest.mark.long
 def test_a_network_that_fails_is_never_a_bad_document(url, tmp_path, run, monkeypatch):
     write_inputs(tmp_path / "in")
     send(tmp_path / "in", url)
@@ -390,6 +392,7 @@ def test_what_can_not_be_read_from_a_url_says_so(url, tmp_path, run):
     assert f"is a directory. Name its files: --text '{url}/folder/**/*" in error
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_workers_read_and_write_urls(url, tmp_path, run):
     write_inputs(tmp_path / "in")

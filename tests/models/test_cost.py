@@ -54,13 +54,14 @@ def test_frozen_weights_have_no_gradient_of_their_own():
     config = dataclasses.replace(LLAMA, tie_embeddings=False)
     model = nnx.eval_shape(lambda: build_model(config, PrecisionConfig()))
     params = nnx.state(model)
-    frozen = product_weights(params, tied=False)
+    frozen = product_weights(params, config)
     full, causal = token_flops(config, 10)
     some, of_causal = token_flops(config, 10, frozen)
     scores = 6 * 2 * (2 * 48 * 10)
     assert full - some == causal - of_causal == 2 * frozen
     assert frozen == (full - scores) / 6
-    assert product_weights(params, tied=True) == frozen + 96 * 32, "the embedding is the head"
+    tied = dataclasses.replace(config, tie_embeddings=True)
+    assert product_weights(params, tied) == frozen + 96 * 32, "the embedding is the head"
 
 
 def test_tying_the_head_changes_no_product():

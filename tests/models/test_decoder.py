@@ -17,8 +17,8 @@ from maxtrain.config.schema import (
     RegularizationConfig,
     RopeConfig,
 )
+from maxtrain.models.context import Noise, Rotation
 from maxtrain.models.init import head_dim
-from maxtrain.models.layers import Noise, Rotation
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.adversarial import adversarial
 from maxtrain.objectives.next_token import next_token
@@ -155,6 +155,7 @@ def test_kernels_are_equal_through_the_whole_model():
     assert_same(run(dataclasses.replace(LLAMA, attention="eager")), run(LLAMA))
 
 
+@pytest.mark.long
 def test_bfloat16_is_near_float32():
     """Inputs of products are rounded to 2**-8; over a few dozen products a few percent are left of
     gradients' agreement."""
@@ -187,6 +188,7 @@ def of_every_token(arrays):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scan", [True, False], ids=["scan", "unrolled"])
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_no_batch", "full"])
 def test_activations_are_stored_in_their_type(remat, scan):
@@ -300,15 +302,14 @@ def test_a_cache_of_bfloat16_activations_says_what_reading_all_at_once_does():
     graphdef = graph(LLAMA, ROUNDED)
     state = weights()[1]
     tokens = batch()["inputs"][:2, :8]
-    positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
-    ones = jnp.ones((2, 8), jnp.int32)
 
     @jax.jit
     def both(state):
         model = nnx.merge(graphdef, state)
-        cache = model.new_cache(2, 8)
-        first, cache = model.extend(tokens[:, :6], ones, positions[:, :6], 0, cache)
-        rest, cache = model.extend(tokens[:, 6:], ones, positions[:, 6:], 6, cache)
+        cache = model.new_caches(2, 8, 6)
+        six = jnp.full(2, 6)
+        first, cache = model.extend(tokens[:, :6], six, jnp.zeros_like(six), cache)
+        rest, cache = model.extend(tokens[:, 6:], jnp.full(2, 2), six, cache)
         return jnp.concatenate([first, rest], 1), cache, model.hidden(tokens)
 
     parts, cache, whole = both(state)
@@ -318,6 +319,7 @@ def test_a_cache_of_bfloat16_activations_says_what_reading_all_at_once_does():
     assert np.linalg.norm(difference) < 0.02 * np.linalg.norm(whole)
 
 
+@pytest.mark.long
 def test_a_tied_head_is_the_embedding_and_gets_both_gradients():
     graphdef, state = weights()
     flat = dict(nnx.to_flat_state(state))
@@ -463,34 +465,35 @@ def test_without_segments_a_row_is_one_document():
     ids=["llama", "qwen3", "unrolled"],
 )
 def test_extending_a_cache_equals_reading_all_at_once(config):
-    """A prompt of two rows, the second shorter (its padding has segment 0), then three columns,
-    then one at a time."""
+    """A prompt of two rows, the second shorter, then three tokens and one, then one at a time; and
+    a row that gets nothing for a while."""
     graphdef, state = graph(config), weights(config if config is QWEN3 else LLAMA)[1]
-    columns, prompt = 16, 6
+    columns = 16
     tokens = batch()["inputs"][:2, :11]
-    segments = (
-        jnp.ones((2, 11), jnp.int32).at[1, :2].set(0)
-    )  # the second row's prompt is shorter: padded on the left
-    positions = jnp.arange(11)[None] - jnp.array([[0], [2]])
-    expected = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(tokens, segments, positions))(state)
+    expected = jax.jit(lambda s: nnx.merge(graphdef, s).hidden(tokens))(state)
 
-    @jax.jit
-    def extend(state, tokens, segments, positions, offset, cache):
-        return nnx.merge(graphdef, state).extend(tokens, segments, positions, offset, cache)
+    @functools.partial(jax.jit, static_argnums=5)
+    def extend(state, tokens, counts, lengths, cache, from_start):
+        return nnx.merge(graphdef, state).extend(tokens, counts, lengths, cache, from_start)
 
-    cache = nnx.merge(graphdef, state).new_cache(2, columns)
-    assert cache["0"].k.shape == (3, 2, columns, 4, head_dim(config))
+    cache = nnx.merge(graphdef, state).new_caches(2, columns, 6)
+    assert cache["0"].k.shape == (3, 2, 4, columns, head_dim(config))
     assert cache["0"].k.dtype == jnp.float32
-    start = 0
-    for stop in (prompt, 9, 10, 11):
-        known = jnp.full((2, columns), -1, jnp.int32).at[:, :stop].set(segments[:, :stop])
-        out, cache = extend(
-            state, tokens[:, start:stop], known, positions[:, start:stop], start, cache
-        )
-        np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-5)
-        start = stop
-    keys = cache["0"].k
-    assert (keys[:, :, 11:] == 0).all() and (jnp.abs(keys[:, :, :11]).max((3, 4)) > 0).all()
+    lengths = np.zeros(2, np.int32)
+    for counts in ([6, 4], [3, 1], [1, 1], [0, 1], [1, 0]):
+        new = np.zeros((2, 6), np.int32)
+        for row, count in enumerate(counts):
+            new[row, :count] = tokens[row, lengths[row] : lengths[row] + count]
+        from_start = not lengths.any()
+        out, cache = extend(state, new, np.array(counts), lengths.copy(), cache, from_start)
+        for row, count in enumerate(counts):
+            own = expected[row, lengths[row] : lengths[row] + count]
+            np.testing.assert_allclose(out[row, :count], own, atol=1e-5)
+        lengths += counts
+    for row, length in enumerate([11, 7]):
+        keys = cache["0"].k[:, row]
+        assert (keys[:, :, length:] == 0).all()
+        assert (jnp.abs(keys[:, :, :length]).max((1, 3)) > 0).all()
 
 
 def test_llama3_scaling_changes_what_far_positions_see():
@@ -527,13 +530,14 @@ def rotated_as_defined(rope, lengths):
     return Rotation(cos, sin)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_generation_beyond_the_original_length_rotates_each_column_as_it_comes(
     scaling, monkeypatch
 ):
-    """A prompt of 6 columns and then one at a time, with an original length of 8: the prompt is
-    rotated as a row of 6, and every later column as the last one of a row that ends with it. The
-    second row of the cache, two tokens shorter, is as it would be alone."""
+    """A prompt of 6 tokens and then one at a time, with an original length of 8: the prompt is
+    rotated as a row of 6, and every later token as the last one of a row that ends with it. The
+    second row, two tokens shorter, is as it would be alone."""
     more = RopeConfig()
     if scaling == "longrope":
         more = RopeConfig(short_factors=(1.0, 1.1, 1.2), long_factors=(1.0, 3.0, 9.0))
@@ -542,33 +546,32 @@ def test_generation_beyond_the_original_length_rotates_each_column_as_it_comes(
     )
     state = weights()[1]
     tokens = batch()["inputs"][:2, :11]
-    tokens = tokens.at[1, 2:].set(tokens[1, :9])
-    segments = jnp.ones((2, 11), jnp.int32).at[1, :2].set(0)
-    positions = jnp.maximum(jnp.arange(11)[None] - jnp.array([[0], [2]]), 0)
     graphdef = graph(config)
 
     @jax.jit
-    def extend(state, tokens, known, positions, offset, cache):
-        return nnx.merge(graphdef, state).extend(tokens, known, positions, offset, cache)
+    def extend(state, tokens, counts, lengths, cache):
+        return nnx.merge(graphdef, state).extend(tokens, counts, lengths, cache)
 
-    cache = nnx.merge(graphdef, state).new_cache(2, 11)
-    parts = []
-    for start, stop in ((0, 6), *((column, column + 1) for column in range(6, 11))):
-        known = jnp.full((2, 11), -1, jnp.int32).at[:, :stop].set(segments[:, :stop])
-        columns = slice(start, stop)
-        out, cache = extend(state, tokens[:, columns], known, positions[:, columns], start, cache)
-        parts.append(out)
-    out = jnp.concatenate(parts, axis=1)
+    cache = nnx.merge(graphdef, state).new_caches(2, 11, 6)
+    parts = [[], []]
+    lengths = np.zeros(2, np.int32)
+    for counts in (np.array([6, 4]), *[np.ones(2, int)] * 5):
+        new = np.zeros((2, max(counts)), np.int32)
+        for row, count in enumerate(counts):
+            new[row, :count] = tokens[row, lengths[row] : lengths[row] + count]
+        out, cache = extend(state, new, counts, lengths.copy(), cache)
+        for row, count in enumerate(counts):
+            parts[row].append(out[row, :count])
+        lengths += counts
 
     for row, prompt, total in ((0, 6, 11), (1, 4, 9)):
         lengths = [max(prompt, column + 1) for column in range(total)]
         monkeypatch.setattr(
             "maxtrain.models.decoder.rotation_of",
-            lambda rope, positions, is_token, lengths=lengths: rotated_as_defined(rope, lengths),
+            lambda rope, positions, _, lengths=lengths: rotated_as_defined(rope, lengths),
         )
-        first = 11 - total
-        expected = nnx.merge(graphdef, state).hidden(tokens[row : row + 1, first:])
-        np.testing.assert_allclose(out[row, first:], expected[0], atol=2e-5)
+        expected = nnx.merge(graphdef, state).hidden(tokens[row : row + 1, :total])
+        np.testing.assert_allclose(jnp.concatenate(parts[row]), expected[0], atol=2e-5)
 
 
 def test_a_long_row_changes_nothing_in_its_neighbour():

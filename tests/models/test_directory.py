@@ -1,5 +1,7 @@
 """What a directory says of the model whose weights it holds."""
 
+import dataclasses
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_pipeline.errors import UsageError
+from data_pipeline.errors import DataError, UsageError
+from maxtrain.config.schema import LatentConfig, ModelConfig, MoeConfig
+from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import (
     FREE,
     free_keys,
@@ -15,8 +19,72 @@ from maxtrain.models.families.directory import (
     model_of,
     read_config,
 )
+from maxtrain.weights.hf import differing_keys
 
 PARITY = Path(__file__).parents[1] / "data/parity/llama3"
+
+
+SMALL = {
+    "num_layers": 2,
+    "embed_dim": 32,
+    "mlp_dim": 48,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 12,
+    "vocab_size": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "rope_theta": 1e4}
+LATENT = LatentConfig(16, 8, rope_dim=4, value_dim=8)
+EXPERTS = [
+    ("mixtral", {"moe": MoeConfig(4, 2, expert_dim=24)}),
+    ("qwen2_moe", {"moe": MoeConfig(4, 2, shared_dim=16)}),
+    ("qwen3_moe", {"moe": MoeConfig(4, 2)}),
+    ("deepseek_v2", {"moe": MoeConfig(4, 2, shared_dim=48), "latent": LATENT}),
+    ("deepseek_v3", {"moe": MoeConfig(4, 2, dense_layers=1), "latent": LATENT}),
+    ("gpt_oss", {"moe": MoeConfig(4, 2)}),
+    ("gpt_oss", {"moe": MoeConfig(4, 2), "window": 16}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), EXPERTS)
+def test_a_model_with_experts_is_the_same_as_its_own_export(family, changes, tmp_path):
+    """What is left open means what is written for it."""
+    model = ModelConfig(family=family, **SMALL, **changes)
+    written = FAMILIES[family].write(model)
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    read = read_config(tmp_path)
+    assert differing_keys(model, dataclasses.asdict(read)) == {}
+    assert read.window == model.window
+    one, other = (FAMILIES[family].spec(config) for config in (model, read))
+    assert one.stack == other.stack
+    wider = dataclasses.replace(model, moe=dataclasses.replace(model.moe, expert_dim=96))
+    assert "moe.expert_dim" in differing_keys(wider, dataclasses.asdict(read))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "told"),
+    [
+        ("deepseek_v3", {"rope_scaling": YARN | {"rope_type": "linear"}}, "only with rope_type"),
+        ("deepseek_v3", {"rope_scaling": {**YARN, "mscale": None}}, "beside mscale"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "must be num_attention_heads=4"),
+        ("deepseek_v3", {"n_group": 3}, "must divide model.moe.num_experts=4"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1] is not supported"),
+        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ("mixtral", {"num_experts_per_tok": 9}, "must be at most model.moe.num_experts=4"),
+        ("gpt_oss", {"swiglu_limit": 3.0}, "swiglu_limit=3.0 is not supported"),
+        ("gpt_oss", {"quantization_config": {}}, "quantization_config={} is not supported"),
+    ],
+)
+def test_a_config_that_is_not_supported_is_refused(family, changes, told, tmp_path):
+    more = next(extra for name, extra in EXPERTS if name == family)
+    values = FAMILIES[family].write(ModelConfig(family=family, **SMALL, **more)) | changes
+    if "rope_scaling" in changes:
+        del values["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(DataError) as error:
+        read_config(tmp_path)
+    assert told in str(error.value)
 
 
 def test_a_hugging_face_directory():

@@ -3,23 +3,21 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from maxtrain.config.schema import InitConfig, ModelConfig
+from maxtrain.models.attention import Attention
+from maxtrain.models.cache import Extension, KVCache
+from maxtrain.models.context import Context, Rotation
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import (
-    Attention,
-    Context,
-    DecoderLayer,
-    KVCache,
-    Mlp,
-    Norm,
-    Rotation,
-)
+from maxtrain.models.layers import DecoderLayer
+from maxtrain.models.mlp import Mlp
+from maxtrain.models.norm import Norm
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.rope import rope_frequencies, rope_tables
@@ -54,7 +52,7 @@ def swiglu(x, p, prefix=""):
     return (gate / (1 + np.exp(-gate)) * up) @ p[prefix + "down.kernel"]
 
 
-def attend(x, p, prefix="", window=T):
+def attend(x, p, prefix="", window=T, segments=SEGMENTS):
     """Grouped-query attention with rotary positions, one query head and one query at a time."""
     q, k, v = (np.einsum("btd,dnh->btnh", x, p[f"{prefix}{name}.kernel"]) for name in "qkv")
     if prefix + "q_norm.scale" in p:
@@ -66,7 +64,7 @@ def attend(x, p, prefix="", window=T):
     out = np.zeros((*x.shape[:2], N, H))
     for b, t, n in np.ndindex(*x.shape[:2], N):
         first = max(0, t - window + 1)
-        seen = [s for s in range(first, t + 1) if SEGMENTS[0, s] == SEGMENTS[0, t]]
+        seen = [s for s in range(first, t + 1) if segments[0, s] == segments[0, t]]
         scores = np.array(
             [(q[b, t, n] * k[b, s, n * K // N].conj()).real.sum() for s in seen]
         ) / math.sqrt(H)
@@ -108,8 +106,11 @@ def test_attention_is_its_equation(qk_norm, kernel):
     np.testing.assert_allclose(out, attend(x, p), atol=1e-5)
 
 
+# A cache for 10 columns, and the ring that a window of 2 and passes of 4 tokens need, which turns
+# round.
+@pytest.mark.parametrize("size", [10, 6])
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
-def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel):
+def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel, size):
     layer = dataclasses.replace(LAYER, window=2)
     module = Attention(layer, D, kernel, INIT, EXACT, nnx.Rngs(params=0))
     p, x = arrays(module), inputs()
@@ -117,15 +118,22 @@ def test_attention_with_a_window_is_its_equation_with_a_cache_too(kernel):
     whole = context(2)
     out, _ = module(jnp.asarray(x), whole, None)
     np.testing.assert_allclose(out, expected, atol=1e-5)
-    cache = KVCache(jnp.zeros((2, 10, K, H)), jnp.zeros((2, 10, K, H)))
-    segments = jnp.full((2, 10), -1, jnp.int32).at[:, :T].set(SEGMENTS)
+    cache = KVCache(jnp.zeros((2, K, size, H)), jnp.zeros((2, K, size, H)))
+    one_document = attend(x, p, window=2, segments=np.ones_like(SEGMENTS))
     for start, stop in [(0, 4), (4, 6), (6, 7)]:
-        mask = Mask.of_cache(segments, start, stop - start)
         turned = whole.rotations[LAYER.rope]
         rotation = Rotation(turned.cos[:, start:stop], turned.sin[:, start:stop])
-        part = Context({LAYER.rope: rotation}, mask, cached=start)
-        out, cache = module(jnp.asarray(x[:, start:stop]), part, cache)
-        np.testing.assert_allclose(out, expected[:, start:stop], atol=1e-5)
+        # Padding behind the tokens, which is not kept.
+        tokens = np.zeros((2, 5, D), np.float32)
+        tokens[:, : stop - start] = x[:, start:stop]
+        padded = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 5 - a.shape[1]), (0, 0))), rotation)
+        is_token = jnp.broadcast_to(jnp.arange(5) < stop - start, (2, 5))
+        columns = jnp.broadcast_to(jnp.arange(start, start + 5), (2, 5))
+        extension = Extension(columns, is_token, from_start=start == 0)
+        mask = Mask.of_rows(is_token.astype(jnp.int32))
+        part = Context({LAYER.rope: padded}, mask, extension=extension)
+        out, cache = module(jnp.asarray(tokens), part, cache)
+        np.testing.assert_allclose(out[:, : stop - start], one_document[:, start:stop], atol=1e-5)
 
 
 def test_a_layer_adds_both_blocks_of_normalised_inputs():

@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxtrain.config.load import load_config
 from maxtrain.config.problems import problems_of
-from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
+from maxtrain.config.schema import LatentConfig, ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.models.families import FAMILIES, PRESETS
 from maxtrain.models.families.family import Settings
 from maxtrain.models.registry import build_model, logical_axes
@@ -61,6 +61,18 @@ PUBLISHED = {
     "gemma2_27b": 27_227_128_320,
     "gemma3_270m": 268_098_176,
     "gemma3_1b": 999_885_952,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_630_071_296,
+    "qwen1.5_moe_a2.7b": 14_315_784_192,
+    # Added up from the published shapes of its tensors.
+    "qwen2_57b_a14b": 57_408_658_944,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v2": 235_741_434_880,
+    "deepseek_v3": 671_026_419_200,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "gpt2": 124_439_808,
     "gpt2_medium": 354_823_168,
     "gpt2_large": 774_030_080,
@@ -108,6 +120,8 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
         embed_dim=32,
         num_heads=4,
         mlp_dim=64,
+        head_dim=8,
+        latent=LatentConfig(16, 16, rope_dim=4, value_dim=8),
         tie_embeddings=tie,
     )
     model = nnx.eval_shape(lambda: build_model(config, PrecisionConfig(), 0))
@@ -121,4 +135,4 @@ def test_every_dim_has_a_name_and_all_can_be_split(family, tie):
             axes, {"data": 2, "fsdp": 2, "tensor": 2}, variable.shape, ".".join(path)
         )
         # Along the width: scales of norms are whole, and so are biases of heads and of units.
-        assert ("fsdp" in spec) == ("embed" in axes), path
+        assert ("fsdp" in spec) == ("embed" in axes or "latent" in axes), path

@@ -20,10 +20,10 @@ from maxtrain.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
+from maxtrain.models.context import Noise
 from maxtrain.models.cost import stack_flops
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.init import learning_rate_factors
-from maxtrain.models.layers import Noise
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
@@ -116,6 +116,7 @@ def trained():
     return train(build())
 
 
+@pytest.mark.long
 def test_places_of_the_period_are_stacked_and_other_layers_have_their_own_names():
     found = paths(nnx.state(build()))
     assert found["layers.0.mlp.up.kernel"].shape == (2, 16, 32)
@@ -128,6 +129,7 @@ def test_places_of_the_period_are_stacked_and_other_layers_have_their_own_names(
     assert "layers.rest_0.attention.q_norm.scale" in found
 
 
+@pytest.mark.long
 def test_norms_of_a_part_have_the_names_that_they_have_in_the_whole():
     """Layers are counted by all parameters, although some have none that train."""
     params = nnx.state(build())
@@ -144,7 +146,7 @@ def test_norms_of_a_part_have_the_names_that_they_have_in_the_whole():
 @pytest.mark.parametrize(
     ("scan", "remat"),
     [
-        (False, "none"),
+        pytest.param(False, "none", marks=pytest.mark.long),
         pytest.param(True, "full", marks=pytest.mark.long),
         pytest.param(False, "dots", marks=pytest.mark.long),
     ],
@@ -180,15 +182,15 @@ def test_generation_with_a_cache_is_that_without(trained, scan):
     model = nnx.merge(graphdef, trained[1])
     ids = tokens()
     whole = model.hidden(ids)
-    cache = model.new_cache(ROWS, LENGTH)
-    assert cache["0"].k.shape == (2, ROWS, LENGTH, 2, 4)
-    assert cache["prefix_0"].v.shape == (ROWS, LENGTH, 2, 4)
-    segments = jnp.full((ROWS, LENGTH), -1, jnp.int32)
+    cache = model.new_caches(ROWS, LENGTH, 5)
+    # A window of three tokens, and the five of the first pass.
+    assert cache["0"].k.shape == (2, ROWS, 2, 8, 4)
+    assert cache["prefix_0"].v.shape == (ROWS, 2, LENGTH, 4)
     for start, stop in [(0, 5), (5, 6), (6, 9)]:
-        segments = segments.at[:, start:stop].set(1)
-        columns = jnp.arange(start, stop, dtype=jnp.int32)
-        positions = jnp.broadcast_to(columns, (ROWS, stop - start))
-        out, cache = model.extend(ids[:, start:stop], segments, positions, start, cache)
+        counts = jnp.full(ROWS, stop - start)
+        out, cache = model.extend(
+            ids[:, start:stop], counts, jnp.full(ROWS, start), cache, from_start=start == 0
+        )
         np.testing.assert_allclose(out, whole[:, start:stop], atol=2e-5)
 
 

@@ -52,6 +52,7 @@ def loss(attacked, offset):
         return jax.jit(value)(offset)
 
 
+@pytest.mark.long
 def test_fgm_goes_along_the_gradient_of_each_row(attacked):
     """The oracle: one gradient of the whole batch, divided by its length row by row in numpy."""
     slope = np.float64(loss(attacked, jnp.zeros_like(attacked[4][0]))[1])

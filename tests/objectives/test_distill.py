@@ -88,6 +88,7 @@ def by_hand(models, batch, kind):
     return loss, means
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
 def test_the_loss_is_what_its_parts_say_and_the_teacher_has_no_gradient(tiny, models, kind):
     batch = {name: jnp.asarray(x) for name, x in tiny.batch().items()}
@@ -117,6 +118,7 @@ def test_without_weight_it_is_the_next_token_objective_to_the_bit(tiny, models):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("normalize", ["tokens", pytest.param("sequences", marks=pytest.mark.long)])
 def test_a_split_of_the_batch_gives_the_same_gradient(tiny, models, normalize):
     batch = {name: jnp.asarray(x) for name, x in tiny.batch().items()}
@@ -132,6 +134,7 @@ def test_a_split_of_the_batch_gives_the_same_gradient(tiny, models, normalize):
     assert float(optax.tree.norm(difference)) <= 1e-6 * float(optax.tree.norm(whole))
 
 
+@pytest.mark.long
 def test_a_student_comes_closer_to_its_teacher_than_one_that_learns_from_the_data(tiny, models):
     batch = {name: jnp.asarray(x) for name, x in tiny.batch().items()}
     objective = distill(1.0, 1.0)
@@ -217,6 +220,7 @@ def trained(tiny, models):
     return train
 
 
+@pytest.mark.long
 def test_a_step_changes_no_bit_of_the_teacher_and_the_student_comes_closer(trained):
     found, before, after = trained((1, 1, 1))
     for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):

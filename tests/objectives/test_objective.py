@@ -206,6 +206,7 @@ def test_a_number_is_a_mean_or_a_total_as_its_reduction_says():
     assert nothing.reduced("mean") == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optax_dtypes")
 def test_what_an_objective_records_is_among_the_metrics_of_a_step_however_it_is_split(tiny):
     plain = next_token()

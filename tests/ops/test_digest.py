@@ -184,6 +184,7 @@ def test_a_tree_has_a_digest_for_each_leaf_and_one_for_all():
     assert hash_text(changed) != hash_text(words) == hash_text(np.asarray(words))
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=20)
 @given(
     sizes=st.lists(st.integers(0, 5), max_size=8),

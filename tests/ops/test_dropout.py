@@ -64,6 +64,7 @@ def test_rows_draw_apart_and_places_too(way):
         assert abs(together) < 5 / len(a) ** 0.5
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=4)
 @given(order=st.permutations(range(B)), cut=st.integers(1, B - 1))
 def test_draws_are_the_same_in_any_company(order, cut):

@@ -242,7 +242,10 @@ def defined_frequencies(rope, length):
 
 @jax.jit
 def tables(positions, is_token):
-    return {name: rotation_of(rope, positions, is_token) for name, rope in SPECS.items()}
+    return {
+        name: rotation_of(rope, positions, row_lengths(positions, is_token))
+        for name, rope in SPECS.items()
+    }
 
 
 LENGTHS_OF_ROWS = (1, LENGTH - 1, LENGTH, LENGTH + 1, 3 * LENGTH)
@@ -292,7 +295,7 @@ def test_a_factor_of_1_is_none():
 def test_a_single_pair_is_not_stretched_by_a_growing_base():
     rope = RopeSpec(2, THETA, "dynamic", factor=4.0, original_length=4)
     positions = jnp.arange(9)[None]
-    cos, _ = rotation_of(rope, positions, positions >= 0)
+    cos, _ = rotation_of(rope, positions, row_lengths(positions, positions >= 0))
     np.testing.assert_allclose(cos[0, :, 0], np.cos(np.arange(9)), atol=1e-6)
 
 

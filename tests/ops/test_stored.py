@@ -8,8 +8,8 @@ from flax import nnx
 
 from maxtrain.config.schema import InitConfig, ModelConfig
 from maxtrain.models.init import Initializer
-from maxtrain.models.layers import Norm
 from maxtrain.models.linear import Linear
+from maxtrain.models.norm import Norm
 from maxtrain.models.specs import NormSpec
 from maxtrain.ops.dot import Recipe
 from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise

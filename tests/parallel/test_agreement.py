@@ -121,6 +121,7 @@ def test_the_processes_and_fields_that_differ_from_most_are_named():
     assert differences(dict.fromkeys(range(3), ("host", usual))) == []
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_two_processes_end_alike_and_one_that_does_not_come_is_named():
     with socket.socket() as free:

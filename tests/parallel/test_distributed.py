@@ -212,6 +212,7 @@ def launch(*args, **environment):
     )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_two_processes_make_one_mesh(tmp_path):
     """The first process is described by its config, the second by Slurm; both compute one sum over

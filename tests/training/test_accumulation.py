@@ -155,6 +155,7 @@ def test_a_mean_of_means_would_be_far_off(tiny, expected, split):
         assert np.linalg.norm(off) > 0.3 * np.linalg.norm(expected[term][1]), term
 
 
+@pytest.mark.long
 def test_a_term_of_its_own_denominator_does_not_shrink_when_another_counts_more(tiny, expected):
     """Only one target less: the gradient of the third term stays what it is."""
     batch = ragged()

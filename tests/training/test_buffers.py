@@ -22,7 +22,7 @@ from maxtrain.config.schema import (
     ScheduleConfig,
 )
 from maxtrain.job import make_parts
-from maxtrain.models.decoder import Forward
+from maxtrain.models.decoder import Decoder, Forward
 from maxtrain.models.registry import build_model
 from maxtrain.objectives.objective import POLICY, with_layers
 from maxtrain.ops.digest import leaf_names
@@ -35,7 +35,7 @@ from tests.centred import FACTOR, QUANTITIES, RATE, centred
 from tests.shared import TINY_MODEL
 
 __all__ = ["centred"]
-pytestmark = pytest.mark.usefixtures("centred", "optax_dtypes")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("centred", "optax_dtypes")]
 ROWS = 8
 LENGTH = 16
 MODEL = TINY_MODEL | {"vocab_size": 64, "num_layers": 4}
@@ -216,7 +216,7 @@ def test_padding_is_neither_observed_nor_in_a_term():
         assert np.abs(found).max() <= tokens
 
 
-def test_names_that_mean_two_numbers_are_refused():
+def test_names_that_mean_two_numbers_are_refused(monkeypatch):
     parts, _, _ = trained()
     batch = abstract_batch(parts.mesh, ROWS, LENGTH)
     for name, told in (("learning_rate", "names two numbers"), ("absent", "is not among the sums")):
@@ -226,9 +226,9 @@ def test_names_that_mean_two_numbers_are_refused():
             with pytest.raises(ValueError, match=told):
                 step.lower(parts.abstract, batch)
     with jax.set_mesh(parts.mesh):
-        step = dataclasses.replace(parts, of_layers=()).make_step()
+        monkeypatch.setattr(Decoder, "quantities", lambda decoder: ())
         with pytest.raises(ValueError, match="which nobody would record"):
-            step.lower(parts.abstract, batch)
+            parts.make_step().lower(parts.abstract, batch)
     out = Forward(jnp.zeros(()), {"a": Sum(1.0, 1.0)}, {"a": Sum(1.0, 1.0)}, {})
     with pytest.raises(ValueError, match="both as a term of the loss and as a number"):
         with_layers(jnp.zeros(()), {}, out, {"layers": 1.0})

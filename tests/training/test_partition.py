@@ -150,6 +150,7 @@ def test_frozen_parameters_have_no_gradient(tiny):
     assert "embedding" not in leaf_names(grads)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("optax_dtypes")
 def test_a_step_leaves_frozen_parameters_alone_and_keeps_no_moments_of_them(tiny):
     """And the rest trains with them in place."""

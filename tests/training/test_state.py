@@ -31,6 +31,7 @@ def states(tiny):
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_the_abstract_tree_is_the_real_one(states, shape):
     parts, state = states[shape]

@@ -71,6 +71,7 @@ def test_accumulation_changes_nothing(tiny, expected, accumulation):
     assert_same(result, expected)
 
 
+@pytest.mark.long
 def test_the_masks_are_so_ragged_that_means_of_means_would_be_far_off(tiny):
     """Loss and gradients, by more than 30 %, for each of the splits: otherwise the test above would
     show nothing."""
@@ -344,6 +345,7 @@ MEASURED = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("shape", "accumulation", "zero", "is_scaled"), MEASURED, ids=str)
 def test_norms_of_layers_are_those_of_the_states_before_and_after(
     tiny, shape, accumulation, zero, is_scaled

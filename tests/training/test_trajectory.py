@@ -15,15 +15,28 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxtrain.config.schema import MeshConfig, OptimizerConfig, PrecisionConfig, ScheduleConfig
+from maxtrain.config.schema import (
+    MeshConfig,
+    OptimizerConfig,
+    PrecisionConfig,
+    RoutingConfig,
+    ScheduleConfig,
+)
 from maxtrain.objectives.next_token import next_token
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.optimizer import make_optimizer
+from maxtrain.training.partition import split_buffers
 from maxtrain.training.schedule import make_schedule
-from maxtrain.training.state import abstract_model, abstract_state, state_from_variables
+from maxtrain.training.state import (
+    abstract_model,
+    abstract_state,
+    policy_variables,
+    state_from_variables,
+)
 from maxtrain.training.step import make_train_step
 from maxtrain.weights.hf import load_pretrained
+from tests.shared import MORE_PARITY_CASES
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 PEAK = 2e-3
@@ -57,7 +70,9 @@ class Twenty(NamedTuple):
 
 
 def twenty_steps(case, axes, accumulation=1, **changes) -> Twenty:
-    """The case's steps on a mesh; `changes`: keys of the model."""
+    """The case's steps on a mesh; `changes`: keys of the model. Routers add nothing to the loss."""
+    alone = RoutingConfig(balance=0.0, correction_rate=0.0)
+    changes = {"routing": alone} | changes
     theirs = np.load(PARITY / case / "trajectory.npz")
     steps, rows, columns = theirs["tokens"].shape
     mesh_config = MeshConfig(**axes)
@@ -71,9 +86,10 @@ def twenty_steps(case, axes, accumulation=1, **changes) -> Twenty:
     losses = []
     norms = []
     with jax.set_mesh(mesh):
-        graphdef, params = abstract_model(config, PrecisionConfig(compute="float32"), mesh)
+        graphdef, variables = abstract_model(config, PrecisionConfig(compute="float32"), mesh)
+        params, buffers = split_buffers(variables)
         optimizer = make_optimizer(ADAMW, SCHEDULE, steps, params)
-        abstract = abstract_state(params, optimizer, mesh)
+        abstract = abstract_state(params, optimizer, mesh, buffers=buffers)
         state = state_from_variables(abstract, nnx.state(model), optimizer)
         step = make_train_step(
             abstract, {"policy": graphdef}, next_token(), optimizer, schedule, accumulation
@@ -83,7 +99,7 @@ def twenty_steps(case, axes, accumulation=1, **changes) -> Twenty:
             state, metrics = step(state, layout.to_global(whole_rows(tokens)))
             losses.append(float(metrics["loss"]))
             norms.append(float(metrics["grad_norm"]))
-        trained = nnx.merge(graphdef, state.trainable)
+        trained = nnx.merge(graphdef, policy_variables(state))
         logits = jax.jit(lambda model, tokens: model(tokens))(trained, jnp.asarray(theirs["probe"]))
     return Twenty(losses, norms, logits)
 
@@ -108,8 +124,10 @@ def thorough(*case):
         ("llama3", {"fsdp": 1}, 1, {}),
         thorough("llama3", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
         thorough("llama_tied_mha", {"fsdp": 2}, 2, {"remat": "full"}),
-        ("qwen3", {"fsdp": 1}, 1, {"attention": "eager"}),
+        thorough("qwen3", {"fsdp": 1}, 1, {"attention": "eager"}),
         thorough("qwen3", {"data": 2, "fsdp": 2}, 1, {"loss_chunk": 32}),
+        thorough("qwen3_moe", {"fsdp": 1}, 1, {}),
+        thorough("mixtral", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
     ],
     ids=lambda value: str(value) if isinstance(value, str) else None,
 )
@@ -119,7 +137,7 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
 
 @pytest.mark.long
 @pytest.mark.usefixtures("optax_dtypes")
-@pytest.mark.parametrize("case", ["mistral", "qwen2", "olmo2", "gemma2", "gemma3"])
+@pytest.mark.parametrize("case", MORE_PARITY_CASES)
 def test_every_family_trains_the_same_on_eight_devices(case):
     """On one device as on eight, and on both as torch."""
     one = twenty_steps(case, {"fsdp": 1})

@@ -66,6 +66,7 @@ def test_each_stage_holds_its_share(tiny):
         assert held[zero] - batch == pytest.approx(expected, rel=1e-3), zero
 
 
+@pytest.mark.long
 def test_the_summary_says_what_cannot_be_divided(tiny):
     parts = ran(tiny, 3)[0]
     megabytes = size(parts.abstract.trainable) / 1e6

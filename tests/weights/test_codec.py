@@ -32,18 +32,9 @@ from maxtrain.weights.codec import (
     slices,
     tensors_in_order,
 )
+from tests.shared import PARITY_CASES
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
-CASES = (
-    "llama3",
-    "llama_tied_mha",
-    "qwen3",
-    "mistral",
-    "qwen2",
-    "olmo2",
-    "gemma2",
-    "gemma3",
-)
 # Steps, and the shapes of what they are given.
 STEPS = {
     "stack": ((Stack(),), [(3, 4, 5)]),
@@ -166,7 +157,7 @@ def test_an_offset_comes_back_where_the_sum_needs_no_rounding(value, offset):
         np.testing.assert_array_equal(back, array)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARITY_CASES)
 def test_export_after_import_and_import_after_export_change_no_bit(case):
     config = read_config(PARITY / case)
     table = FAMILIES[config.family].table(config)

@@ -25,20 +25,22 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights
+from tests.shared import FIRST_PARITY_CASES, PARITY_CASES
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
-FIRST = ("llama3", "llama_tied_mha", "qwen3")
-MORE = ("mistral", "qwen2", "olmo2", "gemma2", "gemma3")
-CASES = FIRST + MORE
 FORMS = [(True, "xla"), (False, "xla"), (True, "eager"), (False, "eager")]
+# One of each kind of layer, for where time is short.
+KINDS = (*FIRST_PARITY_CASES, "gemma3", "mixtral", "deepseek_v3")
 
 
 def cases_and_forms():
-    """Every case in two forms; one of the newer families is enough where time is short."""
-    for case in CASES:
+    """Every case in two forms. Where time is short, those of KINDS in one form, and the first in
+    both."""
+    for case in PARITY_CASES:
         for form in FORMS[1:3]:
             marks = ()
-            if case in MORE and form != FORMS[1]:
+            is_first = case == FIRST_PARITY_CASES[0]
+            if not is_first and (form != FORMS[1] or case not in KINDS):
                 marks = (pytest.mark.long,)
             yield pytest.param(case, *form, marks=marks)
 
@@ -82,7 +84,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", PARITY_CASES)
 @pytest.mark.parametrize(("scan", "kernel"), FORMS[:1] + FORMS[3:])
 def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     model, _ = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)

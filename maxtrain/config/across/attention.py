@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.kernels import ATTENTION
 from maxtrain.config.schema import RunConfig
+from maxtrain.config.sections.moe import DEEPSEEK
 from maxtrain.config.words import choices, multiples
 
 
@@ -15,6 +16,7 @@ def kernel_problems(config: RunConfig) -> Iterator[str]:
     yield from _dtype_problems(config)
     yield from _shape_problems(config)
     yield from _softcap_problems(config)
+    yield from _family_problems(config)
 
 
 def _repeat_problems(config: RunConfig) -> Iterator[str]:
@@ -47,6 +49,21 @@ def _softcap_problems(config: RunConfig) -> Iterator[str]:
             f"model.attention={model.attention} can't bound scores, as "
             f"model.attention_softcap={model.attention_softcap} asks for. "
             "Set model.attention=xla."
+        )
+
+
+def _family_problems(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    kernel = ATTENTION[model.attention]
+    lacking = ""
+    if model.family == "gpt_oss" and not kernel.sinks:
+        lacking = "has no attention sinks"
+    if model.family in DEEPSEEK and not kernel.values:
+        lacking = "needs values of the size of keys"
+    if lacking:
+        yield (
+            f"model.attention={model.attention} {lacking}, so it is not for "
+            f"model.family={model.family}. Set model.attention=xla."
         )
 
 

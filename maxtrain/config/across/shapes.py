@@ -24,6 +24,17 @@ def row_lengths(config: RunConfig) -> dict[str, int]:
     return lengths
 
 
+def balance_scope_problems(config: RunConfig) -> Iterator[str]:
+    """Shares over a whole step, which is cut into micro-batches."""
+    accumulation = config.optimizer.accumulation
+    if config.model.routing.balance_scope == "global" and accumulation > 1:
+        yield (
+            "model.routing.balance_scope=global compares shares over a whole step, which must be "
+            f"one micro-batch, not optimizer.accumulation={accumulation}. "
+            "Set model.routing.balance_scope=sequence, or optimizer.accumulation=1."
+        )
+
+
 def row_problems(config: RunConfig) -> Iterator[str]:
     """Rows that are longer than the model is meant for."""
     longest = config.model.max_length
@@ -127,6 +138,10 @@ def _tensor_problems(config: RunConfig) -> Iterator[str]:
         size = getattr(config.model, name)
         if size is not None:
             dims[f"model.{name}"] = size
+    for name in ("expert_dim", "shared_dim"):
+        size = getattr(config.model.moe, name)
+        if size:
+            dims[f"model.moe.{name}"] = size
     wrong = [f"{key}={size}" for key, size in dims.items() if size % tensor]
     if wrong:
         valid = nearest(tensor, divisors(math.gcd(*dims.values())))

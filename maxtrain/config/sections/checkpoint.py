@@ -1,6 +1,7 @@
 """The section `checkpoint`."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from data_pipeline.config_key import AllBut, UsedBy, key
 
@@ -50,6 +51,16 @@ class CheckpointConfig:
         "start from the weights of this run, checkpoint or Hugging Face directory; null: random",
         path="local",
     )
+    init_adapters: str | None = key(
+        None,
+        "start from the adapters of this directory of PEFT, on the weights of init_from; null: new",
+        path="local",
+        used_by=UsedBy(
+            {"model.lora.rank": AllBut(None)},
+            "{key}={value} needs adapters, but model.lora.rank=null. "
+            "Set model.lora.rank to that of the directory, or leave it out.",
+        ),
+    )
     start_over: bool = key(
         False,
         "start at step 1 although saved checkpoints are gone; the run's other files are kept in "
@@ -64,3 +75,12 @@ class CheckpointConfig:
             "Set checkpoint.init_from, or leave it out.",
         ),
     )
+
+
+def adapters_problems(checkpoint: CheckpointConfig) -> Iterator[str]:
+    """Adapters without the weights that they are for."""
+    if checkpoint.init_adapters is not None and checkpoint.init_from is None:
+        yield (
+            f"checkpoint.init_adapters={checkpoint.init_adapters} needs the weights that these "
+            "adapters are for, but checkpoint.init_from=null. Set checkpoint.init_from to them."
+        )

@@ -2,13 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.limits import as_float32
+from maxtrain.config.sections.moe import EXPERTS
 
 _ADVERSARIAL = UsedBy(
     {"loss.adversarial": AllBut(0.0)},
     "{key}={value} is not used with {cause}. Set loss.adversarial=1, or leave it out.",
+)
+
+
+_ROUTER_NOISE = UsedBy(
+    {"regularization.router_noise": AllBut("none")},
+    "{key}={value} is not used with {cause}. Set regularization.router_noise=gaussian, or leave it "
+    "out.",
 )
 
 
@@ -75,6 +84,24 @@ class RegularizationConfig:
         "NEFTune's alpha: uniform noise of alpha / sqrt(T D) on embedded tokens",
         low=0,
         high=1e6,
+    )
+    router_noise: Literal["none", "jitter", "gaussian", "gumbel"] = key(
+        "none",
+        "noise of routers of experts: a factor of their inputs, or added to their logits",
+        used_by=EXPERTS,
+    )
+    router_noise_scale: float = key(
+        0.01,
+        "of the noise: jitter's greatest change, or what a deviate is multiplied with",
+        above=0,
+        high=1000,
+        used_by=_ROUTER_NOISE,
+    )
+    router_noise_steps: int | None = key(
+        None,
+        "steps over which the noise of routers falls to 0 in a straight line; null: it stays",
+        low=1,
+        used_by=_ROUTER_NOISE,
     )
 
 

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.sections.lora import LoraConfig
+from maxtrain.config.sections.moe import DEEPSEEK, OF_DEEPSEEK, MoeConfig, RoutingConfig
 from maxtrain.config.words import divisors, multiples, nearest, show
 
-_LOCAL = UsedBy({"model.family": ("mistral", "gemma2", "gemma3")})
+_LOCAL = UsedBy({"model.family": ("mistral", "mixtral", "gemma2", "gemma3", "gpt_oss")})
 _GEMMA = UsedBy({"model.family": ("gemma2", "gemma3")})
 _TURNED = UsedBy(
     {"model.family": AllBut("gpt2")},
@@ -100,13 +102,58 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Attention over latents. The last rope_dim numbers of a head of queries and keys are rotated;
+    model.head_dim counts all of them."""
+
+    query_rank: int | None = key(
+        None,
+        "numbers that queries are made of; null: the token itself",
+        low=1,
+        high=1 << 20,
+        used_by=OF_DEEPSEEK,
+    )
+    kv_rank: int = key(
+        512,
+        "numbers of a token's latent, which keys and values are made of",
+        low=1,
+        high=1 << 20,
+        used_by=OF_DEEPSEEK,
+    )
+    rope_dim: int = key(
+        64, "numbers of a head that are rotated", low=2, high=1 << 14, used_by=OF_DEEPSEEK
+    )
+    value_dim: int = key(
+        128, "numbers of a head's values", low=1, high=1 << 14, used_by=OF_DEEPSEEK
+    )
+    interleaved: bool = key(
+        True,
+        "rotate neighbouring numbers against each other, instead of the two halves",
+        used_by=UsedBy({"model.family": ("deepseek_v3",)}),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The architecture. Letters in shapes: D embed, F mlp, N heads, K kv heads, H head dim, L
     layers, V vocabulary."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3", "gpt2"] = (
-        key("llama", "the kind of layers, and the names at Hugging Face")
-    )
+    family: Literal[
+        "llama",
+        "mistral",
+        "mixtral",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "olmo2",
+        "gemma2",
+        "gemma3",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+        "gpt2",
+    ] = key("llama", "the kind of layers, and the names at Hugging Face")
     vocab_size: int | None = key(
         None, "V; null: the vocabulary of the training data's tokenizer", low=1
     )
@@ -178,6 +225,12 @@ class ModelConfig:
         used_by=_read_by("llama3", "dynamic", "yarn", "longrope"),
     )
     rope: RopeConfig = key(RopeConfig(), "what single rope scalings read")
+    latent: LatentConfig = key(LatentConfig(), "attention over latents")
+    moe: MoeConfig = key(MoeConfig(), "experts of feed-forward blocks, as the weights have them")
+    routing: RoutingConfig = key(
+        RoutingConfig(), "how experts are kept busy, and how their products are made"
+    )
+    lora: LoraConfig = key(LoraConfig(), "low-rank adapters, which train in the place of weights")
     attention: Literal["eager", "xla", "cudnn", "flash"] = key(
         "xla", "kernel: plain reference, blocks in XLA, cuDNN on GPUs, or flash attention on TPUs"
     )
@@ -212,6 +265,14 @@ def heads_problems(model: ModelConfig) -> Iterator[str]:
             f"model.num_kv_heads={model.num_kv_heads} must be {heads} with model.family=gpt2, which "
             f"has no groups of queries. Set model.num_kv_heads={model.num_heads}."
         )
+    if model.family in DEEPSEEK:
+        yield from _latent_problems(model)
+    if model.family == "qwen2_moe" and not model.moe.shared_dim:
+        width = model.moe.expert_dim or model.mlp_dim
+        yield (
+            "model.moe.shared_dim=0 must be at least 1 with model.family=qwen2_moe, whose layers "
+            f"all have an expert that all tokens go to. Set model.moe.shared_dim={width}."
+        )
     size = model.head_dim or model.embed_dim // model.num_heads
     if model.family == "gpt2" and size * model.num_heads != model.embed_dim:
         yield (
@@ -224,6 +285,35 @@ def heads_problems(model: ModelConfig) -> Iterator[str]:
             f"model.head_dim={model.head_dim} must be even (rotary pairs). "
             f"Set model.head_dim to {valid}."
         )
+
+
+def _latent_problems(model: ModelConfig) -> Iterator[str]:
+    """Heads of attention over latents that are not of one kind, or have no part to rotate."""
+    if model.num_kv_heads != model.num_heads:
+        yield (
+            f"model.num_kv_heads={model.num_kv_heads} must be model.num_heads={model.num_heads} "
+            f"with model.family={model.family}, whose heads have their own keys. "
+            f"Set model.num_kv_heads={model.num_heads}."
+        )
+    rope_dim = model.latent.rope_dim
+    if model.head_dim is None or model.head_dim <= rope_dim:
+        yield (
+            f"model.head_dim={show(model.head_dim)} must be more than "
+            f"model.latent.rope_dim={rope_dim}, the part of a head that is rotated. "
+            f"Set model.head_dim={3 * rope_dim}, for example."
+        )
+    if rope_dim % 2:
+        yield (
+            f"model.latent.rope_dim={rope_dim} must be even (rotary pairs). "
+            f"Set model.latent.rope_dim={rope_dim + 1}."
+        )
+
+
+def rotated_dim(model: ModelConfig) -> int:
+    """How many numbers of a head rotary positions turn."""
+    if model.family in DEEPSEEK:
+        return model.latent.rope_dim
+    return model.head_dim or model.embed_dim // model.num_heads
 
 
 def rope_problems(model: ModelConfig) -> Iterator[str]:
@@ -265,7 +355,7 @@ def _longrope_problems(model: ModelConfig) -> Iterator[str]:
             "which divides by its logarithm. Set model.rope_original_length=4096, for example, or "
             "model.rope.attention_factor=1."
         )
-    pairs = (model.head_dim or model.embed_dim // model.num_heads) // 2
+    pairs = rotated_dim(model) // 2
     for name, factors in (("short", rope.short_factors), ("long", rope.long_factors)):
         key = f"model.rope.{name}_factors"
         if len(factors) != pairs:

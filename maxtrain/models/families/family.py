@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError
-from maxtrain.config.schema import ModelConfig, RopeConfig
+from maxtrain.config.schema import ModelConfig, MoeConfig, RopeConfig
+from maxtrain.config.sections.moe import expert_problems
 from maxtrain.config.words import choices, show
 from maxtrain.models.specs import DecoderSpec
 from maxtrain.ops.rope_scaling import longrope_attention_factor
@@ -58,6 +59,22 @@ class Settings:
         if self.values.get(name, default) is None:
             return None
         return self.number(name, default, kind)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; the default if the key is missing."""
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise DataError(
+                f"{self.path}: {name}={value!r} must be true or false. Get the file again from "
+                "where the model is."
+            )
+        return value
+
+    def experts(self, moe: MoeConfig) -> MoeConfig:
+        """The same experts; refuses numbers that do not fit together."""
+        for problem in expert_problems(moe):
+            raise DataError(f"{self.path}: {problem} Get the file again from where the model is.")
+        return moe
 
     def require_heads(self, heads: int, kv_heads: int, size: int) -> None:
         """Refuses heads that can't be grouped, and heads that can't be turned in pairs."""
@@ -150,12 +167,7 @@ class Settings:
 
     def _yarn(self) -> RopeConfig:
         """What YaRN reads, from the keys of a set of rope parameters."""
-        truncate = self.values.get("truncate", True)
-        if not isinstance(truncate, bool):
-            raise DataError(
-                f"{self.path}: truncate={truncate!r} must be true or false. Get the file again "
-                "from where the model is."
-            )
+        truncate = self.flag("truncate", True)
         usual = RopeConfig()
         beta_fast = self.number("beta_fast", usual.beta_fast, float)
         beta_slow = self.number("beta_slow", usual.beta_slow, float)

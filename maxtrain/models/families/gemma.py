@@ -73,21 +73,24 @@ def _layer(config: ModelConfig) -> LayerSpec:
 
 
 def _spec(config: ModelConfig, period: tuple[LayerSpec, ...]) -> DecoderSpec:
-    """A decoder of layers that take turns; the last ones may be the beginning of a period."""
-    repeats, left = divmod(config.num_layers, len(period))
-    if repeats:
-        stack = StackSpec(period, repeats, rest=period[:left])
-    else:
-        stack = StackSpec(period[:left], 1)
+    """A decoder of layers that take turns."""
     return DecoderSpec(
-        stack,
+        alternating(config.num_layers, period),
         period[0].norm,
         embedding_scale=math.sqrt(config.embed_dim),
         logit_softcap=config.logit_softcap,
     )
 
 
-def _layer_types(num_layers: int, period: int) -> list[str]:
+def alternating(num_layers: int, period: tuple[LayerSpec, ...]) -> StackSpec:
+    """Layers that take turns; the last ones may be the beginning of a period."""
+    repeats, left = divmod(num_layers, len(period))
+    if repeats:
+        return StackSpec(period, repeats, rest=period[:left])
+    return StackSpec(period[:left], 1)
+
+
+def layer_types(num_layers: int, period: int) -> list[str]:
     """The kind of each layer, as config.json says it."""
     kinds = []
     for number in range(1, num_layers + 1):
@@ -153,7 +156,7 @@ def _read(settings: Settings, period: int, caps: dict[str, float]) -> ModelConfi
     """What both say in the same words; `caps`: defaults of the bounds, which may be null."""
     layers = settings.number("num_hidden_layers")
     settings.require("hidden_activation", "gelu_pytorch_tanh")
-    settings.require("layer_types", _layer_types(layers, period))
+    settings.require("layer_types", layer_types(layers, period))
     settings.require("use_bidirectional_attention", False)
     window = settings.number_or_null("sliding_window", 4096)
     # What is left are the words of all families; `hidden_act` was another key for the same.
@@ -183,7 +186,7 @@ def _write(config: ModelConfig, period: int) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_softcap,
         "head_dim": head_dim(config),
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": _layer_types(config.num_layers, period),
+        "layer_types": layer_types(config.num_layers, period),
         "query_pre_attn_scalar": plain_number(scalar),
         "sliding_window": config.window,
     }

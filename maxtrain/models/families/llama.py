@@ -1,24 +1,28 @@
 """Llama 2, 3, 3.1 and 3.2, and models with the same blocks; Mistral, whose layers also have a
-window.
+window; and Mixtral, whose layers have experts.
 
-Sources: Llama: https://arxiv.org/abs/2407.21783; Mistral: https://arxiv.org/abs/2310.06825.
+Sources: Llama: https://arxiv.org/abs/2407.21783; Mistral: https://arxiv.org/abs/2310.06825; Mixtral:
+https://arxiv.org/abs/2401.04088.
 """
 
 import dataclasses
 from typing import Any
 
-from maxtrain.config.schema import ModelConfig
+from maxtrain.config.schema import ModelConfig, MoeConfig
 from maxtrain.models.families.family import Family, Settings, rope_settings
-from maxtrain.models.families.tables import decoder_table
+from maxtrain.models.families.tables import ExpertNames, Place, decoder_table, expert_entries
 from maxtrain.models.specs import (
     AttentionSpec,
     DecoderSpec,
     LayerSpec,
     MlpSpec,
+    MoeSpec,
     NormSpec,
     RopeScaling,
     RopeSpec,
+    RoutingSpec,
     StackSpec,
+    expert_dim,
     head_dim,
 )
 from maxtrain.ops.rope_scaling import longrope_attention_factor, yarn_attention_factor
@@ -26,12 +30,15 @@ from maxtrain.weights.codec import Entry
 
 
 def rope(
-    config: ModelConfig, theta: float | None = None, scaling: RopeScaling | None = None
+    config: ModelConfig,
+    theta: float | None = None,
+    scaling: RopeScaling | None = None,
+    size: int | None = None,
 ) -> RopeSpec:
-    """The rotary positions that the config describes, but for another base or scaling."""
+    """The rotary positions that the config describes, but for another base, scaling or size."""
     theta = theta or config.rope_theta
     scaling = scaling or config.rope_scaling
-    size = head_dim(config)
+    size = size or head_dim(config)
     if scaling == "none":
         return RopeSpec(size, theta)
     more = config.rope
@@ -74,6 +81,28 @@ def layer(config: ModelConfig) -> LayerSpec:
     )
 
 
+def experts(config: ModelConfig, **more: Any) -> MoeSpec:
+    """The experts that the config describes; `more`: what is the family's."""
+    moe = config.moe
+    routing = config.routing
+    return MoeSpec(
+        num_experts=moe.num_experts,
+        num_choices=moe.experts_per_token,
+        width=expert_dim(config),
+        normalize=moe.normalize,
+        shared_width=moe.shared_dim,
+        routing=RoutingSpec(
+            kernel=routing.kernel,
+            capacity_factor=routing.capacity_factor,
+            balance=routing.balance,
+            balance_scope=routing.balance_scope,
+            z_loss=routing.z_loss,
+            correction_rate=routing.correction_rate,
+        ),
+        **more,
+    )
+
+
 def of_equal_layers(config: ModelConfig, layer: LayerSpec) -> DecoderSpec:
     """A decoder whose layers are all the same, with their norm at the end, too."""
     return DecoderSpec(StackSpec(period=(layer,), repeats=config.num_layers), layer.norm)
@@ -87,6 +116,15 @@ def llama_spec(config: ModelConfig) -> DecoderSpec:
 def mistral_spec(config: ModelConfig) -> DecoderSpec:
     """Llama with a window."""
     return of_equal_layers(config, dataclasses.replace(layer(config), window=config.window))
+
+
+def mixtral_spec(config: ModelConfig) -> DecoderSpec:
+    """Mistral with experts."""
+    moe = experts(config)
+    one = dataclasses.replace(
+        layer(config), window=config.window, mlp=moe, quantities=moe.quantities()
+    )
+    return of_equal_layers(config, one)
 
 
 def read_config(settings: Settings) -> ModelConfig:
@@ -123,6 +161,17 @@ def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
         **settings.rope(length),
         **more,
     )
+
+
+def read_mixtral(settings: Settings) -> ModelConfig:
+    """The ModelConfig of Mixtral's config.json."""
+    settings = settings.with_defaults(num_key_value_heads=8, max_position_embeddings=131_072)
+    moe = MoeConfig(
+        num_experts=settings.number("num_local_experts", settings.number("num_experts", 8)),
+        experts_per_token=settings.number("num_experts_per_tok", 2),
+    )
+    window = settings.number_or_null("sliding_window", None)
+    return read_decoder(settings, window=window, moe=settings.experts(moe))
 
 
 def read_mistral(settings: Settings) -> ModelConfig:
@@ -173,9 +222,43 @@ def write_mistral(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def write_mixtral(config: ModelConfig) -> dict[str, Any]:
+    """Mixtral's config.json for this ModelConfig."""
+    moe = config.moe
+    size = None
+    if head_dim(config) * config.num_heads != config.embed_dim:
+        size = head_dim(config)
+    return write_decoder(config) | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "head_dim": size,
+        "intermediate_size": expert_dim(config),
+        "num_experts_per_tok": moe.experts_per_token,
+        "num_local_experts": moe.num_experts,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "sliding_window": config.window,
+    }
+
+
 def llama_table(config: ModelConfig) -> list[Entry]:
     """Where Llama's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(llama_spec(config), config.tie_embeddings)
+
+
+_MIXTRAL_EXPERTS = ExpertNames(
+    block="block_sparse_moe", router="gate", products={"gate": "w1", "down": "w2", "up": "w3"}
+)
+
+
+def _mixtral_experts(place: Place, moe: MoeSpec, theirs: str) -> list[Entry]:
+    return expert_entries(place, moe, theirs, _MIXTRAL_EXPERTS)
+
+
+def mixtral_table(config: ModelConfig) -> list[Entry]:
+    """Where Mixtral's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(mixtral_spec(config), config.tie_embeddings, experts=_mixtral_experts)
 
 
 def mistral_table(config: ModelConfig) -> list[Entry]:
@@ -274,6 +357,22 @@ MISTRAL_PRESETS = {
     ),
 }
 
+_MIXTRAL_8X7B = dataclasses.replace(
+    _MISTRAL_7B, family="mixtral", vocab_size=32_000, moe=MoeConfig(8, 2)
+)
+MIXTRAL_PRESETS = {
+    "mixtral_8x7b": _MIXTRAL_8X7B,
+    "mixtral_8x22b": dataclasses.replace(
+        _MIXTRAL_8X7B,
+        vocab_size=32_768,
+        num_layers=56,
+        embed_dim=6144,
+        mlp_dim=16_384,
+        num_heads=48,
+        max_length=65_536,
+    ),
+}
+
 LLAMA = Family(
     "LlamaForCausalLM",
     llama_spec,
@@ -289,4 +388,12 @@ MISTRAL = Family(
     write_mistral,
     mistral_table,
     presets=MISTRAL_PRESETS,
+)
+MIXTRAL = Family(
+    "MixtralForCausalLM",
+    mixtral_spec,
+    read_mixtral,
+    write_mixtral,
+    mixtral_table,
+    presets=MIXTRAL_PRESETS,
 )

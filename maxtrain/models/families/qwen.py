@@ -1,5 +1,5 @@
-"""Qwen 2 and 2.5: Llama with biases of queries, keys and values; and Qwen 3, dense: Llama with
-RMSNorm on query and key heads.
+"""Qwen 2 and 2.5: Llama with biases of queries, keys and values; Qwen 3: Llama with RMSNorm on
+query and key heads; and both with experts.
 
 Sources: https://arxiv.org/abs/2407.10671; https://arxiv.org/abs/2505.09388.
 """
@@ -7,24 +7,46 @@ Sources: https://arxiv.org/abs/2407.10671; https://arxiv.org/abs/2505.09388.
 import dataclasses
 from typing import Any
 
-from maxtrain.config.schema import ModelConfig
+from maxtrain.config.schema import ModelConfig, MoeConfig
 from maxtrain.models.families import llama
 from maxtrain.models.families.family import Family, Settings
 from maxtrain.models.families.tables import decoder_table
-from maxtrain.models.specs import DecoderSpec, head_dim
+from maxtrain.models.specs import DecoderSpec, LayerSpec, expert_dim, head_dim
 from maxtrain.weights.codec import Entry
 
 
+def _qwen2_layer(config: ModelConfig) -> LayerSpec:
+    """Llama's with biases of queries, keys and values."""
+    return dataclasses.replace(llama.layer(config), biases=("q", "k", "v"))
+
+
+def _qwen3_layer(config: ModelConfig) -> LayerSpec:
+    """Llama's with norms of query and key heads."""
+    layer = llama.layer(config)
+    return dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
+
+
 def qwen2_spec(config: ModelConfig) -> DecoderSpec:
-    """Llama with biases of queries, keys and values."""
-    layer = dataclasses.replace(llama.layer(config), biases=("q", "k", "v"))
-    return llama.of_equal_layers(config, layer)
+    """Qwen 2."""
+    return llama.of_equal_layers(config, _qwen2_layer(config))
 
 
 def qwen3_spec(config: ModelConfig) -> DecoderSpec:
-    """Llama with norms of query and key heads."""
-    layer = llama.layer(config)
-    layer = dataclasses.replace(layer, norms=(*layer.norms, "query", "key"))
+    """Qwen 3."""
+    return llama.of_equal_layers(config, _qwen3_layer(config))
+
+
+def qwen2_moe_spec(config: ModelConfig) -> DecoderSpec:
+    """Qwen 2 with experts, and one with a gate that all tokens go to."""
+    moe = llama.experts(config, shared_gate=config.moe.shared_dim > 0)
+    layer = dataclasses.replace(_qwen2_layer(config), mlp=moe, quantities=moe.quantities())
+    return llama.of_equal_layers(config, layer)
+
+
+def qwen3_moe_spec(config: ModelConfig) -> DecoderSpec:
+    """Qwen 3 with experts."""
+    moe = llama.experts(config)
+    layer = dataclasses.replace(_qwen3_layer(config), mlp=moe, quantities=moe.quantities())
     return llama.of_equal_layers(config, layer)
 
 
@@ -38,12 +60,53 @@ def read_qwen3(settings: Settings) -> ModelConfig:
     return _read(settings.with_defaults(head_dim=128, max_position_embeddings=32_768))
 
 
-def _read(settings: Settings) -> ModelConfig:
+def read_qwen2_moe(settings: Settings) -> ModelConfig:
+    """The ModelConfig of Qwen 2 MoE's config.json."""
+    settings = settings.with_defaults(
+        max_position_embeddings=32_768,
+        moe_intermediate_size=1408,
+        num_experts=60,
+        num_experts_per_tok=4,
+        shared_expert_intermediate_size=5632,
+    )
+    settings.require("qkv_bias", True)
+    return _read(settings, moe=_read_experts(settings, with_shared=True))
+
+
+def read_qwen3_moe(settings: Settings) -> ModelConfig:
+    """The ModelConfig of Qwen 3 MoE's config.json."""
+    settings = settings.with_defaults(
+        max_position_embeddings=32_768,
+        moe_intermediate_size=768,
+        num_experts=settings.values.get("num_local_experts") or 128,
+        num_experts_per_tok=8,
+    )
+    return _read(settings, moe=_read_experts(settings, with_shared=False))
+
+
+def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
+    """The experts of a config.json; every layer has them."""
+    settings.require("decoder_sparse_step", 1)
+    settings.require("mlp_only_layers", [])
+    shared = 0
+    if with_shared:
+        shared = settings.number("shared_expert_intermediate_size")
+    moe = MoeConfig(
+        num_experts=settings.number("num_experts"),
+        experts_per_token=settings.number("num_experts_per_tok"),
+        expert_dim=settings.number("moe_intermediate_size"),
+        shared_dim=shared,
+        normalize=settings.flag("norm_topk_prob", False),
+    )
+    return settings.experts(moe)
+
+
+def _read(settings: Settings, **more: Any) -> ModelConfig:
     """The sliding window counts only with `use_sliding_window`."""
     if settings.values.get("use_sliding_window"):
         settings.require("sliding_window")
     settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
-    return llama.read_decoder(settings)
+    return llama.read_decoder(settings, **more)
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -75,6 +138,46 @@ def write_qwen3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
+    """Qwen 2 MoE's config.json for this ModelConfig."""
+    values = {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "qkv_bias": True,
+        "shared_expert_intermediate_size": config.moe.shared_dim,
+    }
+    if head_dim(config) * config.num_heads != config.embed_dim:
+        values["head_dim"] = head_dim(config)
+    return _write(config) | _write_experts(config) | values
+
+
+def write_qwen3_moe(config: ModelConfig) -> dict[str, Any]:
+    """Qwen 3 MoE's config.json for this ModelConfig."""
+    return (
+        write_qwen3(config)
+        | _write_experts(config)
+        | {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_local_experts": config.moe.num_experts,
+        }
+    )
+
+
+def _write_experts(config: ModelConfig) -> dict[str, Any]:
+    moe = config.moe
+    return {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": expert_dim(config),
+        "norm_topk_prob": moe.normalize,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": moe.experts_per_token,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
 def qwen2_table(config: ModelConfig) -> list[Entry]:
     """Where Qwen 2's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(qwen2_spec(config), config.tie_embeddings)
@@ -83,6 +186,16 @@ def qwen2_table(config: ModelConfig) -> list[Entry]:
 def qwen3_table(config: ModelConfig) -> list[Entry]:
     """Where Qwen 3's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(qwen3_spec(config), config.tie_embeddings)
+
+
+def qwen2_moe_table(config: ModelConfig) -> list[Entry]:
+    """Where Qwen 2 MoE's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(qwen2_moe_spec(config), config.tie_embeddings)
+
+
+def qwen3_moe_table(config: ModelConfig) -> list[Entry]:
+    """Where Qwen 3 MoE's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(qwen3_moe_spec(config), config.tie_embeddings)
 
 
 _QWEN2_7B = ModelConfig(
@@ -169,6 +282,55 @@ QWEN3_PRESETS = {
     ),
 }
 
+QWEN2_MOE_PRESETS = {
+    "qwen1.5_moe_a2.7b": ModelConfig(
+        family="qwen2_moe",
+        vocab_size=151_936,
+        num_layers=24,
+        embed_dim=2048,
+        mlp_dim=5632,
+        num_heads=16,
+        num_kv_heads=16,
+        max_length=8192,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        moe=MoeConfig(60, 4, expert_dim=1408, shared_dim=5632, normalize=False),
+    ),
+    "qwen2_57b_a14b": ModelConfig(
+        family="qwen2_moe",
+        vocab_size=151_936,
+        num_layers=28,
+        embed_dim=3584,
+        mlp_dim=18_944,
+        num_heads=28,
+        num_kv_heads=4,
+        max_length=32_768,
+        norm_eps=1e-6,
+        rope_theta=1_000_000.0,
+        moe=MoeConfig(64, 8, expert_dim=2560, shared_dim=20_480, normalize=False),
+    ),
+}
+_QWEN3_30B_A3B = dataclasses.replace(
+    _QWEN3_8B,
+    family="qwen3_moe",
+    num_layers=48,
+    embed_dim=2048,
+    mlp_dim=6144,
+    num_kv_heads=4,
+    moe=MoeConfig(128, 8, expert_dim=768),
+)
+QWEN3_MOE_PRESETS = {
+    "qwen3_30b_a3b": _QWEN3_30B_A3B,
+    "qwen3_235b_a22b": dataclasses.replace(
+        _QWEN3_30B_A3B,
+        num_layers=94,
+        embed_dim=4096,
+        mlp_dim=12_288,
+        num_heads=64,
+        moe=MoeConfig(128, 8, expert_dim=1536),
+    ),
+}
+
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     qwen2_spec,
@@ -184,4 +346,20 @@ QWEN3 = Family(
     write_qwen3,
     qwen3_table,
     presets=QWEN3_PRESETS,
+)
+QWEN2_MOE = Family(
+    "Qwen2MoeForCausalLM",
+    qwen2_moe_spec,
+    read_qwen2_moe,
+    write_qwen2_moe,
+    qwen2_moe_table,
+    presets=QWEN2_MOE_PRESETS,
+)
+QWEN3_MOE = Family(
+    "Qwen3MoeForCausalLM",
+    qwen3_moe_spec,
+    read_qwen3_moe,
+    write_qwen3_moe,
+    qwen3_moe_table,
+    presets=QWEN3_MOE_PRESETS,
 )

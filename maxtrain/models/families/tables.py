@@ -1,10 +1,10 @@
 """Where the parameters of a decoder are in checkpoints of Hugging Face, for families with the names
 of Llama. No jax here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxtrain.models.specs import DecoderSpec, LayerSpec, StackSpec
+from maxtrain.models.specs import DecoderSpec, LayerSpec, MlpSpec, MoeSpec, StackSpec
 from maxtrain.weights.codec import Entry, Flatten, Ravel, Stack, Step, Transpose
 
 # The names there of our norms, in the order of the files. By the part of a layer that a norm
@@ -43,50 +43,99 @@ def places(stack: StackSpec) -> list[Place]:
     return found
 
 
-def decoder_table(spec: DecoderSpec, tied: bool, norms: Norms = LLAMA_NORMS) -> list[Entry]:
+class ExpertNames(NamedTuple):
+    """The names there of experts."""
+
+    # Of the block in a layer.
+    block: str = "mlp"
+    router: str = "gate"
+    # By our names, in the order of the files.
+    products: Mapping[str, str] = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+QWEN_EXPERTS = ExpertNames()
+
+
+def decoder_table(
+    spec: DecoderSpec,
+    tied: bool,
+    norms: Norms = LLAMA_NORMS,
+    attention: Callable[[Place, str], list[Entry]] | None = None,
+    experts: Callable[[Place, MoeSpec, str], list[Entry]] | None = None,
+) -> list[Entry]:
     """Where the parameters are.
 
     Args:
         spec: the model.
         tied: the head is the embedding.
         norms: names of the norms of a layer.
+        attention: (place, name there of the block) -> where its parameters are; None: as in Llama.
+        experts: (place, experts, name there of the layer) -> likewise; None: as in Qwen.
     """
+    attention = attention or attention_entries
+    experts = experts or expert_entries
     entries = [Entry(("embedding",), ("model.embed_tokens.weight",))]
     for place in places(spec.stack):
-        entries += _of_layer(place, norms)
+        theirs = f"model.layers.{place.number}"
+        entries += attention(place, f"{theirs}.self_attn")
+        if isinstance(place.layer.mlp, MoeSpec):
+            entries += experts(place, place.layer.mlp, theirs)
+        else:
+            entries += _of_mlp(place, place.layer.mlp, f"{theirs}.mlp")
+        for ours, name in norms.items():
+            entries.append(norm(place, ours, f"{theirs}.{name}"))
     entries.append(Entry(("final_norm.scale",), ("model.norm.weight",)))
     if not tied:
         entries.append(Entry(("head.kernel",), ("lm_head.weight",), (Flatten(1), Transpose())))
     return entries
 
 
-def _of_layer(place: Place, norms: Norms) -> list[Entry]:
+def attention_entries(place: Place, theirs: str) -> list[Entry]:
+    """The attention of Llama, with biases and norms where the layer has them."""
     layer = place.layer
-    theirs = f"model.layers.{place.number}"
     entries = []
     for name in "qkvo":
         inputs = 1
         if name == "o":
             inputs = 2
-        entries += linear(
-            place,
-            f"attention.{name}",
-            f"{theirs}.self_attn.{name}_proj",
-            inputs,
-            name in layer.biases,
-        )
+        has_bias = name in layer.biases
+        entries += linear(place, f"attention.{name}", f"{theirs}.{name}_proj", inputs, has_bias)
     for name, kinds in (("q_norm", ("query", "all_queries")), ("k_norm", ("key", "all_keys"))):
         if any(kind in layer.norms for kind in kinds):
-            entries.append(norm(place, f"attention.{name}", f"{theirs}.self_attn.{name}"))
+            entries.append(norm(place, f"attention.{name}", f"{theirs}.{name}"))
+    return entries
+
+
+def _of_mlp(place: Place, mlp: MlpSpec, theirs: str) -> list[Entry]:
     products = ("gate", "up", "down")
-    if not layer.mlp.gated:
+    if not mlp.gated:
         products = ("up", "down")
+    entries = []
     for name in products:
-        entries += linear(
-            place, f"mlp.{name}", f"{theirs}.mlp.{name}_proj", 1, name in layer.biases
-        )
-    for ours, name in norms.items():
-        entries.append(norm(place, ours, f"{theirs}.{name}"))
+        has_bias = name in place.layer.biases
+        entries += linear(place, f"mlp.{name}", f"{theirs}.{name}_proj", 1, has_bias)
+    return entries
+
+
+def expert_entries(
+    place: Place, moe: MoeSpec, theirs: str, names: ExpertNames = QWEN_EXPERTS
+) -> list[Entry]:
+    """Experts with a tensor each; `theirs` is the name there of the layer."""
+    theirs = f"{theirs}.{names.block}"
+    entries = linear(place, "mlp.router", f"{theirs}.{names.router}", 1, False)
+    for ours, name in names.products.items():
+        # One tensor for each expert.
+        steps = (*place.steps, Stack(), Transpose())
+        ours = f"{place.ours}.mlp.{ours}.kernel"
+        entries.append(Entry((ours,), (f"{theirs}.experts.{{}}.{name}.weight",), steps))
+    if moe.shared_width:
+        for name in ("gate", "up", "down"):
+            ours = f"mlp.shared.{name}"
+            entries += linear(place, ours, f"{theirs}.{names.shared}.{name}_proj", 1, False)
+    if moe.shared_gate:
+        entries += linear(place, "mlp.shared_gate", f"{theirs}.{names.shared_gate}", 1, False)
     return entries
 
 

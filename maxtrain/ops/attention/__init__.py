@@ -49,7 +49,7 @@ class Dropout(NamedTuple):
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    v: Float[Array, "B S K Hv"],
     mask: Mask,
     *,
     kernel: str,
@@ -58,13 +58,13 @@ def attention(
     softcap: float | None = None,
     sinks: Float[Array, " N"] | None = None,
     dropout: Dropout | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N Hv"]:
     """Softmax attention with grouped queries.
 
     Args:
         q: queries [B, T, N, H].
         k: keys [B, S, K, H]; K divides N.
-        v: values [B, S, K, H].
+        v: values [B, S, K, Hv]; only the eager and the xla kernel can have another size than keys.
         mask: which queries [B, T] see which keys [B, S].
         kernel: "eager" (the oracle: all scores at once), "xla" (blocks of queries, backward without
             stored scores), or "cudnn" (GPUs; does not look at segments, which config/across asks
@@ -79,7 +79,7 @@ def attention(
         dropout: of the weights after the softmax; only the eager kernel can.
 
     Returns:
-        [B, T, N, H] float32.
+        [B, T, N, Hv] float32.
 
     Raises:
         ConfigError: the kernel can't do what is asked.
@@ -98,6 +98,11 @@ def attention(
                 f"(softcap={softcap}). Set model.attention=xla."
             )
         options["softcap"] = softcap
+    if v.shape[-1] != q.shape[-1] and not ATTENTION[kernel].values:
+        raise ConfigError(
+            f"model.attention={kernel} needs values of the size of keys, and this model has "
+            f"values of {v.shape[-1]} and keys of {q.shape[-1]}. Set model.attention=xla."
+        )
     if sinks is not None:
         if not ATTENTION[kernel].sinks:
             raise ConfigError(

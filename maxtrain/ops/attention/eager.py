@@ -45,7 +45,7 @@ def eager_attention(
         keys, rate = dropout
         weights = drop(weights, keys, rate)
     out = jnp.einsum("bkgts,bskh->btkgh", weights, v, precision="highest")
-    return out.reshape(B, T, N, H)
+    return out.reshape(B, T, N, -1)
 
 
 def _rounded(x: Array, dtype: str) -> Array:

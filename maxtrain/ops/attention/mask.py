@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Int
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """Who may see whom. `of_rows` makes that of training, `of_cache` that of generation.
+    """Who may see whom. `of_rows` makes that of training.
 
     Args:
         q_columns: [T] or [B, T] column of each query.
@@ -54,28 +54,6 @@ class Mask:
         """Rows that see themselves: token t stands at column t."""
         columns = jnp.arange(segments.shape[1])
         return cls(columns, columns, segments, segments, in_order=True)
-
-    @classmethod
-    def of_cache(
-        cls, segments: Int[Array, "B S"], start: Int[Array, ""] | int, num_queries: int
-    ) -> "Mask":
-        """Queries that are the newest columns of a cache.
-
-        Args:
-            segments: [B, S] of all columns of the cache; negative where there is nothing yet.
-            start: column of the first query.
-            num_queries: how many columns have queries, T.
-        """
-        num_columns = segments.shape[1]
-        q_segments = jax.lax.dynamic_slice_in_dim(segments, start, num_queries, axis=1)
-        return cls(
-            jnp.arange(num_queries) + start,
-            jnp.arange(num_columns),
-            q_segments,
-            segments,
-            # As many queries as columns can only begin at the first one.
-            in_order=num_queries == num_columns,
-        )
 
     def within(self, window: int | None) -> "Mask":
         """The same mask with another window."""

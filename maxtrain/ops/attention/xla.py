@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from maxtrain.ops.attention.eager import MASKED
 from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.attention.one_query import is_for, one_query_attention
 from maxtrain.ops.einsum import contract
 
 # Smaller blocks waste the matrix units.
@@ -152,7 +153,7 @@ def _attend_backward(form: _Form, saved: tuple, g: Array) -> tuple:
     v_BKHS = v.transpose(0, 2, 3, 1)
     dq = []
     dk_BKHS = jnp.zeros((B, K, H, S), jnp.float32)
-    dv_BKHS = jnp.zeros((B, K, H, S), jnp.float32)
+    dv_BKHS = jnp.zeros((B, K, v.shape[-1], S), jnp.float32)
     dsinks_of_blocks = []
     for (queries, keys), lse in zip(_blocks(mask), lses, strict=True):
         q_block = q[:, queries]
@@ -207,12 +208,16 @@ def xla_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
 ) -> Array:
-    """See `attention`. Memory: a few times the scores of one block, B * N * max(128, T / 8) * S
-    float32."""
+    """See `attention`. One query of each row has a form of its own. Memory: a few times the
+    scores of one block, B * N * max(128, T / 8) * S float32."""
     # In float32, so that gradients come back in it.
     q = q.astype(jnp.float32)
     k = k.astype(jnp.float32)
     v = v.astype(jnp.float32)
     if sinks is not None:
         sinks = sinks.astype(jnp.float32)
+
+    if is_for(q, mask):
+        options = {"dtype": dtype, "scale": scale, "softcap": softcap, "sinks": sinks}
+        return one_query_attention(q, k, v, mask, **options)
     return _attend(q, k, v, sinks, mask, _Form(dtype, scale, softcap))

@@ -17,6 +17,7 @@ from maxtrain.ops.attention import KERNELS, attention, require_platform, with_ca
 from maxtrain.ops.attention.flash import flash_attention
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.parallel.mesh import make_mesh
+from tests.ops.attention.masks import of_cache
 
 H = 8
 EVERYWHERE = sorted(
@@ -105,7 +106,7 @@ def test_equals_the_equations_forward_and_backward(case, dtype, unit, kernel):
     if S == T:
         mask = Mask.of_rows(q_segments)
     else:
-        mask = Mask.of_cache(kv_segments, offset, T)
+        mask = of_cache(kv_segments, offset, T)
     actual = run(*qkv, mask, g, kernel=kernel, dtype=dtype)
     rounded = [np.asarray(x).astype(jnp.dtype(dtype)) for x in qkv]
     expected, bounds = equations(*rounded, q_segments, kv_segments, offset, g)
@@ -182,7 +183,7 @@ def test_nothing_before_a_changed_token_changes_and_nothing_outside_its_document
 
 
 def test_the_mask_is_causal_from_the_offset_and_inside_segments():
-    mask = Mask.of_cache(jnp.array([[1, 1, 2, 2, -1]]), 1, 3)
+    mask = of_cache(jnp.array([[1, 1, 2, 2, -1]]), 1, 3)
     expected = [[1, 1, 0, 0, 0], [0, 0, 1, 0, 0], [0, 0, 1, 1, 0]]
     np.testing.assert_array_equal(mask.q_segments, [[1, 2, 2]])
     np.testing.assert_array_equal(mask.visible()[0], np.array(expected, bool))

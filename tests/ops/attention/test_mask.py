@@ -14,6 +14,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.ops.attention import attention
 from maxtrain.ops.attention.mask import Mask
 from maxtrain.ops.attention.xla import _blocks
+from tests.ops.attention.masks import of_cache
 
 H = 8
 
@@ -108,7 +109,7 @@ def test_the_oracle_is_its_equation(shape, window, with_sinks):
         segments[:] = 1
         segments[0, :20] = 0
         segments[:, start + T :] = -1
-        mask = Mask.of_cache(jnp.asarray(segments), start, T)
+        mask = of_cache(jnp.asarray(segments), start, T)
     q_columns = np.broadcast_to(np.arange(start, start + T), (B, T))
     kv_columns = np.broadcast_to(np.arange(S), (B, S))
     expected = loops(
@@ -237,7 +238,7 @@ LENGTHS = (5, 130, 1, 60, 33)  # 229 tokens, then padding to 270: three blocks o
 
 
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
-@pytest.mark.parametrize("window", [3, 100])
+@pytest.mark.parametrize("window", [3, pytest.param(100, marks=pytest.mark.long)])
 def test_packed_documents_are_as_if_each_were_alone_with_a_window(kernel, window):
     T = 270
     q, k, v, sinks, g = example(1, T, 4, 2, T)
@@ -272,7 +273,7 @@ def test_queries_of_a_cache_are_as_without_one(kernel, window):
     for start, stop in [(0, 160), (160, 169), (169, 170)]:
         known = np.full((2, S), -1, np.int32)
         known[:, :stop] = segments[:, :stop]
-        mask = Mask.of_cache(jnp.asarray(known), jnp.int32(start), stop - start).within(window)
+        mask = of_cache(jnp.asarray(known), jnp.int32(start), stop - start).within(window)
         out = call(q[:, start:stop], k_cache, v_cache, mask)
         np.testing.assert_allclose(out, whole[:, start:stop], atol=1e-5, rtol=1e-5)
 
@@ -290,10 +291,11 @@ def test_blocks_of_queries_leave_out_keys_that_none_of_them_sees():
     # The query at 512 sees no key before 385 here, and one before 384 with two columns more.
     assert _blocks(rows.within(128))[4].keys.start == 384
     assert _blocks(rows.within(130))[4].keys.start == 256
-    cache = Mask.of_cache(jnp.ones((1, 2000), jnp.int32), 0, 1024)
+    cache = of_cache(jnp.ones((1, 2000), jnp.int32), 0, 1024)
     assert {(b.keys.start, b.keys.stop) for b in _blocks(cache.within(200))} == {(0, 2000)}
 
 
+@pytest.mark.long
 def test_a_window_costs_less_than_all_columns():
     """Operations of the compiled program, forward and backward."""
     x = jax.ShapeDtypeStruct((1, 1024, 2, H), jnp.float32)
@@ -343,7 +345,7 @@ def test_kernels_without_sinks_refuse_them(kernel):
 @pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 def test_kernels_of_rows_in_order_take_no_other_mask(kernel):
     q, k, v, _, _ = example(1, 128, 2, 1, 256)
-    mask = Mask.of_cache(jnp.ones((1, 256), jnp.int32), 0, 128)
+    mask = of_cache(jnp.ones((1, 256), jnp.int32), 0, 128)
     with pytest.raises(AssertionError, match="caches are for other kernels"):
         attention(q, k, v, mask, kernel=kernel, dtype="bfloat16")
 

@@ -1,0 +1,166 @@
+"""Decoding, in tokens per second, beside the bound that the memory sets.
+
+    python -m benchmarks.generation [--write]
+
+Each token of a small batch needs every weight once, so that no machine decodes faster than it reads
+the weights. The bound is measured: how fast this machine reads an array that no cache holds.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.train_step import processor
+from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.registry import build_model
+from maxtrain.models.unstack import unstacked
+from maxtrain.parallel.distributed import accelerator_present, keep_host_memory
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.sampling import Sampling
+
+RESULTS = Path(__file__).parent / "results" / "generation.md"
+# 124 million parameters, 25 million of them in each of the tables.
+MODEL = ModelConfig(
+    vocab_size=32_000,
+    num_layers=12,
+    embed_dim=768,
+    mlp_dim=2048,
+    num_heads=12,
+    num_kv_heads=12,
+    max_length=1024,
+)
+PROMPT = 64
+CHUNK = 16
+CHUNKS = 5
+GREEDY = Sampling(temperature=0.0)
+PRECISIONS = (
+    PrecisionConfig(params="float32", compute="float32"),
+    PrecisionConfig(params="bfloat16", compute="bfloat16"),
+)
+
+
+def read_rate(repeats: int = 7) -> float:
+    """Bytes per second at which an array of 512 MiB is read by all cores; the fastest of several
+    readings."""
+    array = jnp.ones((1 << 27,), jnp.float32)
+    total = jax.jit(lambda x: x.max())
+    total(array).block_until_ready()
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        total(array).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return array.nbytes / min(times)
+
+
+def make_model(precision: PrecisionConfig, scan: bool) -> Decoder:
+    model = jax.jit(lambda: build_model(MODEL, precision, 0))()
+    if scan:
+        return model
+    return unstacked(model)
+
+
+def read_bytes(model: Decoder) -> int:
+    """Of the weights that each step of decoding reads: all but the table of embeddings."""
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
+    return whole - model.embedding.nbytes
+
+
+def decode_rate(model: Decoder, rows: int) -> float:
+    """Tokens per second, of all rows together: the median of several chunks."""
+    engine = Engine(model, slots=rows, chunk=CHUNK, sharing=False)
+    rng = np.random.default_rng(0)
+    for row in range(rows):
+        prompt = rng.integers(0, MODEL.vocab_size or 0, PROMPT).tolist()
+        engine.submit(prompt, CHUNK * (CHUNKS + 2), GREEDY, row=row)
+    engine.step()
+    times = []
+    for _ in range(CHUNKS):
+        begin = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begin)
+    return rows * CHUNK / statistics.median(times)
+
+
+def prefill_rate(model: Decoder, length: int = 512) -> float:
+    """Tokens of a prompt per second."""
+    engine = Engine(model, slots=1, chunk=1, sharing=False)
+    rng = np.random.default_rng(1)
+    times = []
+    for _ in range(4):
+        prompt = rng.integers(0, MODEL.vocab_size or 0, length).tolist()
+        generation = engine.submit(prompt, 1, GREEDY)
+        begin = time.perf_counter()
+        engine.step()
+        assert generation.reason == "length"
+        times.append(time.perf_counter() - begin)
+    return length / min(times[1:])
+
+
+def measure() -> list[str]:
+    rate = read_rate()
+    lines = [
+        f"This machine reads {rate / 1e9:.1f} GB/s.",
+        "",
+        "| weights | layers | rows | tokens/s | bound by memory | of the bound | prompt tokens/s |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for precision in PRECISIONS:
+        for scan in (True, False):
+            model = make_model(precision, scan)
+            prompt = prefill_rate(model)
+            for rows in (1, 8):
+                tokens = decode_rate(model, rows)
+                bound = rows * rate / read_bytes(model)
+                layers = "stacked" if scan else "apart"
+                lines.append(
+                    f"| {precision.params} | {layers} | {rows} | {tokens:,.1f} | {bound:,.1f} | "
+                    f"{tokens / bound:.0%} | {prompt:,.0f} |"
+                )
+                print(lines[-1], file=sys.stderr, flush=True)
+            del model
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.generation", description="Decoding, in tokens per second."
+    )
+    parser.add_argument("--write", action="store_true", help=f"write results/{RESULTS.name}")
+    asked = parser.parse_args(argv)
+    if not accelerator_present():
+        keep_host_memory()
+    parameters = sum(
+        leaf.size for leaf in jax.tree.leaves(nnx.state(make_model(PRECISIONS[1], True)))
+    )
+    text = "\n".join(
+        [
+            "# Decoding",
+            "",
+            f"`python -m benchmarks.generation --write` on {processor()}; Python "
+            f"{platform.python_version()}, jax {jax.__version__}. {parameters / 1e6:.0f} million "
+            f"parameters: {MODEL.num_layers} layers of {MODEL.embed_dim}, vocabulary "
+            f"{MODEL.vocab_size:,}. Prompts of {PROMPT} tokens, then {CHUNK * CHUNKS} more; "
+            f"medians of {CHUNKS} chunks of {CHUNK}.",
+            "",
+            *measure(),
+            "",
+        ]
+    )
+    print(text)
+    if asked.write:
+        RESULTS.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

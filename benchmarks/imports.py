@@ -1,0 +1,205 @@
+"""How fast weights of a Hugging Face directory are read, and imported whole, compared with the disk's
+own speed; and how much memory it takes.
+
+    python -m benchmarks.imports [--mb 1000] [--rounds 3] [--directory DIR]
+
+prints the table of benchmarks/results/imports.md. Each reading is a process of its own, so that its
+largest use of memory is known, and begins when the kernel has forgotten the files.
+"""
+
+import argparse
+import functools
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.checkpoint import forget, read_in_chunks
+from data_pipeline.tokenizer import ByteTokenizer
+from maxtrain.config.schema import MeshConfig, ModelConfig, ObserveConfig, PrecisionConfig
+from maxtrain.import_weights import import_weights
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.families.directory import read_config
+from maxtrain.ops.digest import leaf_names
+from maxtrain.parallel.distributed import start
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.training.state import abstract_model
+from maxtrain.weights.codec import LazyArray, Part
+from maxtrain.weights.hf import load_weights, tensor_files
+from maxtrain.weights.hf_export import write_config, write_tensors
+
+# Of the parameters: as in models of a billion parameters, with an embedding and a head that are a
+# good part of it.
+_WIDTH = 1024
+_VOCABULARY = 32_000
+# Type of the tensors, type of the parameters, and the number of files.
+CASES = (
+    ("float32", "float32", 1),
+    ("float32", "float32", 4),
+    ("bfloat16", "bfloat16", 1),
+    ("bfloat16", "bfloat16", 4),
+    ("bfloat16", "float32", 1),
+)
+
+
+def model_of(num_bytes: int, itemsize: int, width: int) -> ModelConfig:
+    """A model of about so many bytes."""
+    vocabulary = min(_VOCABULARY, width * 32)
+    of_layer = 4 * width * width + 3 * width * 4 * width
+    left = num_bytes / itemsize - 2 * vocabulary * width
+    return ModelConfig(
+        vocab_size=vocabulary,
+        num_layers=max(1, round(left / of_layer)),
+        embed_dim=width,
+        mlp_dim=4 * width,
+        num_heads=width // 64,
+        num_kv_heads=width // 64,
+        max_length=512,
+    )
+
+
+def write_model(directory: Path, config: ModelConfig, dtype: str, num_files: int) -> None:
+    """Random weights as a Hugging Face directory."""
+    directory.mkdir()
+    tokenizer = ByteTokenizer()
+    write_config(directory, config, dtype, tokenizer)
+    tokenizer.save(directory)
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for name, shape in sorted(shapes_of(config).items()):
+        tensors[name] = LazyArray(shape, functools.partial(random_numbers, rng, shape))
+    total = sum(math.prod(tensor.shape) for tensor in tensors.values()) * jnp.dtype(dtype).itemsize
+    # Files are not filled quite.
+    most = math.ceil(total / num_files * 1.05)
+    write_tensors(directory, tensors, dict.fromkeys(tensors, dtype), most, lambda line: None)
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a model."""
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    _, abstract = abstract_model(config, PrecisionConfig(), mesh)
+    leaves = dict(zip(leaf_names(abstract), jax.tree.leaves(abstract), strict=True))
+    shapes = {}
+    for entry in FAMILIES[config.family].table(config):
+        shapes |= entry.their_shapes([leaves[name].shape for name in entry.ours])
+    return shapes
+
+
+def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], part: Part) -> np.ndarray:
+    """A tensor, whole."""
+    del part
+    return rng.standard_normal(shape, np.float32) * np.float32(0.02)
+
+
+def memory(name: str) -> int:
+    """Bytes that the kernel says this process has (VmRSS), or had at most (VmHWM)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return 1024 * int(line.split()[1])
+    raise ValueError(name)
+
+
+def one(what: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, float]:
+    """In a process of its own: seconds, and memory beyond what it had before, of reading the weights
+    or of the whole import."""
+    # As the command does: programs that were compiled before are kept.
+    start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    config = read_config(directory)
+    precision = PrecisionConfig(params=dtype, compute=dtype)
+    _, abstract = abstract_model(config, precision, mesh)
+    jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(8)))
+    before = memory("VmRSS")
+    begin = time.perf_counter()
+    if what == "load":
+        jax.block_until_ready(load_weights(abstract, directory, config))
+    else:
+        import_weights(directory, directory.with_name("run"), dtype)
+    seconds = time.perf_counter() - begin
+    size = sum(leaf.size for leaf in jax.tree.leaves(abstract)) * jnp.dtype(dtype).itemsize
+    return {"seconds": seconds, "memory": (memory("VmHWM") - before) / size}
+
+
+def in_a_process(what: str, directory: Path, dtype: str) -> dict[str, float]:
+    """As `one`, after the kernel has forgotten the files."""
+    forget(directory)
+    command = [sys.executable, "-m", "benchmarks.imports", "--one", what, dtype]
+    done = subprocess.run(
+        [*command, "--directory", str(directory)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    shutil.rmtree(directory.with_name("run"), ignore_errors=True)
+    return json.loads(done.stdout)
+
+
+def plain_seconds(directory: Path) -> float:
+    """One sequential read of all files of tensors, after the kernel has forgotten them."""
+    forget(directory)
+    begin = time.perf_counter()
+    for path in tensor_files(directory):
+        read_in_chunks(path)
+    return time.perf_counter() - begin
+
+
+def rows(asked: argparse.Namespace, folder: Path) -> Iterator[str]:
+    """Lines of Markdown, one for each case."""
+    yield "| tensors | files | parameters | MB | plain read, s | load, s | of the rate | import, s | memory |"
+    yield "|:--|--:|:--|--:|--:|--:|--:|--:|--:|"
+    for stored, dtype, num_files in CASES:
+        directory = folder / "model"
+        config = model_of(asked.mb * 10**6, jnp.dtype(stored).itemsize, asked.width)
+        write_model(directory, config, stored, num_files)
+        size = sum(path.stat().st_size for path in tensor_files(directory))
+        plain, loads, wholes = [], [], []
+        for _ in range(asked.rounds):
+            plain.append(plain_seconds(directory))
+            loads.append(in_a_process("load", directory, dtype))
+            wholes.append(in_a_process("import", directory, dtype))
+        of_plain = statistics.median(plain)
+        of_load = statistics.median(load["seconds"] for load in loads)
+        of_whole = statistics.median(whole["seconds"] for whole in wholes)
+        most = max(run["memory"] for run in loads + wholes)
+        found = len(tensor_files(directory))
+        yield (
+            f"| {stored} | {found} | {dtype} | {size / 1e6:,.0f} | {of_plain:.2f} | {of_load:.2f} | "
+            f"{of_plain / of_load:.0%} | {of_whole:.2f} | {most:.2f} |"
+        )
+        shutil.rmtree(directory)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.imports", description=__doc__)
+    add = parser.add_argument
+    add("--mb", type=int, default=1000, help="of tensors (default: %(default)s)")
+    add("--width", type=int, default=_WIDTH, help="of the model (default: %(default)s)")
+    add("--rounds", type=int, default=3, help="of each reading (default: %(default)s)")
+    add("--directory", type=Path, help="where to write (default: the system's temporary directory)")
+    add("--one", nargs=2, metavar=("WHAT", "DTYPE"), help=argparse.SUPPRESS)
+    asked = parser.parse_args(argv)
+    if asked.one:
+        what, dtype = asked.one
+        of_type: Any = dtype
+        print(json.dumps(one(what, asked.directory, of_type)))
+        return 0
+    load = os.getloadavg()[0]
+    print(f"{os.cpu_count()} cores, load {load:.1f}, jax {jax.__version__}\n")
+    with tempfile.TemporaryDirectory(dir=asked.directory) as folder:
+        for row in rows(asked, Path(folder)):
+            print(row, flush=True)
+    print(f"\nload at the end {os.getloadavg()[0]:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,66 @@
+"""The section `model.lora`, and what must hold inside it."""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+from data_pipeline.config_key import AllBut, UsedBy, key
+
+_ADAPTED = UsedBy(
+    {"model.lora.rank": AllBut(None)},
+    "{key}={value} is not used with {cause}. Set model.lora.rank=16, or leave it out.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters of products with weights, which train in the place of the weights."""
+
+    rank: int | None = key(
+        None,
+        "rank of low-rank adapters, which alone train then, beside train.only; null: there are none",
+        low=1,
+        high=1 << 16,
+    )
+    alpha: float = key(
+        16.0,
+        "what adapters add is multiplied with alpha / rank",
+        above=0,
+        high=1e6,
+        used_by=_ADAPTED,
+    )
+    scaling: Literal["rank", "root"] = key(
+        "rank",
+        "rank: alpha / rank; root: alpha / sqrt(rank), which suits high ranks (rsLoRA)",
+        used_by=_ADAPTED,
+    )
+    targets: tuple[str, ...] = key(
+        (r"attention\.", r"mlp\.(shared\.)?(gate|up|down)"),
+        "regular expressions: products of layers in whose path one is found have adapters",
+        used_by=_ADAPTED,
+    )
+    magnitudes: bool = key(
+        False,
+        "also train the length of each output's weights, apart from their direction (DoRA)",
+        used_by=_ADAPTED,
+    )
+
+
+def lora_problems(lora: LoraConfig) -> Iterator[str]:
+    """Patterns that are none."""
+    if lora.rank is None:
+        return
+    if not lora.targets:
+        yield (
+            "model.lora.targets=[] names no product, and model.lora.rank is set. "
+            "Name some, such as model.lora.targets='[attention]', or set model.lora.rank=null."
+        )
+    for pattern in lora.targets:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield (
+                f"model.lora.targets: {pattern} is no regular expression ({error}). "
+                "Set it to a part of a path, such as attention."
+            )

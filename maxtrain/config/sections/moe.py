@@ -1,0 +1,145 @@
+"""The sections `model.moe`, of weights, and `model.routing`, of a run: experts, and how tokens come
+to them."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from data_pipeline.config_key import AllBut, UsedBy, key
+from maxtrain.config.words import divisors, nearest
+
+EXPERTS = UsedBy(
+    {
+        "model.family": (
+            "mixtral",
+            "qwen2_moe",
+            "qwen3_moe",
+            "deepseek_v2",
+            "deepseek_v3",
+            "gpt_oss",
+        )
+    }
+)
+# Families whose attention is over latents.
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+OF_DEEPSEEK = UsedBy({"model.family": DEEPSEEK})
+_BALANCED = UsedBy(
+    {"model.routing.balance": AllBut(0.0)},
+    "{key}={value} is not used with {cause}. Set model.routing.balance=0.01, or leave it out.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Experts of feed-forward blocks: what the weights decide."""
+
+    num_experts: int = key(8, "E, experts of a layer", low=1, high=4096, used_by=EXPERTS)
+    experts_per_token: int = key(
+        2, "experts that each token goes to", low=1, high=4096, used_by=EXPERTS
+    )
+    expert_dim: int | None = key(
+        None, "hidden units of an expert; null: model.mlp_dim", low=1, high=1 << 22, used_by=EXPERTS
+    )
+    shared_dim: int = key(
+        0,
+        "hidden units of the expert that all tokens go to; 0: there is none",
+        low=0,
+        high=1 << 22,
+        used_by=UsedBy({"model.family": ("qwen2_moe", *DEEPSEEK)}),
+    )
+    normalize: bool = key(
+        True,
+        "divide the scores of a token's experts by their sum",
+        used_by=UsedBy({"model.family": ("qwen2_moe", "qwen3_moe", "deepseek_v3")}),
+    )
+    scale: float = key(
+        1.0,
+        "what the weights of a token's experts are multiplied with",
+        above=0,
+        high=1e6,
+        used_by=OF_DEEPSEEK,
+    )
+    num_groups: int = key(1, "groups of experts", low=1, high=4096, used_by=OF_DEEPSEEK)
+    top_groups: int = key(
+        1, "groups that the experts of a token come from", low=1, high=4096, used_by=OF_DEEPSEEK
+    )
+    dense_layers: int = key(
+        0, "first layers without experts, of model.mlp_dim units", low=0, used_by=OF_DEEPSEEK
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingConfig:
+    """How experts are kept busy, and how their products are made: what a run decides."""
+
+    kernel: Literal["blocks", "ragged", "eager"] = key(
+        "blocks",
+        "loop over experts and blocks of their tokens, lax.ragged_dot (for TPUs), or plain reference",
+        used_by=EXPERTS,
+    )
+    capacity_factor: float | None = key(
+        None,
+        "an expert takes so many equal shares of a row's choices, and the rest is dropped; null: "
+        "none is",
+        above=0,
+        high=4096,
+        used_by=EXPERTS,
+    )
+    balance: float = key(
+        0.01,
+        "factor of the loss of uneven shares, which is 1 where they are equal",
+        low=0,
+        high=1000,
+        used_by=EXPERTS,
+    )
+    balance_scope: Literal["sequence", "micro_batch", "global"] = key(
+        "sequence",
+        "tokens whose shares are compared: those of a row, of a micro-batch, or of a whole step, "
+        "which then has one micro-batch",
+        used_by=(EXPERTS, _BALANCED),
+    )
+    z_loss: float = key(
+        0.0,
+        "factor of the mean of logsumexp(router logits)^2; usual: 1e-3",
+        low=0,
+        high=1000,
+        used_by=EXPERTS,
+    )
+    correction_rate: float = key(
+        0.001,
+        "by how much a step changes what is added to an expert's scores, to even out shares",
+        low=0,
+        high=1,
+        used_by=UsedBy({"model.family": ("deepseek_v3",)}),
+    )
+
+
+def expert_problems(moe: MoeConfig) -> Iterator[str]:
+    """Numbers of experts and groups that do not fit together."""
+    experts = f"model.moe.num_experts={moe.num_experts}"
+    if moe.experts_per_token > moe.num_experts:
+        yield (
+            f"model.moe.experts_per_token={moe.experts_per_token} must be at most {experts}. "
+            f"Set model.moe.experts_per_token={moe.num_experts}."
+        )
+        return
+    if moe.num_experts % moe.num_groups:
+        valid = nearest(moe.num_groups, divisors(moe.num_experts))
+        yield (
+            f"model.moe.num_groups={moe.num_groups} must divide {experts}. "
+            f"Set model.moe.num_groups to {valid}."
+        )
+        return
+    if moe.top_groups > moe.num_groups:
+        yield (
+            f"model.moe.top_groups={moe.top_groups} must be at most "
+            f"model.moe.num_groups={moe.num_groups}. Set model.moe.top_groups={moe.num_groups}."
+        )
+        return
+    there = moe.top_groups * (moe.num_experts // moe.num_groups)
+    if moe.experts_per_token > there:
+        yield (
+            f"model.moe.experts_per_token={moe.experts_per_token} must be at most {there}, the "
+            f"experts in model.moe.top_groups={moe.top_groups} of {moe.num_groups} groups. "
+            f"Set model.moe.experts_per_token={there}, or model.moe.top_groups to more."
+        )

@@ -1,0 +1,162 @@
+"""The models of a recipe as tensors that are read one by one: Hugging Face directories, or
+checkpoints of runs."""
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from data_pipeline.errors import DataError
+from data_pipeline.shards import write_atomic
+from data_pipeline.tokenizer import load_tokenizer
+from maxtrain.model_source import load_run, read_run_config, step_of, tokenizer_place
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.families.directory import read_json
+from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
+from maxtrain.weights.hf import tensor_files
+from maxtrain.weights.hf_export import lazy_parameters, write_config, write_tokenizer
+
+_AGAIN = "Get the files again from where the model is"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+)
+_FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class Tensors(NamedTuple):
+    """A model that is merged."""
+
+    place: str
+    # By name, in the order of names.
+    tensors: Mapping[str, LazyArray]
+    # Of each tensor.
+    dtypes: Mapping[str, str]
+    # Of config.json, without what only says how it was made.
+    config: Mapping[str, Any]
+    # The hash of its tokenizer; None: there is none that is known here.
+    tokenizer: str | None
+    # Writes config.json into a directory, for tensors of this type.
+    write_config: Callable[[Path, str], object]
+    # Writes the tokenizer into a directory.
+    write_tokenizer: Callable[[Path], object]
+
+
+def open_model(place: str) -> Tensors:
+    """The model at a place: a Hugging Face directory, or `RUN` or `RUN@STEP`.
+
+    Raises:
+        UserError: there is none, or something is wrong with it.
+    """
+    directory = Path(place).expanduser()
+    if (directory / "config.json").exists():
+        return _open_directory(place, directory)
+    run, _, step = place.partition("@")
+    if (Path(run).expanduser() / "config.yaml").exists():
+        return _open_run(place, run, step)
+    raise DataError(
+        f"{place}: is neither a directory with config.json and model.safetensors, nor a run. Name "
+        "a directory, RUN, or RUN@STEP."
+    )
+
+
+def _open_directory(place: str, directory: Path) -> Tensors:
+    try:
+        config = read_json(directory / "config.json")
+        files = [safe_open(path, "numpy") for path in tensor_files(directory)]
+    except (OSError, ValueError, AttributeError, SafetensorError) as error:
+        raise DataError(f"{place}: can't be read ({error}). {_AGAIN}.") from error
+    found = {}
+    dtypes = {}
+    for file in files:
+        for name in file.keys():  # noqa: SIM118, not a mapping
+            there = file.get_slice(name)
+            kind = there.get_dtype()
+            if kind not in _FLOATS:
+                raise DataError(
+                    f"{place}: {name} is of type {kind}, and only floats of 16 or more bits are "
+                    "merged. Take the model in bfloat16, for example."
+                )
+            found[name] = _stored(file, name, tuple(there.get_shape()))
+            dtypes[name] = _FLOATS[kind]
+    tokenizer = None
+    if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
+        tokenizer = load_tokenizer(directory).sha256
+    ordered = {name: found[name] for name in sorted(found)}
+    return Tensors(
+        place,
+        ordered,
+        dtypes,
+        config,
+        tokenizer,
+        functools.partial(_copy_config, directory, config),
+        functools.partial(_copy_tokenizer, directory),
+    )
+
+
+def _copy_config(directory: Path, config: Mapping[str, Any], out: Path, dtype: str) -> None:
+    """config.json with another type, and what lies beside it for generation."""
+    values = {**config, "dtype": dtype, "torch_dtype": dtype}
+    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    write_atomic(out / "config.json", text.encode())
+    if (directory / "generation_config.json").exists():
+        shutil.copyfile(directory / "generation_config.json", out / "generation_config.json")
+
+
+def _copy_tokenizer(directory: Path, out: Path) -> None:
+    """All files of a tokenizer, as they are."""
+    for name in _TOKENIZER_FILES:
+        if (directory / name).exists():
+            shutil.copyfile(directory / name, out / name)
+
+
+def _stored(file: Any, name: str, shape: tuple[int, ...]) -> LazyArray:
+    def read(part: Part) -> np.ndarray:
+        del part
+        return file.get_tensor(name)
+
+    return LazyArray(shape, read)
+
+
+def _open_run(place: str, run: str, step: str) -> Tensors:
+    wanted = None
+    if step:
+        if not step.isdecimal():
+            raise DataError(f"{place}: {step} is no number of a step. Write RUN@100, for example.")
+        wanted = int(step)
+    config = read_run_config(run)
+    model, tokenizer = load_run(run, step_of(run, wanted))
+    family = FAMILIES[model.config.family]
+    _, params = nnx.split(model)
+    ours = lazy_parameters(params)
+    found = tensors_in_order(family.table(model.config), ours)
+    dtypes = dict.fromkeys(found, config.precision.params)
+    ordered = {name: found[name] for name in sorted(found)}
+
+    def write_own_config(out: Path, dtype: str) -> None:
+        write_config(out, model.config, dtype, tokenizer)
+
+    def write_own_tokenizer(out: Path) -> None:
+        write_tokenizer(out, tokenizer_place(run, config), tokenizer, model.config)
+
+    return Tensors(
+        place,
+        ordered,
+        dtypes,
+        family.write(model.config),
+        tokenizer.sha256,
+        write_own_config,
+        write_own_tokenizer,
+    )

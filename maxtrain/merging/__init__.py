@@ -1,0 +1,1 @@
+"""One model of several: the arithmetic, and the recipe. No jax here."""

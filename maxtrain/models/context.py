@@ -1,0 +1,68 @@
+"""What all layers of one forward pass share, and what is random in it."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from maxtrain.config.schema import RegularizationConfig
+from maxtrain.models.cache import Extension
+from maxtrain.models.specs import RopeSpec
+from maxtrain.ops.attention.mask import Mask
+from maxtrain.ops.dropout import drop_rows, dropout, embedding_noise, fold
+
+# Places that have their own random numbers; layers count from 0, and their blocks too.
+_EMBEDDING = 1_000_000
+_NOISE = 1_000_001
+WEIGHTS = 1_000_002
+_DEPTH = 1_000_003
+ROUTER = 1_000_004
+
+
+class Noise(NamedTuple):
+    """What is random in a training step."""
+
+    config: RegularizationConfig
+    keys: Key[Array, " B"]  # of the rows; in a layer: of the rows in this layer
+    depth: Float[Array, ""] | float = 0.0  # of the layer: 1 / L ... 1
+    # How much of the noise of routers is left at this step, for each row.
+    router_noise: Float[Array, "#B"] | float = 1.0
+
+    def layer(self, index: Int[Array, ""] | int, num_layers: int) -> "Noise":
+        """That of one layer."""
+        depth = (jnp.asarray(index, jnp.float32) + 1) / num_layers
+        return self._replace(keys=fold(self.keys, index), depth=depth)
+
+    def embedded(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Embedded tokens, with noise and dropout."""
+        x = embedding_noise(x, fold(self.keys, _NOISE), self.config.embedding_noise)
+        return dropout(x, fold(self.keys, _EMBEDDING), self.config.embedding_dropout)
+
+    def added(self, x: Float[Array, "B T D"], place: int) -> Float[Array, "B T D"]:
+        """What block number `place` of a layer adds to the residual stream, with dropout and
+        stochastic depth."""
+        keys = fold(self.keys, place)
+        rate = self.config.stochastic_depth
+        x = dropout(x, keys, self.config.residual_dropout)
+        if rate:
+            x = drop_rows(x, fold(keys, _DEPTH), rate * self.depth)
+        return x
+
+
+class Rotation(NamedTuple):
+    """How rotary positions turn the heads of each token."""
+
+    cos: Float[Array, "B T F"]
+    sin: Float[Array, "B T F"]
+
+
+class Context(NamedTuple):
+    """What every layer of one forward pass shares."""
+
+    rotations: Mapping[RopeSpec, Rotation]
+    # Which of the tokens of this pass see each other.
+    mask: Mask
+    noise: Noise | None = None  # in training; in a layer its own
+    # In generation: what this pass adds to the caches.
+    extension: Extension | None = None

@@ -1,0 +1,151 @@
+"""GPT-OSS: layers with a window and without one take turns, heads have sinks, and experts have
+biases and bounded units.
+
+Source: https://arxiv.org/abs/2508.10925.
+"""
+
+import dataclasses
+from typing import Any
+
+from maxtrain.config.schema import ModelConfig, MoeConfig
+from maxtrain.models.families import llama
+from maxtrain.models.families.family import Family, Settings
+from maxtrain.models.families.gemma import GLOBAL, alternating, layer_types
+from maxtrain.models.families.tables import (
+    LLAMA_NORMS,
+    Place,
+    attention_entries,
+    decoder_table,
+    linear,
+)
+from maxtrain.models.specs import DecoderSpec, MoeSpec, expert_dim, head_dim
+from maxtrain.weights.codec import Entry, Join, Permute
+
+_PERIOD = 2
+_BIASES = ("q", "k", "v", "o", "router", "gate", "up", "down")
+
+
+def spec(config: ModelConfig) -> DecoderSpec:
+    """GPT-OSS."""
+    moe = llama.experts(config, activation="clamped_swiglu")
+    layer = llama.layer(config)
+    wide = dataclasses.replace(
+        layer,
+        mixer=dataclasses.replace(layer.mixer, sinks=True),
+        mlp=moe,
+        biases=_BIASES,
+        quantities=moe.quantities(),
+    )
+    narrow = dataclasses.replace(wide, window=config.window)
+    return DecoderSpec(alternating(config.num_layers, (narrow, wide)), layer.norm)
+
+
+def read(settings: Settings) -> ModelConfig:
+    """The ModelConfig of GPT-OSS's config.json."""
+    settings = settings.with_defaults(
+        head_dim=64,
+        max_position_embeddings=131_072,
+        num_experts_per_tok=settings.values.get("experts_per_token") or 4,
+        num_key_value_heads=8,
+        num_local_experts=128,
+        rope_theta=150_000.0,
+    )
+    settings.require("swiglu_alpha", 1.702)
+    settings.require("swiglu_limit", 7.0)
+    settings.require("attention_bias", True)
+    window = settings.number_or_null("sliding_window", 128)
+    count = settings.number("num_hidden_layers")
+    settings.require("layer_types", _layer_types(count, window))
+    moe = MoeConfig(
+        num_experts=settings.number("num_local_experts"),
+        experts_per_token=settings.number("num_experts_per_tok"),
+    )
+    plain = {**settings.values, "attention_bias": False}
+    settings = dataclasses.replace(settings, values=plain)
+    return llama.read_decoder(settings, window=window, moe=settings.experts(moe))
+
+
+def _layer_types(num_layers: int, window: int | None) -> list[str]:
+    """The kind of each layer, as config.json says it."""
+    if window is None:
+        return [GLOBAL] * num_layers
+    return layer_types(num_layers, _PERIOD)
+
+
+def write(config: ModelConfig) -> dict[str, Any]:
+    """GPT-OSS's config.json for this ModelConfig."""
+    moe = config.moe
+    return llama.write_decoder(config) | {
+        "architectures": ["GptOssForCausalLM"],
+        "attention_bias": True,
+        "head_dim": head_dim(config),
+        "intermediate_size": expert_dim(config),
+        "layer_types": _layer_types(config.num_layers, config.window),
+        "model_type": "gpt_oss",
+        "num_experts_per_tok": moe.experts_per_token,
+        "num_local_experts": moe.num_experts,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": config.window,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    }
+
+
+def table(config: ModelConfig) -> list[Entry]:
+    """Where GPT-OSS's parameters are in a checkpoint of Hugging Face."""
+    return decoder_table(
+        spec(config), config.tie_embeddings, LLAMA_NORMS, _attention_entries, _expert_entries
+    )
+
+
+def _attention_entries(place: Place, theirs: str) -> list[Entry]:
+    sinks = Entry((f"{place.ours}.attention.sinks",), (f"{theirs}.sinks",), place.steps)
+    return [*attention_entries(place, theirs), sinks]
+
+
+def _expert_entries(place: Place, moe: MoeSpec, theirs: str) -> list[Entry]:
+    """All experts are one tensor there, in which gates and units take turns."""
+    stacked = len(place.steps)
+    sizes = (moe.width, moe.width)
+    ours = f"{place.ours}.mlp"
+    experts = f"{theirs}.mlp.experts"
+    entries = linear(place, "mlp.router", f"{theirs}.mlp.router", 1, True)
+    for kind, name, dims in (("kernel", "gate_up_proj", 3), ("bias", "gate_up_proj_bias", 2)):
+        steps = (
+            Join(dims - 1 + stacked, sizes),
+            *place.steps,
+            Permute(dims - 1, (2, moe.width), (1, 0)),
+        )
+        both = (f"{ours}.gate.{kind}", f"{ours}.up.{kind}")
+        entries.append(Entry(both, (f"{experts}.{name}",), steps))
+    for kind, name in (("kernel", "down_proj"), ("bias", "down_proj_bias")):
+        entries.append(Entry((f"{ours}.down.{kind}",), (f"{experts}.{name}",), place.steps))
+    return entries
+
+
+_20B = ModelConfig(
+    family="gpt_oss",
+    vocab_size=201_088,
+    num_layers=24,
+    embed_dim=2880,
+    mlp_dim=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    max_length=131_072,
+    norm_eps=1e-5,
+    window=128,
+    rope_theta=150_000.0,
+    rope_scaling="yarn",
+    rope_factor=32.0,
+    rope_original_length=4096,
+    rope=dataclasses.replace(ModelConfig().rope, truncate=False),
+    moe=MoeConfig(32, 4),
+)
+PRESETS = {
+    "gpt_oss_20b": _20B,
+    "gpt_oss_120b": dataclasses.replace(_20B, num_layers=36, moe=MoeConfig(128, 4)),
+}
+
+GPT_OSS = Family("GptOssForCausalLM", spec, read, write, table, presets=PRESETS)

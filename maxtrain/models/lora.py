@@ -1,0 +1,130 @@
+"""Low-rank adapters of products with weights.
+
+A product x W becomes x W + s (x A) B, where A has r columns and B has r rows, and s is alpha / r. B
+begins at 0, so that a model with new adapters is the one without them, bit for bit. With magnitudes,
+the length of the weights of each output is a parameter of its own, m: the product is x (W + s A B)
+m / |W + s A B|, whose lengths count as constants for gradients.
+
+Sources: Hu et al. 2021, https://arxiv.org/abs/2106.09685; s = alpha / sqrt(r): Kalajdzievski 2023,
+https://arxiv.org/abs/2312.03732; magnitudes: Liu et al. 2024, https://arxiv.org/abs/2402.09353.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Key
+
+from maxtrain.config.schema import LoraConfig
+from maxtrain.models.init import Initializer
+from maxtrain.ops.dot import Recipe, dot
+from maxtrain.parallel.sharding import Axes
+
+
+class AdapterParam(nnx.Param):
+    """A parameter of an adapter."""
+
+
+def scale_of(lora: LoraConfig) -> float:
+    """s."""
+    assert lora.rank is not None
+    if lora.scaling == "root":
+        return lora.alpha / math.sqrt(lora.rank)
+    return lora.alpha / lora.rank
+
+
+class Adapter(nnx.Module):
+    """What is added to one product, or to that of each expert.
+
+    Args:
+        kernel: the weights of the product, [*stacked, *inputs, *outputs].
+        axes: their logical names, without that of what is stacked over layers.
+        num_inputs: of the dims that the product sums over.
+        lora: rank and scaling.
+        init: draws A.
+        key: that A is drawn from.
+    """
+
+    def __init__(
+        self,
+        kernel: Float[Array, "..."],
+        axes: Axes,
+        num_inputs: int,
+        lora: LoraConfig,
+        init: Initializer,
+        key: Key[Array, ""],
+    ):
+        assert lora.rank is not None
+        # Experts, if there are any, and layers.
+        experts = axes[:1] if axes[0] == "exp" else ()
+        inputs = axes[len(experts) : len(experts) + num_inputs]
+        outputs = axes[len(experts) + num_inputs :]
+        stacked = kernel.shape[: kernel.ndim - len(inputs) - len(outputs)]
+        input_shape = kernel.shape[len(stacked) : len(stacked) + num_inputs]
+        output_shape = kernel.shape[len(stacked) + num_inputs :]
+        # That of a uniform distribution between -1 / sqrt(inputs) and 1 / sqrt(inputs).
+        deviation = 1 / math.sqrt(3 * math.prod(input_shape))
+        shape = (*stacked, *input_shape, lora.rank)
+        self.a = AdapterParam(
+            init.uniform(key, shape, deviation), axes=(*experts, *inputs, "rank"), role="hidden"
+        )
+        self.b = AdapterParam(
+            jnp.zeros((*stacked, lora.rank, *output_shape), jnp.float32),
+            axes=(*experts, "rank", *outputs),
+            role="hidden",
+        )
+        magnitude = None
+        if lora.magnitudes and not experts:
+            summed = tuple(range(len(stacked), len(stacked) + num_inputs))
+            magnitude = AdapterParam(lengths(kernel, summed), axes=outputs, role="bias")
+        self.magnitude = magnitude
+        self.num_inputs = num_inputs
+        self.num_experts_dims = len(experts)
+        self.scale = scale_of(lora)
+
+    def __call__(
+        self, x: Float[Array, "*b i"], out: Float[Array, "*b o"], kernel: Array, recipe: Recipe
+    ) -> Float[Array, "*b o"]:
+        """The product with the adapter.
+
+        Args:
+            x: what is multiplied, its inputs as one dim.
+            out: the product without it, float32.
+            kernel: [I, O], of which it is the product.
+            recipe: of the product.
+        """
+        a, b = self._matrices()
+        exact = Recipe.of(recipe.inputs)
+        out = out.astype(jnp.float32) + self.scale * dot(dot(x, a, exact), b, exact)
+        if self.magnitude is None:
+            return out
+        changed = kernel.astype(jnp.float32) + self.change()
+        constant = jax.lax.stop_gradient(lengths(changed, (0,)))
+        return out * (self.magnitude[...].reshape(-1) / constant)
+
+    def change(self) -> Float[Array, "*e i o"]:
+        """s A B, float32, of one layer's product."""
+        a, b = self._matrices()
+        return self.scale * jnp.matmul(a, b, precision="highest")
+
+    def adapted(self, kernel: Array) -> Array:
+        """The kernel of one layer with all that the adapter does to it, float32, of its shape."""
+        changed = kernel.astype(jnp.float32) + self.change().reshape(kernel.shape)
+        if self.magnitude is None:
+            return changed
+        summed = tuple(range(self.num_inputs))
+        constant = jax.lax.stop_gradient(lengths(changed, summed))
+        return changed * (self.magnitude[...] / constant)
+
+    def _matrices(self) -> tuple[Float[Array, "*e i r"], Float[Array, "*e r o"]]:
+        a = self.a[...]
+        b = self.b[...]
+        experts = a.shape[: self.num_experts_dims]
+        rank = a.shape[-1]
+        return a.reshape(*experts, -1, rank), b.reshape(*experts, rank, -1)
+
+
+def lengths(kernel: Array, summed: tuple[int, ...]) -> Array:
+    """Of the weights of each output, float32."""
+    return jnp.sqrt(jnp.square(kernel.astype(jnp.float32)).sum(summed))

@@ -1,0 +1,84 @@
+"""A model whose layers have arrays of their own, for generation.
+
+Layers that are alike have their parameters stacked, which training runs as one loop. A matrix in a
+stack is copied each time that it is used where a product takes no part of an array, as on CPUs;
+that is nothing beside the product of a whole batch, and twice the time of a product of one token.
+"""
+
+import dataclasses
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Int
+
+from maxtrain.config.schema import InitConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.specs import StackSpec
+from maxtrain.models.stack import layer_names
+
+
+def for_generation(model: Decoder) -> Decoder:
+    """The model in the form that generates fastest on the devices that it lies on; it may be given
+    up, as by `unstacked`."""
+    (device, *_) = model.embedding[...].devices()
+    if device.platform == "cpu":
+        return unstacked(model)
+    return model
+
+
+def unstacked(model: Decoder) -> Decoder:
+    """The same model with each layer in arrays of its own. The arrays of the model are given up,
+    one after the other, so that hardly more memory is needed than for one of them.
+
+    Args:
+        model: with its arrays, on one device or many.
+    """
+    stack = model.spec.stack
+    layers = stack.layers()
+    # The last layer is a period that occurs once.
+    apart = StackSpec(period=layers[-1:], repeats=1, prefix=layers[:-1])
+    spec = dataclasses.replace(model.spec, stack=apart)
+    config = dataclasses.replace(model.config, scan_layers=False)
+
+    def build() -> Decoder:
+        return Decoder(config, spec, model.precision, InitConfig(), nnx.Rngs(params=0))
+
+    graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    # Where each layer is now, and where it was: its name, and its number in the stack of that name.
+    moves: dict[str, tuple[str, int | None]] = {}
+    for new, old in zip(layer_names(apart), layer_names(stack), strict=True):
+        moves[new.name] = (old.name, old.repeat)
+    arrays = dict(nnx.to_flat_state(nnx.state(model)))
+    left = dict.fromkeys(arrays, 0)
+    for path, _ in nnx.to_flat_state(abstract):
+        left[_source(path, moves)[0]] += 1
+    filled = {}
+    for path, variable in nnx.to_flat_state(abstract):
+        source, repeat = _source(path, moves)
+        array = arrays[source].get_value()
+        shape = variable.get_value().shape
+        value = array
+        if repeat is not None:
+            value = _layer_of(value, repeat)
+        if value.shape != shape:
+            value = value.reshape(shape)
+        filled[path] = variable.replace(value)
+        left[source] -= 1
+        if left[source] == 0 and value is not array:
+            jax.block_until_ready(value)
+            array.delete()
+    return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _source(path: tuple, moves: dict[str, tuple[str, int | None]]) -> tuple[tuple, int | None]:
+    """Where the variable at a path of the new model was in the old one: its path, and its number in
+    the stack."""
+    if path[0] != "layers":
+        return path, None
+    name, repeat = moves[path[1]]
+    return ("layers", name, *path[2:]), repeat
+
+
+@jax.jit
+def _layer_of(array: Array, repeat: Int[Array, ""] | int) -> Array:
+    return jax.lax.dynamic_index_in_dim(array, repeat, keepdims=False)

@@ -1,0 +1,299 @@
+"""Products of tokens with the weights of their experts: tokens sorted by expert, in blocks.
+
+Choices of tokens are brought into the order of their experts, those of each expert beginning a new
+block, so that every block has one expert. What moves rows there and back is a gather in the
+backward pass, too: no sum is scattered, so nothing depends on the order in which threads add.
+
+Cost: N C rows of products for N tokens with C choices each, and at most one block more for each
+expert. Memory: [N C + E block, D] and as much of hidden units.
+"""
+
+import functools
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from maxtrain.ops.dot import PRODUCT, Recipe
+from maxtrain.ops.einsum import contract
+
+Kernel = Literal["blocks", "ragged"]
+
+
+class Order(NamedTuple):
+    """Where the choices of tokens lie when they are sorted by expert. Rows that are there to fill a
+    block have no choice.
+
+    Attributes:
+        rows: of each choice; M, the number of rows, where it goes to no expert.
+        choices: of each row, token * C + choice; N C where it has none.
+        starts: the first row of each expert.
+        blocks: how many blocks each expert has.
+    """
+
+    rows: Int[Array, "N C"]
+    choices: Int[Array, " M"]
+    starts: Int[Array, " E"]
+    blocks: Int[Array, " E"]
+
+
+def block_size(num_choices: int, num_experts: int) -> int:
+    """Rows of a block: an eighth of an equal share, as a power of 2 from 8 to 256, so that filling
+    blocks adds a sixteenth to the products."""
+    wanted = max(num_choices // (8 * num_experts), 1)
+    return min(max(1 << (wanted.bit_length() - 1), 8), 256)
+
+
+def order_by_expert(experts: Int[Array, "N C"], num_experts: int, block: int) -> Order:
+    """The order of choices by expert, and for one expert as they come.
+
+    Args:
+        experts: of each choice; `num_experts` where it goes to none.
+        num_experts: E.
+        block: rows of a block.
+    """
+    num_tokens, num_choices = experts.shape
+    count = num_tokens * num_choices
+    num_rows = -(-count // block) * block + num_experts * block
+    flat = experts.reshape(count)
+    by_expert = jnp.argsort(flat, stable=True)
+    bounds = jnp.searchsorted(flat[by_expert], jnp.arange(num_experts + 1))
+    blocks = -(-(bounds[1:] - bounds[:-1]) // block)
+    starts = (jnp.cumsum(blocks) - blocks) * block
+    # Of choice number i in the sorted order, where it lies once blocks are filled.
+    expert = jnp.minimum(flat[by_expert], num_experts - 1)
+    rows = starts[expert] + jnp.arange(count) - bounds[expert]
+    rows = jnp.where(flat[by_expert] < num_experts, rows, num_rows)
+    choices = jnp.full(num_rows, count).at[rows].set(by_expert, mode="drop")
+    rows_of_choices = jnp.zeros(count, rows.dtype).at[by_expert].set(rows, unique_indices=True)
+    return Order(rows_of_choices.reshape(experts.shape), choices, starts, blocks)
+
+
+def order_by_place(
+    experts: Int[Array, "B T C"], places: Int[Array, "B T C"], num_experts: int, capacity: int
+) -> Order:
+    """The order of choices where each expert has a row for each place of each row of the batch:
+    [E, B, capacity]; arguments as of `routing.within_capacity`."""
+    num_rows = num_experts * experts.shape[0] * capacity
+    row = jnp.arange(experts.shape[0])[:, None, None]
+    rows = (experts * experts.shape[0] + row) * capacity + places
+    rows = jnp.where(experts < num_experts, rows, num_rows)
+    rows = rows.reshape(-1, experts.shape[-1])
+    choices = jnp.full(num_rows, rows.size)
+    choices = choices.at[rows.reshape(-1)].set(jnp.arange(rows.size), mode="drop")
+    starts = jnp.arange(num_experts) * experts.shape[0] * capacity
+    # One block for each row of the batch.
+    blocks = jnp.full(num_experts, experts.shape[0])
+    return Order(rows, choices, starts, blocks)
+
+
+def _rows_of(x: Float[Array, "N D"], index: Int[Array, "*s"]) -> Float[Array, "*s D"]:
+    """Rows by index; zeros where there is none."""
+    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def dispatch(x: Float[Array, "N D"], order: Order) -> Float[Array, "M D"]:
+    """The inputs of all choices, sorted by expert; zeros in rows without a choice."""
+    num_choices = order.rows.shape[1]
+    return _rows_of(x, order.choices // num_choices)
+
+
+def _dispatch_forward(x: Array, order: Order) -> tuple[Array, tuple]:
+    return dispatch(x, order), (order, jnp.zeros((), x.dtype))
+
+
+def _dispatch_backward(saved: tuple, g: Array) -> tuple[Array, None]:
+    order, like_x = saved
+    dx = _rows_of(g, order.rows).astype(jnp.float32).sum(1)
+    return dx.astype(like_x.dtype), None
+
+
+dispatch.defvjp(_dispatch_forward, _dispatch_backward)
+
+
+@jax.custom_vjp
+def combine(
+    y: Float[Array, "M D"], weights: Float[Array, "N C"], order: Order
+) -> Float[Array, "N D"]:
+    """What each token gets: the outputs of its choices times their weights, summed in float32."""
+    rows = _rows_of(y, order.rows).astype(jnp.float32)
+    return (rows * weights[..., None]).sum(1)
+
+
+def _combine_forward(y: Array, weights: Array, order: Order) -> tuple[Array, tuple]:
+    return combine(y, weights, order), (y, weights, order)
+
+
+def _combine_backward(saved: tuple, g: Array) -> tuple[Array, Array, None]:
+    y, weights, order = saved
+    num_choices = order.rows.shape[1]
+    of_row = jnp.take(weights.reshape(-1), order.choices, mode="fill", fill_value=0)
+    dy = _rows_of(g, order.choices // num_choices) * of_row[:, None]
+    dweights = (_rows_of(y, order.rows).astype(jnp.float32) * g[:, None, :]).sum(-1)
+    return dy.astype(y.dtype), dweights, None
+
+
+combine.defvjp(_combine_forward, _combine_backward)
+
+
+def expert_of_rows(order: Order, block: int) -> Int[Array, " M"]:
+    """The expert of each row; E for rows behind those of the last one."""
+    ends = order.starts + order.blocks * block
+    return jnp.searchsorted(ends, jnp.arange(order.choices.size), side="right")
+
+
+def add_bias(
+    y: Float[Array, "M O"], bias: Float[Array, "E O"], order: Order, block: int
+) -> Float[Array, "M O"]:
+    """y and the bias of each row's expert, float32. The gradient of a bias is a product, so that
+    its sum has one order."""
+    is_expert = jax.nn.one_hot(expert_of_rows(order, block), bias.shape[0], dtype=jnp.float32)
+    return y.astype(jnp.float32) + contract("me,eo->mo", is_expert, bias.astype(jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def grouped_dot(
+    x: Float[Array, "M I"],
+    w: Float[Array, "E I O"],
+    order: Order,
+    block: int,
+    kernel: Kernel,
+    recipe: Recipe,
+) -> Float[Array, "M O"]:
+    """Each row times the matrix of its expert; rows behind those of the last expert are 0.
+
+    Args:
+        x: as of `dispatch`.
+        w: of each expert.
+        order: of the rows.
+        block: rows of a block.
+        kernel: "blocks": a loop over experts and their blocks; "ragged": `lax.ragged_dot`, which
+            has kernels on TPUs, and elsewhere multiplies every row with every expert.
+        recipe: what is rounded to which type, as in `ops.dot`.
+
+    Returns:
+        Of the recipe's type.
+    """
+    out = _product(x.astype(recipe.inputs), w.astype(recipe.inputs), order, block, kernel)
+    return out.astype(recipe.result)
+
+
+def _forward(
+    x: Array, w: Array, order: Order, block: int, kernel: Kernel, recipe: Recipe
+) -> tuple[Array, tuple]:
+    rounded = x.astype(recipe.inputs)
+    out = grouped_dot(rounded, w, order, block, kernel, recipe)
+    out = checkpoint_name(out, PRODUCT)
+    return out, (rounded, w, order, jnp.zeros((), x.dtype))
+
+
+def _backward(
+    block: int, kernel: Kernel, recipe: Recipe, saved: tuple, g: Array
+) -> tuple[Array, Array, None]:
+    x, w, order, like_x = saved
+    g = g.astype(recipe.gradient)
+    turned = w.astype(recipe.gradient).swapaxes(1, 2)
+    dx = _product(g, turned, order, block, kernel)
+    dw = _outer_product(x.astype(recipe.gradient), g, order, block, kernel)
+    return dx.astype(like_x.dtype), dw.astype(w.dtype), None
+
+
+grouped_dot.defvjp(_forward, _backward)
+
+
+def _product(x: Array, w: Array, order: Order, block: int, kernel: Kernel) -> Array:
+    """[M, I] and [E, I, O] to [M, O], float32."""
+    if kernel == "ragged":
+        return jax.lax.ragged_dot(
+            x,
+            w,
+            order.blocks * block,
+            precision=_precision(x),
+            preferred_element_type=jnp.float32,
+        )
+    num_experts, num_inputs, num_outputs = w.shape
+
+    def of_expert(expert: Array, out: Array) -> Array:
+        matrix = w[expert]
+
+        def of_block(number: Array, out: Array) -> Array:
+            row = order.starts[expert] + number * block
+            inputs = jax.lax.dynamic_slice(x, (row, 0), (block, num_inputs))
+            made = contract("bi,io->bo", inputs, matrix)
+            return jax.lax.dynamic_update_slice(out, made, (row, 0))
+
+        return jax.lax.fori_loop(0, order.blocks[expert], of_block, out)
+
+    out = jnp.zeros((x.shape[0], num_outputs), jnp.float32)
+    return jax.lax.fori_loop(0, num_experts, of_expert, out)
+
+
+def _outer_product(x: Array, g: Array, order: Order, block: int, kernel: Kernel) -> Array:
+    """[M, I] and [M, O] to [E, I, O], float32: for each expert the sum over its rows."""
+    num_experts = order.starts.size
+    if kernel == "ragged":
+        numbers = jax.lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())),
+            lhs_ragged_dimensions=[0],
+            rhs_group_dimensions=[],
+        )
+        return jax.lax.ragged_dot_general(
+            x,
+            g,
+            order.blocks * block,
+            numbers,
+            precision=_precision(x),
+            preferred_element_type=jnp.float32,
+        )
+    num_inputs = x.shape[1]
+    num_outputs = g.shape[1]
+
+    def of_expert(expert: Array, out: Array) -> Array:
+        def of_block(number: Array, total: Array) -> Array:
+            row = order.starts[expert] + number * block
+            inputs = jax.lax.dynamic_slice(x, (row, 0), (block, num_inputs))
+            outputs = jax.lax.dynamic_slice(g, (row, 0), (block, num_outputs))
+            return total + contract("bi,bo->io", inputs, outputs)
+
+        zeros = jnp.zeros((num_inputs, num_outputs), jnp.float32)
+        total = jax.lax.fori_loop(0, order.blocks[expert], of_block, zeros)
+        return jax.lax.dynamic_update_index_in_dim(out, total, expert, 0)
+
+    out = jnp.zeros((num_experts, num_inputs, num_outputs), jnp.float32)
+    return jax.lax.fori_loop(0, num_experts, of_expert, out)
+
+
+def _precision(x: Array) -> str | None:
+    """As `contract`: exact products of float32."""
+    if x.dtype == jnp.float32:
+        return "highest"
+    return None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def expert_dot(
+    x: Float[Array, "E R I"], w: Float[Array, "E I O"], recipe: Recipe
+) -> Float[Array, "E R O"]:
+    """Each expert's rows times its matrix, where all experts have as many; types as in `ops.dot`."""
+    out = contract("eri,eio->ero", x.astype(recipe.inputs), w.astype(recipe.inputs))
+    return out.astype(recipe.result)
+
+
+def _expert_forward(x: Array, w: Array, recipe: Recipe) -> tuple[Array, tuple]:
+    rounded = x.astype(recipe.inputs)
+    out = checkpoint_name(expert_dot(rounded, w, recipe), PRODUCT)
+    return out, (rounded, w, jnp.zeros((), x.dtype))
+
+
+def _expert_backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, Array]:
+    x, w, like_x = saved
+    g = g.astype(recipe.gradient)
+    dx = contract("ero,eio->eri", g, w.astype(recipe.gradient))
+    dw = contract("eri,ero->eio", x.astype(recipe.gradient), g)
+    return dx.astype(like_x.dtype), dw.astype(w.dtype)
+
+
+expert_dot.defvjp(_expert_forward, _expert_backward)

@@ -1,0 +1,236 @@
+"""Which experts each token goes to, with which weights, and how evenly.
+
+Everything here is float32, whatever activations are stored in: a router that is rounded sends
+tokens elsewhere. Padding goes to no expert, and counts nowhere.
+"""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from maxtrain.ops.sums import Sum
+
+Noise = Literal["none", "jitter", "gaussian", "gumbel"]
+Scope = Literal["sequence", "micro_batch", "global"]
+# A sum of chosen scores may be 0 in float32; as in DeepSeek's code.
+_TINY = 1e-20
+
+
+class Routing(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        experts: of each of a token's choices, the best first; E, the number of experts, where it
+            goes to none.
+        weights: of each choice, what its output is multiplied with; 0 where there is no expert.
+        shares: of all experts, adding up to 1 for each token: what balance is judged by.
+    """
+
+    experts: Int[Array, "B T C"]
+    weights: Float[Array, "B T C"]
+    shares: Float[Array, "B T E"]
+
+
+def choose(
+    logits: Float[Array, "B T E"],
+    is_token: Bool[Array, "B T"],
+    num_choices: int,
+    *,
+    scores: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    correction: Float[Array, " E"] | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    best_of_group: int = 1,
+) -> Routing:
+    """The best experts of each token.
+
+    Args:
+        logits: the router's, float32.
+        is_token: false for padding.
+        num_choices: experts of a token.
+        scores: what becomes of logits.
+        normalize: the scores of a token's experts are divided by their sum. With softmax, that is a
+            softmax over the logits of the chosen experts alone.
+        scale: what weights are multiplied with in the end.
+        correction: added to the scores for the choice, not for the weights; None: nothing.
+        num_groups, top_groups: experts in a row form groups of equal size, and a token goes to
+            experts of its best groups only.
+        best_of_group: a group is as good as the sum of so many of its best scores.
+
+    Returns:
+        Experts whose scores are equal are chosen in their order.
+
+    Sources: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; groups: DeepSeek-AI 2024,
+        https://arxiv.org/abs/2405.04434, section 2.2.2; sigmoid and correction: DeepSeek-AI 2024,
+        https://arxiv.org/abs/2412.19437, section 2.1.2.
+    """
+    num_experts = logits.shape[-1]
+    if scores == "softmax":
+        values = jax.nn.softmax(logits, axis=-1)
+        shares = values
+    else:
+        values = jax.nn.sigmoid(logits)
+        shares = values / (values.sum(-1, keepdims=True) + _TINY)
+    ranked = values
+    if correction is not None:
+        ranked = ranked + correction
+    ranked = jax.lax.stop_gradient(ranked)
+    if num_groups > 1:
+        ranked = _within_best_groups(ranked, num_groups, top_groups, best_of_group)
+    _, experts = jax.lax.top_k(ranked, num_choices)
+    weights = jnp.take_along_axis(values, experts, axis=-1)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdims=True) + _TINY)
+    weights = weights * scale
+    real = is_token[..., None]
+    return Routing(
+        jnp.where(real, experts, num_experts),
+        jnp.where(real, weights, 0.0),
+        jnp.where(real, shares, 0.0),
+    )
+
+
+def _within_best_groups(
+    ranked: Float[Array, "B T E"], num_groups: int, top_groups: int, best_of_group: int
+) -> Float[Array, "B T E"]:
+    """The scores, minus infinity outside a token's best groups."""
+    grouped = ranked.reshape(*ranked.shape[:-1], num_groups, -1)
+    best, _ = jax.lax.top_k(grouped, best_of_group)
+    _, groups = jax.lax.top_k(best.sum(-1), top_groups)
+    chosen = jax.nn.one_hot(groups, num_groups, dtype=bool).any(-2)
+    return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+
+
+def with_noise(
+    logits: Float[Array, "B T E"],
+    keys: Key[Array, " B"],
+    noise: Noise,
+    scale: Float[Array, "#B"] | float,
+) -> Float[Array, "B T E"]:
+    """Logits with noise of each token and expert, drawn by a key of each row.
+
+    gaussian adds `scale` times a normal deviate; gumbel adds `scale` times a Gumbel deviate, so
+    that with 1 the best expert is a draw from the softmax. jitter is for inputs, see `jittered`.
+    The scale may be a row's own.
+    """
+    scale = jnp.reshape(scale, (-1, 1, 1))
+    if noise == "gaussian":
+        return logits + scale * _drawn(jax.random.normal, keys, logits.shape)
+    if noise == "gumbel":
+        return logits + scale * _drawn(jax.random.gumbel, keys, logits.shape)
+    return logits
+
+
+def jittered(
+    x: Float[Array, "B T D"], keys: Key[Array, " B"], scale: Float[Array, "#B"] | float
+) -> Float[Array, "B T D"]:
+    """The router's inputs, each times a number between 1 - scale and 1 + scale; float32. The scale
+    may be a row's own.
+
+    Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, section 2.4 and appendix C.
+    """
+    scale = jnp.reshape(scale, (-1, 1, 1))
+    return x * (1.0 + scale * (2.0 * _drawn(jax.random.uniform, keys, x.shape) - 1.0))
+
+
+def _drawn(draw: Callable[..., Array], keys: Array, shape: tuple[int, ...]) -> Array:
+    return jax.vmap(lambda key: draw(key, shape[1:], jnp.float32))(keys)
+
+
+def choices_of(experts: Int[Array, "*s T C"], num_experts: int) -> Int[Array, "*s E"]:
+    """How many choices fall on each expert, summed over tokens."""
+    numbers = jnp.arange(num_experts)
+    # One choice after the other: a comparison of all at once would be C times as large.
+    counts = jnp.zeros((*experts.shape[:-2], num_experts), jnp.int32)
+    for choice in range(experts.shape[-1]):
+        counts += (experts[..., choice, None] == numbers).sum(-2, dtype=jnp.int32)
+    return counts
+
+
+def imbalance(routing: Routing, scope: Scope) -> Float[Array, ""]:
+    """The loss that is least when experts get equal shares, summed over tokens.
+
+    Of n tokens it is n E sum_e f_e p_e, where f_e is the part of their choices that fall on expert
+    e, and p_e the mean of its share. Divided by n, it is 1 when all experts get as much, and E when
+    one gets all. Only the shares have a gradient.
+
+    Args:
+        routing: of a micro-batch.
+        scope: the tokens over which f and p are taken. `sequence`: each row for itself, so that the
+            sum is the same however a batch is split; `micro_batch` and `global`: all rows together.
+
+    Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6; over sequences:
+        DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, equations 17 to 20.
+    """
+    num_experts = routing.shares.shape[-1]
+    counts = choices_of(routing.experts, num_experts).astype(jnp.float32)
+    shares = routing.shares.sum(-2)
+    if scope != "sequence":
+        counts = counts.sum(0)
+        shares = shares.sum(0)
+    # Of each token's choices one falls on each of `num_choices` experts.
+    total = counts.sum(-1)
+    overlap = (jax.lax.stop_gradient(counts) * shares).sum(-1)
+    return (num_experts * overlap / jnp.where(total > 0, total, 1.0)).sum()
+
+
+def z_of(logits: Float[Array, "B T E"], is_token: Bool[Array, "B T"]) -> Float[Array, ""]:
+    """logsumexp(logits)^2, which keeps them from growing, summed over tokens.
+
+    Source: Zoph et al. 2022, https://arxiv.org/abs/2202.08906, section 3.2.
+    """
+    squares = jax.nn.logsumexp(logits, axis=-1) ** 2
+    return jnp.where(is_token, squares, 0.0).sum()
+
+
+class Kept(NamedTuple):
+    """What experts with a capacity take.
+
+    Attributes:
+        experts: as of `Routing`, E for choices that are dropped, too.
+        places: of each choice among those of its row that its expert takes; from 0.
+        dropped: choices that no expert took, and all choices.
+    """
+
+    experts: Int[Array, "B T C"]
+    places: Int[Array, "B T C"]
+    dropped: Sum
+
+
+def within_capacity(experts: Int[Array, "B T C"], num_experts: int, capacity: int) -> Kept:
+    """The choices that experts take: of each row the first `capacity`, token by token, and of one
+    token the best first.
+
+    A token's choices are kept or dropped for what stands before it in its row, never for what
+    comes after, and never for what stands in another row: no batch, mesh or accumulation changes
+    them.
+    """
+    rows, length, num_choices = experts.shape
+    flat = experts.reshape(rows, length * num_choices)
+    is_chosen = flat[..., None] == jnp.arange(num_experts)
+    before = jnp.cumsum(is_chosen, axis=1, dtype=jnp.int32) - 1
+    places = jnp.where(is_chosen, before, 0).sum(-1)
+    is_choice = flat < num_experts
+    fits = is_choice & (places < capacity)
+    dropped = (is_choice & ~fits).sum().astype(jnp.float32)
+    kept = jnp.where(fits, flat, num_experts)
+    return Kept(
+        kept.reshape(experts.shape),
+        jnp.where(fits, places, 0).reshape(experts.shape),
+        Sum(dropped, is_choice.sum().astype(jnp.float32)),
+    )
+
+
+def capacity_of(length: int, num_choices: int, num_experts: int, factor: float) -> int:
+    """Choices that an expert takes of a row of this length: `factor` times an equal share, rounded
+    up, and no more than there are tokens."""
+    # As it is written: 1.1 is not 1.1000000000000001.
+    wanted = math.ceil(Fraction(str(factor)) * length * num_choices / num_experts)
+    return max(1, min(length, wanted))

@@ -1,0 +1,1 @@
+"""Generation: many texts side by side, each as if it were alone."""

@@ -1,0 +1,143 @@
+"""Conversations as the ids that a model answers to."""
+
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.chat import ChatError, load_template, render
+from data_pipeline.errors import DataError, UsageError
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer import Tokenizer, named_token, read_settings, tokenizer_path
+
+Message = Mapping[str, Any]
+
+# An answer that no template writes by itself.
+_ANSWER = "maxtrain-answer"
+
+
+class Chat:
+    """How conversations are written for a model.
+
+    Args:
+        tokenizer: of the model.
+        place: from where it came, as for `load_tokenizer`; chat_template.jinja and
+            tokenizer_config.json lie beside it.
+        template: a file, "chatml", or empty: the template beside the tokenizer.
+        date: YYYY-MM-DD, for templates that write it; empty: today.
+
+    Attributes:
+        stop_ids: tokens that end an answer: the end of a document, the tokenizer's eos_token, those
+            of generation_config.json, and what the template writes behind an answer.
+
+    Raises:
+        DataError: there is no template, or it can't be used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, place: str | Path, template: str = "", date: str = ""):
+        self._tokenizer = tokenizer
+        date = date or datetime.date.today().isoformat()
+        self._template, _ = load_template(template, place, tokenizer.special, date)
+        found = {self._end_of_turn(), tokenizer.eod_id}
+        if place != "bytes":
+            path = tokenizer_path(place)
+            eos = named_token(read_settings(path), "eos_token")
+            found.add(tokenizer.special.get(eos or ""))
+            found.update(_ends_of_generation(path.with_name("generation_config.json")))
+        self.stop_ids = tuple(sorted(i for i in found if i is not None))
+
+    def ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
+        """What the assistant's next turn follows.
+
+        Raises:
+            UsageError: messages that no conversation has, special tokens anywhere in them or in
+                tools, or something that the template refuses.
+        """
+        _check(messages)
+        _check_texts("messages", list(messages), self._tokenizer.special)
+        _check_texts("tools", tools, self._tokenizer.special)
+        try:
+            text = render(self._template, [dict(m) for m in messages], tools, prompt=True)
+        except ChatError as error:
+            raise UsageError(
+                f"messages: the chat template refuses them: {error}. Change them."
+            ) from error
+        ids, _, _ = self._tokenizer.locate(text)
+        return ids.tolist()
+
+    def _end_of_turn(self) -> int | None:
+        """The special token that the template writes directly behind an answer, if it does."""
+        messages = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": _ANSWER},
+        ]
+        try:
+            text = render(self._template, messages)
+        except (ChatError, DataError):
+            return None
+        _, found, behind = text.partition(_ANSWER)
+        if not found:
+            return None
+        behind = behind.lstrip()
+        tokens = [token for token in self._tokenizer.special if behind.startswith(token)]
+        if not tokens:
+            return None
+        return self._tokenizer.special[max(tokens, key=len)]
+
+
+def _ends_of_generation(path: Any) -> list[int]:
+    """The ids of `eos_token_id`; empty if there is no such file.
+
+    DataError: they are no ids.
+    """
+    if not path.exists():
+        return []
+    try:
+        ids = loads(path.read_bytes()).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path}: is not a JSON object ({error}). Mend it.") from error
+    if ids is None:
+        return []
+    if isinstance(ids, int):
+        ids = [ids]
+    if not isinstance(ids, list) or not all(isinstance(i, int) and i >= 0 for i in ids):
+        raise DataError(f"{path}: eos_token_id={ids!r} must be an id or a list of ids. Mend it.")
+    return ids
+
+
+def _check(messages: Sequence[Message]) -> None:
+    """UsageError: not a conversation that can be answered."""
+    if not messages:
+        raise UsageError("messages: is empty, but there must be something to answer. Add one.")
+    for number, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or not role:
+            raise UsageError(
+                f"messages[{number}].role={role!r} must be a text such as user. Name who speaks."
+            )
+        content = message.get("content")
+        # A turn of tool calls may say nothing.
+        if content is None and message.get("tool_calls"):
+            continue
+        if not isinstance(content, str):
+            raise UsageError(
+                f"messages[{number}].content={content!r} must be a text. Write what is said."
+            )
+
+
+def _check_texts(where: str, value: Any, special: Mapping[str, int]) -> None:
+    """UsageError: a special token in any text of what a template is given, keys included."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_texts(where, key, special)
+            _check_texts(f"{where}.{key}", inner, special)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            _check_texts(f"{where}[{number}]", inner, special)
+    elif isinstance(value, str):
+        for token in special:
+            if token in value:
+                raise UsageError(
+                    f"{where} has the special token {token}, which only the chat template may "
+                    "write. Take it out."
+                )

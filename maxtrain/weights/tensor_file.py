@@ -1,0 +1,213 @@
+"""Files of tensors (safetensors), read with few copies, in the order in which they lie on the disk.
+
+A tensor's numbers are read straight to where they are needed, if they lie there as in the file; what
+is transposed, cut or of another type goes through a small buffer that stays in the processor's
+cache. Nothing is mapped into memory: pages of the file would count as the process's own.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from data_pipeline.errors import DataError, blame_storage
+from maxtrain.models.families.directory import AGAIN
+from maxtrain.weights.codec import Part, Shape
+
+# Types of the format by what a file calls them.
+DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Bytes of the buffer, which the second cache of a core holds beside what is written.
+_BUFFER_BYTES = 1 << 20
+# Bytes that one thread reads at a time.
+_BLOCK_BYTES = 1 << 24
+# Rows of a buffer end in a gap: columns of rows that are a power of two apart would share a few
+# lines of the cache.
+_GAP_BYTES = 64
+# Pieces of memory that one call of the system fills, at most.
+_MOST_PIECES = 1024
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file that is open.
+
+    Attributes:
+        path: of the file.
+        descriptor: of the file.
+        kind: what the file calls its type.
+        shape: its own.
+        offset: of its first byte in the file.
+    """
+
+    path: Path
+    descriptor: int
+    kind: str
+    shape: Shape
+    offset: int
+
+
+class Read(NamedTuple):
+    """A part of a tensor that is to be put into memory of the same shape, rounded to its type."""
+
+    tensor: StoredTensor
+    part: Part
+    out: np.ndarray
+
+
+def open_tensors(path: Path, held: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """The tensors of a file by name; `held` closes the file.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
+    try:
+        # It refuses what is no such file, or not whole.
+        with safe_open(path, "numpy"):
+            pass
+        file = held.enter_context(path.open("rb", buffering=0))
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    except (OSError, SafetensorError) as error:
+        what = f"can't be read ({error})"
+        if isinstance(error, FileNotFoundError):
+            what = "is missing"
+        raise DataError(
+            f"{path}: {what}. {AGAIN}; save_pretrained(..., safe_serialization=True) of "
+            "transformers makes it of weights in another format."
+        ) from error
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        offset = 8 + length + entry["data_offsets"][0]
+        shape = tuple(entry["shape"])
+        tensors[name] = StoredTensor(path, file.fileno(), entry["dtype"], shape, offset)
+    return tensors
+
+
+def read_all(reads: Sequence[Read], threads: concurrent.futures.Executor) -> None:
+    """Does what was asked for, in the order of the files, by several threads.
+
+    Raises:
+        DataError: a file has become shorter.
+        StorageError: the disk fails.
+    """
+    blocks = [block for read in reads for block in _blocks(read)]
+    blocks.sort(key=_place)
+    for _ in threads.map(_read_block, blocks):
+        pass
+
+
+def _place(read: Read) -> tuple[Path, int]:
+    """Where in the files it begins."""
+    at = read.tensor.offset
+    if read.part:
+        at += read.part[0].start * _row_bytes(read.tensor)
+    return read.tensor.path, at
+
+
+def _row_bytes(tensor: StoredTensor) -> int:
+    return math.prod(tensor.shape[1:]) * _dtype(tensor).itemsize
+
+
+def _dtype(tensor: StoredTensor) -> np.dtype:
+    return jnp.dtype(DTYPES[tensor.kind])
+
+
+def _blocks(read: Read) -> list[Read]:
+    """The same in parts of about as many bytes as one thread reads at a time."""
+    if not read.part:
+        return [read]
+    rows, *rest = read.part
+    at_once = max(1, _BLOCK_BYTES // max(1, _row_bytes(read.tensor)))
+    blocks = []
+    for start in range(0, len(rows), at_once):
+        here = rows[start : start + at_once]
+        blocks.append(Read(read.tensor, (here, *rest), read.out[start : start + at_once]))
+    return blocks
+
+
+def _read_block(read: Read) -> None:
+    _read(read.tensor, read.part, read.out)
+
+
+def _read(tensor: StoredTensor, part: Part, out: np.ndarray) -> None:
+    """Reads a part of a tensor."""
+    if len(tensor.shape) > 2:
+        row_bytes = _row_bytes(tensor)
+        for place, i in enumerate(part[0]):
+            offset = tensor.offset + i * row_bytes
+            one = tensor._replace(shape=tensor.shape[1:], offset=offset)
+            _read(one, part[1:], out[place, ...])
+        return
+    # Two dims, of which the first may have one row.
+    missing = 2 - len(tensor.shape)
+    rows, columns = (range(1),) * missing + part
+    matrix = tensor._replace(shape=(1,) * missing + tensor.shape)
+    target = out.reshape(len(rows), len(columns), copy=False)
+    whole_rows = len(columns) == matrix.shape[1]
+    if whole_rows and target.dtype == _dtype(tensor) and target.flags.c_contiguous:
+        begin = matrix.offset + rows.start * _row_bytes(matrix)
+        _fill(matrix, [target.reshape(-1).view(np.uint8)], begin)
+        return
+    _read_by_buffer(matrix, rows, columns, target)
+
+
+def _read_by_buffer(tensor: StoredTensor, rows: range, columns: range, out: np.ndarray) -> None:
+    """Rows of a matrix, a few at a time, whose columns are then put where they belong."""
+    row_bytes = _row_bytes(tensor)
+    width = tensor.shape[1]
+    at_once = min(max(1, _BUFFER_BYTES // max(1, row_bytes)), _MOST_PIECES, len(rows))
+    buffer = _buffer(at_once, width, _dtype(tensor))
+    rounded = buffer
+    if out.dtype != buffer.dtype:
+        rounded = _buffer(at_once, width, out.dtype)
+    for start in range(0, len(rows), at_once):
+        count = min(at_once, len(rows) - start)
+        pieces = [row.view(np.uint8) for row in buffer[:count]]
+        _fill(tensor, pieces, tensor.offset + (rows.start + start) * row_bytes)
+        wanted = slice(columns.start, columns.stop)
+        if rounded is not buffer:
+            _round(buffer[:count, wanted], rounded[:count, wanted])
+        out[start : start + count] = rounded[:count, wanted]
+
+
+def _buffer(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
+    """A matrix whose rows have a gap between them."""
+    return np.empty((rows, width + _GAP_BYTES // dtype.itemsize), dtype)[:, :width]
+
+
+def _round(numbers: np.ndarray, out: np.ndarray) -> None:
+    """Puts numbers into memory of another type; what is too large for it becomes infinity."""
+    if numbers.dtype == jnp.bfloat16 and out.dtype == np.float32:
+        # The upper half of its bits, ten times as fast.
+        words = out.view(np.uint32)
+        words[...] = numbers.view(np.uint16)
+        np.left_shift(words, 16, out=words)
+        return
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = numbers
+
+
+def _fill(tensor: StoredTensor, pieces: list[np.ndarray], offset: int) -> None:
+    """Fills pieces of memory, one after the other, with the bytes of a file from `offset` on."""
+    left: list[Any] = [memoryview(piece) for piece in pieces if len(piece)]
+    while left:
+        try:
+            count = os.preadv(tensor.descriptor, left[:_MOST_PIECES], offset)
+        except OSError as error:
+            blame_storage(str(tensor.path), error)
+            raise
+        if not count:
+            raise DataError(f"{tensor.path}: ends in the middle of a tensor. {AGAIN}.")
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]

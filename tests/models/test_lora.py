@@ -1,0 +1,283 @@
+"""Adapters: nothing at first, then what the weights with their changes would do, in every family."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from data_pipeline.errors import ConfigError
+from maxtrain.config.schema import (
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    PrecisionConfig,
+    TrainConfig,
+)
+from maxtrain.models.adapt import split_adapters, with_magnitudes
+from maxtrain.models.families.directory import read_config
+from maxtrain.models.lora import scale_of
+from maxtrain.models.merged import merged
+from maxtrain.models.registry import build_model
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.sampling import Sampling
+from maxtrain.training.optimizer import paths
+from maxtrain.training.partition import frozen_paths, split
+from maxtrain.training.state import abstract_model, shardings
+
+PARITY = Path(__file__).parents[1] / "data" / "parity"
+EXACT = PrecisionConfig(compute="float32")
+TINY = ModelConfig(
+    vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2
+)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 12)), jnp.int32)
+
+
+def with_lora(config=TINY, **options):
+    return dataclasses.replace(config, lora=LoraConfig(**{"rank": 3, "alpha": 6.0, **options}))
+
+
+@functools.cache
+def case_config(case):
+    return read_config(PARITY / case)
+
+
+def build(config, seed=0):
+    return jax.jit(lambda: build_model(config, EXACT, seed))()
+
+
+def busy(model, seed=1):
+    """The model with random numbers in what adapters begin with."""
+    graphdef, state = nnx.split(model)
+    flat = dict(nnx.to_flat_state(state))
+    rng = np.random.default_rng(seed)
+    for path, variable in flat.items():
+        value = variable.get_value()
+        if path[-1] == "b" and path[-2] == "adapter":
+            new = 0.3 * rng.standard_normal(value.shape)
+            flat[path] = variable.replace(jnp.asarray(new, value.dtype))
+        if path[-1] == "magnitude":
+            flat[path] = variable.replace(value * rng.uniform(0.5, 1.5, value.shape))
+    return nnx.merge(graphdef, nnx.from_flat_state(flat))
+
+
+@nnx.jit
+def logits(model, tokens):
+    return model(tokens)
+
+
+FAMILIES = [
+    "llama3",
+    *(
+        pytest.param(case, marks=pytest.mark.long)
+        for case in ("deepseek_v3", "qwen3_moe", "gpt_oss", "gemma3", "qwen2")
+    ),
+]
+
+
+@pytest.mark.parametrize("magnitudes", [False, True])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_model_is_that_of_the_changed_weights(case, magnitudes):
+    """Attention, dense blocks, experts, with biases and without; and with a cache, where latents are
+    multiplied by the weights themselves."""
+    config = dataclasses.replace(case_config(case), vocab_size=64)
+    model = busy(build(with_lora(config, magnitudes=magnitudes)))
+    plain = merged(model)
+    assert not split_adapters(nnx.state(plain))[1]
+    assert plain.config == dataclasses.replace(
+        config, lora=dataclasses.replace(model.config.lora, rank=None)
+    )
+    expected = logits(plain, TOKENS)
+    found = logits(model, TOKENS)
+    np.testing.assert_allclose(found, expected, atol=2e-5 * float(jnp.abs(expected).max()))
+    assert np.abs(np.asarray(found) - logits(build(config), TOKENS)).max() > 1e-2
+    texts = []
+    for one in (model, plain):
+        engine = Engine(one, slots=1, chunk=4, piece=16)
+        generation = engine.submit(list(range(20)), 8, Sampling(temperature=0.0))
+        engine.run()
+        texts.append((generation.ids, generation.logprobs))
+    assert texts[0][0] == texts[1][0]
+    np.testing.assert_allclose(texts[0][1], texts[1][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("case", [None, pytest.param("qwen3_moe", marks=pytest.mark.long)])
+def test_new_adapters_change_no_bit(case):
+    config = TINY if case is None else dataclasses.replace(case_config(case), vocab_size=64)
+    model = build(with_lora(config))
+    plain = build(config)
+    assert np.array_equal(logits(model, TOKENS), logits(plain, TOKENS))
+    base, adapters = split_adapters(nnx.state(model))
+    for ours, theirs in zip(jax.tree.leaves(base), jax.tree.leaves(nnx.state(plain)), strict=True):
+        assert np.array_equal(ours, theirs)
+    for path, variable in paths(adapters).items():
+        assert variable.dtype == jnp.float32
+        if path.endswith(".a") and case is None:
+            bound = 1 / np.sqrt(np.prod(variable.shape[1:-1]))
+            assert 0.9 * bound < np.abs(variable[...]).max() <= bound
+
+
+@pytest.mark.long
+def test_with_magnitudes_it_begins_as_without_to_rounding():
+    model = build(with_lora(magnitudes=True))
+    np.testing.assert_allclose(logits(model, TOKENS), logits(build(TINY), TOKENS), atol=1e-5)
+
+
+@pytest.mark.long
+def test_magnitudes_are_those_of_the_weights_beside_them():
+    """Of weights that came from elsewhere, not of those that the adapters were made with."""
+    graphdef, state = nnx.split(build(with_lora(magnitudes=True), seed=0))
+    base, _ = split_adapters(nnx.state(build(with_lora(magnitudes=True), seed=5)))
+    _, adapters = split_adapters(state)
+    variables = nnx.merge_state(base, adapters)
+    model = nnx.merge(graphdef, with_magnitudes(variables))
+    np.testing.assert_allclose(
+        logits(model, TOKENS), logits(build(TINY, seed=5), TOKENS), atol=1e-5
+    )
+    unlike = nnx.merge(graphdef, variables)
+    assert np.abs(np.asarray(logits(unlike, TOKENS) - logits(model, TOKENS))).max() > 1e-3
+
+
+def gradients_of(model):
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def grads(state):
+        def loss(state):
+            out = nnx.merge(graphdef, state)(TOKENS)
+            return jnp.square(out).mean()
+
+        return jax.grad(loss)(state)
+
+    return {path: np.asarray(v[...], np.float64) for path, v in paths(grads(state)).items()}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [None, *(pytest.param(c, marks=pytest.mark.long) for c in ("deepseek_v3", "mixtral"))],
+)
+def test_gradients_are_those_of_the_weights_by_the_chain_rule(case):
+    """Of W + s A B: dA = s dW B^T and dB = s A^T dW."""
+    config = TINY if case is None else dataclasses.replace(case_config(case), vocab_size=64)
+    model = busy(build(with_lora(config)))
+    found = gradients_of(model)
+    of_weights = gradients_of(merged(model))
+    values = paths(nnx.state(model))
+    seen = 0
+    for path, variable in values.items():
+        if not path.endswith("adapter.a"):
+            continue
+        seen += 1
+        product = path.removesuffix(".adapter.a")
+        a = np.asarray(variable[...], np.float64)
+        b = np.asarray(values[f"{product}.adapter.b"][...], np.float64)
+        rank = a.shape[-1]
+        axes = variable.get_metadata("axes")
+        stacked = b.shape[: a.ndim - len(axes) + axes.count("exp")]
+        flat_a = a.reshape(*stacked, -1, rank)
+        flat_b = b.reshape(*stacked, rank, -1)
+        dw = of_weights[f"{product}.kernel"].reshape(*stacked, flat_a.shape[-2], flat_b.shape[-1])
+        scale = scale_of(model.config.lora)
+        expected = {
+            "a": scale * dw @ flat_b.swapaxes(-1, -2),
+            "b": scale * flat_a.swapaxes(-1, -2) @ dw,
+        }
+        for name, gradient in expected.items():
+            ours = found[f"{product}.adapter.{name}"].reshape(gradient.shape)
+            np.testing.assert_allclose(ours, gradient, atol=3e-5 * np.abs(gradient).max())
+    assert seen >= 7
+
+
+def test_lengths_are_constants_for_gradients():
+    """The gradient of a magnitude is that of the product's direction, and A and B get none through
+    the lengths: as of a product that is divided by numbers."""
+    config = with_lora(dataclasses.replace(TINY, num_layers=1), magnitudes=True)
+    config = dataclasses.replace(
+        config, lora=dataclasses.replace(config.lora, targets=(r"mlp\.down",))
+    )
+    model = busy(build(config))
+    found = gradients_of(model)
+    of_weights = gradients_of(merged(model))["layers.0.mlp.down.kernel"][0]
+    adapter = getattr(model.layers, "0").mlp.down.adapter
+    kernel = np.asarray(paths(nnx.state(model))["layers.0.mlp.down.kernel"][...], np.float64)[0]
+    a = np.asarray(adapter.a[...], np.float64)[0]
+    b = np.asarray(adapter.b[...], np.float64)[0]
+    m = np.asarray(adapter.magnitude[...], np.float64)[0]
+    changed = kernel + 2.0 * a @ b
+    lengths = np.sqrt((changed**2).sum(0))
+    expected = {
+        "a": 2.0 * (of_weights * m / lengths) @ b.T,
+        "b": 2.0 * a.T @ (of_weights * m / lengths),
+        "magnitude": (of_weights * changed / lengths).sum(0),
+    }
+    for name, gradient in expected.items():
+        ours = found[f"layers.0.mlp.down.adapter.{name}"][0]
+        np.testing.assert_allclose(ours, gradient, atol=3e-5 * np.abs(gradient).max())
+
+
+@pytest.mark.long
+def test_scanned_and_unrolled_are_the_same():
+    config = with_lora(magnitudes=True)
+    scanned = busy(build(config))
+    unrolled = busy(build(dataclasses.replace(config, scan_layers=False)))
+    np.testing.assert_allclose(logits(scanned, TOKENS), logits(unrolled, TOKENS), atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_the_same_on_any_mesh(axes):
+    config = dataclasses.replace(with_lora(magnitudes=True), vocab_size=64)
+    single = busy(build(config))
+    expected = logits(single, TOKENS)
+    mesh = make_mesh(MeshConfig(**axes))
+    with jax.set_mesh(mesh):
+        graphdef, abstract = abstract_model(config, EXACT, mesh)
+        placed = jax.device_put(nnx.state(single), shardings(abstract))
+        found = logits(nnx.merge(graphdef, placed), TOKENS)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_the_scale_is_what_the_section_says():
+    assert scale_of(LoraConfig(rank=4, alpha=8.0)) == 2.0
+    assert scale_of(LoraConfig(rank=16, alpha=8.0, scaling="root")) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("targets", "products"),
+    [
+        ((r"attention\.(q|v)",), {"attention.q", "attention.v"}),
+        (("down",), {"mlp.down"}),
+        (("attention", r"mlp\.up"), {*(f"attention.{x}" for x in "qkvo"), "mlp.up"}),
+    ],
+)
+def test_patterns_say_what_has_an_adapter(targets, products):
+    model = build(with_lora(targets=targets))
+    _, adapters = split_adapters(nnx.state(model))
+    found = {path.partition(".adapter")[0].removeprefix("layers.0.") for path in paths(adapters)}
+    assert found == products
+
+
+def test_a_pattern_of_nothing_is_refused_with_what_there_is():
+    with pytest.raises(ConfigError, match=r"targets: q_proj is found .*layers\.0\.attention\.q"):
+        build(with_lora(targets=("mlp", "q_proj")))
+
+
+def test_adapters_train_and_what_is_named_beside_them():
+    params = nnx.state(nnx.eval_shape(lambda: build_model(with_lora(), EXACT)))
+    names = set(paths(params))
+    of_adapters = {name for name in names if ".adapter." in name}
+    assert frozen_paths(TrainConfig(), params) == names - of_adapters
+    also = frozen_paths(TrainConfig(only=("final_norm", "head")), params)
+    assert names - also == {*of_adapters, "final_norm.scale", "head.kernel"}
+    some = frozen_paths(TrainConfig(freeze=(r"mlp\..*adapter",)), params)
+    assert names - some == {name for name in of_adapters if "mlp" not in name}
+    trainable, _ = split(params, frozen_paths(TrainConfig(), params))
+    count = sum(leaf.size for leaf in jax.tree.leaves(trainable))
+    # 3 (inputs + outputs) for each of the seven products of two layers.
+    sizes = [(32, 32), (32, 16), (32, 16), (32, 32), (32, 48), (32, 48), (48, 32)]
+    assert count == 2 * 3 * sum(map(sum, sizes))

@@ -1,0 +1,48 @@
+"""Layers in arrays of their own: the same model, and no array twice."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxtrain.models.unstack import unstacked
+from maxtrain.weights.hf import load_pretrained
+
+PARITY = Path(__file__).parents[1] / "data" / "parity"
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 160, (2, 24)), jnp.int32)
+
+
+@nnx.jit
+def forward(model, tokens):
+    return model(tokens)
+
+
+# Periods of one layer and of six, a prefix of dense layers before experts with buffers, a rest.
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama3",
+        pytest.param("gemma3", marks=pytest.mark.long),
+        pytest.param("deepseek_v3", marks=pytest.mark.long),
+    ],
+)
+def test_says_the_same_and_gives_the_stacked_arrays_up(case):
+    model, config = load_pretrained(PARITY / case)
+    expected = forward(model, TOKENS)
+    before = dict(nnx.to_flat_state(nnx.state(model)))
+    arrays = {path: variable.get_value() for path, variable in before.items()}
+    count = sum(array.size for array in arrays.values())
+    apart = unstacked(model)
+    leaves = jax.tree.leaves(nnx.state(apart))
+    assert sum(leaf.size for leaf in leaves) == count
+    assert apart.layers.spec.num_layers == config.num_layers
+    places = {leaf.unsafe_buffer_pointer() for leaf in leaves}
+    alive = [path for path, array in arrays.items() if not array.is_deleted()]
+    for path in alive:
+        # What is as it was lies where it was.
+        assert arrays[path].unsafe_buffer_pointer() in places, path
+    assert any(path[0] == "layers" for path in arrays.keys() - set(alive))
+    np.testing.assert_allclose(forward(apart, TOKENS), expected, atol=1e-5)

@@ -1,0 +1,443 @@
+"""The engine: what comes out is what the model says without any cache, whoever else is there."""
+
+import dataclasses
+import functools
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from data_pipeline.errors import UsageError
+from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RopeConfig
+from maxtrain.models.registry import build_model
+from maxtrain.parallel.mesh import make_mesh
+from maxtrain.serve import engine as module
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.sampling import Sampling
+from maxtrain.training.state import abstract_model, shardings
+from maxtrain.weights.hf import load_pretrained
+
+PARITY = Path(__file__).parents[1] / "data" / "parity"
+CONFIG = ModelConfig(
+    vocab_size=160,
+    num_layers=2,
+    embed_dim=32,
+    mlp_dim=48,
+    num_heads=4,
+    num_kv_heads=2,
+    max_length=256,
+)
+FLOAT32 = PrecisionConfig(compute="float32")
+GREEDY = Sampling(temperature=0.0)
+RANDOM = Sampling(temperature=1.0)
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(1, 160, length).tolist() for length in (1, 2, 17, 40, 5, 63)]
+
+
+@functools.cache
+def tiny(**changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    return jax.jit(lambda: build_model(config, FLOAT32, 3))()
+
+
+@functools.cache
+def pretrained(case):
+    return load_pretrained(PARITY / case, dtype="float32")[0]
+
+
+@nnx.jit
+def forward(model, tokens):
+    return model(tokens)
+
+
+def logits_of(model, ids):
+    """Of the token after `ids`, without a cache; of one shape, since what is behind a token can't
+    matter."""
+    tokens = np.zeros((1, 128), np.int32)
+    tokens[0, : len(ids)] = ids
+    return np.asarray(forward(model, tokens)[0, len(ids) - 1])
+
+
+def without_cache(model, prompt, count):
+    """The likeliest tokens and their log-probabilities."""
+    ids = list(prompt)
+    logprobs = []
+    for _ in range(count):
+        logits = logits_of(model, ids)
+        ids.append(int(logits.argmax()))
+        logprobs.append(logits.max() - np.log(np.exp(logits - logits.max()).sum()) - logits.max())
+    return ids[len(prompt) :], logprobs
+
+
+def test_what_comes_out_is_what_the_model_says_without_a_cache():
+    """More prompts than slots, of lengths around those of pieces, some of which come later."""
+    model = tiny()
+    engine = Engine(model, slots=3, chunk=4, piece=16)
+    generations = [engine.submit(prompt, 9, GREEDY) for prompt in PROMPTS[:4]]
+    assert engine.num_waiting == 4
+    engine.step()
+    assert (engine.num_active, engine.num_waiting) == (3, 1)
+    generations += [engine.submit(prompt, 9, GREEDY) for prompt in PROMPTS[4:]]
+    engine.run()
+    assert (engine.num_active, engine.num_waiting) == (0, 0)
+    for prompt, generation in zip(PROMPTS, generations, strict=True):
+        ids, logprobs = without_cache(model, prompt, 9)
+        assert generation.ids == ids
+        np.testing.assert_allclose(generation.logprobs, logprobs, atol=1e-5)
+        assert generation.reason == "length"
+
+
+CASES = ["mistral", "deepseek_v3"]
+MORE_CASES = ["gemma2", "gemma3", "gpt_oss", "qwen2", "qwen3_moe", "mixtral", "olmo2", "llama3"]
+
+
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE_CASES)]
+)
+def test_every_family_says_what_it_says_without_a_cache(case):
+    """Windows are 16 here, so that rings of 32 columns turn round while prompts are read and while
+    tokens are made."""
+    model = pretrained(case)
+    engine = Engine(model, slots=2, chunk=8, piece=16)
+    prompts = [PROMPTS[2], PROMPTS[5], PROMPTS[0]]
+    generations = [engine.submit(prompt, 40, GREEDY) for prompt in prompts]
+    engine.run()
+    for prompt, generation in zip(prompts, generations, strict=True):
+        ids, logprobs = without_cache(model, prompt, 40)
+        assert generation.ids == ids
+        np.testing.assert_allclose(generation.logprobs, logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, Sampling(0.9, top_k=20, top_p=0.9)])
+def test_a_text_is_the_same_in_any_company(sampling):
+    model = tiny()
+    alone = []
+    for row, prompt in enumerate(PROMPTS):
+        engine = Engine(model, slots=4, chunk=8, piece=16)
+        alone.append(engine.submit(prompt, 12, sampling, seed=7, row=row))
+        engine.run()
+    engine = Engine(model, slots=4, chunk=8, piece=16)
+    others = [Sampling(0.3), GREEDY, Sampling(2.0, min_p=0.1, repetition_penalty=1.3)]
+    for number, other in enumerate(others):
+        engine.submit(PROMPTS[3 - number], 5 + number, other, seed=1)
+    engine.step()
+    together = []
+    for row, prompt in enumerate(PROMPTS):
+        together.append(engine.submit(prompt, 12, sampling, seed=7, row=row))
+    engine.run()
+    assert [g.ids for g in together] == [g.ids for g in alone]
+    for ours, theirs in zip(together, alone, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+
+
+def count_read(monkeypatch):
+    """How many tokens of prompts are read, without padding."""
+    counted = []
+    read = module._read_into
+
+    def counting(graphdef, from_start, params, caches, targets, tokens, counts, *more):
+        counted.append(int(counts.sum()))
+        return read(graphdef, from_start, params, caches, targets, tokens, counts, *more)
+
+    monkeypatch.setattr(module, "_read_into", counting)
+    return counted
+
+
+@pytest.mark.parametrize("case", [None, "mistral", "deepseek_v3"])
+def test_what_prompts_have_in_common_is_read_once(case, monkeypatch):
+    """Of several prompts at once, of texts that have ended, and of what was made of them; where
+    rings have forgotten what is needed, it is read again."""
+    model = tiny() if case is None else pretrained(case)
+    counted = count_read(monkeypatch)
+    prefix = PROMPTS[5][:40]
+    prompts = [[*prefix, 7, 8], [*prefix, 9], [*prefix, 7, 8, 11]]
+
+    def texts(sharing):
+        counted.clear()
+        engine = Engine(model, slots=3, chunk=8, piece=16, sharing=sharing)
+        first = [engine.submit(prompt, 24, RANDOM, row=i) for i, prompt in enumerate(prompts)]
+        engine.run()
+        at_once = sum(counted)
+        longer = [*prompts[0], *first[0].ids[:20], 3, 4]
+        second = engine.submit(longer, 5, RANDOM, row=9)
+        engine.run()
+        return [g.ids for g in (*first, second)], at_once, sum(counted) - at_once
+
+    shared, at_once, later = texts(True)
+    apart, all_at_once, all_later = texts(False)
+    assert shared == apart
+    assert all_at_once == 41 + 40 + 42
+    assert all_later == 63
+    # The first is read whole. The others begin where they differ from it.
+    assert at_once == 41 + 0 + 1
+    # Of the longer one the last token but one; its last is read when its first new one is made.
+    assert later == 1
+
+
+def test_rings_that_have_forgotten_are_not_shared(monkeypatch):
+    model = pretrained("mistral")
+    counted = count_read(monkeypatch)
+    engine = Engine(model, slots=2, chunk=8, piece=16)
+    prompt = PROMPTS[5][:40]
+    engine.submit(prompt, 40, GREEDY)
+    engine.run()
+    assert sum(counted) == 39
+    # Of 79 columns 47 to 78 are left, and the token at column 30 sees columns 15 to 30.
+    short = engine.submit([*prompt[:30], 5], 6, GREEDY)
+    engine.run()
+    assert sum(counted) == 39 + 30
+    assert short.ids == without_cache(model, [*prompt[:30], 5], 6)[0]
+
+
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_positions_that_follow_the_length_are_those_of_the_whole_prompt(scaling, monkeypatch):
+    """However it is read: in pieces, beside others, and after others that begin alike."""
+    more = RopeConfig()
+    if scaling == "longrope":
+        more = RopeConfig(short_factors=(1.0, 1.1, 1.2, 1.3), long_factors=(1.0, 3.0, 9.0, 20.0))
+    model = tiny(rope_scaling=scaling, rope_factor=4.0, rope_original_length=32, rope=more)
+    counted = count_read(monkeypatch)
+    prompts = [PROMPTS[5], PROMPTS[5][:30], PROMPTS[5][:50]]
+    engine = Engine(model, slots=1, chunk=4, piece=16)
+    generations = [engine.submit(prompt, 1, GREEDY) for prompt in prompts]
+    engine.run()
+    for prompt, generation in zip(prompts, generations, strict=True):
+        # Of this very length: padding would count.
+        logits = forward(model, np.array([prompt], np.int32))[0, -1]
+        assert generation.ids == [int(logits.argmax())]
+        expected = jax.nn.log_softmax(logits).max()
+        np.testing.assert_allclose(generation.logprobs, [expected], atol=1e-5)
+    assert sum(counted) == sum(len(prompt) - 1 for prompt in prompts)
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("case", ["mistral", pytest.param("gemma3", marks=pytest.mark.long)])
+def test_a_ring_that_was_shared_knows_how_far_it_was_written(case, slots):
+    """A prompt that begins like one that began like a longer one, whose columns are gone."""
+    model = pretrained(case)
+    text = np.random.default_rng(0).integers(1, 160, 61).tolist()
+    prompts = [text, [*text[:45], 7, 8], [*text[:32], 9, 11, 12]]
+    engine = Engine(model, slots=slots, chunk=8, piece=16)
+    for prompt in prompts:
+        generation = engine.submit(prompt, 4, GREEDY)
+        engine.run()
+        assert generation.ids == without_cache(model, prompt, 4)[0]
+
+
+@pytest.mark.parametrize("what", ["_enlarged", "_read_into", "_decode", "_copy_rows"])
+def test_after_a_failure_of_a_device_nothing_is_left_of_what_was(what, monkeypatch):
+    """Texts with a slot end as failed; those that waited, and new ones, are as if alone."""
+    model = tiny()
+    engine = Engine(model, slots=2, chunk=4, piece=16)
+    first = engine.submit(PROMPTS[3], 30, GREEDY)
+    engine.step()
+    working = getattr(module, what)
+
+    def failing(*arguments):
+        monkeypatch.setattr(module, what, working)
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(module, what, failing)
+    second = engine.submit([*PROMPTS[3], *PROMPTS[5], *PROMPTS[5]], 8, GREEDY)
+    waiting = engine.submit(PROMPTS[2], 8, GREEDY)
+    with pytest.raises(MemoryError):
+        for _ in range(3):
+            engine.step()
+    assert first.reason == "failed"
+    engine.run()
+    new = engine.submit(PROMPTS[5], 8, GREEDY)
+    engine.run()
+    for generation in (second, waiting, new):
+        if generation.reason != "failed":
+            prompt = list(generation.prompt)
+            assert generation.ids == without_cache_of(model, prompt, 8)
+    assert new.reason == waiting.reason == "length"
+
+
+def without_cache_of(model, prompt, count):
+    """As `without_cache`, for prompts of up to 250 tokens."""
+    ids = list(prompt)
+    for _ in range(count):
+        tokens = np.zeros((1, 256), np.int32)
+        tokens[0, : len(ids)] = ids
+        ids.append(int(np.asarray(forward(model, tokens)[0, len(ids) - 1]).argmax()))
+    return ids[len(prompt) :]
+
+
+def test_a_text_that_another_ones_stop_cancels_leaves_it_alone():
+    model = tiny()
+    engine = Engine(model, slots=2, chunk=4)
+    texts = []
+
+    def cancel_second(ids):
+        engine.cancel(texts[1])
+        return False
+
+    texts.append(engine.submit(PROMPTS[2], 8, GREEDY, stop=cancel_second))
+    texts.append(engine.submit(PROMPTS[3], 8, GREEDY))
+    engine.run()
+    assert texts[0].ids == without_cache(model, PROMPTS[2], 8)[0]
+    assert texts[1].reason == "cancelled"
+
+
+def test_what_is_not_finite_ends_a_text_and_reaches_no_other():
+    """The next text in the slot is as if alone."""
+    model = tiny()
+    engine = Engine(model, slots=1, chunk=4, piece=16)
+    first = engine.submit(PROMPTS[3], 8, GREEDY)
+    engine.step()
+    engine._caches = jax.tree.map(lambda x: x * jnp.nan, engine._caches)
+    engine.run()
+    assert (first.reason, len(first.ids)) == ("failed", 4)
+    second = engine.submit(PROMPTS[2], 8, GREEDY)
+    engine.run()
+    assert second.ids == without_cache(model, PROMPTS[2], 8)[0]
+
+
+def test_a_text_ends_before_a_stop_id_and_says_which():
+    model = tiny()
+    free = Engine(model, slots=1)
+    whole = free.submit(PROMPTS[3], 20, RANDOM)
+    free.run()
+    stop = whole.ids[11]
+    at = whole.ids.index(stop)
+    engine = Engine(model, slots=2, chunk=4)
+    generation = engine.submit(PROMPTS[3], 20, RANDOM, stop_ids=[stop, 3000])
+    other = engine.submit(PROMPTS[2], 20, RANDOM, row=1)
+    engine.run()
+    assert generation.ids == whole.ids[:at]
+    assert (generation.reason, generation.ended_by) == ("stop", stop)
+    np.testing.assert_allclose(generation.logprobs, whole.logprobs[: at + 1], atol=1e-5)
+    assert len(other.ids) == 20
+    assert other.ended_by is None
+
+
+def test_a_text_ends_where_the_model_does():
+    model = tiny(max_length=24)
+    engine = Engine(model, slots=2, chunk=4)
+    generation = engine.submit(PROMPTS[2], 20, GREEDY)
+    full = engine.submit(PROMPTS[3][:24], 20, GREEDY)
+    engine.run()
+    # The last token need not be read.
+    assert len(generation.ids) == 24 - 17 + 1
+    assert len(full.ids) == 1
+    assert generation.reason == full.reason == "window"
+
+
+def test_a_cancelled_text_leaves_its_slot_to_others():
+    model = tiny()
+    engine = Engine(model, slots=1, chunk=4)
+    first = engine.submit(PROMPTS[2], 50, GREEDY)
+    second = engine.submit(PROMPTS[3], 6, GREEDY)
+    third = engine.submit(PROMPTS[4], 6, GREEDY)
+    engine.step()
+    engine.cancel(first)
+    engine.cancel(third)
+    engine.cancel(third)
+    engine.run()
+    assert (first.reason, len(first.ids)) == ("cancelled", 4)
+    assert (third.reason, third.ids) == ("cancelled", [])
+    assert second.ids == without_cache(model, PROMPTS[3], 6)[0]
+    engine.cancel(second)
+    assert second.reason == "length"
+
+
+def test_a_stream_gives_tokens_as_they_come_while_others_go_on():
+    engine = Engine(tiny(), slots=2, chunk=4)
+    other = engine.submit(PROMPTS[4], 30, GREEDY)
+    generation = engine.submit(PROMPTS[2], 10, GREEDY)
+    parts = list(engine.stream(generation))
+    assert [len(part) for part in parts] == [4, 4, 2]
+    assert [token for part in parts for token in part] == generation.ids
+    assert len(other.ids) == 12
+
+
+@pytest.mark.parametrize("options", [{"slots": 0}, {"chunk": 0}, {"piece": 24}, {"piece": 8}])
+def test_an_engine_that_could_do_nothing_is_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        Engine(tiny(), **options)
+
+
+def test_few_programs_serve_all_lengths_of_prompts(monkeypatch):
+    """Pieces of 16, 32 and 64 tokens, one row or more at a time, from the start or not."""
+    read = inspect.unwrap(module._read_into)
+    decode = inspect.unwrap(module._decode)
+    compiled = {"read": 0, "decode": 0}
+
+    def counting(name, function):
+        def traced(*arguments):
+            compiled[name] += 1
+            return function(*arguments)
+
+        return traced
+
+    reads = jax.jit(counting("read", read), static_argnums=(0, 1))
+    decodes = jax.jit(counting("decode", decode), static_argnums=(0, 1, 2))
+    monkeypatch.setattr(module, "_read_into", reads)
+    monkeypatch.setattr(module, "_decode", decodes)
+    engine = Engine(tiny(), slots=2, chunk=4, piece=64, sharing=False)
+    for length in range(1, 121):
+        engine.submit([5] * length, 2, GREEDY)
+        engine.run()
+    # From the start 16, 32 and 64; behind a first piece of 64, the same.
+    assert compiled == {"read": 6, "decode": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "a prompt is empty"),
+        ({"prompt": [160]}, "ids beyond model.vocab_size=160. Use its tokenizer"),
+        ({"prompt": [1] * 257}, "a prompt has 257 tokens, .* at most 256 .* Shorten it"),
+        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"seed": -1}, "seed=-1 must be in"),
+        ({"row": -1}, "row=-1, before=0 must be"),
+        ({"before": 1 << 31}, "before=2147483648 must be"),
+    ],
+)
+def test_what_can_not_be_continued_is_refused(options, message):
+    engine = Engine(tiny(), slots=1)
+    arguments = {"prompt": [1], "max_tokens": 4, "sampling": GREEDY, **options}
+    with pytest.raises(UsageError, match=message):
+        engine.submit(**arguments)
+    assert engine.num_waiting == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [None, "deepseek_v3", "qwen3_moe"])
+def test_on_a_mesh_the_texts_are_the_same(case):
+    single = tiny() if case is None else pretrained(case)
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, data=2))
+    graphdef, abstract = abstract_model(single.config, single.precision, mesh)
+    split = nnx.merge(graphdef, jax.device_put(nnx.state(single), shardings(abstract)))
+
+    def texts(model):
+        engine = Engine(model, slots=3, chunk=4, piece=16)
+        generations = [engine.submit(p, 9, GREEDY, row=i) for i, p in enumerate(PROMPTS)]
+        engine.run()
+        return engine.num_slots, [g.ids for g in generations]
+
+    slots, expected = texts(single)
+    assert slots == 3
+    with jax.set_mesh(mesh):
+        slots, found = texts(split)
+    assert slots == 4
+    assert found == expected
+
+
+def test_rows_of_bfloat16_are_as_good_as_their_rounding():
+    config = dataclasses.replace(CONFIG, scan_layers=False)
+    model = jax.jit(lambda: build_model(config, PrecisionConfig(params="bfloat16"), 3))()
+    engine = Engine(model, slots=2, chunk=4)
+    generation = engine.submit(PROMPTS[3], 6, GREEDY)
+    engine.run()
+    assert engine._caches is not None
+    assert {leaf.dtype for leaf in jax.tree.leaves(engine._caches)} == {jnp.dtype("bfloat16")}
+    for number, logprob in enumerate(generation.logprobs):
+        logits = logits_of(model, [*PROMPTS[3], *generation.ids[:number]])
+        expected = jax.nn.log_softmax(logits)[generation.ids[number]]
+        assert abs(logprob - float(expected)) < 0.05

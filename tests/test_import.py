@@ -1,0 +1,317 @@
+"""Imports: a Hugging Face directory becomes a run, whole or not there at all."""
+
+import json
+import shutil
+import string
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from data_pipeline.errors import ConfigError, DataError, StorageError, UsageError
+from data_pipeline.prepare import main as prepare
+from data_pipeline.tokenizer import CharTokenizer, load_tokenizer
+from maxtrain import cli, import_weights
+from maxtrain.checkpoint.integrity import survey
+from maxtrain.checkpoint.listing import read_step
+from maxtrain.config.load import load_config, load_with_notes
+from maxtrain.config.schema import CheckpointConfig
+from maxtrain.import_weights import import_weights as import_run
+from maxtrain.model_source import load_run, read_run_config
+from maxtrain.models.families.directory import MODELS
+from maxtrain.train import run_from_config
+from maxtrain.weights.hf import load_pretrained
+from maxtrain.weights.start import require_same_tokenizer
+from tests.shared import MORE_PARITY_CASES
+
+PARITY = Path(__file__).parent / "data" / "parity"
+CASES = (
+    "llama3",
+    "qwen3",
+    *(pytest.param(case, marks=pytest.mark.long) for case in MORE_PARITY_CASES),
+)
+
+
+def source_of(case, folder):
+    """A directory with the weights of a case, and with a tokenizer that they have entries for."""
+    shutil.copytree(PARITY / case, folder)
+    CharTokenizer(string.printable, True).save(folder)
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    return source_of("qwen3", tmp_path / "source")
+
+
+def change_tensors(directory, **changes):
+    tensors = load_file(directory / "model.safetensors") | changes
+    save_file({k: v for k, v in tensors.items() if v is not None}, directory / "model.safetensors")
+
+
+def leaves(model):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model))]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_has_the_weights_and_the_tokenizer_of_the_directory(case, dtype, tmp_path):
+    source = source_of(case, tmp_path / "source")
+    run = tmp_path / "runs" / "imported"
+    told = []
+    made = import_run(source, run, dtype, told.append)
+    assert names(run.parent) == ["imported"]
+    assert names(run) == ["checkpoints", "config.yaml", "run.json", "tokenizer"]
+    expected, config = load_pretrained(source, dtype)
+    model, tokenizer = load_run(run)
+    assert model.config == config and str(model.precision.params) == dtype
+    assert tokenizer.sha256 == load_tokenizer(source).sha256
+    for leaf, other in zip(leaves(model), leaves(expected), strict=True):
+        assert leaf.dtype == other.dtype and leaf.tobytes() == other.tobytes()
+    assert made.num_parameters == sum(leaf.size for leaf in leaves(expected))
+    assert "parameters loaded" in told[0]
+    step = run / "checkpoints" / "00000000"
+    assert survey(run / "checkpoints") == {0: ""}
+    commit, record = read_step(step)
+    assert all(len(array["digest"]) == 16 for array in commit["arrays"].values())
+    assert record["step"] == 0 and record["imported"] == str(source)
+    assert read_run_config(run).model == config
+
+
+def test_a_run_may_move_with_its_tokenizer(source, tmp_path):
+    import_run(source, tmp_path / "run")
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    shutil.rmtree(source)
+    _, tokenizer = load_run(moved)
+    assert tokenizer.eod_id is not None
+
+
+def test_generate_and_export_need_no_data(source, tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    assert cli.main(["import", str(source), str(run)]) == 0
+    said = capsys.readouterr()
+    assert "step 0; read again: its parameters and logits are those of" in said.out
+    assert f"checkpoint.init_from={run}" in said.out and "parameters loaded" in said.err
+    options = ["--prompt", "abc", "--max-tokens", "5", "--temperature", "0"]
+    assert cli.main(["generate", str(run), *options]) == 0
+    of_run = capsys.readouterr().out
+    assert cli.main(["generate", "--hf", str(source), *options]) == 0
+    assert capsys.readouterr().out == of_run
+    assert cli.main(["export", str(run), str(out)]) == 0
+    theirs = (source / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == theirs
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+
+
+def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source_of("qwen3", Path("Llama-3.2-1B"))
+    assert cli.main(["import", "Llama-3.2-1B", "runs/llama"]) == 0
+    Path("novel.txt").write_text("It was a dark and stormy night. " * 20)
+    capsys.readouterr()
+    assert cli.main(["evaluate", "runs/llama", "--text", "novel.txt"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("runs/llama, step 0") and "640" in shown
+    assert cli.main(["score", "runs/llama", "--text", "The cat sat on the mat."]) == 0
+    assert "nats, 23 tokens" in capsys.readouterr().out
+    Path("pairs.jsonl").write_text('{"prompt": "The cat", "completion": " sat"}\n')
+    assert cli.main(["score", "runs/llama", "--pairs", "pairs.jsonl", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["tokens"] == list(" sat")
+
+
+def prepared(source, folder):
+    text = folder / "text.txt"
+    text.write_text("abc def gh\n" * 400)
+    out = folder / "data"
+    code = prepare([str(out), "--text", str(text), "--tokenizer", str(source)])
+    assert code == 0
+    return out
+
+
+SMALL = (
+    "config=quickstart",
+    "model.max_length=16",
+    "data.seq_length=16",
+    "data.batch_size=8",
+    "steps=2",
+    "schedule.warmup_steps=0",
+    "observe.progress=off",
+    "observe.prompts=[]",
+    "eval.sets={}",
+    "eval_interval=0",
+)
+
+
+@pytest.mark.long
+def test_a_training_begins_with_an_imported_run_as_with_its_directory(
+    source, tmp_path, this_process
+):
+    data = prepared(source, tmp_path)
+    run = tmp_path / "runs" / "imported"
+    import_run(source, run)
+    digests = []
+    for number, start in enumerate((run, source)):
+        name = f"run_name=trained{number}"
+        argv = [
+            *SMALL,
+            f"output_dir={tmp_path / 'runs'}",
+            name,
+            f"data.sources={{text: {{path: {data}}}}}",
+            f"checkpoint.init_from={start}",
+        ]
+        run_from_config(load_with_notes(argv, MODELS).config)
+        step = tmp_path / "runs" / f"trained{number}" / "checkpoints" / "00000002"
+        arrays = read_step(step)[0]["arrays"]
+        digests.append({name: array["digest"] for name, array in arrays.items()})
+    assert digests[0] == digests[1]
+    own = read_step(run / "checkpoints" / "00000000")[0]["arrays"]
+    moved = [name for name, array in own.items() if digests[0][name] != array["digest"]]
+    assert moved
+
+
+@pytest.mark.long
+def test_no_training_goes_on_in_the_folder_of_an_import(source, tmp_path):
+    data = prepared(source, tmp_path)
+    import_run(source, tmp_path / "runs" / "imported")
+    argv = [
+        *SMALL,
+        f"output_dir={tmp_path / 'runs'}",
+        "run_name=imported",
+        f"data.sources={{text: {{path: {data}}}}}",
+    ]
+    with pytest.raises(ConfigError, match=r"Set run_name to another name, and checkpoint\.init_fr"):
+        run_from_config(load_config(argv))
+
+
+def test_data_of_another_tokenizer_are_refused(source, tmp_path):
+    import_run(source, tmp_path / "run")
+    config = CheckpointConfig(init_from=str(tmp_path / "run"))
+    require_same_tokenizer(config, load_tokenizer(source).sha256)
+    with pytest.raises(ConfigError, match=r"--tokenizer .*run/tokenizer"):
+        require_same_tokenizer(config, "0" * 64)
+
+
+NORM = "model.norm.weight"
+REFUSED = [
+    ({NORM: None}, r"model\.norm\.weight  missing: \[48\] expected"),
+    ({"model.more": np.ones(3, np.float32)}, r"model\.more  extra: \[3\]"),
+    ({NORM: np.ones(47, np.float32)}, r"wrong shape: \[47\], \[48\] expected"),
+    ({NORM: np.ones(48, np.int8)}, r"wrong dtype: I8, a float of 16 or more bits"),
+    ({NORM: np.full(48, np.nan, np.float32)}, r"model\.norm\.weight holds NaN or infinity"),
+    # As it comes from float32 numbers that float16 can't hold.
+    ({NORM: np.full(48, np.inf, np.float16)}, r"model\.norm\.weight holds NaN or infinity"),
+    ({NORM: np.full(48, 1e300)}, r"model\.norm\.weight holds NaN or infinity"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_tensors_that_are_not_the_models_are_named_and_nothing_is_left(
+    changes, message, source, tmp_path
+):
+    change_tensors(source, **changes)
+    with pytest.raises(DataError, match=message):
+        import_run(source, tmp_path / "runs" / "run")
+    assert names(tmp_path / "runs") == []
+
+
+def test_an_unknown_architecture_is_named(source, tmp_path):
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(values | {"architectures": ["MambaForCausalLM"]})
+    )
+    with pytest.raises(DataError, match=r"\['MambaForCausalLM'\] is not known here"):
+        import_run(source, tmp_path / "run")
+
+
+def test_a_tokenizer_is_needed_and_must_fit(source, tmp_path):
+    too_large = {"type": "chars", "characters": "".join(map(chr, range(256, 5000))), "eod": True}
+    (source / "tokenizer.json").write_text(json.dumps(too_large))
+    with pytest.raises(DataError, match="Get the tokenizer that belongs to the model"):
+        import_run(source, tmp_path / "run")
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match=r"Name a tokenizer\.json"):
+        import_run(source, tmp_path / "run")
+    assert names(tmp_path) == ["source"]
+
+
+def test_what_is_there_stays(source, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("")
+    with pytest.raises(UsageError, match=r"RUN=.*is not empty. Name a directory that is not there"):
+        import_run(source, tmp_path / "run")
+    assert names(tmp_path / "run") == ["mine"]
+
+
+def test_a_name_that_no_run_can_have_is_refused(source, tmp_path):
+    with pytest.raises(ConfigError, match="Set run_name to a shorter one"):
+        import_run(source, tmp_path / ("x" * 201))
+
+
+@pytest.mark.parametrize("stage", ["load_weights", "_write", "_read_back"])
+def test_an_import_that_is_killed_leaves_nothing_that_looks_finished(
+    stage, source, tmp_path, monkeypatch
+):
+    """What a killed process leaves is what lies there when the function is called, or has returned."""
+    run = tmp_path / "runs" / "run"
+    seen = []
+    real = getattr(import_weights, stage)
+
+    def note():
+        seen.append(names(run.parent))
+        assert not run.exists()
+
+    def killed(*args, **options):
+        note()
+        result = real(*args, **options)
+        note()
+        if stage == "_read_back":
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(import_weights, stage, killed)
+    if stage == "_read_back":
+        with pytest.raises(KeyboardInterrupt):
+            import_run(source, run)
+        assert names(run.parent) == []
+    else:
+        import_run(source, run)
+    assert all(len(found) == 1 and found[0].startswith(".run.import-") for found in seen)
+
+
+def test_what_a_killed_import_left_is_removed(source, tmp_path):
+    left = tmp_path / ".run.import-1"
+    (left / "checkpoints").mkdir(parents=True)
+    import_run(source, tmp_path / "run")
+    assert names(tmp_path) == ["run", "source"]
+
+
+def test_what_reads_back_otherwise_is_no_run(source, tmp_path, monkeypatch):
+    real = import_weights._read_back
+
+    def damaged(staged, abstract):
+        restored = real(staged, abstract)
+        first, *rest = jax.tree.leaves(restored)
+        return jax.tree.unflatten(jax.tree.structure(restored), [first + 1, *rest])
+
+    monkeypatch.setattr(import_weights, "_read_back", damaged)
+    with pytest.raises(StorageError, match=r"1 parameters \(.*\) differ. Nothing was imported"):
+        import_run(source, tmp_path / "run")
+    assert names(tmp_path) == ["source"]
+
+
+def test_numbers_are_rounded_to_the_type_asked_for(source, tmp_path):
+    theirs = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    import_run(source, tmp_path / "run", "bfloat16")
+    model, _ = load_run(tmp_path / "run")
+    np.testing.assert_array_equal(
+        np.asarray(model.embedding[...]), theirs.astype(ml_dtypes.bfloat16)
+    )

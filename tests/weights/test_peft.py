@@ -1,0 +1,188 @@
+"""Adapters in PEFT's files: the same numbers there and back, and what they mean for the weights."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from data_pipeline.errors import ConfigError, DataError, UsageError
+from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig
+from maxtrain.export_adapters import export_adapters
+from maxtrain.models.adapt import split_adapters
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.families.directory import read_config
+from maxtrain.models.merged import merged
+from maxtrain.models.registry import build_model
+from maxtrain.training.optimizer import paths
+from maxtrain.weights.codec import in_memory
+from maxtrain.weights.peft import read_adapters, write_adapters
+
+PARITY = Path(__file__).parents[1] / "data" / "parity"
+EXACT = PrecisionConfig(compute="float32")
+LORA = LoraConfig(rank=3, alpha=6.0)
+
+
+def build(case="llama3", lora=LORA):
+    """A model of a family, with random numbers in its adapters."""
+    config = dataclasses.replace(read_config(PARITY / case), lora=lora)
+    model = jax.jit(lambda: build_model(config, EXACT, 0))()
+    graphdef, state = nnx.split(model)
+    others, adapters = split_adapters(state)
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(
+        lambda x: jax.numpy.asarray(rng.standard_normal(x.shape), x.dtype), adapters
+    )
+    return nnx.merge(graphdef, nnx.merge_state(others, adapters))
+
+
+def adapters_of(model):
+    return split_adapters(nnx.state(model))[1]
+
+
+def described(adapters):
+    def describe(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(describe, adapters)
+
+
+@pytest.mark.parametrize("magnitudes", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    ["llama3", *(pytest.param(c, marks=pytest.mark.long) for c in ("qwen2", "gemma3", "olmo2"))],
+)
+def test_there_and_back_is_the_same_and_means_the_same(case, magnitudes, tmp_path):
+    """What PEFT computes from the files, W + s B A and its lengths, are the weights that the adapters
+    make here."""
+    lora = dataclasses.replace(LORA, magnitudes=magnitudes)
+    model = build(case, lora)
+    adapters = adapters_of(model)
+    write_adapters(tmp_path, adapters, model.config, "some/model")
+    found = read_adapters(tmp_path, described(adapters), model.config)
+    for ours, theirs in zip(jax.tree.leaves(adapters), jax.tree.leaves(found), strict=True):
+        assert np.array_equal(ours, theirs)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    base = exported(nnx.state(model), model.config)
+    changed = exported(nnx.state(merged(model)), model.config)
+    seen = 0
+    for name, weight in base.items():
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" not in tensors:
+            np.testing.assert_array_equal(changed[name], weight)
+            continue
+        seen += 1
+        a = tensors[f"{module}.lora_A.weight"].astype(np.float64)
+        b = tensors[f"{module}.lora_B.weight"].astype(np.float64)
+        assert a.shape == (3, weight.shape[1])
+        assert b.shape == (weight.shape[0], 3)
+        expected = weight + 2.0 * b @ a
+        if magnitudes:
+            lengths = np.linalg.norm(expected, axis=1)
+            expected *= (tensors[f"{module}.lora_magnitude_vector"] / lengths)[:, None]
+        np.testing.assert_allclose(changed[name], expected, atol=1e-5 * np.abs(expected).max())
+    assert seen == 7 * model.config.num_layers
+    assert len(tensors) == (3 if magnitudes else 2) * seen
+
+
+def exported(variables, config: ModelConfig):
+    """The tensors of a Hugging Face directory, float64."""
+    ours = {path: np.asarray(v[...], np.float64) for path, v in paths(variables).items()}
+    found = {}
+    for entry in FAMILIES[config.family].table(config):
+        found |= entry.forward([in_memory(ours[name]) for name in entry.ours])
+    return {name: tensor.whole() for name, tensor in found.items()}
+
+
+def test_the_config_says_what_peft_asks_for(tmp_path):
+    lora = LoraConfig(rank=4, alpha=8.0, scaling="root", targets=(r"attention\.(q|v)",))
+    model = build(lora=lora)
+    write_adapters(tmp_path, adapters_of(model), model.config, "some/model")
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["peft_type"] == "LORA"
+    assert settings["base_model_name_or_path"] == "some/model"
+    assert (settings["r"], settings["lora_alpha"], settings["use_rslora"]) == (4, 8.0, True)
+    assert settings["use_dora"] is False
+    layers = range(model.config.num_layers)
+    wanted = [f"model.layers.{i}.self_attn.{x}_proj" for i in layers for x in "qv"]
+    assert settings["target_modules"] == sorted(wanted)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in tensors
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 8}, "model.lora.rank does not fit .* r=8. Set model.lora.rank=8"),
+        ({"lora_alpha": 32}, "Set model.lora.alpha=32"),
+        ({"use_rslora": True}, "Set model.lora.scaling=root"),
+        ({"use_dora": True}, "Set model.lora.magnitudes=True"),
+        ({"bias": "all"}, "bias=all is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.* is not supported"),
+        ({"peft_type": "IA3"}, "peft_type=IA3 must be LORA"),
+    ],
+)
+def test_adapters_of_other_settings_are_refused(changes, message, tmp_path):
+    model = build()
+    adapters = adapters_of(model)
+    write_adapters(tmp_path, adapters, model.config, None)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        read_adapters(tmp_path, described(adapters), model.config)
+
+
+def test_tensors_that_are_not_those_of_the_adapters_are_told_in_a_table(tmp_path):
+    model = build()
+    adapters = adapters_of(model)
+    write_adapters(tmp_path, adapters, model.config, None)
+    path = tmp_path / "adapter_model.safetensors"
+    whole = load_file(path)
+    names = sorted(whole)
+    spoiled = dict(whole)
+    del spoiled[names[0]]
+    spoiled["other"] = np.zeros(3, np.float32)
+    spoiled[names[1]] = np.zeros((2, 2), np.float32)
+    spoiled[names[2]] = np.full_like(whole[names[2]], np.nan)
+    save_file(spoiled, path)
+    with pytest.raises(DataError) as error:
+        read_adapters(tmp_path, described(adapters), model.config)
+    for name, what in zip((names[0], "other", names[1], names[2]), WRONG, strict=True):
+        assert any(name in line and what in line for line in str(error.value).splitlines()), name
+    path.write_bytes(b"x" * 20)
+    with pytest.raises(DataError, match=r"can't be read"):
+        read_adapters(tmp_path, described(adapters), model.config)
+    path.unlink()
+    with pytest.raises(DataError, match=r"can't be read"):
+        read_adapters(tmp_path, described(adapters), model.config)
+
+
+WRONG = ("missing", "extra", "wrong shape", "not finite")
+
+
+def test_bfloat16_files_are_read(tmp_path):
+    model = build()
+    adapters = adapters_of(model)
+    write_adapters(tmp_path, adapters, model.config, None)
+    path = tmp_path / "adapter_model.safetensors"
+    rounded = {name: x.astype(jax.numpy.bfloat16) for name, x in load_file(path).items()}
+    save_file(rounded, path)
+    found = read_adapters(tmp_path, described(adapters), model.config)
+    for ours, theirs in zip(jax.tree.leaves(adapters), jax.tree.leaves(found), strict=True):
+        assert theirs.dtype == jax.numpy.float32
+        np.testing.assert_array_equal(ours.astype("bfloat16").astype("float32"), theirs)
+
+
+def test_what_has_no_form_is_refused(tmp_path):
+    plain = build(lora=LoraConfig())
+    with pytest.raises(UsageError, match="the run has no adapters"):
+        export_adapters(plain, tmp_path / "out", None)
+    model = build("gpt_oss")
+    with pytest.raises(UsageError, match=r"PEFT's files have no adapters.*--format hf"):
+        export_adapters(model, tmp_path / "out", None)
+    assert list(tmp_path.iterdir()) == []
