@@ -1,4 +1,4 @@
-"""`maxtrain export RUN OUT --format hf`: a trained model as files that other programs load.
+"""`maxtrain export RUN OUT`: a trained model as files that other programs load.
 
 The files are written into a hidden directory beside OUT, read again, and compared with the run: all
 parameters bit for bit, and logits on a few tokens. Only then does the directory get the name
@@ -23,7 +23,9 @@ from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain import model_card
 from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
+from maxtrain.config.words import choices
 from maxtrain.export_adapters import export_adapters
+from maxtrain.export_gguf import export_gguf, require_suffix
 from maxtrain.model_source import (
     STEP_HELP,
     check_step,
@@ -37,9 +39,10 @@ from maxtrain.models.merged import merged
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.staging import publishing, require_free
+from maxtrain.staging import publishing, require_free, require_no_file
 from maxtrain.training.state import abstract_model
 from maxtrain.verify import forget_arrays, logits, some_tokens
+from maxtrain.weights.gguf.file import QUANTS, library
 from maxtrain.weights.hf import load_weights
 from maxtrain.weights.hf_export import (
     DTYPES,
@@ -49,6 +52,15 @@ from maxtrain.weights.hf_export import (
     write_weights,
 )
 
+# The options of each format.
+_OPTIONS = {
+    "hf": ("dtype", "max_shard_size", "chat_template"),
+    "gguf": ("quant", "pre_tokenizer", "chat_template"),
+    "peft": (),
+}
+# How a GGUF file stores parameters without rounding them.
+_QUANT_OF = {"float32": "f32", "bfloat16": "bf16"}
+MAX_SHARD_BYTES = 5 * 10**9
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 
@@ -75,7 +87,7 @@ def export(
     place: str,
     out: Path,
     dtype: str | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
     template: bytes | None = None,
     card: str | None = None,
     tell: Callable[[str], object] = print,
@@ -165,8 +177,7 @@ def add_shard_size(parser: argparse.ArgumentParser) -> None:
         "--max-shard-size",
         metavar="BYTES",
         type=_shard_bytes,
-        default="5GB",
-        help="largest size of a file of tensors, such as 500MB (default: %(default)s)",
+        help="largest size of a file of tensors, such as 500MB (default: 5GB)",
     )
 
 
@@ -182,10 +193,10 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     add("out", metavar="OUT", type=Path, help="directory to be made")
     add(
         "--format",
-        choices=["hf", "peft"],
+        choices=list(_OPTIONS),
         default="hf",
-        help="hf: what transformers and most other programs load; peft: the adapters alone "
-        "(default: %(default)s)",
+        help="hf: what transformers and most other programs load; gguf: one file for llama.cpp; "
+        "peft: the adapters alone (default: %(default)s)",
     )
     add("--step", metavar="N", type=int, help=STEP_HELP)
     add(
@@ -195,6 +206,16 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     )
     add_shard_size(parser)
     add(
+        "--quant",
+        choices=list(QUANTS),
+        help="how a GGUF file stores numbers (default: as the run's parameters, f32 or bf16)",
+    )
+    add(
+        "--pre-tokenizer",
+        metavar="NAME",
+        help="llama.cpp's name of how the tokenizer finds words, if it can't be found out",
+    )
+    add(
         "--chat-template",
         metavar="FILE",
         type=Path,
@@ -202,7 +223,21 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     )
     asked = parser.parse_args(argv)
     check_step(asked.step)
+    for name, formats in _formats_of_options().items():
+        if getattr(asked, name) is not None and asked.format not in formats:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: is of --format {choices(formats)}. Leave it out."
+            )
     return asked
+
+
+def _formats_of_options() -> dict[str, list[str]]:
+    """The formats that have each option."""
+    found: dict[str, list[str]] = {}
+    for form, names in _OPTIONS.items():
+        for name in names:
+            found.setdefault(name, []).append(form)
+    return found
 
 
 def _read_template(path: Path | None) -> bytes | None:
@@ -247,7 +282,12 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         asked = _parse(argv, program)
         out = asked.out.expanduser()
         config = read_run_config(asked.run)
-        require_free(out)
+        if asked.format == "gguf":
+            require_suffix(out)
+            require_no_file(out)
+            library()
+        else:
+            require_free(out)
         template = _read_template(asked.chat_template)
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
         # Named, so that a training that saves meanwhile changes nothing.
@@ -259,6 +299,9 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         if config.model.lora.rank is not None:
             print(f"{asked.run}: its adapters are taken into the weights")
             model = merged(model)
+        if asked.format == "gguf":
+            _export_gguf(asked, model, tokenizer, config)
+            return
         dtype = asked.dtype or config.precision.params
         count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
         which = "newest checkpoint"
@@ -278,7 +321,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             place,
             out,
             dtype,
-            asked.max_shard_size,
+            asked.max_shard_size or MAX_SHARD_BYTES,
             template,
             card,
             tell_on_stderr,
@@ -289,12 +332,36 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
     return run_command(job, resumes=False)
 
 
+def _export_gguf(
+    asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer, config: RunConfig
+) -> None:
+    """The job of --format gguf."""
+    out = asked.out.expanduser()
+    quant = asked.quant or _QUANT_OF[config.precision.params]
+    count = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model)))
+    print(f"{asked.run}: {count:,} parameters, written as {quant}")
+    written = export_gguf(
+        model,
+        tokenizer,
+        tokenizer_place(asked.run, config),
+        out,
+        quant,
+        config.run_name,
+        asked.chat_template,
+        asked.pre_tokenizer,
+    )
+    print(f"{out}: {written.size / 1e6:,.1f} MB")
+    print(
+        "read again: its tensors and keys are what was written; its logits differ from the run's by "
+        f"up to {written.difference:.2g}, where the largest is {written.largest:.3g}."
+    )
+    for note in written.notes:
+        print(note)
+    print(f"run it: llama-cli -m {out}")
+
+
 def _export_peft(asked: argparse.Namespace, model: Decoder, config: RunConfig) -> None:
     """The job of --format peft."""
-    for option in ("dtype", "chat_template"):
-        if getattr(asked, option) is not None:
-            name = option.replace("_", "-")
-            raise UsageError(f"--{name}: is of --format hf. Leave it out.")
     out = asked.out.expanduser()
     base = config.checkpoint.init_from
     files = export_adapters(model, out, base)

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from data_pipeline.errors import DataError, StorageError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain import __version__
-from maxtrain.export import add_shard_size, tell_on_stderr
+from maxtrain.export import MAX_SHARD_BYTES, add_shard_size, tell_on_stderr
 from maxtrain.merge_sources import Tensors, open_model
 from maxtrain.merging.recipe import Recipe, num_layers, read_recipe
 from maxtrain.merging.tensors import merged
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
             recipe = dataclasses.replace(recipe, seed=asked.seed)
         out = asked.out.expanduser()
         is_terminal = sys.stderr.isatty()
-        made = merge(recipe, out, asked.max_shard_size, progress=is_terminal)
+        made = merge(recipe, out, asked.max_shard_size or MAX_SHARD_BYTES, progress=is_terminal)
         if is_terminal:
             print(file=sys.stderr)
         for note in made.notes:

@@ -1,6 +1,6 @@
-"""A directory that is published whole: written under a hidden name beside its place, checked, brought
-to the disk, and only then given its name. A command that is killed leaves nothing that looks
-finished.
+"""A directory or a file that is published whole: written under a hidden name beside its place,
+checked, brought to the disk, and only then given its name. A command that is killed leaves nothing
+that looks finished.
 """
 
 import contextlib
@@ -37,6 +37,28 @@ def publishing(out: Path, verb: str, argument: str = "OUT") -> Iterator[Path]:
         require_free(out, argument)
         directory.rename(out)
         sync(out.parent)
+
+
+@contextlib.contextmanager
+def publishing_file(out: Path, verb: str, argument: str = "OUT") -> Iterator[Path]:
+    """As `publishing`, for one file: the path where the block writes it.
+
+    Raises:
+        UsageError: there is something at `out`, at the beginning or at the end.
+    """
+    require_no_file(out, argument)
+    with _staging(out, verb) as directory:
+        path = directory / out.name
+        yield path
+        require_no_file(out, argument)
+        path.rename(out)
+        sync(out.parent)
+
+
+def require_no_file(out: Path, argument: str = "OUT") -> None:
+    """UsageError: there is something at `out`."""
+    if out.is_symlink() or out.exists():
+        raise UsageError(f"{argument}={out}: exists. Name a file that is not there yet.")
 
 
 def require_free(out: Path, argument: str = "OUT") -> None:

@@ -66,6 +66,7 @@ FLOORS = {
         [
             "maxtrain.export",
             "maxtrain.export_adapters",
+            "maxtrain.export_gguf",
             "maxtrain.model_card",
             "maxtrain.merge",
             "maxtrain.merge_sources",

@@ -51,6 +51,9 @@ TESTED_ELSEWHERE = {
     "maxtrain export runs/quickstart exported/quickstart --format hf": (
         "tests/test_quickstart.py::test_a_finished_run_is_exported_as_it_offers"
     ),
+    "maxtrain export runs/quickstart quickstart.gguf --format gguf --quant q8_0": (
+        "tests/test_quickstart.py::test_a_finished_run_is_a_file_for_llama_cpp"
+    ),
     "maxtrain import Llama-3.2-1B runs/llama": IMPORTED,
     "maxtrain evaluate runs/llama --text novel.txt": IMPORTED,
     'maxtrain score runs/llama --text "The cat sat on the mat."': IMPORTED,

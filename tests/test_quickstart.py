@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from data_pipeline.tokenizer import load_tokenizer
+from tests.llama_cpp import LlamaCpp
 
 ROOT = Path(__file__).parents[1]
 SMALL = "steps=6 eval_interval=3 checkpoint_interval=3 log_interval=2 schedule.warmup_steps=2 model.num_layers=2 model.embed_dim=64"
@@ -151,3 +155,23 @@ def test_a_finished_run_is_exported_as_it_offers(clone):
         "tokenizer.json",
         "tokenizer_config.json",
     }
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_a_finished_run_is_a_file_for_llama_cpp(clone):
+    """With the tokenizer that was trained for it, and text to go on with."""
+    words = ["runs/quickstart", "quickstart.gguf", "--format", "gguf", "--quant", "q8_0"]
+    result = python(clone, "maxtrain.cli", "export", *words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "its tensors and keys are what was written" in result.stdout
+    assert result.stdout.splitlines()[-1] == "run it: llama-cli -m quickstart.gguf"
+    theirs = LlamaCpp(clone / "quickstart.gguf")
+    text = "def main(\n    self, \u00e9):"
+    tokenizer = load_tokenizer(clone / "data/stdlib")
+    ids = [tokenizer.eod_id, *tokenizer.encode(text).tolist()]
+    assert theirs.tokenize(text, begin=True) == ids
+    likely = theirs.log_probabilities(ids, tokenizer.vocab_size)
+    assert np.exp(likely).sum() == pytest.approx(1, abs=1e-3)
+    again = python(clone, "maxtrain.cli", "export", *words)
+    assert again.returncode == 64 and "exists. Name a file" in again.stderr

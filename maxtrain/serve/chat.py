@@ -38,7 +38,7 @@ class Chat:
         self._tokenizer = tokenizer
         date = date or datetime.date.today().isoformat()
         self._template, _ = load_template(template, place, tokenizer.special, date)
-        found = {self._end_of_turn(), tokenizer.eod_id}
+        found = {self.end_of_turn(), tokenizer.eod_id}
         if place != "bytes":
             path = tokenizer_path(place)
             eos = named_token(read_settings(path), "eos_token")
@@ -65,7 +65,7 @@ class Chat:
         ids, _, _ = self._tokenizer.locate(text)
         return ids.tolist()
 
-    def _end_of_turn(self) -> int | None:
+    def end_of_turn(self) -> int | None:
         """The special token that the template writes directly behind an answer, if it does."""
         messages = [
             {"role": "user", "content": "question"},

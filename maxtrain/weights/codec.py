@@ -237,7 +237,7 @@ def _unraveled(array: LazyArray, shape: Shape) -> LazyArray:
 
 @dataclasses.dataclass(frozen=True)
 class Transpose(Step):
-    """The two dims of a matrix change places."""
+    """The two dims of a matrix change places, or those of several matrices in one array."""
 
     def forward(self, arrays: list[LazyArray]) -> list[LazyArray]:
         return [_transposed(array) for array in arrays]
@@ -248,12 +248,16 @@ class Transpose(Step):
 
 def _transposed(array: LazyArray) -> LazyArray:
     def read(part: Part) -> np.ndarray:
-        return array.read(part[::-1]).T
+        return array.read(_last_two_swapped(part)).swapaxes(-1, -2)
 
     def write(part: Part, out: np.ndarray) -> None:
-        array.read_into(part[::-1], out.T)
+        array.read_into(_last_two_swapped(part), out.swapaxes(-1, -2))
 
-    return LazyArray(array.shape[::-1], read, write)
+    return LazyArray(_last_two_swapped(array.shape), read, write)
+
+
+def _last_two_swapped[T](values: tuple[T, ...]) -> tuple[T, ...]:
+    return (*values[:-2], values[-1], values[-2])
 
 
 @dataclasses.dataclass(frozen=True)

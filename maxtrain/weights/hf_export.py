@@ -64,7 +64,7 @@ def write_weights(
     ours = lazy_parameters(params)
     table = FAMILIES[config.family].table(config)
     tensors = tensors_in_order(table, ours)
-    write_tensors(directory, tensors, _dtypes(table, ours, dtype), max_shard_bytes, tell)
+    write_tensors(directory, tensors, tensor_dtypes(table, ours, dtype), max_shard_bytes, tell)
 
 
 def lazy_parameters(params: nnx.State) -> dict[str, LazyArray]:
@@ -115,7 +115,9 @@ def write_tensors(
         write_atomic(directory / "model.safetensors.index.json", _as_json(index))
 
 
-def _dtypes(table: Sequence[Entry], ours: Mapping[str, LazyArray], dtype: str) -> dict[str, str]:
+def tensor_dtypes(
+    table: Sequence[Entry], ours: Mapping[str, LazyArray], dtype: str
+) -> dict[str, str]:
     """The type of each tensor in a file of `dtype`."""
     dtypes = {}
     for entry in table:

@@ -1,0 +1,197 @@
+"""GGUF files, written tensor by tensor, and read again."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+import zlib_ng.zlib_ng as zlib
+
+from data_pipeline.errors import DataError, StorageError, UsageError
+from data_pipeline.extras import load_package
+from maxtrain.weights.codec import LazyArray
+from maxtrain.weights.gguf.field import Field
+
+# How numbers are stored, with llama.cpp's number of a file that is mostly so.
+QUANTS = {
+    "f32": 0,
+    "f16": 1,
+    "bf16": 32,
+    "q8_0": 7,
+    "q5_1": 9,
+    "q5_0": 8,
+    "q4_1": 3,
+    "q4_0": 2,
+}
+# Numbers that share a scale, in the last dim of a tensor.
+_BLOCK = 32
+# Of numbers that are rounded at once.
+_AT_ONCE = 1 << 24
+
+
+class Plan(NamedTuple):
+    """A tensor of the file.
+
+    Args:
+        tensor: its numbers.
+        quant: how they are stored, one of `QUANTS`.
+    """
+
+    tensor: LazyArray
+    quant: str
+
+
+def library() -> Any:
+    """The package `gguf`; UsageError: it is not installed."""
+    return load_package("gguf", "gguf", "--format gguf")
+
+
+def plan_tensors(tensors: Mapping[str, LazyArray], exact: set[str], quant: str) -> dict[str, Plan]:
+    """How each tensor is stored: matrices as asked for, vectors and those named `exact` as float32.
+
+    UsageError: the rows of a matrix have no whole number of blocks.
+    """
+    plans = {}
+    for name, tensor in tensors.items():
+        kind = quant
+        if len(tensor.shape) == 1 or name in exact:
+            kind = "f32"
+        if kind.startswith("q") and tensor.shape[-1] % _BLOCK:
+            raise UsageError(
+                f"--quant {quant}: rounds {_BLOCK} numbers together, and rows of {name} have "
+                f"{tensor.shape[-1]}. Use --quant f16, bf16 or f32."
+            )
+        plans[name] = Plan(tensor, kind)
+    return plans
+
+
+def write_gguf(
+    path: Path, architecture: str, fields: list[Field], plans: Mapping[str, Plan]
+) -> dict[str, int]:
+    """Write a file, on the disk when this returns; one tensor is in memory at a time.
+
+    Returns:
+        A checksum of each tensor's bytes.
+
+    Raises:
+        DataError: a number is not finite as it would be stored.
+    """
+    gguf = library()
+    writer = gguf.GGUFWriter(path, architecture)
+    for field in fields:
+        writer.add_key_value(field.key, field.value, *_types(gguf, field))
+    for name, plan in plans.items():
+        kind = gguf.GGMLQuantizationType[plan.quant.upper()]
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        shape = plan.tensor.shape
+        size = math.prod(shape) // per_block * block_bytes
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    writer.close()
+    sums = {}
+    with path.open("ab") as file:
+        _pad(file, gguf.GGUF_DEFAULT_ALIGNMENT)
+        for name, plan in plans.items():
+            sums[name] = _write_tensor(file, name, plan)
+            _pad(file, gguf.GGUF_DEFAULT_ALIGNMENT)
+        file.flush()
+        os.fsync(file.fileno())
+    return sums
+
+
+def _types(gguf: Any, field: Field) -> tuple[Any, Any]:
+    """The type of a field, and that of its entries."""
+    kinds = gguf.GGUFValueType
+    if field.kind.endswith("s"):
+        return kinds.ARRAY, kinds[field.kind.removesuffix("s").upper()]
+    return kinds[field.kind.upper()], None
+
+
+def _pad(file: Any, alignment: int) -> None:
+    file.write(b"\0" * (-file.tell() % alignment))
+
+
+def _write_tensor(file: Any, name: str, plan: Plan) -> int:
+    """Writes the numbers of a tensor, some rows at a time; a checksum of the bytes."""
+    numbers = plan.tensor.whole()
+    rows = numbers.reshape(-1, numbers.shape[-1])
+    count = max(1, _AT_ONCE // rows.shape[1])
+    total = 0
+    for start in range(0, len(rows), count):
+        stored = _stored(name, rows[start : start + count], plan.quant)
+        content = stored.reshape(-1).view(np.uint8).data
+        file.write(content)
+        total = zlib.crc32(content, total)
+    return total
+
+
+def _stored(name: str, rows: np.ndarray, quant: str) -> np.ndarray:
+    """Rows as they are stored; DataError: one is not finite so."""
+    rows = np.ascontiguousarray(rows, np.float32)
+    with np.errstate(over="ignore"):
+        if quant == "bf16":
+            rounded = rows.astype(jnp.dtype("bfloat16"))
+        elif quant == "f16":
+            rounded = rows.astype(np.float16)
+        else:
+            rounded = rows
+    if not np.isfinite(rounded).all() or (quant.startswith("q") and not _scales_fit(rows)):
+        raise DataError(
+            f"{name} holds NaN or infinity as {quant}, so nobody could use it. Take another "
+            "checkpoint with --step, or --quant f32."
+        )
+    if not quant.startswith("q"):
+        return rounded
+    gguf = library()
+    return gguf.quants.quantize(rows, gguf.GGMLQuantizationType[quant.upper()])
+
+
+def _scales_fit(rows: np.ndarray) -> bool:
+    """Whether numbers that share a scale are within those of a float16, as scales are."""
+    return rows.size == 0 or float(np.abs(rows).max()) <= float(np.finfo(np.float16).max)
+
+
+def read_gguf(path: Path, sums: Mapping[str, int], fields: list[Field]) -> dict[str, np.ndarray]:
+    """The tensors of a file that was just written, float32, still in the file where they are that.
+
+    Raises:
+        StorageError: it is not what was written.
+    """
+    gguf = library()
+    try:
+        reader = gguf.GGUFReader(path)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        found = {
+            name: zlib.crc32(tensor.data.reshape(-1).view(np.uint8).data)
+            for name, tensor in tensors.items()
+        }
+        different = [name for name in sums if found.get(name) != sums[name]]
+        different += [field.key for field in fields if not _says(reader, field)]
+    except (ValueError, IndexError, KeyError) as error:
+        different = [f"it can't be read: {error}"]
+        tensors = {}
+    if different or tensors.keys() != sums.keys():
+        raise StorageError(
+            f"{path.name}: what is read back is not what was written ({', '.join(different[:3])}). "
+            "Nothing was exported. Look at the disk that it is on, then run the same command again."
+        )
+    return {
+        name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for name, tensor in tensors.items()
+    }
+
+
+def _says(reader: Any, field: Field) -> bool:
+    """Whether a file has a field with its value."""
+    found = reader.get_field(field.key)
+    if found is None:
+        return False
+    value = found.contents()
+    if field.kind in ("float32", "float32s"):
+        return np.array_equal(np.float32(value), np.float32(field.value))
+    return value == field.value

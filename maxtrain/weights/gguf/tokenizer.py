@@ -1,0 +1,341 @@
+"""What a GGUF file says of a tokenizer.
+
+llama.cpp has its own code for tokenizers, in two kinds: "gpt2", byte-level BPE, which divides text
+into words first, by rules of its own that have names; and "llama", SentencePiece's BPE, which joins
+the pair of pieces whose union has the highest score. A tokenizer.json of another kind, and rules
+without a name, are refused: ids of the same text must be the same.
+
+Source: llama.cpp, src/llama-vocab.cpp and conversion/base.py.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from data_pipeline.errors import UsageError
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, named_token
+from maxtrain.weights.gguf.field import Field
+
+# Types of tokens.
+_NORMAL = 1
+_UNKNOWN = 2
+_CONTROL = 3
+_FOUND_IN_TEXT = 4
+_UNUSED = 5
+_BYTE = 6
+# How words are found, by regular expression. With each, whether a word that is a token stays whole,
+# whatever the merges say.
+_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT_FORMS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_RULES = {
+    (_LLAMA3, True): "llama-bpe",
+    (_LLAMA3, False): "dbrx",
+    (_LLAMA3.replace("{1,3}", ""), False): "qwen2",
+    (
+        f"{_UPPER}*{_LOWER}+{_SHORT_FORMS}|{_UPPER}+{_LOWER}*{_SHORT_FORMS}"
+        rf"|\p{{N}}{{1,3}}|{_OTHERS}",
+        False,
+    ): "gpt-4o",
+    (rf"{_UPPER}*{_LOWER}+|{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}", True): "tekken",
+}
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+_SPACE = "\u2581"
+_INSTEAD = "Export with --format hf"
+
+
+class Refused(UsageError):
+    """A tokenizer that llama.cpp has no code for."""
+
+    def __init__(self, name: str, reason: str, mend: str = _INSTEAD):
+        super().__init__(f"--format gguf: the tokenizer {name} {reason}. {mend}.")
+
+
+def describe_tokenizer(
+    tokenizer: Tokenizer,
+    settings: Mapping[str, Any],
+    vocab_size: int,
+    template: str | None = None,
+    end_of_turn: int | None = None,
+    rule: str | None = None,
+) -> tuple[list[Field], list[str]]:
+    """The keys of a tokenizer, and notes for people.
+
+    Args:
+        tokenizer: of the model.
+        settings: its tokenizer_config.json.
+        vocab_size: of the model; ids without a token are marked as unused.
+        template: chat template.
+        end_of_turn: the token that ends an answer, if the template writes one.
+        rule: llama.cpp's name of how words are found; None: it is found out.
+
+    Raises:
+        Refused: no code there gives the same ids.
+    """
+    name = tokenizer.name
+    if not isinstance(tokenizer, JsonTokenizer):
+        raise Refused(name, "is no tokenizer.json, and llama.cpp reads nothing else")
+    if tokenizer.vocab_size > vocab_size:
+        raise Refused(name, f"has {tokenizer.vocab_size:,} tokens, and the model {vocab_size:,}")
+    record: Any = loads(tokenizer.content)
+    if record["model"]["type"] != "BPE":
+        raise Refused(name, f"is of type {record['model']['type']}, and only BPE can be written")
+    notes = []
+    if record["model"].get("byte_fallback"):
+        fields = _sentencepiece(name, record, tokenizer, vocab_size)
+    else:
+        fields = _byte_level(name, record, tokenizer, vocab_size, rule)
+        if record.get("normalizer"):
+            kind = record["normalizer"]["type"]
+            if kind != "NFC":
+                raise Refused(name, f"changes texts by {kind}, which llama.cpp does not")
+            notes.append(
+                "Its tokenizer composes characters (NFC) before it looks for words; llama.cpp "
+                "doesn't, so letters with separate accents have other ids there."
+            )
+    fields += _ends(tokenizer, record, settings, template, end_of_turn)
+    if template is not None:
+        fields.append(Field("tokenizer.chat_template", "string", template))
+    return fields, notes
+
+
+def _byte_level(
+    name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int, rule: str | None
+) -> list[Field]:
+    """The keys of byte-level BPE."""
+    model = record["model"]
+    for key in ("continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(key):
+            raise Refused(name, f"has {key}={model[key]!r}, which llama.cpp does not know")
+    alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    if not alphabet <= model["vocab"].keys():
+        raise Refused(name, "has no token for some bytes, and is not byte-level BPE")
+    if rule is None:
+        rule = _rule(name, record, tokenizer)
+    merges = [_joined(merge) for merge in model["merges"]]
+    return [
+        Field("tokenizer.ggml.model", "string", "gpt2"),
+        Field("tokenizer.ggml.pre", "string", rule),
+        *_vocabulary(tokenizer, record, vocab_size),
+        Field("tokenizer.ggml.merges", "strings", merges),
+    ]
+
+
+def _rule(name: str, record: Any, tokenizer: JsonTokenizer) -> str:
+    """llama.cpp's name of how a tokenizer finds words."""
+    unknown = Refused(
+        name,
+        "finds words by rules that have no known name in llama.cpp",
+        "If you know it, give it with --pre-tokenizer NAME (tokenizer.ggml.pre there); otherwise "
+        "export with --format hf",
+    )
+    before: Any = record.get("pre_tokenizer") or {"type": None}
+    steps = [before]
+    if before["type"] == "Sequence":
+        steps = before["pretokenizers"]
+    *first, last = steps
+    if last["type"] != "ByteLevel" or last.get("add_prefix_space"):
+        raise unknown
+    whole_words = bool(record["model"].get("ignore_merges"))
+    if last.get("use_regex", True):
+        kept_whole = False
+        if not first:
+            found = "gpt-2"
+        elif len(first) == 1 and first[0] == {"type": "Digits", "individual_digits": True}:
+            found = "smollm"
+        else:
+            raise unknown
+    else:
+        pattern = _pattern(first)
+        rules = {kept: found for (known, kept), found in _RULES.items() if known == pattern}
+        if not rules:
+            raise unknown
+        # Best the one that does the same with whole words.
+        kept_whole = whole_words if whole_words in rules else not whole_words
+        found = rules[kept_whole]
+    if kept_whole != whole_words and not _merges_reach_all(tokenizer, record):
+        raise unknown
+    return found
+
+
+def _pattern(steps: Sequence[Mapping[str, Any]]) -> str | None:
+    """The regular expression of the one step that divides text; None: there is no such one."""
+    if len(steps) != 1 or steps[0]["type"] != "Split":
+        return None
+    if steps[0]["behavior"] != "Isolated" or steps[0]["invert"]:
+        return None
+    return steps[0]["pattern"].get("Regex")
+
+
+def _merges_reach_all(tokenizer: JsonTokenizer, record: Any) -> bool:
+    """Whether each token is what the merges make of its own text, so that it does not matter whether
+    words that are tokens are merged."""
+    merges = [tuple(_joined(merge).split(" ")) for merge in record["model"]["merges"]]
+    plain = tokenizers.models.BPE(record["model"]["vocab"], merges, ignore_merges=False)
+    added = {token.content for token in tokenizer.inner.get_added_tokens_decoder().values()}
+    texts = record["model"]["vocab"].keys() - added
+    return all(len(plain.tokenize(text)) == 1 for text in texts)
+
+
+def _joined(merge: Any) -> str:
+    """A merge as older files have it: both parts in one string."""
+    if isinstance(merge, str):
+        return merge
+    return " ".join(merge)
+
+
+def _sentencepiece(
+    name: str, record: Any, tokenizer: JsonTokenizer, vocab_size: int
+) -> list[Field]:
+    """The keys of SentencePiece's BPE, as a tokenizer.json says it."""
+    model = record["model"]
+    bytes_of = [f"<0x{byte:02X}>" for byte in range(256)]
+    if not model["vocab"].keys() >= set(bytes_of):
+        raise Refused(name, "has no token for some bytes")
+    if model.get("ignore_merges"):
+        raise Refused(name, "has ignore_merges with byte_fallback, which llama.cpp does not know")
+    prefix = _has_prefix(name, record)
+    scores = _scores(name, record)
+    size = max(tokenizer.vocab_size, vocab_size)
+    by_id = {i: text for text, i in model["vocab"].items()}
+    listed = [scores.get(by_id.get(i, ""), 0.0) for i in range(size)]
+    return [
+        Field("tokenizer.ggml.model", "string", "llama"),
+        Field("tokenizer.ggml.pre", "string", "default"),
+        *_vocabulary(tokenizer, record, vocab_size),
+        Field("tokenizer.ggml.scores", "float32s", listed),
+        Field("tokenizer.ggml.add_space_prefix", "bool", prefix),
+        Field("tokenizer.ggml.remove_extra_whitespaces", "bool", False),
+    ]
+
+
+def _has_prefix(name: str, record: Any) -> bool:
+    """Whether a space is put before a text; refuses what else may be done to it."""
+    steps = []
+    for part in (record.get("normalizer"), record.get("pre_tokenizer")):
+        if part is None:
+            continue
+        if part["type"] == "Sequence":
+            steps += part.get("normalizers") or part.get("pretokenizers") or []
+        else:
+            steps.append(part)
+    prefix = False
+    spaces = False
+    for step in steps:
+        match step:
+            case {"type": "Prepend", "prepend": "\u2581"}:
+                prefix = True
+            case {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}:
+                spaces = True
+            case {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme}:
+                spaces = True
+                prefix = scheme != "never"
+                if step.get("split", True):
+                    raise Refused(name, "divides texts at spaces before it merges, as none there")
+            case {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}:
+                # Gemma's: no space is left to divide at.
+                pass
+            case _:
+                raise Refused(name, f"does {step['type']} to texts, which llama.cpp does not")
+    if not spaces:
+        raise Refused(name, f"has byte_fallback and does not write spaces as {_SPACE}")
+    return prefix
+
+
+def _scores(name: str, record: Any) -> dict[str, float]:
+    """The score of each token that merges make: the earlier its merges come, the higher.
+
+    There, any two pieces are joined whose union is a token, and its score says when; here a list of
+    pairs says which, and in which order. Both are the same if the list has all pairs of a token, one
+    after the other.
+    """
+    vocabulary = record["model"]["vocab"]
+    pairs = [tuple(_joined(merge).split(" ")) for merge in record["model"]["merges"]]
+    scores: dict[str, float] = {}
+    last = ""
+    for place, pair in enumerate(pairs):
+        text = "".join(pair)
+        if text in scores and text != last:
+            raise Refused(name, f"has merges that make {text!r} in different places of its list")
+        last = text
+        scores.setdefault(text, -float(place))
+    listed = set(pairs)
+    added = {token["content"] for token in record["added_tokens"]}
+    for text in vocabulary.keys() - added:
+        for cut in range(1, len(text)):
+            pair = (text[:cut], text[cut:])
+            if pair[0] in vocabulary and pair[1] in vocabulary and pair not in listed:
+                raise Refused(
+                    name, f"does not merge {pair[0]!r} with {pair[1]!r}, as llama.cpp would"
+                )
+    return scores
+
+
+def _vocabulary(tokenizer: JsonTokenizer, record: Any, vocab_size: int) -> Iterator[Field]:
+    """The tokens of a model, with their types."""
+    added = tokenizer.inner.get_added_tokens_decoder()
+    by_id = {i: text for text, i in record["model"]["vocab"].items()}
+    unknown = record["model"].get("unk_token")
+    texts = []
+    types = []
+    for i in range(vocab_size):
+        text = by_id.get(i)
+        kind = _NORMAL
+        if i in added:
+            text = added[i].content
+            kind = _FOUND_IN_TEXT
+            if added[i].special:
+                kind = _CONTROL
+        elif text is None:
+            text = f"[PAD{i}]"
+            kind = _UNUSED
+        elif record["model"].get("byte_fallback") and _BYTE_TOKEN.fullmatch(text):
+            kind = _BYTE
+        if text == unknown:
+            kind = _UNKNOWN
+        texts.append(text)
+        types.append(kind)
+    yield Field("tokenizer.ggml.tokens", "strings", texts)
+    yield Field("tokenizer.ggml.token_type", "int32s", types)
+
+
+def _ends(
+    tokenizer: JsonTokenizer,
+    record: Any,
+    settings: Mapping[str, Any],
+    template: str | None,
+    end_of_turn: int | None,
+) -> Iterator[Field]:
+    """The tokens around texts, and whether llama.cpp puts one before each."""
+    begin = _put_before(tokenizer)
+    adds = begin is not None
+    if begin is None:
+        begin = tokenizer.special.get(named_token(dict(settings), "bos_token") or "")
+        adds = bool(settings.get("add_bos_token"))
+    if begin is None or (not adds and template is None and "add_bos_token" not in settings):
+        # As `maxtrain generate` begins: a document comes after the end of another.
+        begin = tokenizer.eod_id
+        adds = template is None and begin is not None
+    if begin is not None:
+        yield Field("tokenizer.ggml.bos_token_id", "uint32", begin)
+    if tokenizer.eod_id is not None:
+        yield Field("tokenizer.ggml.eos_token_id", "uint32", tokenizer.eod_id)
+    if end_of_turn is not None:
+        yield Field("tokenizer.ggml.eot_token_id", "uint32", end_of_turn)
+    unknown = record["model"].get("unk_token")
+    if unknown in record["model"]["vocab"]:
+        yield Field("tokenizer.ggml.unknown_token_id", "uint32", record["model"]["vocab"][unknown])
+    yield Field("tokenizer.ggml.add_bos_token", "bool", adds)
+    yield Field("tokenizer.ggml.add_eos_token", "bool", False)
+
+
+def _put_before(tokenizer: JsonTokenizer) -> int | None:
+    """The token that the tokenizer.json itself puts before a text; None: none."""
+    inner = tokenizers.Tokenizer.from_str(tokenizer.content.decode())
+    ids = inner.encode("", add_special_tokens=True).ids
+    return ids[0] if ids else None
