@@ -67,6 +67,7 @@ FLOORS = {
             "maxtrain.export",
             "maxtrain.export_adapters",
             "maxtrain.export_gguf",
+            "maxtrain.server",
             "maxtrain.model_card",
             "maxtrain.merge",
             "maxtrain.merge_sources",
@@ -290,26 +291,47 @@ def jax_where_it_must_not_be(project: Project) -> list[str]:
     return problems
 
 
+# Modules that need an extra as a whole: they are loaded by `load_package` alone.
+OF_AN_EXTRA = {"maxtrain.serve.app": "serve"}
+
+
 def undeclared_dependencies(project: Project) -> list[str]:
     """At the top of a file only the standard library and `dependencies` of pyproject.toml; extras
-    belong inside functions."""
-    declared = tomllib.loads((project.root / "pyproject.toml").read_text())["project"][
-        "dependencies"
-    ]
-    names = {canonical(re.match(r"[\w.-]+", requirement).group()) for requirement in declared}
-    provided = {
-        top
-        for top, owners in packages_distributions().items()
-        if names & {canonical(owner) for owner in owners}
+    belong inside functions, or into modules of OF_AN_EXTRA."""
+    table = tomllib.loads((project.root / "pyproject.toml").read_text())["project"]
+
+    def known_with(declared: list[str]) -> set[str]:
+        names = {canonical(re.match(r"[\w.-]+", requirement).group()) for requirement in declared}
+        provided = {
+            top
+            for top, owners in packages_distributions().items()
+            if names & {canonical(owner) for owner in owners}
+        }
+        return {*provided, *sys.stdlib_module_names, *CODE}
+
+    always = known_with(table["dependencies"])
+    by_module = {
+        name: always | known_with(table["optional-dependencies"][extra])
+        for name, extra in OF_AN_EXTRA.items()
+        if name in project.modules
     }
-    known = {*provided, *sys.stdlib_module_names, *CODE}
     return [
         f"{module.path}:{entry.line} imports {entry.name}, not among `dependencies` of pyproject.toml. Do without, or add it "
         f"with its reason (then `make constraints`). What only an extra brings is imported in the function that uses it."
         for module in project.modules.values()
         if module.name.startswith(CORE)
         for entry in module.imports
-        if not entry.in_function and entry.name.split(".")[0] not in known
+        if not entry.in_function
+        and entry.name.split(".")[0] not in by_module.get(module.name, always)
+    ]
+
+
+def imports_of_extras(project: Project) -> list[str]:
+    return [
+        f"{module.path}:{entry.line} imports {target}, which needs an extra as a whole. Load it with load_package."
+        for module in project.modules.values()
+        for entry, target in project.own_imports(module)
+        if target in OF_AN_EXTRA
     ]
 
 
@@ -422,6 +444,7 @@ RULES = [
     own_imports_in_functions,
     jax_where_it_must_not_be,
     undeclared_dependencies,
+    imports_of_extras,
     effects_at_import,
     unasserted_tests,
     forbidden_text,

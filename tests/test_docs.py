@@ -58,6 +58,7 @@ TESTED_ELSEWHERE = {
     "maxtrain evaluate runs/llama --text novel.txt": IMPORTED,
     'maxtrain score runs/llama --text "The cat sat on the mat."': IMPORTED,
     "maxtrain score runs/llama --pairs pairs.jsonl --json": IMPORTED,
+    "maxtrain serve runs/llama --port 8000": ("tests/serve/test_server.py::test_a_run_is_served"),
     "maxtrain merge recipe.yml merged": "tests/test_merge.py::test_the_recipe_of_the_readme_is_merged",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
         VARIANTS

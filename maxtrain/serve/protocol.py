@@ -1,0 +1,515 @@
+"""What clients of OpenAI's API ask, checked, and how they are answered.
+
+Of the API there are completions and chat completions. A key that would change the answer and is not
+known here is refused, so that nobody gets another answer than was asked for.
+
+Source: https://platform.openai.com/docs/api-reference, completions and chat.
+"""
+
+import json
+import math
+import secrets
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from data_pipeline.errors import UsageError, UserError
+from data_pipeline.strict_json import loads
+from data_pipeline.tokenizer import Tokenizer
+from maxtrain.config.words import choices
+from maxtrain.serve.chat import Chat
+from maxtrain.serve.engine import Reason, check_ids
+from maxtrain.serve.sampling import Sampling
+
+# Of a completion, unless the request says so; as OpenAI has it.
+_DEFAULT_TOKENS = 16
+_MOST_CHOICES = 128
+_MOST_STOPS = 16
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_OF_BOTH = ("model", "max_tokens", "n", "stream", "stream_options", "stop", "seed", "logprobs")
+_OF_COMPLETIONS = ("prompt",)
+_OF_CHAT = ("messages", "max_completion_tokens")
+# These say who asks, and change no answer.
+_WITHOUT_EFFECT = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+# These change nothing with these values, which some clients send.
+_NEUTRAL: Mapping[str, Sequence[Any]] = {
+    "frequency_penalty": (0, None),
+    "presence_penalty": (0, None),
+    "logit_bias": (None, {}),
+    "top_logprobs": (0, None),
+    "best_of": (1, None),
+    "echo": (False, None),
+    "suffix": (None, ""),
+    "store": (False, None),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "service_tier": (None, "auto", "default"),
+}
+
+
+class RequestError(UsageError):
+    """A request that can't be answered.
+
+    Args:
+        message: what is wrong, and what to do.
+        status: of HTTP.
+        param: the key that it is about.
+        code: a short name that programs look at.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, param: str | None = None, code: str | None = None
+    ):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """As the API says it."""
+        kind = "invalid_request_error"
+        if self.status >= 500 or self.status == 429:
+            kind = "server_error"
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class Asked(NamedTuple):
+    """A request.
+
+    Args:
+        prompts: ids, one for each text that is asked for, several times the same for `n`.
+        max_tokens: new tokens of each.
+        sampling: how they are chosen.
+        seed: of the random choices.
+        stop: texts that each ends before.
+        stream: parts are sent as they come.
+        counts_stream: a stream ends with the number of tokens.
+        logprobs: the log-probability of each token is told.
+        prompt_tokens: of all different prompts.
+    """
+
+    prompts: list[list[int]]
+    max_tokens: int
+    sampling: Sampling
+    seed: int
+    stop: tuple[str, ...]
+    stream: bool
+    counts_stream: bool
+    logprobs: bool
+    prompt_tokens: int
+
+
+class Served(NamedTuple):
+    """What is served.
+
+    Args:
+        name: of the model, in requests and answers.
+        tokenizer: of the model.
+        beginning: ids before every text that is no conversation.
+        chat: how conversations are written; None: the model has no chat template.
+        max_length: tokens of a text.
+        vocab_size: of the model.
+        created: when serving began, seconds since 1970.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    beginning: tuple[int, ...]
+    chat: Chat | None
+    max_length: int
+    vocab_size: int
+    created: int
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a text."""
+        found = set[int]()
+        if self.tokenizer.eod_id is not None:
+            found.add(self.tokenizer.eod_id)
+        if self.chat is not None:
+            found.update(self.chat.stop_ids)
+        return tuple(sorted(found))
+
+
+def read_body(content: bytes) -> dict[str, Any]:
+    """A request's JSON; RequestError: it is no JSON object."""
+    try:
+        values = loads(content)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}. Send a JSON object.") from error
+    if not isinstance(values, dict):
+        raise RequestError("the body must be a JSON object.")
+    return values
+
+
+def read_completion(values: Mapping[str, Any], served: Served) -> Asked:
+    """A request of /v1/completions.
+
+    Raises:
+        RequestError: it can't be answered.
+    """
+    _check_keys(values, (*_OF_BOTH, *_SAMPLING, *_OF_COMPLETIONS), served)
+    prompts = [_prompt_ids(prompt, served) for prompt in _prompts(values.get("prompt"))]
+    logprobs = values.get("logprobs")
+    if logprobs is not None and (isinstance(logprobs, bool) or logprobs != 0):
+        raise RequestError(
+            "logprobs must be 0, which tells the log-probability of each token that was chosen; "
+            "those of others are not told.",
+            param="logprobs",
+        )
+    return _asked(values, served, prompts, _DEFAULT_TOKENS, logprobs is not None, "max_tokens")
+
+
+def read_chat(values: Mapping[str, Any], served: Served) -> Asked:
+    """A request of /v1/chat/completions; `RequestError` as of `read_completion`."""
+    _check_keys(values, (*_OF_BOTH, *_SAMPLING, *_OF_CHAT), served)
+    if served.chat is None:
+        raise RequestError(
+            f"{served.name} has no chat template, so that it can't answer messages. Use "
+            "/v1/completions, or start the server with --chat-template.",
+            param="messages",
+        )
+    messages = values.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise RequestError("messages must be a list of objects.", param="messages")
+    try:
+        ids = served.chat.ids([_plain(message) for message in messages])
+    except UserError as error:
+        raise RequestError(str(error), param="messages") from error
+    logprobs = values.get("logprobs")
+    if logprobs not in (None, True, False):
+        raise RequestError("logprobs must be true or false.", param="logprobs")
+    name = "max_tokens"
+    if values.get("max_completion_tokens") is not None:
+        name = "max_completion_tokens"
+        if values.get("max_tokens") is not None:
+            raise RequestError("max_tokens and max_completion_tokens say the same. Leave one out.")
+    return _asked(values, served, [ids], None, bool(logprobs), name)
+
+
+def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served) -> None:
+    """RequestError: a key that is not known, or another model."""
+    for key, value in values.items():
+        if key in known or key in _WITHOUT_EFFECT:
+            continue
+        if key not in _NEUTRAL:
+            raise RequestError(
+                f"{key} is not supported here. Leave it out; known are "
+                f"{choices(sorted([*known, *_WITHOUT_EFFECT]))}.",
+                param=key,
+                code="unsupported_parameter",
+            )
+        if not any(value == neutral for neutral in _NEUTRAL[key]):
+            raise RequestError(
+                f"{key}={json.dumps(value)[:80]} is not supported here. Leave it out.",
+                param=key,
+                code="unsupported_value",
+            )
+    name = values.get("model", served.name)
+    if name != served.name:
+        raise RequestError(
+            f"model={str(name)[:80]!r} is not served here, but {served.name!r}.",
+            404,
+            "model",
+            "model_not_found",
+        )
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """Each prompt of a request: one text, several, ids of one, or ids of several."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(entry, int) for entry in prompt):
+            return [prompt]
+        return prompt
+    raise RequestError(
+        "prompt must be a text, a list of ids, or a list of such. Write what is to be continued.",
+        param="prompt",
+    )
+
+
+def _prompt_ids(prompt: Any, served: Served) -> list[int]:
+    """The ids of a prompt; those that are given stay as they are."""
+    if isinstance(prompt, str):
+        ids = [*served.beginning, *_encoded(prompt, served.tokenizer)]
+        if not ids:
+            raise RequestError("prompt is empty. Write what is to be continued.", param="prompt")
+        return ids
+    if not isinstance(prompt, list) or not all(type(i) is int for i in prompt):
+        raise RequestError("each prompt must be a text or a list of ids.", param="prompt")
+    try:
+        check_ids(prompt, served.vocab_size)
+    except UsageError as error:
+        raise RequestError(str(error), param="prompt") from error
+    return prompt
+
+
+def _encoded(text: str, tokenizer: Tokenizer) -> list[int]:
+    try:
+        text.encode()
+        return tokenizer.encode(text).tolist()
+    except (UnicodeEncodeError, UserError) as error:
+        raise RequestError(f"prompt can't be encoded: {error}.", param="prompt") from error
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose content is one text, where it was given in parts."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    texts = []
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise RequestError(
+                "content must be text; other parts are not supported.", param="messages"
+            )
+        texts.append(part.get("text"))
+    if not all(isinstance(text, str) for text in texts):
+        raise RequestError("a part of type text must have a text.", param="messages")
+    return {**message, "content": "".join(texts)}
+
+
+def _asked(
+    values: Mapping[str, Any],
+    served: Served,
+    prompts: list[list[int]],
+    default_tokens: int | None,
+    logprobs: bool,
+    length_key: str,
+) -> Asked:
+    """What both kinds of requests have."""
+    longest = max(map(len, prompts))
+    if longest > served.max_length:
+        raise RequestError(
+            f"the prompt has {longest:,} tokens, and {served.name} reads at most "
+            f"{served.max_length:,}. Shorten it.",
+            code="context_length_exceeded",
+        )
+    # The last token needs no place of its own.
+    most = served.max_length - longest + 1
+    max_tokens = values.get(length_key)
+    if max_tokens is None:
+        max_tokens = min(default_tokens or most, most)
+    max_tokens = _integer(length_key, max_tokens, 1)
+    if max_tokens > most:
+        raise RequestError(
+            f"{length_key}={max_tokens:,} is too much: after a prompt of {longest:,} tokens there is "
+            f"room for {most:,}. Ask for fewer.",
+            param=length_key,
+            code="context_length_exceeded",
+        )
+    count = _integer("n", values.get("n") or 1, 1)
+    if count * len(prompts) > _MOST_CHOICES:
+        raise RequestError(
+            f"{count * len(prompts)} texts are asked for at once, at most {_MOST_CHOICES} can be. "
+            "Ask several times.",
+            param="n",
+        )
+    seed = values.get("seed")
+    if seed is None:
+        seed = secrets.randbits(32)
+    # Any integer is a seed; the engine has 32 bits.
+    seed = _integer("seed", seed, None) % (1 << 32)
+    stream, counts = _stream(values)
+    return Asked(
+        prompts=[prompt for prompt in prompts for _ in range(count)],
+        max_tokens=max_tokens,
+        sampling=_sampling(values),
+        seed=seed,
+        stop=_stop(values.get("stop")),
+        stream=stream,
+        counts_stream=counts,
+        logprobs=logprobs,
+        prompt_tokens=sum(map(len, prompts)),
+    )
+
+
+def _integer(key: str, value: Any, least: int | None) -> int:
+    if type(value) is not int or (least is not None and value < least):
+        what = "an integer"
+        if least is not None:
+            what += f" of at least {least}"
+        raise RequestError(f"{key}={str(value)[:40]} must be {what}.", param=key)
+    return value
+
+
+def _sampling(values: Mapping[str, Any]) -> Sampling:
+    """How tokens are chosen: by default with the model's own probabilities, as OpenAI does."""
+    given: dict[str, Any] = {"temperature": 1.0}
+    for key in _SAMPLING:
+        value = values.get(key)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise RequestError(f"{key}={str(value)[:40]} must be a number.", param=key)
+        if key == "top_k":
+            value = _integer(key, value, 1)
+        given[key] = value
+    try:
+        return Sampling(**given)
+    except UsageError as error:
+        raise RequestError(str(error), param=str(error).partition("=")[0]) from error
+
+
+def _stop(stop: Any) -> tuple[str, ...]:
+    if stop is None:
+        return ()
+    if isinstance(stop, str):
+        stop = [stop]
+    is_right = isinstance(stop, list) and all(isinstance(text, str) and text for text in stop)
+    if not is_right or len(stop) > _MOST_STOPS:
+        raise RequestError(
+            f"stop must be a text or a list of at most {_MOST_STOPS} texts, none of them empty.",
+            param="stop",
+        )
+    return tuple(stop)
+
+
+def _stream(values: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Whether parts are sent, and whether a stream ends with the number of tokens."""
+    stream = values.get("stream") or False
+    options = values.get("stream_options") or {}
+    if not isinstance(stream, bool) or not isinstance(options, dict):
+        raise RequestError(
+            "stream must be true or false, stream_options an object.", param="stream"
+        )
+    counts = options.get("include_usage") or False
+    unknown = options.keys() - {"include_usage", "include_obfuscation"}
+    if unknown or not isinstance(counts, bool):
+        raise RequestError(
+            "stream_options may have include_usage, true or false, and nothing else.",
+            param="stream_options",
+        )
+    return stream, counts
+
+
+# Answers.
+
+
+class Token(NamedTuple):
+    """A token that was chosen."""
+
+    id: int
+    logprob: float
+
+
+class Answers:
+    """How the texts of one request are told.
+
+    Args:
+        asked: the request.
+        served: what is served.
+        is_chat: of /v1/chat/completions.
+    """
+
+    def __init__(self, asked: Asked, served: Served, is_chat: bool):
+        self._asked = asked
+        self._served = served
+        self._is_chat = is_chat
+        prefix = "cmpl"
+        if is_chat:
+            prefix = "chatcmpl"
+        self._id = f"{prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def whole(
+        self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], reasons: Sequence[Reason]
+    ) -> dict[str, Any]:
+        """All texts at once."""
+        listed = []
+        for index, (text, of_text, reason) in enumerate(zip(texts, tokens, reasons, strict=True)):
+            choice = self._choice(index, text, of_text, reason)
+            if self._is_chat:
+                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                choice["text"] = text
+            listed.append(choice)
+        counted = sum(map(len, tokens))
+        return self._frame("", listed) | {"usage": self.usage(counted)}
+
+    def part(
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[Token],
+        reason: Reason | None,
+        is_first: bool,
+    ) -> dict[str, Any]:
+        """A part of a text in a stream."""
+        choice = self._choice(index, text, tokens, reason)
+        if self._is_chat:
+            delta: dict[str, Any] = {"content": text}
+            if is_first:
+                delta = {"role": "assistant", "content": text}
+            choice["delta"] = delta
+        else:
+            choice["text"] = text
+        return self._frame(".chunk", [choice])
+
+    def last_part(self, num_tokens: int) -> dict[str, Any]:
+        """The end of a stream that tells the number of tokens."""
+        return self._frame(".chunk", []) | {"usage": self.usage(num_tokens)}
+
+    def usage(self, num_tokens: int) -> dict[str, int]:
+        """Numbers of tokens."""
+        before = self._asked.prompt_tokens
+        return {
+            "prompt_tokens": before,
+            "completion_tokens": num_tokens,
+            "total_tokens": before + num_tokens,
+        }
+
+    def _frame(self, part: str, listed: list[dict[str, Any]]) -> dict[str, Any]:
+        name = "text_completion"
+        if self._is_chat:
+            name = f"chat.completion{part}"
+        return {
+            "id": self._id,
+            "object": name,
+            "created": self._created,
+            "model": self._served.name,
+            "choices": listed,
+        }
+
+    def _choice(
+        self, index: int, text: str, tokens: Sequence[Token], reason: Reason | None
+    ) -> dict[str, Any]:
+        told = None
+        if self._asked.logprobs:
+            told = self._logprobs(tokens)
+        return {"index": index, "finish_reason": _finish(reason), "logprobs": told}
+
+    def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
+        """Each token with its log-probability."""
+        decode = self._served.tokenizer.decode
+        if not self._is_chat:
+            return {
+                "tokens": [decode([token.id]) for token in tokens],
+                "token_logprobs": [token.logprob for token in tokens],
+                "top_logprobs": None,
+                "text_offset": [],
+            }
+        content = []
+        for token in tokens:
+            text = decode([token.id])
+            content.append(
+                {
+                    "token": text,
+                    "logprob": token.logprob,
+                    "bytes": list(text.encode()),
+                    "top_logprobs": [],
+                }
+            )
+        return {"content": content, "refusal": None}
+
+
+def _finish(reason: Reason | None) -> str | None:
+    """Why a text has ended, in the words of the API; None: it has not."""
+    if reason == "window":
+        return "length"
+    return reason

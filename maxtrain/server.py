@@ -1,0 +1,243 @@
+"""`maxtrain serve RUN`: a model behind OpenAI's API, on this machine.
+
+Completions and chat completions, whole or streamed, are made side by side by one engine. A client
+that leaves cancels what it asked for. The server says where it listens when it can answer, and
+ends at SIGTERM or Ctrl-C, when what is on its way is done.
+"""
+
+import argparse
+import contextlib
+import functools
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from data_pipeline.errors import UsageError, UserError, run_command
+from data_pipeline.extras import load_package
+from data_pipeline.tokenizer import Tokenizer
+from maxtrain.config.schema import MeshConfig, ObserveConfig
+from maxtrain.model_source import (
+    add_model_arguments,
+    check_model_arguments,
+    load_model,
+    read_run_config,
+    text_beginning,
+    tokenizer_place,
+)
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.unstack import for_generation
+from maxtrain.parallel.distributed import start
+from maxtrain.serve.chat import Chat
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.protocol import Served
+from maxtrain.serve.sampling import Sampling
+from maxtrain.serve.worker import Worker
+
+KEY = "MAXTRAIN_API_KEY"
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+# Tokens between two looks at who comes and goes.
+_CHUNK = 8
+_BODY_BYTES = 10 * 2**20
+
+
+def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog,
+        allow_abbrev=False,
+        description=__doc__,
+        epilog=f"With the environment variable {KEY}, clients must give that key.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add_model_arguments(parser)
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="0: any that is free (default: %(default)s)",
+    )
+    add("--name", help="of the model in requests (default: that of its directory)")
+    add(
+        "--chat-template",
+        metavar="FILE",
+        default="",
+        help="a template, or chatml (default: the one beside the tokenizer, if there is one)",
+    )
+    add(
+        "--slots",
+        type=int,
+        default=8,
+        metavar="N",
+        help="texts that are made side by side (default: %(default)s)",
+    )
+    add(
+        "--waiting",
+        type=int,
+        default=64,
+        metavar="N",
+        help="texts that may wait; more are refused with 429 (default: %(default)s)",
+    )
+    add(
+        "--max-body",
+        type=int,
+        default=_BODY_BYTES,
+        metavar="BYTES",
+        help="of a request (default: 10 MiB)",
+    )
+    add(
+        "--grace",
+        type=int,
+        default=30,
+        metavar="SECONDS",
+        help="that texts have to end when the server is stopped (default: %(default)s)",
+    )
+    asked = parser.parse_args(argv)
+    check_model_arguments(parser, asked, "serves")
+    least = {"port": 0, "slots": 1, "waiting": 0, "max_body": 1, "grace": 0}
+    for key, value in least.items():
+        if getattr(asked, key) < value:
+            raise UsageError(
+                f"--{key.replace('_', '-')} {getattr(asked, key)}: must be at least {value}."
+            )
+    if asked.port > 65_535:
+        raise UsageError(f"--port {asked.port}: must be at most 65535.")
+    return asked
+
+
+def main(argv: Sequence[str] | None = None, program: str = "python -m maxtrain.server") -> int:
+    """Runs the command; the exit code."""
+    if argv is None:
+        argv = sys.argv[1:]
+
+    def job() -> None:
+        asked = _parse(argv, program)
+        for package in ("starlette", "uvicorn", "prometheus_client"):
+            load_package(package, "serve", "maxtrain serve")
+        app_module = load_package("maxtrain.serve.app", "serve", "maxtrain serve")
+        # Before the model is loaded: a port that is taken is known at once.
+        with _listen(asked.host, asked.port) as listening:
+            start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
+            model, tokenizer = load_model(asked)
+            served = _served(asked, model, tokenizer)
+            make_engine = functools.partial(_warm_engine, for_generation(model), asked.slots)
+            worker = Worker(make_engine, tokenizer)
+            hosts: tuple[str, ...] = ()
+            if asked.host in _LOOPBACK:
+                hosts = (*_LOOPBACK, "[::1]")
+            texts = asked.slots + asked.waiting
+            limits = app_module.Limits(texts, asked.max_body, os.environ.get(KEY) or None, hosts)
+            worker.start()
+            try:
+                _serve(app_module.make_app(served, worker, limits), listening, asked, served)
+            finally:
+                worker.end()
+
+    return run_command(job, resumes=False)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens; UsageError: it can't."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        listening = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        listening.close()
+        raise _cannot_listen(host, port, error) from error
+    return listening
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> UsageError:
+    return UsageError(
+        f"--host {host} --port {port}: can't listen there ({error.strerror or error}). Name another "
+        "port, or 0 for any that is free."
+    )
+
+
+def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> Served:
+    """What is served."""
+    place = asked.hf
+    source = asked.hf
+    if place is None:
+        place = tokenizer_place(asked.run, read_run_config(asked.run))
+        source = asked.run
+    chat = None
+    try:
+        chat = Chat(tokenizer, place, asked.chat_template)
+    except UserError as error:
+        if asked.chat_template:
+            raise
+        print(f"chat completions are refused: {error}", file=sys.stderr)
+    return Served(
+        name=asked.name or Path(source).expanduser().resolve().name,
+        tokenizer=tokenizer,
+        beginning=tuple(text_beginning(asked, tokenizer)),
+        chat=chat,
+        max_length=model.config.max_length,
+        vocab_size=model.config.vocab_size or 0,
+        created=int(time.time()),
+    )
+
+
+def _warm_engine(model: Decoder, slots: int) -> Engine:
+    """An engine whose first programs are compiled, so that the first client does not wait."""
+    engine = Engine(model, slots, chunk=_CHUNK)
+    for temperature in (0.0, 1.0):
+        engine.submit([0], 2, Sampling(temperature))
+        engine.run()
+    return engine
+
+
+def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served: Served) -> None:
+    """Answers until a signal comes."""
+    uvicorn = load_package("uvicorn", "serve", "maxtrain serve")
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """As uvicorn does, but that a stop that was asked for is no failure."""
+            kept = {
+                number: signal.signal(number, self.handle_exit)
+                for number in (signal.SIGINT, signal.SIGTERM)
+            }
+            try:
+                yield
+            finally:
+                for number, handler in kept.items():
+                    signal.signal(number, handler)
+
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=asked.grace,
+    )
+    host, port = listening.getsockname()[:2]
+    shown = host
+    if ":" in host:
+        shown = f"[{host}]"
+    if asked.host not in _LOOPBACK and not os.environ.get(KEY):
+        print(
+            f"Anybody who reaches {shown} can use the model. Set {KEY} to ask for a key.",
+            file=sys.stderr,
+        )
+    print(f"{served.name}: listening on http://{shown}:{port}/v1", flush=True)
+    print("Ctrl-C ends it.", file=sys.stderr)
+    Server(config).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

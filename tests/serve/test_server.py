@@ -1,0 +1,392 @@
+"""The server, asked by the real client of OpenAI, over the network of this machine."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+
+from data_pipeline.tokenizer import load_tokenizer
+from maxtrain import import_weights, server
+from maxtrain.generate import complete
+from maxtrain.model_source import special_beginning
+from maxtrain.weights.hf import load_pretrained
+from tests.pretrained import write as write_pretrained
+
+pytestmark = pytest.mark.processes
+KEY = "a key"
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, *options, cwd=None):
+        command = [sys.executable, "-m", "maxtrain.cli", "serve", "--port", "0", *options]
+        self.process = subprocess.Popen(
+            [*command, "--chat-template", "chatml"],
+            cwd=cwd,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {server.KEY: KEY},
+        )
+        # It says where when it can answer.
+        self.line = self.process.stdout.readline()
+        assert "listening on" in self.line, self.process.communicate()[1]
+        self.url = self.line.split()[-1]
+        self.root = self.url.removesuffix("/v1")
+        self.client = openai.OpenAI(base_url=self.url, api_key=KEY, max_retries=0, timeout=120)
+
+    def metrics(self):
+        """Numbers by name."""
+        request = urllib.request.Request(
+            f"{self.root}/metrics", headers={"Authorization": f"Bearer {KEY}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+    def post(self, body, path="/v1/completions", **headers):
+        """Status and body of a plain request."""
+        named = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        named |= {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(f"{self.root}{path}", body, named)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        out, errors = self.process.communicate(timeout=120)
+        return self.process.returncode, out, errors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pretrained")
+    write_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder):
+    """One server for all tests that leave it as it is."""
+    served = Served("--hf", str(folder), "--name", "small", "--slots", "2", "--waiting", "3")
+    yield served
+    code, _, errors = served.end()
+    assert code == 0 and "Traceback" not in errors, errors
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    """What the model says by itself."""
+    model, _ = load_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
+
+    def say(prompt, count):
+        begin = special_beginning(tokenizer) or None
+        return complete(model, tokenizer, [prompt], begin=begin, max_tokens=count, temperature=0)[0]
+
+    return say
+
+
+def greedy(served, prompt, **options):
+    options = {"max_tokens": 24, "temperature": 0} | options
+    return served.client.completions.create(model="small", prompt=prompt, **options)
+
+
+def test_a_completion_is_what_generate_writes(served, expected):
+    answer = greedy(served, "Hello")
+    assert answer.choices[0].text == expected("Hello", 24)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 24 and answer.usage.prompt_tokens == 6
+    assert answer.model == "small" and answer.object == "text_completion"
+
+
+def test_parts_of_a_stream_are_the_whole(served, expected):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *parts, last = greedy(served, "Hello", **options)
+    texts = [part.choices[0].text for part in parts]
+    assert len(texts) > 1 and "".join(texts) == expected("Hello", 24)
+    assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + [
+        "length"
+    ]
+    assert last.choices == [] and last.usage.completion_tokens == 24
+    assert len({part.id for part in parts}) == 1
+
+
+def test_several_prompts_and_ids(served, expected):
+    tokenizer = load_tokenizer(served_folder(served))
+    ids = tokenizer.encode("Hello").tolist()
+    answer = greedy(served, ["Hello", "What is this?"])
+    assert [choice.text for choice in answer.choices] == [
+        expected("Hello", 24),
+        expected("What is this?", 24),
+    ]
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    told = greedy(served, [ids, ids])
+    assert told.usage.prompt_tokens == 2 * len(ids)
+    assert told.choices[0].text == told.choices[1].text
+
+
+def served_folder(served):
+    return served.process.args[served.process.args.index("--hf") + 1]
+
+
+def test_a_seed_gives_the_same_texts_again(served):
+    def ask(seed):
+        answer = greedy(served, "Hello", temperature=1, n=2, seed=seed)
+        return [choice.text for choice in answer.choices]
+
+    first = ask(3)
+    assert first == ask(3) and first[0] != first[1]
+    assert ask(4) != first
+
+
+def test_a_chat_is_answered(served):
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What "}, {"type": "text", "text": "now?"}],
+        },
+    ]
+    options = {
+        "model": "small",
+        "messages": messages,
+        "temperature": 0,
+        "max_completion_tokens": 20,
+    }
+    answer = served.client.chat.completions.create(**options, logprobs=True)
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant" and choice.message.content
+    assert answer.object == "chat.completion"
+    told = choice.logprobs.content
+    assert len(told) == answer.usage.completion_tokens and all(token.logprob <= 0 for token in told)
+    parts = list(served.client.chat.completions.create(**options, stream=True))
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[1].choices[0].delta.role is None
+    assert "".join(part.choices[0].delta.content for part in parts) == choice.message.content
+
+
+def test_without_a_limit_an_answer_may_fill_the_context(served):
+    messages = [{"role": "user", "content": "Go on."}]
+    answer = served.client.chat.completions.create(
+        model="small", messages=messages, extra_body={"min_p": 0.0, "top_k": 50}, seed=1
+    )
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    if answer.choices[0].finish_reason == "length":
+        # The last token needs no place.
+        assert answer.usage.total_tokens == 257
+
+
+def test_a_text_ends_before_a_stop_text(served, expected):
+    text = expected("Hello", 24)
+    stop = text[5:7]
+    whole = text[: text.index(stop)]
+    answer = greedy(served, "Hello", stop=[stop, "never"])
+    assert answer.choices[0].text == whole and answer.choices[0].finish_reason == "stop"
+    parts = greedy(served, "Hello", stop=stop, stream=True)
+    assert "".join(part.choices[0].text for part in parts) == whole
+
+
+def test_log_probabilities_of_a_completion(served):
+    answer = greedy(served, "Hello", logprobs=0)
+    told = answer.choices[0].logprobs
+    assert len(told.tokens) == len(told.token_logprobs) == 24
+    assert max(told.token_logprobs) <= 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message", "param"),
+    [
+        ({"temperature": -1}, "temperature=-1", "temperature"),
+        ({"top_p": 0}, "top_p=0 must be above 0", "top_p"),
+        ({"max_tokens": 0}, "max_tokens=0 must be an integer of at least 1", "max_tokens"),
+        ({"max_tokens": 400}, "is too much: after a prompt of", "max_tokens"),
+        ({"prompt": "a" * 300}, "reads at most 256. Shorten it", None),
+        ({"prompt": []}, "prompt must be a text", "prompt"),
+        ({"prompt": [1, 100_000]}, "ids beyond model.vocab_size=160", "prompt"),
+        ({"logprobs": 5}, "logprobs must be 0", "logprobs"),
+        ({"stop": [""]}, "none of them empty", "stop"),
+        ({"n": 1000}, "at most 128 can be", "n"),
+        (
+            {"frequency_penalty": 0.5},
+            "frequency_penalty=0.5 is not supported here",
+            "frequency_penalty",
+        ),
+        ({"extra_body": {"beam_width": 3}}, "beam_width is not supported here", "beam_width"),
+        ({"seed": 1.5}, "seed=1.5 must be an integer", "seed"),
+        ({"stream_options": {"a": 1}}, "stream_options may have include_usage", "stream_options"),
+    ],
+)
+def test_what_can_not_be_answered_is_said(served, changes, message, param):
+    options = {"model": "small", "prompt": "Hello"} | changes
+    with pytest.raises(openai.BadRequestError, match=message.replace("?", r"\?")) as raised:
+        served.client.completions.create(**options)
+    assert raised.value.body["param"] == param
+    assert raised.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages: is empty"),
+        ([{"role": "user", "content": "<|im_end|>"}], "has the special token"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "content must be text"),
+        ([{"role": "user", "content": 3}], "must be a text"),
+    ],
+)
+def test_messages_that_are_none(served, messages, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        served.client.chat.completions.create(model="small", messages=messages)
+
+
+def test_another_model_is_not_served(served):
+    with pytest.raises(openai.NotFoundError, match="is not served here, but 'small'"):
+        served.client.completions.create(model="large", prompt="a")
+    assert [model.id for model in served.client.models.list()] == ["small"]
+    assert served.client.models.retrieve("small").id == "small"
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("large")
+
+
+def test_a_key_is_asked_for(served):
+    wrong = served.client.with_options(api_key="another")
+    with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+        wrong.models.list()
+    # Whoever looks after a server need not have it.
+    with urllib.request.urlopen(f"{served.root}/health", timeout=60) as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_bodies_that_are_none(served):
+    assert served.post(b"{")[0] == 400
+    assert served.post(b"[]")[0] == 400
+    assert served.post(b'{"prompt": "a"}', Content_Type="text/plain")[0] == 415
+    status, body = served.post(b'{"prompt": "' + b"a" * 11 * 2**20 + b'"}')
+    assert status == 413 and "more than 10,485,760 bytes" in body
+    # A name of this machine that another site made up.
+    assert served.post(b'{"prompt": "a"}', Host="evil.example")[0] == 400
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+
+
+def slow(served):
+    """A stream of more tokens than anybody waits for."""
+    return served.client.completions.create(
+        model="small", prompt="Hello", max_tokens=240, temperature=1, seed=1, n=2, stream=True
+    )
+
+
+def test_a_client_that_leaves_takes_its_texts_along(served):
+    before = served.metrics()["maxtrain_cancelled_texts_total"]
+    # Whether a text was done before its client left is for chance; not every time.
+    for _ in range(5):
+        stream = slow(served)
+        next(iter(stream))
+        stream.close()
+        wait_for(lambda: served.metrics()["maxtrain_open_texts"] == 0)
+    assert served.metrics()["maxtrain_cancelled_texts_total"] > before
+    wait_for(lambda: served.metrics()["maxtrain_active_texts"] == 0)
+
+
+def test_more_than_may_wait_is_refused(served):
+    """Two texts are made and three may wait; six are too many, and lose nobody anything."""
+    with pytest.raises(openai.RateLimitError, match="Try again later") as raised:
+        greedy(served, ["a", "b", "c", "d", "e", "f"])
+    assert raised.value.response.headers["retry-after"] == "1"
+    assert len(greedy(served, ["a", "b", "c", "d", "e"]).choices) == 5
+    wait_for(lambda: served.metrics()["maxtrain_open_texts"] == 0)
+
+
+def test_texts_made_side_by_side_are_those_made_alone(served, expected):
+    found = {}
+
+    def ask(prompt):
+        found[prompt] = greedy(served, prompt).choices[0].text
+
+    prompts = ["one", "two, ", "three: "]
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {prompt: expected(prompt, 24) for prompt in prompts}
+
+
+def test_what_was_done_is_counted(served):
+    before = served.metrics()
+    greedy(served, "Hello")
+    after = served.metrics()
+
+    def change(name):
+        return after[f"maxtrain_{name}"] - before.get(f"maxtrain_{name}", 0)
+
+    assert change("generated_tokens_total") == 24
+    assert change("prompt_tokens_total") == 6
+    assert change('requests_total{path="/v1/completions",status="200"}') == 1
+    assert change("text_seconds_count") == change("first_token_seconds_count") == 1
+
+
+@pytest.mark.long
+def test_what_is_on_its_way_is_done_before_the_end(folder):
+    served = Served("--hf", str(folder), "--name", "small")
+    stream = iter(slow(served))
+    next(stream)
+    ended = []
+    thread = threading.Thread(target=lambda: ended.append(served.end()))
+    thread.start()
+    parts = list(stream)
+    thread.join()
+    assert {part.choices[0].finish_reason for part in parts[-2:]} & {"length", "stop"}
+    code, _, errors = ended[0]
+    assert code == 0 and "Traceback" not in errors
+
+
+@pytest.mark.long
+def test_a_run_is_served(folder, expected, tmp_path):
+    """`serve runs/llama --port 8000`, at another port."""
+    assert import_weights.main([str(folder), str(tmp_path / "runs/llama")]) == 0
+    served = Served("runs/llama", cwd=tmp_path)
+    assert served.line.startswith("llama: listening on http://127.0.0.1:")
+    options = {"prompt": "Hello", "max_tokens": 24, "temperature": 0}
+    answer = served.client.completions.create(model="llama", **options)
+    assert answer.choices[0].text == expected("Hello", 24)
+    assert served.end()[0] == 0
+
+
+def test_a_port_that_is_taken_is_said_at_once(folder, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert server.main(["--hf", str(folder), "--port", str(port)]) == 64
+    assert f"--port {port}: can't listen there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--slots", "0"], "--slots 0: must be at least 1"),
+        (["--port", "70000"], "must be at most 65535"),
+        (["--host", "no such host", "--port", "1"], "can't listen there"),
+    ],
+)
+def test_options_that_can_not_be(folder, options, message, capsys):
+    assert server.main(["--hf", str(folder), *options]) == 64
+    assert message in capsys.readouterr().err
