@@ -78,7 +78,9 @@ def load_template(
             beside = tokenizer_path(tokenizer)
             settings = read_settings(beside)
         source, files = _find_source(spec, beside, settings)
-        named = {key: named_token(settings, key) for key in settings if key.endswith("_token")}
+        # add_bos_token and the like say whether, not which.
+        keys = [k for k in settings if k.endswith("_token") and not k.startswith("add_")]
+        named = {key: named_token(settings, key) for key in keys}
     except UserError:
         raise
     except ValueError as error:

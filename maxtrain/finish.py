@@ -192,11 +192,12 @@ def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
             what += " (after pip install tensorboard, which is not here)"
             tensorboard = "tensorboard"
         commands[what] = [tensorboard, "--logdir", str(folder)]
-    python = _program(Path(sys.executable).name) or sys.executable
-    train = [python, "-m", "maxtrain.train", f"config={folder / 'config.yaml'}"]
-    train.append(f"run_name={config.run_name}-wide")
-    train.append(f"model.embed_dim={config.model.embed_dim * 2}")
-    commands["train a wider model"] = train
+    if config.checkpoint.init_from is None:
+        python = _program(Path(sys.executable).name) or sys.executable
+        train = [python, "-m", "maxtrain.train", f"config={folder / 'config.yaml'}"]
+        train.append(f"run_name={config.run_name}-wide")
+        train.append(f"model.embed_dim={config.model.embed_dim * 2}")
+        commands["train a wider model"] = train
     exported = Path("exported", config.run_name)
     export = [maxtrain, "export", str(folder), str(exported), "--format", "hf"]
     commands["give it to other programs (transformers, vLLM, ...)"] = export

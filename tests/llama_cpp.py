@@ -60,6 +60,12 @@ class LlamaCpp:
         """A conversation as text, by the chat template of the file."""
         return self._ask("/apply-template", messages=messages)["prompt"]
 
+    def answer(self, messages: list[dict[str, str]]) -> str:
+        """The likeliest answer to a conversation."""
+        request = {"messages": messages, "temperature": 0, "max_tokens": 40}
+        found = self._server.handle_chat_completions(request)
+        return found["choices"][0]["message"]["content"]
+
     def tokenize_prompt(self, text: str) -> list[int]:
         """The ids of a text that a chat template wrote."""
         return self._ask("/tokenize", content=text, add_special=True, parse_special=True)["tokens"]

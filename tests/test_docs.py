@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 RUN_WHOLE = {
     "data.md": "tests/test_docs_data.py",
+    "fine_tuning.md": "tests/test_docs_fine_tuning.py",
     "numerics.md": "tests/test_docs_numerics.py",
     "reliability.md": "tests/test_docs_reliability.py",
 }  # documents whose commands are run in order, every one of them

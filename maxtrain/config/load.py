@@ -133,20 +133,22 @@ def load_with_notes(argv: Sequence[str], models: Models | None = None) -> Loaded
     """As `load_config`; with what a user should be told once, when the run is launched.
 
     With `models`, keys of `model` that are not typed are those of the weights that the run starts
-    from, and `model=PLACE` names a model with all of its keys.
+    from, and `model=PLACE` names a model with all of its keys; then `config=` may be missing: all
+    other keys have their defaults.
     """
     problems: list[ValueProblem] = []
     given = parse(argv, problems)
     reference = given.pop("config", "")
-    if not reference:
+    if not reference and (models is None or "model" not in given):
         raise UsageError(
             f"no config is given. Add config=NAME, for example config=quickstart. {available()}."
         )
-    try:
-        tree = read_config(find_file(reference))
-    except ConfigError as error:
-        tree = {}
-        problems.append(ValueProblem("", error.problems[0]))
+    tree = {}
+    if reference:
+        try:
+            tree = read_config(find_file(reference))
+        except ConfigError as error:
+            problems.append(ValueProblem("", error.problems[0]))
     file_tree = copy.deepcopy(tree)
     about_model = _name_model(tree, given, models, problems)
     problems += overlaps(given)

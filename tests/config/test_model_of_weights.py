@@ -4,6 +4,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.load import Models, NamedModel, load_config, load_with_notes
+from maxtrain.config.schema import DataConfig
 
 BASE = ["config=quickstart", "checkpoint.init_from=there"]
 THERE = {
@@ -119,3 +120,13 @@ def test_what_names_nothing_is_refused():
         load_with_notes(["config=quickstart", "model=nowhere"], MODELS)
     with pytest.raises(ConfigError, match="model=released can't be looked up here"):
         load_config(["config=quickstart", "model=released"])
+
+
+def test_a_named_model_needs_no_config():
+    """All other keys have their defaults."""
+    typed = ["model=there", "steps=7", "data.sources.a.path=data/a"]
+    loaded = load_with_notes(typed, MODELS)
+    assert loaded.config.steps == 7 and loaded.config.data.seq_length == DataConfig.seq_length
+    assert loaded.config.model.embed_dim == 1024
+    with pytest.raises(UsageError, match="no config is given"):
+        load_with_notes(typed)

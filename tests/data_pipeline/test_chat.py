@@ -316,6 +316,8 @@ def test_where_a_template_comes_from(tmp_path):
         "chat_template": "of settings{{ bos_token }}{{ eos_token }}",
         "bos_token": {"content": "<s>"},
         "eos_token": None,
+        # Not a token, but whether.
+        "add_bos_token": False,
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     template, files = load_template("", tmp_path, ["<s>"])

@@ -1,0 +1,101 @@
+"""docs/fine_tuning.md, every command as it stands: a model learns to answer, and says the same in
+every form in which it is given away."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from data_pipeline.tokenizer import load_tokenizer, train_bpe
+from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.export import export
+from maxtrain.models.registry import build_model
+from tests.llama_cpp import LlamaCpp
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs" / "fine_tuning.md").read_text()
+COLOURS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red"}
+QUESTIONS = ("What colour is {}?", "Tell me the colour of {}.", "Which colour has {}?")
+NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ida", "Jo")
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write_pretrained(folder):
+    """A directory of Hugging Face, whose model has learned nothing yet."""
+    said = [f"What colour is {thing}? It is {colour}. user\n" for thing, colour in COLOURS.items()]
+    inner = tokenizers.Tokenizer.from_str(train_bpe(said * 3, 330).content.decode())
+    inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    place = folder / "tokenizer"
+    place.mkdir()
+    inner.save(str(place / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": TEMPLATE, "add_bos_token": False}
+    (place / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(place)
+    config = ModelConfig(
+        family="llama",
+        vocab_size=tokenizer.vocab_size,
+        num_layers=2,
+        embed_dim=64,
+        mlp_dim=128,
+        num_heads=4,
+        num_kv_heads=2,
+        max_length=256,
+    )
+    export(build_model(config, PrecisionConfig()), tokenizer, str(place), folder / "pretrained")
+
+
+def write_conversations(path):
+    lines = []
+    for name in ("", *NAMES):
+        for question in QUESTIONS:
+            for thing, colour in COLOURS.items():
+                asked = question.format(thing)
+                if name:
+                    asked = f"I am {name}. {asked}"
+                said = [
+                    {"role": "user", "content": asked},
+                    {"role": "assistant", "content": f"It is {colour}."},
+                ]
+                lines.append(json.dumps({"messages": said}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_commands_work_in_order(tmp_path):
+    write_pretrained(tmp_path)
+    write_conversations(tmp_path / "chat.jsonl")
+    (example,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    assert list(json.loads(example)) == ["messages"]
+    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    commands = "".join(blocks).splitlines()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    outputs = []
+    for command in commands:
+        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
+        result = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        outputs.append(result.stdout)
+    prepared, trained, evaluated, answered, *_, exported_answer = outputs
+    assert len(outputs) == 8
+    assert "⟦It is" in prepared
+    losses = [float(found) for found in re.findall(r"eval held_out: nll ([\d.]+)", trained)]
+    assert len(losses) == 2 and losses[1] < losses[0] < 3
+    assert "held_out" in evaluated
+    assert "It is blue." in answered and "It is white." in exported_answer
+    theirs = LlamaCpp(tmp_path / "colours.gguf")
+    for thing, colour in COLOURS.items():
+        asked = [{"role": "user", "content": f"I am Ada. What colour is {thing}?"}]
+        assert theirs.answer(asked) == f"It is {colour}."
