@@ -3,15 +3,21 @@
     python -m benchmarks.generation [--write]
 
 Each token of a small batch needs every weight once, so that no machine decodes faster than it reads
-the weights. The bound is measured: how fast this machine reads an array that no cache holds.
+the weights. The bound is measured: how fast this machine reads an array that no cache holds. Beside
+it is llama.cpp with the same weights, if the package xllamacpp is installed.
 """
 
 import argparse
+import concurrent.futures
+import importlib.util
+import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +25,9 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.train_step import processor
+from data_pipeline.tokenizer import train_bpe
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
+from maxtrain.export_gguf import export_gguf
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.registry import build_model
 from maxtrain.models.unstack import unstacked
@@ -106,6 +114,49 @@ def prefill_rate(model: Decoder, length: int = 512) -> float:
     return length / min(times[1:])
 
 
+def llama_cpp_rates(precision: PrecisionConfig) -> dict[int, float]:
+    """Tokens per second that llama.cpp decodes, of all rows together, by the number of rows."""
+    import xllamacpp  # noqa: PLC0415
+
+    quant = {"float32": "f32", "bfloat16": "bf16"}[precision.params]
+    rates = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer = train_bpe(["some text"], 300)
+        tokenizer.save(Path(folder))
+        path = Path(folder) / "model.gguf"
+        export_gguf(make_model(precision, True), tokenizer, folder, path, quant)
+        for rows in (1, 8):
+            params = xllamacpp.CommonParams()
+            params.model.path = str(path)
+            params.n_parallel = rows
+            params.n_ctx = rows * 512
+            params.n_gpu_layers = 0
+            params.verbosity = 0
+            params.cpuparams.n_threads = os.cpu_count() or 1
+            params.cpuparams_batch.n_threads = os.cpu_count() or 1
+            server = xllamacpp.Server(params)
+            rates[rows] = statistics.median(_llama_cpp_rate(server, rows) for _ in range(3))
+            del server
+    return rates
+
+
+def _llama_cpp_rate(server: Any, rows: int) -> float:
+    """Of one run, without the time for prompts."""
+    rng = np.random.default_rng(0)
+    count = CHUNK * CHUNKS
+
+    def ask(row: int) -> float:
+        prompt = rng.integers(0, 300, PROMPT).tolist()
+        request = {"prompt": prompt, "n_predict": count, "temperature": 0, "ignore_eos": True}
+        answer = server.handle_completions(request | {"cache_prompt": False, "seed": row})
+        assert answer["timings"]["predicted_n"] >= count - 1
+        return answer["timings"]["predicted_ms"] / 1000
+
+    with concurrent.futures.ThreadPoolExecutor(rows) as threads:
+        seconds = max(threads.map(ask, range(rows)))
+    return rows * count / seconds
+
+
 def measure() -> list[str]:
     rate = read_rate()
     lines = [
@@ -128,6 +179,15 @@ def measure() -> list[str]:
                 )
                 print(lines[-1], file=sys.stderr, flush=True)
             del model
+        if importlib.util.find_spec("xllamacpp") is None:
+            continue
+        for rows, tokens in llama_cpp_rates(precision).items():
+            bound = rows * rate / read_bytes(make_model(precision, True))
+            lines.append(
+                f"| {precision.params} | llama.cpp | {rows} | {tokens:,.1f} | {bound:,.1f} | "
+                f"{tokens / bound:.0%} | |"
+            )
+            print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 

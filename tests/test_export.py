@@ -443,7 +443,7 @@ def test_averaged_weights_are_what_is_exported_if_there_are_such(run, tmp_path, 
     [
         ([], 64, "required: RUN, OUT"),
         (["nowhere", "OUT"], 64, "RUN=nowhere: has no config.yaml. Name the directory of a run"),
-        (["RUN", "OUT", "--format", "gguf"], 64, "invalid choice: 'gguf'"),
+        (["RUN", "OUT", "--format", "onnx"], 64, "invalid choice: 'onnx'"),
         (["RUN", "OUT", "--step", "-1"], 64, "--step -1: must be at least 0"),
         (["RUN", "OUT", "--step", "9"], 74, "Complete steps: 1, 2. Ask for one of these"),
         (["RUN", "OUT", "--max-shard-size", "many"], 64, "Write for example 5GB or 500MB"),

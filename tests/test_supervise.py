@@ -31,7 +31,9 @@ folder, words = pathlib.Path(sys.argv[1]), sys.argv[2].split(",")
 word = words[min(int(os.environ["MAXTRAIN_ATTEMPT"]), len(words)) - 1]
 end, _, step = word.partition("+")
 index = os.environ.get("JAX_PROCESS_ID", "0")
-print("process", index, "of", os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_COORDINATOR_ADDRESS", "")[:10])
+count, address = os.environ.get("JAX_NUM_PROCESSES"), os.environ.get("JAX_COORDINATOR_ADDRESS", "")
+# In one write, so that no other process writes into the line.
+sys.stdout.write(f"process {index} of {count} {address[:10]}\\n")
 sys.stdout.flush()
 if step:
     folder.mkdir(parents=True, exist_ok=True)
