@@ -204,7 +204,18 @@ def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served
     """Answers until a signal comes."""
     uvicorn = load_package("uvicorn", "serve", "maxtrain serve")
 
+    host, port = listening.getsockname()[:2]
+    shown = host
+    if ":" in host:
+        shown = f"[{host}]"
+
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            """Says where it listens when it does: whoever asks at that line is not refused."""
+            await super().startup(sockets)
+            print(f"{served.name}: listening on http://{shown}:{port}/v1", flush=True)
+            print("Ctrl-C ends it.", file=sys.stderr)
+
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             """As uvicorn does, but that a stop that was asked for is no failure."""
@@ -225,17 +236,11 @@ def _serve(app: Any, listening: socket.socket, asked: argparse.Namespace, served
         lifespan="off",
         timeout_graceful_shutdown=asked.grace,
     )
-    host, port = listening.getsockname()[:2]
-    shown = host
-    if ":" in host:
-        shown = f"[{host}]"
     if asked.host not in _LOOPBACK and not os.environ.get(KEY):
         print(
             f"Anybody who reaches {shown} can use the model. Set {KEY} to ask for a key.",
             file=sys.stderr,
         )
-    print(f"{served.name}: listening on http://{shown}:{port}/v1", flush=True)
-    print("Ctrl-C ends it.", file=sys.stderr)
     Server(config).run(sockets=[listening])
 
 
