@@ -1,9 +1,9 @@
 """The stricter world tests run in: eight devices, strict dtypes, checked shapes, and compiled
 programs kept between runs.
 
-Tests of what programs do compile them without LLVM's optimizations, in half the time; those of
-roundings and bits as users do. With `--compile-quickly`, as `make test` runs them, all do the
-first: what then fails for its numbers is long.
+Almost all tests compile their programs without LLVM's optimizations, in half the time; those of
+roundings and of bits that were written down do it as users do. With `--compile-quickly`, as
+`make test` runs them, all do the first: what then fails for its numbers is long.
 
 `MAXTRAIN_TEST_PLATFORM=cuda` (or tpu) runs the tests on real devices instead of eight simulated
 CPUs. Tests of rooms that need no jax do not pay for its import when they run alone.
@@ -27,19 +27,16 @@ from tests.shared import TINY_MODEL, WORDS
 
 TESTS = Path(__file__).parent
 ROOMS_WITHOUT_JAX = ("data_pipeline", "config")
-# Beginnings of paths.
-COMPILED_QUICKLY = (
-    "models/test_lora",
-    "models/test_moe",
-    "models/test_regularization",
-    "test_expert_runs",
-    "training/test_expert_balance",
-    "training/test_products",
-    "test_anomalies",
-    "test_distilled_runs",
-    "test_probe",
-    "test_quickstart",
-    "test_train",
+# Beginnings of paths: tests of roundings and of bits that were written down.
+COMPILED_AS_BY_USERS = (
+    "ops/",
+    "test_older_runs",
+    "test_replay",
+    "training/test_accumulation",
+    "training/test_step",
+    "training/test_trajectory",
+    "training/test_zero",
+    "weights/test_hf",
 )
 # Minutes each: they are handed to the workers first, so that none is left alone with one at the end.
 LONGEST = (
@@ -55,6 +52,15 @@ LONGEST = (
     "test_quickstart.py",
     "test_benchmarks.py",
     "training/test_products.py",
+    "training/test_trajectory.py",
+    "models/test_lora.py",
+    "test_expert_runs.py",
+    "models/test_moe.py",
+    "test_export.py",
+    "weights/test_hf.py",
+    "test_import.py",
+    "serve/test_engine.py",
+    "test_docs_fine_tuning.py",
     "training/test_step.py",
     "test_signals.py",
     "test_run_folder.py",
@@ -68,7 +74,6 @@ LONGEST = (
     "test_evaluation_sets.py",
     "test_older_runs.py",
     "test_train_fuzz.py",
-    "weights/test_hf.py",
     "checkpoint/test_manager.py",
     "data_pipeline/test_runner.py",
     "data_pipeline/test_prepare_url.py",
@@ -104,7 +109,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compile-quickly",
         action="store_true",
-        help="compile the programs of almost all tests without optimizations, in half the time",
+        help="compile the programs of all tests without optimizations, in half the time",
     )
 
 
@@ -163,7 +168,9 @@ def compiler(request: pytest.FixtureRequest) -> None:
     """Programs of a module, and of the processes that it starts, are compiled quickly, or as users
     compile them."""
     name = request.path.relative_to(TESTS).as_posix()
-    wanted = request.config.getoption("--compile-quickly") or name.startswith(COMPILED_QUICKLY)
+    wanted = request.config.getoption("--compile-quickly") or not name.startswith(
+        COMPILED_AS_BY_USERS
+    )
     quick = wanted and PLATFORM == "cpu"
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
     if (jax := sys.modules.get("jax")) and jax.config.values[

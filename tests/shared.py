@@ -1,6 +1,10 @@
 """What tests of several rooms are made of: words of made-up texts, a model that trains in a moment,
 and the small models of other families in tests/data/parity."""
 
+from collections.abc import Iterable
+
+import pytest
+
 WORDS = "the of and to in is that it was for on are as with his they".split()
 TINY_MODEL = {
     "num_layers": 1,
@@ -25,3 +29,16 @@ MORE_PARITY_CASES = (
     "gpt_oss",
 )
 PARITY_CASES = FIRST_PARITY_CASES + MORE_PARITY_CASES
+# One of each kind of block, for tests that take seconds a family: dense, windows, experts, latents.
+KINDS_OF_BLOCKS = ("llama3", "gemma3", "mixtral", "deepseek_v3")
+
+
+def in_time(cases: Iterable[str]) -> list:
+    """Parameters: those that are one of a kind are long, the others slow."""
+    found = []
+    for case in cases:
+        mark = pytest.mark.slow
+        if case in KINDS_OF_BLOCKS:
+            mark = pytest.mark.long
+        found.append(pytest.param(case, marks=mark))
+    return found

@@ -51,7 +51,7 @@ def params() -> list:
     found = []
     for family in FAMILIES:
         marks = ()
-        if family in ("qwen2_moe", "qwen3_moe", "deepseek_v2"):
+        if family in ("qwen2_moe", "qwen3_moe", "deepseek_v2", "gpt_oss"):
             marks = (pytest.mark.slow,)
         found.append(pytest.param(family, marks=marks))
     return found

@@ -28,7 +28,7 @@ from maxtrain.models.families.directory import read_config
 from maxtrain.models.registry import build_model
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.hf_export import divide
-from tests.shared import MORE_PARITY_CASES
+from tests.shared import MORE_PARITY_CASES, in_time
 
 PARITY = Path(__file__).parent / "data" / "parity"
 MORE = ("llama_tied_mha", *MORE_PARITY_CASES)
@@ -110,8 +110,7 @@ def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     assert read_config(tmp_path / "out") == config == read_config(PARITY / case)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_time(("llama3", "qwen3", *MORE)))
 @pytest.mark.parametrize("left", [("rope_parameters",), ("rope_scaling", "rope_theta")])
 def test_either_spelling_of_rope_says_everything(case, left, tmp_path, place):
     model, config = load_pretrained(PARITY / case)

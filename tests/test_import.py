@@ -26,13 +26,13 @@ from maxtrain.models.families.directory import MODELS
 from maxtrain.train import run_from_config
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.start import require_same_tokenizer
-from tests.shared import MORE_PARITY_CASES
+from tests.shared import MORE_PARITY_CASES, in_time
 
 PARITY = Path(__file__).parent / "data" / "parity"
 CASES = (
     "llama3",
     "qwen3",
-    *(pytest.param(case, marks=pytest.mark.long) for case in MORE_PARITY_CASES),
+    *in_time(MORE_PARITY_CASES),
 )
 
 

@@ -12,7 +12,11 @@ from maxtrain.config.keys import all_keys
 from maxtrain.train import main
 
 pytestmark = pytest.mark.usefixtures("this_process")
-TRIALS = ("test-0", "test-1", "test-2", "test-3")
+TRIALS = (
+    "test-0",
+    "test-1",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("test-2", "test-3")),
+)
 
 
 @pytest.fixture(scope="module")

@@ -73,10 +73,8 @@ def logits(model, tokens):
 
 FAMILIES = [
     "llama3",
-    *(
-        pytest.param(case, marks=pytest.mark.long)
-        for case in ("deepseek_v3", "qwen3_moe", "gpt_oss", "gemma3", "qwen2")
-    ),
+    *(pytest.param(case, marks=pytest.mark.long) for case in ("deepseek_v3", "qwen2")),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3_moe", "gpt_oss", "gemma3")),
 ]
 
 

@@ -143,7 +143,7 @@ def test_with_a_capacity_the_kernel_equals_the_oracle(factor):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param({"fsdp": 8}, marks=pytest.mark.long),
+        pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
         pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.long),
         {"fsdp": 4, "tensor": 2},
     ],
@@ -154,7 +154,7 @@ def test_with_a_capacity_the_kernel_equals_the_oracle(factor):
     [
         {},
         pytest.param({"routing": RoutingConfig(capacity_factor=1.0)}, marks=pytest.mark.long),
-        pytest.param({"routing": RoutingConfig(kernel="ragged")}, marks=pytest.mark.long),
+        pytest.param({"routing": RoutingConfig(kernel="ragged")}, marks=pytest.mark.slow),
     ],
     ids=["dropless", "capacity", "ragged"],
 )
@@ -179,7 +179,9 @@ def test_the_same_however_a_batch_is_split(accumulation):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch"])
+@pytest.mark.parametrize(
+    "remat", ["full", "dots", pytest.param("dots_no_batch", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("scan", [True, False])
 def test_the_same_scanned_unrolled_and_recomputed(remat, scan):
     _, wanted = grads_of(tiny())

@@ -20,6 +20,7 @@ from maxtrain.serve.engine import Engine
 from maxtrain.serve.sampling import Sampling
 from maxtrain.training.state import abstract_model, shardings
 from maxtrain.weights.hf import load_pretrained
+from tests.shared import in_time
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 CONFIG = ModelConfig(
@@ -92,12 +93,10 @@ def test_what_comes_out_is_what_the_model_says_without_a_cache():
 
 
 CASES = ["mistral", "deepseek_v3"]
-MORE_CASES = ["gemma2", "gemma3", "gpt_oss", "qwen2", "qwen3_moe", "mixtral", "olmo2", "llama3"]
+MORE_CASES = ["gemma3", "gemma2", "gpt_oss", "qwen2", "qwen3_moe", "mixtral", "olmo2", "llama3"]
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in MORE_CASES)]
-)
+@pytest.mark.parametrize("case", [*CASES, *in_time(MORE_CASES)])
 def test_every_family_says_what_it_says_without_a_cache(case):
     """Windows are 16 here, so that rings of 32 columns turn round while prompts are read and while
     tokens are made."""
@@ -408,7 +407,9 @@ def test_what_can_not_be_continued_is_refused(options, message):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", [None, "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "case", [None, "deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.slow)]
+)
 def test_on_a_mesh_the_texts_are_the_same(case):
     single = tiny() if case is None else pretrained(case)
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, data=2))

@@ -36,7 +36,7 @@ from maxtrain.training.state import (
 )
 from maxtrain.training.step import make_train_step
 from maxtrain.weights.hf import load_pretrained
-from tests.shared import MORE_PARITY_CASES
+from tests.shared import MORE_PARITY_CASES, in_time
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 PEAK = 2e-3
@@ -135,9 +135,8 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
     assert_as_torch(case, twenty_steps(case, axes, accumulation, **changes))
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("optax_dtypes")
-@pytest.mark.parametrize("case", MORE_PARITY_CASES)
+@pytest.mark.parametrize("case", in_time(MORE_PARITY_CASES))
 def test_every_family_trains_the_same_on_eight_devices(case):
     """On one device as on eight, and on both as torch."""
     one = twenty_steps(case, {"fsdp": 1})

@@ -25,12 +25,11 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights
-from tests.shared import FIRST_PARITY_CASES, PARITY_CASES
+from tests.shared import FIRST_PARITY_CASES, KINDS_OF_BLOCKS, PARITY_CASES, in_time
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 FORMS = [(True, "xla"), (False, "xla"), (True, "eager"), (False, "eager")]
-# One of each kind of layer, for where time is short.
-KINDS = (*FIRST_PARITY_CASES, "gemma3", "mixtral", "deepseek_v3")
+KINDS = {*FIRST_PARITY_CASES, *KINDS_OF_BLOCKS}
 
 
 def cases_and_forms():
@@ -83,8 +82,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
         np.testing.assert_allclose(ours[name].whole(), grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", PARITY_CASES)
+@pytest.mark.parametrize("case", in_time(PARITY_CASES))
 @pytest.mark.parametrize(("scan", "kernel"), FORMS[:1] + FORMS[3:])
 def test_greedy_text_with_the_cache_is_that_of_transformers(case, scan, kernel):
     model, _ = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
