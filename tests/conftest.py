@@ -3,7 +3,7 @@ programs kept between runs.
 
 Almost all tests compile their programs without LLVM's optimizations, in half the time; those of
 roundings and of bits that were written down do it as users do. With `--compile-quickly`, as
-`make test` runs them, all do the first: what then fails for its numbers is long.
+`make test` runs them, all do the first: what then fails for its numbers is long or slow.
 
 `MAXTRAIN_TEST_PLATFORM=cuda` (or tpu) runs the tests on real devices instead of eight simulated
 CPUs. Tests of rooms that need no jax do not pay for its import when they run alone.
@@ -168,10 +168,9 @@ def compiler(request: pytest.FixtureRequest) -> None:
     """Programs of a module, and of the processes that it starts, are compiled quickly, or as users
     compile them."""
     name = request.path.relative_to(TESTS).as_posix()
-    wanted = request.config.getoption("--compile-quickly") or not name.startswith(
-        COMPILED_AS_BY_USERS
-    )
-    quick = wanted and PLATFORM == "cpu"
+    all_quickly = request.config.getoption("--compile-quickly")
+    as_by_users = name.startswith(COMPILED_AS_BY_USERS) and not all_quickly
+    quick = not as_by_users and PLATFORM == "cpu"
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(int(quick))
     if (jax := sys.modules.get("jax")) and jax.config.values[
         "jax_disable_most_optimizations"
