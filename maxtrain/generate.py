@@ -30,7 +30,8 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.unstack import for_generation
 from maxtrain.parallel.distributed import start
 from maxtrain.serve.chat import Chat
-from maxtrain.serve.engine import Engine, Generation, check_ids
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.generation import Generation, check_ids
 from maxtrain.serve.sampling import Sampling, check_length
 from maxtrain.serve.text import TextStream
 

@@ -95,9 +95,12 @@ class Attention(nnx.Module):
             extension = context.extension
             assert extension is not None
             kernel = with_cache(kernel)
-            cache = KVCache(extension.write(cache.k, k), extension.write(cache.v, v))
+            keys = extension.write(cache.k, k, self.window)
+            values = extension.write(cache.v, v, self.window)
+            cache = KVCache(keys, values)
             if not extension.from_start:
-                k, v = cache.by_columns()
+                k = extension.read(keys, self.window)
+                v = extension.read(values, self.window)
                 mask = extension.mask(k.shape[1])
         sinks = None
         if self.sinks is not None:

@@ -198,6 +198,7 @@ class Decoder(nnx.Module):
         caches: Caches,
         from_start: bool = False,
         whole_lengths: Int[Array, " B"] | None = None,
+        pages: Int[Array, "B M"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Caches]:
         """Hidden states of up to T more tokens of each row, and the caches with them in it.
 
@@ -213,6 +214,7 @@ class Decoder(nnx.Module):
             whole_lengths: [B] what rotary positions that depend on the length of a row take for it,
                 such as that of a prompt that is read in pieces; None: how long it is with these
                 tokens.
+            pages: [B, M] of each row, where caches have pages.
         """
         places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         columns = lengths[:, None] + places
@@ -223,15 +225,18 @@ class Decoder(nnx.Module):
             whole_lengths = row_lengths(positions, is_token)
         rotations = self._rotations(positions, whole_lengths)
         mask = Mask.of_rows(is_token.astype(jnp.int32))
-        extension = Extension(columns, is_token, from_start)
+        extension = Extension(columns, is_token, from_start, pages)
         context = Context(rotations, mask, extension=extension)
         out = self._run(self._embed(tokens, positions), context, caches)
         assert out.caches is not None
         return self.final_norm(out.x), out.caches
 
-    def new_caches(self, rows: int, columns: int, most_tokens: int) -> Caches:
+    def new_caches(
+        self, rows: int, columns: int, most_tokens: int, pages: int | None = None
+    ) -> Caches:
         """Empty caches in the compute type; as of `Stack.new_caches`."""
-        return self.layers.new_caches(rows, columns, most_tokens, self.precision.compute)
+        dtype = self.precision.compute
+        return self.layers.new_caches(rows, columns, most_tokens, dtype, pages)
 
     def _rotations(self, positions: Array, lengths: Array) -> dict[RopeSpec, Rotation]:
         """One for each kind of positions that some layer has."""

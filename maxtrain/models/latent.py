@@ -93,11 +93,11 @@ class LatentAttention(nnx.Module):
         if cache is not None:
             assert extension is not None
             new = jnp.concatenate([latent[:, :, None].astype(jnp.float32), shared], axis=-1)
-            cache = cache._replace(k=extension.write(cache.k, new))
+            cache = cache._replace(k=extension.write(cache.k, new, self.window))
         if cache is None or extension is None or extension.from_start:
             out = self._of_tokens(plain, turned, latent, shared, context)
         else:
-            keys, _ = cache.by_columns()
+            keys = extension.read(cache.k, self.window)
             out = self._of_latents(plain, turned, keys, extension)
         return self.o(out.astype(self.recipe.result)), cache
 

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Key
 
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.lora import Adapter
+from maxtrain.models.lora_bank import AdapterBank
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.parallel.sharding import Axes
 
@@ -47,12 +48,13 @@ class Linear(nnx.Module):
         self.bias = vector
         self.num_inputs = len(inputs)
         self.recipe = recipe
-        self.adapter: Adapter | None = nnx.data(None)
+        self.adapter: Adapter | AdapterBank | None = nnx.data(None)
 
     def weights(self) -> Float[Array, "..."]:
         """[*inputs, *outputs] of what the product is with, for whoever makes it in another way."""
         if self.adapter is None:
             return self.kernel[...]
+        assert isinstance(self.adapter, Adapter), "a bank has other weights for each row"
         return self.adapter.adapted(self.kernel[...])
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -64,7 +66,9 @@ class Linear(nnx.Module):
         matrix = self.kernel[...].reshape(num_inputs, math.prod(output_shape))
         x = x.reshape(*leading, num_inputs)
         out = dot(x, matrix, self.recipe)
-        if self.adapter is not None:
+        if isinstance(self.adapter, AdapterBank):
+            out = self.adapter(x, out, self.recipe)
+        elif self.adapter is not None:
             out = self.adapter(x, out, matrix, self.recipe)
         out = out.reshape(*leading, *output_shape)
         if self.bias is not None:

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Key
 
-from maxtrain.models.cache import Caches, empty, ring_size
+from maxtrain.models.cache import PAGE, Caches, empty, ring_size
 from maxtrain.models.init import Initializer
 from maxtrain.models.layers import DecoderLayer
 from maxtrain.models.specs import LayerSpec, StackSpec
@@ -87,7 +87,17 @@ class Stack(nnx.Module):
     def rest_names(self) -> list[str]:
         return [f"rest_{i}" for i in range(len(self.spec.rest))]
 
-    def new_caches(self, rows: int, columns: int, most_tokens: int, dtype: str) -> Caches:
+    def paged_names(self) -> frozenset[str]:
+        """Of the layers, or places of the period, that can keep what they keep in pages: those
+        without a window."""
+        names = (*self.prefix_names(), *self.period_names(), *self.rest_names())
+        layers = (*self.spec.prefix, *self.spec.period, *self.spec.rest)
+        windows = zip(names, layers, strict=True)
+        return frozenset(name for name, layer in windows if layer.window is None)
+
+    def new_caches(
+        self, rows: int, columns: int, most_tokens: int, dtype: str, pages: int | None = None
+    ) -> Caches:
         """Empty caches, those of a place [R, B, K, S, H].
 
         Args:
@@ -95,10 +105,13 @@ class Stack(nnx.Module):
             columns: that a row may have.
             most_tokens: that a pass may add to a row.
             dtype: of keys and values.
+            pages: that layers without a window have for all rows; None: a ring for each row.
         """
         spec = self.spec
 
         def shapes(layer: LayerSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            if pages is not None and layer.window is None:
+                return layer.mixer.cache_shapes(pages, PAGE)
             size = ring_size(columns, layer.window, most_tokens)
             return layer.mixer.cache_shapes(rows, size)
 

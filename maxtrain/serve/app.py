@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from maxtrain.serve.engine import Reason
+from maxtrain.serve.generation import Reason
 from maxtrain.serve.protocol import (
     Answers,
     Asked,

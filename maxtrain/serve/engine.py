@@ -1,9 +1,15 @@
 """The engine of generation: prompts go in at any time, tokens come out as they are made.
 
-The engine has slots, which are the rows of one batch. A prompt is read into a slot of its own,
-whatever the others are doing, and from then on its row takes part in decoding, in which each row
-gets one token at a time. A row that ends leaves its slot to the next prompt. Caches stay where they
-are: a slot remembers what it has read, and a prompt that begins like that is read from there on.
+The engine has slots, which are the rows of one batch. A prompt is read into a slot of its own, piece
+by piece, and from then on its row takes part in decoding, in which each row gets one token at a
+time. Where texts are being made, they wait for one piece at most between two chunks of their tokens.
+A row that ends leaves its slot to the next prompt. Caches stay where they are: a slot remembers what
+it has read, and a prompt that begins like that is read from there on.
+
+Caches are either rings, of which each slot has its own, as long as the longest text; or pages, of
+which there is a fixed number for all texts together, and of which texts that begin alike share
+those that are equal. A text gets a slot when there are pages for all that it may become, so that
+none is ever given up for want of memory.
 
 Every program has one of a few shapes: prompts are read in pieces of 16, 32, ... tokens, and caches
 have room for 128, 256, ... columns. So nothing is compiled for a new length of a prompt. The
@@ -14,163 +20,46 @@ On several devices, the rows are split like those of a training batch, and heads
 The engine is for one process.
 """
 
-import dataclasses
-import functools
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Bool, Int
 
 from data_pipeline.errors import UsageError
-from maxtrain.models.cache import Caches, enlarged, placed, put_rows, ring_size, take_rows
+from maxtrain.models.cache import PAGE, Caches, ring_size
 from maxtrain.models.decoder import Decoder
-from maxtrain.parallel.sharding import batch_shards, constrain
-from maxtrain.serve.sampling import Chosen, Program, Sampling, Settings, check_length, choose
+from maxtrain.models.lora_bank import num_sets
+from maxtrain.parallel.sharding import batch_shards
+from maxtrain.serve import programs
+from maxtrain.serve.generation import Generation, check_ids
+from maxtrain.serve.pages import Pages, num_pages
+from maxtrain.serve.programs import Piece, Room, Rows
+from maxtrain.serve.sampling import Program, Sampling, Settings, check_length
+from maxtrain.serve.slots import LEAST_SHARED, Slot, as_ids, num_equal
 
 # Of the shortest piece of a prompt, in tokens.
 _LEAST_PIECE = 16
 # Of the smallest caches, in columns.
 _LEAST_COLUMNS = 128
-# Prompts that begin alike for fewer tokens than this are read anew.
-_LEAST_SHARED = 16
 # Rows whose pieces are read together.
 _MOST_READ = 8
-# Ids that are compared at a time.
-_COMPARED = 256
-
-Reason = Literal["stop", "length", "window", "cancelled", "failed"]
+# Of a row that is nobody's.
+_NOBODYS = Sampling(temperature=0.0)
 
 
-@dataclasses.dataclass(eq=False)
-class Generation:
-    """One text on its way.
+class _Source(NamedTuple):
+    """A slot that remembers the beginning of a prompt.
 
-    Attributes:
-        prompt: ids that it goes on from.
-        max_tokens: new tokens at most.
-        sampling: how they are chosen.
-        seed, row, before: what its random numbers depend on: token n has those of before + n.
-        earlier: ids that count as seen for the penalty, beside the prompt and new ones.
-        stop_ids: it ends before any of these.
-        stop: called with all new ids when there are more; it ends when that returns True.
-        ids: new ones, without the one that ended it.
-        logprobs: of each of `ids`, and of the one that ended it, if there is one; as of `Chosen`.
-        ended_by: the stop id that it ended before.
-        reason: why it has ended; None: it has not. `window`: it has as many tokens as the model is
-            meant for. `failed`: a log-probability was not finite, or the engine failed.
+    Args:
+        slot: None: there is none.
+        shared: how many tokens of it.
     """
 
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling
-    seed: int
-    row: int
-    before: int
-    earlier: tuple[int, ...]
-    stop_ids: tuple[int, ...]
-    stop: Callable[[list[int]], bool] | None
-    ids: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    ended_by: int | None = None
-    reason: Reason | None = None
-
-    def take(self, tokens: Sequence[int], logprobs: Sequence[float], max_length: int) -> None:
-        """New tokens, up to where the text ends."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            if not math.isfinite(logprob):
-                self.reason = "failed"
-                return
-            self.logprobs.append(logprob)
-            if token in self.stop_ids:
-                self.ended_by = token
-                self.reason = "stop"
-                return
-            self.ids.append(token)
-            if len(self.ids) == self.max_tokens:
-                self.reason = "length"
-                break
-            if len(self.prompt) + len(self.ids) > max_length:
-                self.reason = "window"
-                break
-        if tokens and self.stop is not None and self.stop(list(self.ids)):
-            self.reason = "stop"
-
-
-@dataclasses.dataclass(eq=False)
-class _Slot:
-    """One row of the batch, on the host."""
-
-    # Whose row it is; None: nobody's.
-    generation: Generation | None = None
-    # Ids whose keys and values are in its caches.
-    kept: list[int] = dataclasses.field(default_factory=list)
-    # How many columns have been written to its rings, some of which may be behind `kept`: a ring
-    # has the last of them.
-    reach: int = 0
-    # When it was last given to a prompt.
-    taken: int = 0
-    # Something in its caches may not be finite.
-    is_spoiled: bool = False
-
-    def extend(self, ids: list[int]) -> None:
-        """These are in its caches, too."""
-        self.kept += ids
-        self.reach = max(self.reach, len(self.kept))
-
-    def forget(self) -> None:
-        """Nothing is in its caches."""
-        self.kept = []
-        self.reach = 0
-        self.is_spoiled = False
-
-
-class _Reading(NamedTuple):
-    """A prompt that is to be read into a slot, from what another slot has of it."""
-
-    slot: int
-    source: int | None
-    # Of the prompt, in the caches of the source.
+    slot: Slot | None
     shared: int
-    # All of the prompt but its last token.
-    ids: list[int]
-
-    @property
-    def whole_length(self) -> int:
-        """Tokens of the prompt."""
-        return len(self.ids) + 1
-
-
-class _Rows(NamedTuple):
-    """What decoding needs of each row, and the host knows."""
-
-    # The newest token, which is not in the caches yet.
-    last: Int[np.ndarray, " B"]
-    # Tokens in the caches.
-    lengths: Int[np.ndarray, " B"]
-    # Most tokens to make now; 0: the row is nobody's.
-    wanted: Int[np.ndarray, " B"]
-    keys: Key[Array, " B"]
-    # Number of the next token, for its random numbers.
-    made: Int[np.ndarray, " B"]
-    # Those that end a row, filled up with -1.
-    stop_ids: Int[np.ndarray, "B I"]
-    settings: Settings
-    seen: Bool[np.ndarray, "B V"] | None
-
-
-class _Made(NamedTuple):
-    """What decoding gives back."""
-
-    caches: Caches
-    # Of each row the new ones, behind them -1.
-    tokens: Int[Array, "B N"]
-    logprobs: Float[Array, "B N"]
 
 
 class Engine:
@@ -184,6 +73,11 @@ class Engine:
         piece: tokens of a prompt that are read at once, a power of two.
         sharing: prompts that begin like a text that a slot remembers are read from there on. What
             is remembered was computed with other shapes, perhaps, and is equal to rounding.
+        cache_tokens: that all texts together, with those remembered, have in the caches of layers
+            without a window, in pages; None: each slot has room for the longest text.
+
+    Raises:
+        ValueError: a size that is none.
     """
 
     def __init__(
@@ -193,6 +87,7 @@ class Engine:
         chunk: int = 16,
         piece: int = 512,
         sharing: bool = True,
+        cache_tokens: int | None = None,
     ):
         for name, value in (("slots", slots), ("chunk", chunk)):
             if value < 1:
@@ -208,13 +103,29 @@ class Engine:
         ropes = model.layers.spec.ropes()
         self._sharing = sharing and not any(rope.follows_length for rope in ropes)
         self._graphdef, self._params = nnx.split(model)
-        self._slots = [_Slot() for _ in range(-(-slots // shards) * shards)]
+        self._num_sets = num_sets(self._params)
+        self._slots = [Slot(number) for number in range(-(-slots // shards) * shards)]
         self._waiting: deque[Generation] = deque()
         self._columns = 0
         self._caches: Caches | None = None
         self._num_taken = 0
+        self._num_read = 0
         windows = {layer.window for layer in model.layers.spec.layers()}
         self._windows = sorted(window for window in windows if window is not None)
+        self._pages: Pages | None = None
+        self._paged: frozenset[str] = frozenset()
+        if cache_tokens is not None:
+            if cache_tokens < PAGE:
+                raise ValueError(
+                    f"cache_tokens={cache_tokens} must be at least {PAGE}, which is one page."
+                )
+            if shards > 1:
+                raise ValueError(
+                    f"cache_tokens={cache_tokens}: pages are for all rows, and this mesh splits "
+                    f"rows over {shards} devices. Leave it out, or use a mesh of tensor alone."
+                )
+            self._pages = Pages(cache_tokens // PAGE)
+            self._paged = model.layers.paged_names()
 
     def submit(
         self,
@@ -228,6 +139,7 @@ class Engine:
         earlier: Sequence[int] = (),
         stop_ids: Sequence[int] = (),
         stop: Callable[[list[int]], bool] | None = None,
+        adapter: int = 0,
     ) -> Generation:
         """A text to be continued, as soon as a slot is free.
 
@@ -235,7 +147,8 @@ class Engine:
 
         Raises:
             UsageError: an empty prompt, one that is longer than the model's max_length, an id
-                outside the vocabulary, or an option outside its range.
+                outside the vocabulary, an option outside its range, or a text that may need more
+                pages than there are.
         """
         check_length(max_tokens, seed)
         check_ids(prompt, self._vocab_size)
@@ -246,14 +159,32 @@ class Engine:
                 f"a prompt has {len(prompt):,} tokens, and the model is meant for at most "
                 f"{self.max_length:,} (model.max_length). Shorten it."
             )
+        if not 0 <= adapter <= self._num_sets:
+            raise UsageError(
+                f"adapter={adapter} must be 0 (none), or the number of one of the "
+                f"{self._num_sets} sets of adapters that the model has."
+            )
         # No other id can come.
         stop_ids = tuple(i for i in stop_ids if 0 <= i < self._vocab_size)
         seen = tuple(i for i in earlier if 0 <= i < self._vocab_size)
         generation = Generation(
-            tuple(prompt), max_tokens, sampling, seed, row, before, seen, stop_ids, stop
+            tuple(prompt), max_tokens, sampling, seed, row, before, seen, stop_ids, stop, adapter
         )
+        self._require_pages(generation)
         self._waiting.append(generation)
         return generation
+
+    def _require_pages(self, generation: Generation) -> None:
+        """UsageError: there are too few pages for a text, even if it were alone."""
+        if self._pages is None:
+            return
+        columns = generation.num_columns(self.max_length)
+        if num_pages(columns) > self._pages.count:
+            raise UsageError(
+                f"a prompt of {len(generation.prompt):,} tokens and {generation.max_tokens:,} more "
+                f"need {columns:,} columns of the caches, which have "
+                f"{self._pages.count * PAGE:,}. Ask for fewer tokens, or make the caches larger."
+            )
 
     def cancel(self, generation: Generation) -> None:
         """Ends a text where it is, and frees its slot."""
@@ -264,7 +195,7 @@ class Engine:
             self._waiting.remove(generation)
         for slot in self._slots:
             if slot.generation is generation:
-                slot.generation = None
+                slot.leave()
 
     @property
     def num_waiting(self) -> int:
@@ -274,14 +205,20 @@ class Engine:
     @property
     def num_active(self) -> int:
         """Texts with a slot."""
-        return len(self._generations())
+        return sum(slot.generation is not None for slot in self._slots)
 
     @property
     def num_slots(self) -> int:
         return len(self._slots)
 
+    @property
+    def num_sets(self) -> int:
+        """Sets of adapters that the model has, numbered from 1 on."""
+        return self._num_sets
+
     def step(self) -> list[Generation]:
-        """Reads prompts into free slots, then makes up to `chunk` tokens of each row.
+        """Gives free slots to texts that wait, reads a piece of their prompts, then makes up to
+        `chunk` tokens of each row whose prompt is read.
 
         Returns:
             Texts that have new tokens or have ended; empty: there is nothing to do.
@@ -292,27 +229,29 @@ class Engine:
         """
         try:
             self._admit()
-            active = {}
-            for number, slot in enumerate(self._slots):
-                if slot.generation is not None:
-                    active[number] = slot.generation
+            self._read_prompts()
+            # Those that waited for a prompt that is read now.
+            self._admit()
+            active = {slot: slot.generation for slot in self._slots if slot.is_decoding}
             if not active:
                 return []
-            tokens, logprobs = self._decode()
+            tokens, logprobs = self._decode(list(active))
         except BaseException:
             self._abandon()
             raise
-        for number, generation in active.items():
-            slot = self._slots[number]
-            count = int((tokens[number] >= 0).sum())
-            ids = tokens[number, :count].tolist()
+        changed = []
+        for slot, generation in active.items():
+            assert generation is not None
+            changed.append(generation)
+            count = int((tokens[slot.number] >= 0).sum())
+            ids = tokens[slot.number, :count].tolist()
             # Each token is read when the one after it is made.
-            slot.extend([(generation.ids or generation.prompt)[-1], *ids[:-1]])
+            slot.extend(as_ids([(generation.ids or generation.prompt)[-1], *ids[:-1]]))
             # The `stop` of another text may have cancelled this one.
             if slot.generation is generation:
-                self._take(slot, generation, ids, logprobs[number, :count].tolist())
+                self._take(slot, generation, ids, logprobs[slot.number, :count].tolist())
         self._clear([slot for slot in self._slots if slot.is_spoiled])
-        return list(active.values())
+        return changed
 
     def stream(self, generation: Generation) -> Iterator[list[int]]:
         """New ids of a text as they come, until it ends; other texts go on meanwhile."""
@@ -336,71 +275,93 @@ class Engine:
         for slot in self._slots:
             if slot.generation is not None:
                 slot.generation.reason = "failed"
-            slot.generation = None
-            slot.forget()
+            slot.leave()
+            self._forget(slot)
         self._caches = None
         self._columns = 0
 
-    def _clear(self, slots: list[_Slot]) -> None:
+    def _forget(self, slot: Slot) -> None:
+        """Nothing is in its caches, and its pages are free."""
+        slot.forget()
+        if self._pages is not None:
+            self._pages.give_back(slot.pages)
+            slot.pages = []
+
+    def _clear(self, slots: list[Slot]) -> None:
         """Zeros in the caches of these: what is not finite would reach texts that can't see it."""
         if not slots:
             return
         assert self._caches is not None
-        stays = np.array([slot not in slots for slot in self._slots])
-        self._caches = _cleared(self._caches, stays)
+        is_row_kept = np.array([slot not in slots for slot in self._slots])
+        is_page_kept = None
+        if self._pages is not None:
+            is_page_kept = np.ones(self._pages.count, bool)
+            for slot in slots:
+                is_page_kept[self._own_pages(slot)] = False
+        self._caches = programs.clear(self._room(), self._caches, is_row_kept, is_page_kept)
         for slot in slots:
-            slot.forget()
+            self._forget(slot)
+
+    def _own_pages(self, slot: Slot) -> list[int]:
+        """Those that it has written to: all behind the first that it shares with others, which had
+        them first, with finite numbers in them."""
+        assert self._pages is not None
+        return [page for page in slot.pages if not self._pages.is_shared(page)]
 
     # Reading prompts.
 
     def _admit(self) -> None:
-        """Reads prompts that wait into slots that are free."""
-        while self._waiting and self.num_active < len(self._slots):
-            readings = self._next_readings()
-            longest = max(len(reading.ids) for reading in readings)
-            # At least one column, for the first new token.
-            self._make_room(longest + 1)
-            self._read(readings)
-
-    def _next_readings(self) -> list[_Reading]:
-        """Prompts that can be read together. One that begins like another one of them waits until
-        that is read."""
-        readings: list[_Reading] = []
-        being_read: list[list[int]] = []
+        """Gives free slots to texts that wait, in their order. One that begins like a prompt that is
+        being read waits until that is read."""
         postponed: list[Generation] = []
         while self._waiting and self.num_active < len(self._slots):
             generation = self._waiting.popleft()
-            ids = list(generation.prompt[:-1])
-            source, shared = self._best_source(ids)
-            if self._sharing and any(
-                _num_equal(ids, other) >= max(shared + 1, _LEAST_SHARED) for other in being_read
-            ):
+            ids = generation.ids_to_read
+            source = self._best_source(ids, generation.adapter)
+            if self._is_being_read(ids, generation.adapter, source.shared):
                 postponed.append(generation)
-                continue
-            number = self._free_slot(source, shared)
-            readings.append(_Reading(number, source, shared, ids))
-            being_read.append(ids)
-            slot = self._slots[number]
-            slot.generation = generation
-            self._num_taken += 1
-            slot.taken = self._num_taken
-            if len(readings) == _MOST_READ:
+            elif not self._seat(generation, ids, source):
+                # There are no pages for it; it is not overtaken.
+                postponed.append(generation)
                 break
         self._waiting.extendleft(reversed(postponed))
-        return readings
 
-    def _best_source(self, ids: list[int]) -> tuple[int | None, int]:
-        """The slot that remembers most of the beginning of a prompt, and how much of it."""
-        best: tuple[int | None, int] = (None, 0)
+    def _is_being_read(self, ids: Int[np.ndarray, " N"], adapter: int, shared: int) -> bool:
+        """Whether more of these than are remembered are in a prompt that is being read."""
+        if not self._sharing:
+            return False
+        for slot in self._slots:
+            if not slot.is_reading or slot.adapter != adapter:
+                continue
+            prompt = np.concatenate([slot.kept, slot.unread])
+            soon = self._shareable(num_equal(ids, prompt))
+            if soon >= LEAST_SHARED and soon > shared:
+                return True
+        return False
+
+    def _best_source(self, ids: Int[np.ndarray, " N"], adapter: int) -> _Source:
+        """The slot that remembers most of the beginning of a prompt."""
+        best = _Source(None, 0)
         if not self._sharing:
             return best
-        for number, slot in enumerate(self._slots):
-            shared = _num_equal(ids, slot.kept)
-            if shared < _LEAST_SHARED or shared <= best[1]:
+        for slot in self._slots:
+            if slot.adapter != adapter:
+                continue
+            shared = num_equal(ids, slot.kept)
+            # A free slot that ends there can go on as it is.
+            if slot.generation is not None or shared < len(slot.kept):
+                shared = self._shareable(shared)
+            if shared < LEAST_SHARED or shared <= best.shared:
                 continue
             if self._still_has(slot.reach, shared):
-                best = (number, shared)
+                best = _Source(slot, shared)
         return best
+
+    def _shareable(self, shared: int) -> int:
+        """How many columns a slot can have from another one that has so many."""
+        if self._pages is None:
+            return shared
+        return shared - shared % PAGE
 
     def _still_has(self, reach: int, shared: int) -> bool:
         """Whether rings in which so many columns were written have all that a token at column
@@ -411,128 +372,214 @@ class Engine:
                 return False
         return True
 
-    def _free_slot(self, source: int | None, shared: int) -> int:
+    def _seat(self, generation: Generation, ids: Int[np.ndarray, " N"], source: _Source) -> bool:
+        """Gives a text a slot, with what another slot remembers of its prompt; False: there are no
+        pages for it.
+
+        Args:
+            generation: the text.
+            ids: of its prompt, without the last.
+            source: as of `_best_source`.
+        """
+        slot = self._free_slot(source)
+        reach = 0
+        if source.slot is not None:
+            reach = source.slot.reach
+        if self._pages is not None and not self._take_pages(slot, generation, source):
+            return False
+        # Before anything that may fail: it would be nobody's then.
+        slot.generation = generation
+        # At least one column, for the first new token.
+        self._make_room(len(ids) + 1)
+        if source.slot is not None and source.slot is not slot:
+            self._copy(source.slot, slot)
+        slot.kept = ids[: source.shared]
+        slot.unread = ids[source.shared :]
+        slot.reach = reach
+        slot.adapter = generation.adapter
+        self._num_taken += 1
+        slot.taken = self._num_taken
+        return True
+
+    def _free_slot(self, source: _Source) -> Slot:
         """A slot that is nobody's: rather one that remembers nothing, or what is long ago, and the
         source itself last; but first, if the prompt goes on where that ends."""
-        if source is not None:
-            slot = self._slots[source]
-            if slot.generation is None and shared == len(slot.kept):
-                return source
+        slot = source.slot
+        if slot is not None and slot.generation is None and source.shared == len(slot.kept):
+            return slot
 
-        def preference(number: int) -> tuple[bool, bool, int]:
-            slot = self._slots[number]
-            return number == source, bool(slot.kept), slot.taken
+        def preference(slot: Slot) -> tuple[bool, bool, int]:
+            return slot is source.slot, len(slot.kept) > 0, slot.taken
 
-        free = [i for i, slot in enumerate(self._slots) if slot.generation is None]
+        free = [slot for slot in self._slots if slot.generation is None]
         return min(free, key=preference)
 
-    def _read(self, readings: list[_Reading]) -> None:
-        """The prompts of these, into their slots."""
-        reaches = {}
-        for reading in readings:
-            reaches[reading.slot] = 0
-            if reading.source is not None:
-                reaches[reading.slot] = self._slots[reading.source].reach
-        copied = [r for r in readings if r.source is not None and r.source != r.slot]
-        if copied:
-            self._copy(copied)
-        for reading in readings:
-            slot = self._slots[reading.slot]
-            slot.kept = reading.ids[: reading.shared]
-            slot.reach = reaches[reading.slot]
-        left = [reading for reading in readings if len(reading.ids) > reading.shared]
-        while left:
-            length = max(self._next_length(reading) for reading in left)
-            together = [r for r in left if self._next_length(r) == length]
-            self._read_pieces(together, length)
-            left = [r for r in left if len(r.ids) > len(self._slots[r.slot].kept)]
+    def _take_pages(self, slot: Slot, generation: Generation, source: _Source) -> bool:
+        """Pages for all that a text may become, of which the first are those of the source. Where
+        too few are free, slots that are nobody's forget what they remember, the oldest first.
 
-    def _next_length(self, reading: _Reading) -> int:
+        Returns:
+            False: there are too few; nothing has changed, but that more is free.
+        """
+        assert self._pages is not None
+        shared: list[int] = []
+        if source.slot is not None:
+            shared = source.slot.pages[: num_pages(source.shared)]
+        self._pages.share(shared)
+        count = num_pages(generation.num_columns(self.max_length)) - len(shared)
+        idle = [other for other in self._slots if other.generation is None]
+        for other in sorted(idle, key=lambda other: (other is not slot, other.taken)):
+            if other is slot or self._pages.num_free < count:
+                self._forget(other)
+        if self._pages.num_free < count:
+            self._pages.give_back(shared)
+            return False
+        slot.pages = [*shared, *self._pages.take(count)]
+        return True
+
+    def _read_prompts(self) -> None:
+        """Reads pieces of prompts: one, where texts are being made that wait for it, and else until
+        one of them can begin."""
+        while any(slot.is_reading for slot in self._slots):
+            others_wait = any(slot.is_decoding for slot in self._slots)
+            reading = [slot for slot in self._slots if slot.is_reading]
+            # By turns, so that a short prompt need not wait for the end of a long one.
+            reading.sort(key=lambda slot: (slot.read, slot.taken))
+            length = self._next_length(reading[0])
+            most = _MOST_READ
+            if others_wait:
+                most = max(1, self._piece // length)
+            together = [slot for slot in reading if self._next_length(slot) == length]
+            self._read_pieces(together[:most], length)
+            if others_wait:
+                return
+            if any(slot.is_decoding for slot in self._slots):
+                return
+
+    def _next_length(self, slot: Slot) -> int:
         """Of the next piece of a prompt, with its padding."""
-        left = len(reading.ids) - len(self._slots[reading.slot].kept)
-        return min(self._piece, max(_LEAST_PIECE, _power_of_two(left)))
+        return min(self._piece, max(_LEAST_PIECE, _power_of_two(len(slot.unread))))
 
-    def _read_pieces(self, readings: list[_Reading], length: int) -> None:
+    def _read_pieces(self, slots: list[Slot], length: int) -> None:
         """The next piece of each prompt, all of the same length."""
-        count = len(readings)
         # A few numbers of rows, so that a few programs serve all.
-        rows = _power_of_two(count)
+        rows = _power_of_two(len(slots))
         rows = -(-rows // batch_shards()) * batch_shards()
-        tokens = np.zeros((rows, length), np.int32)
-        counts = np.zeros(rows, np.int32)
-        lengths = np.zeros(rows, np.int32)
-        whole_lengths = np.ones(rows, np.int32)
-        # What is for no slot is dropped.
-        targets = np.full(rows, len(self._slots), np.int32)
-        pieces = []
-        for i, reading in enumerate(readings):
-            slot = self._slots[reading.slot]
-            new = reading.ids[len(slot.kept) : len(slot.kept) + length]
-            pieces.append(new)
-            tokens[i, : len(new)] = new
-            counts[i] = len(new)
-            lengths[i] = len(slot.kept)
-            whole_lengths[i] = reading.whole_length
-            targets[i] = reading.slot
-        assert self._caches is not None
-        from_start = not lengths.any()
-        self._caches = _read_into(
-            self._graphdef,
-            from_start,
-            self._params,
-            self._caches,
-            targets,
-            tokens,
-            counts,
-            lengths,
-            whole_lengths,
+        piece = Piece(
+            # What is for no slot is dropped.
+            targets=np.full(rows, len(self._slots), np.int32),
+            tokens=np.zeros((rows, length), np.int32),
+            counts=np.zeros(rows, np.int32),
+            lengths=np.zeros(rows, np.int32),
+            whole_lengths=np.ones(rows, np.int32),
+            adapters=np.zeros(rows, np.int32),
+            pages=self._table(rows, dict(enumerate(slots)), length),
         )
-        for reading, new in zip(readings, pieces, strict=True):
-            self._slots[reading.slot].extend(new)
+        self._num_read += 1
+        for i, slot in enumerate(slots):
+            new = slot.unread[:length]
+            piece.targets[i] = slot.number
+            piece.tokens[i, : len(new)] = new
+            piece.counts[i] = len(new)
+            piece.lengths[i] = len(slot.kept)
+            piece.whole_lengths[i] = slot.whole_length
+            piece.adapters[i] = slot.adapter
+        assert self._caches is not None
+        from_start = not piece.lengths.any()
+        self._caches = programs.read_into(
+            self._graphdef, self._room(), from_start, self._params, self._caches, piece
+        )
+        for slot in slots:
+            slot.extend(slot.unread[:length])
+            slot.unread = slot.unread[length:]
+            slot.read = self._num_read
 
-    def _copy(self, readings: list[_Reading]) -> None:
-        """What slots share with others, into them."""
-        rows = -(-_power_of_two(len(readings)) // batch_shards()) * batch_shards()
-        sources = np.zeros(rows, np.int32)
+    def _table(self, rows: int, slots: dict[int, Slot], new: int) -> Int[np.ndarray, "B M"] | None:
+        """The pages that some rows use when they get so many new columns; others use none.
+
+        Args:
+            rows: B.
+            slots: by the number of the row.
+            new: columns.
+        """
+        if self._pages is None:
+            return None
+        most = max(num_pages(len(slot.kept) + new) for slot in slots.values())
+        # A few sizes, so that a few programs serve all.
+        table = np.zeros((rows, _power_of_two(most)), np.int32)
+        for row, slot in slots.items():
+            count = min(len(slot.pages), table.shape[1])
+            table[row, :count] = slot.pages[:count]
+        return table
+
+    def _copy(self, source: Slot, target: Slot) -> None:
+        """What is in the rings of one slot, into those of another."""
+        assert self._caches is not None
+        if self._caches.keys() == self._paged:
+            return
+        rows = batch_shards()
+        sources = np.full(rows, source.number, np.int32)
         # What is for no slot is dropped.
         targets = np.full(rows, len(self._slots), np.int32)
-        for i, reading in enumerate(readings):
-            assert reading.source is not None
-            sources[i] = reading.source
-            targets[i] = reading.slot
-        assert self._caches is not None
-        self._caches = _copy_rows(self._caches, sources, targets)
+        targets[0] = target.number
+        self._caches = programs.copy_rows(self._room(), self._caches, sources, targets)
 
     def _make_room(self, columns: int) -> None:
         """For so many columns of each row."""
         if columns <= self._columns:
             return
         columns = max(_LEAST_COLUMNS, _power_of_two(columns))
-        shape = (len(self._slots), columns, self._piece)
-        if self._caches is None:
-            self._caches = _new_caches(self._graphdef, shape, self._params)
-        else:
-            self._caches = _enlarged(self._graphdef, shape, self._params, self._caches)
+        if self._pages is not None:
+            # Rings are those of layers with a window alone.
+            most = max((window + self._piece for window in self._windows), default=0)
+            columns = max(self._columns, min(columns, max(_LEAST_COLUMNS, _power_of_two(most))))
+        self._grow(columns)
+
+    def _grow(self, columns: int) -> None:
+        """Rings with so many columns."""
+        if self._caches is not None and columns == self._columns:
+            return
         self._columns = columns
+        if self._caches is None:
+            self._caches = programs.new_caches(self._graphdef, self._room(), self._params)
+        else:
+            self._caches = programs.enlarge(
+                self._graphdef, self._room(), self._params, self._caches
+            )
+
+    def _room(self) -> Room:
+        """Of the caches as they are."""
+        pages = None
+        if self._pages is not None:
+            pages = self._pages.count
+        return Room(len(self._slots), self._columns, self._piece, pages, self._paged)
 
     # Decoding.
 
-    def _decode(self) -> tuple[np.ndarray, np.ndarray]:
+    def _decode(self, slots: list[Slot]) -> tuple[np.ndarray, np.ndarray]:
         """More tokens of each row, behind them -1, and their log-probabilities; both [B, N]."""
-        wanted = {}
-        for number, slot in enumerate(self._slots):
-            if slot.generation is not None:
-                wanted[number] = self._wanted(slot)
-        self._make_room(max(len(self._slots[i].kept) + count for i, count in wanted.items()))
-        rows = self._rows(wanted)
-        samplings = [self._sampling(slot) for slot in self._slots]
+        wanted = {slot: self._wanted(slot) for slot in slots}
+        self._make_room(max(len(slot.kept) + count for slot, count in wanted.items()))
+        samplings = [_NOBODYS] * len(self._slots)
+        for slot in slots:
+            assert slot.generation is not None
+            samplings[slot.number] = slot.generation.sampling
+        rows = self._rows(wanted, samplings)
         program = Program.for_rows(samplings, self._vocab_size)
         assert self._caches is not None
-        made = _decode(self._graphdef, program, self._chunk, self._params, self._caches, rows)
+        made = programs.decode(
+            self._graphdef,
+            self._room(),
+            program,
+            self._chunk,
+            self._params,
+            self._caches,
+            rows,
+        )
         self._caches = made.caches
         return np.asarray(made.tokens), np.asarray(made.logprobs)
 
-    def _wanted(self, slot: _Slot) -> int:
+    def _wanted(self, slot: Slot) -> int:
         """How many tokens the row of a slot may get now."""
         generation = slot.generation
         assert generation is not None
@@ -540,228 +587,75 @@ class Engine:
         in_window = self.max_length + 1 - len(generation.prompt) - len(generation.ids)
         return min(left, in_window, self._chunk)
 
-    def _sampling(self, slot: _Slot) -> Sampling:
-        if slot.generation is None:
-            return _NOBODYS
-        return slot.generation.sampling
-
-    def _rows(self, wanted: dict[int, int]) -> _Rows:
+    def _rows(self, wanted: dict[Slot, int], samplings: list[Sampling]) -> Rows:
         count = len(self._slots)
         last = np.zeros(count, np.int32)
         lengths = np.zeros(count, np.int32)
         most = np.zeros(count, np.int32)
         made = np.zeros(count, np.int32)
         seeds = np.zeros((count, 2), np.uint32)
-        most_stops = max(len(generation.stop_ids) for generation in self._generations())
-        stop_ids = np.full((count, max(1, _power_of_two(most_stops))), -1, np.int32)
-        for i, tokens in wanted.items():
-            slot = self._slots[i]
+        adapters = np.zeros(count, np.int32)
+        most_stops = 0
+        for slot in wanted:
+            assert slot.generation is not None
+            most_stops = max(most_stops, len(slot.generation.stop_ids))
+        stop_ids = np.full((count, _power_of_two(most_stops)), -1, np.int32)
+        for slot, tokens in wanted.items():
             generation = slot.generation
             assert generation is not None
+            i = slot.number
             last[i] = (generation.ids or generation.prompt)[-1]
             lengths[i] = len(slot.kept)
             most[i] = tokens
             made[i] = generation.before + len(generation.ids)
             seeds[i] = generation.seed, generation.row
             stop_ids[i, : len(generation.stop_ids)] = generation.stop_ids
-        samplings = [self._sampling(slot) for slot in self._slots]
-        settings = Settings.of(samplings, self._vocab_size)
-        return _Rows(
-            last, lengths, most, _row_keys(seeds), made, stop_ids, settings, self._seen(samplings)
+            adapters[i] = slot.adapter
+        return Rows(
+            last,
+            lengths,
+            most,
+            seeds,
+            made,
+            stop_ids,
+            Settings.of(samplings, self._vocab_size),
+            self._seen(list(wanted)),
+            adapters,
+            self._table(count, {slot.number: slot for slot in wanted}, max(wanted.values())),
         )
 
-    def _generations(self) -> list[Generation]:
-        """Texts with a slot."""
-        return [slot.generation for slot in self._slots if slot.generation is not None]
-
-    def _seen(self, samplings: list[Sampling]) -> Bool[np.ndarray, "B V"] | None:
+    def _seen(self, slots: list[Slot]) -> Bool[np.ndarray, "B V"] | None:
         """Which tokens each row has, if some row has a penalty for them."""
-        if all(sampling.repetition_penalty == 1.0 for sampling in samplings):
+        rows = {}
+        for slot in slots:
+            generation = slot.generation
+            assert generation is not None
+            if generation.sampling.repetition_penalty == 1.0:
+                continue
+            if slot.seen is None:
+                slot.seen = np.zeros(self._vocab_size, bool)
+                slot.seen[list(generation.earlier)] = True
+                slot.seen[list(generation.prompt)] = True
+            # Others are there from the chunks before.
+            slot.seen[generation.ids[-self._chunk :]] = True
+            rows[slot.number] = slot.seen
+        if not rows:
             return None
         seen = np.zeros((len(self._slots), self._vocab_size), bool)
-        for i, slot in enumerate(self._slots):
-            generation = slot.generation
-            if generation is not None and samplings[i].repetition_penalty != 1.0:
-                seen[i, list(generation.earlier)] = True
-                seen[i, list(generation.prompt)] = True
-                seen[i, generation.ids] = True
+        for number, of_row in rows.items():
+            seen[number] = of_row
         return seen
 
     def _take(
-        self, slot: _Slot, generation: Generation, tokens: list[int], logprobs: list[float]
+        self, slot: Slot, generation: Generation, tokens: list[int], logprobs: list[float]
     ) -> None:
         """What decoding has made of the row of a slot, which is free then if that is the end."""
         generation.take(tokens, logprobs, self.max_length)
         slot.is_spoiled = generation.reason == "failed"
         if generation.reason is not None:
-            slot.generation = None
-
-
-def check_ids(prompt: Sequence[int], vocab_size: int) -> None:
-    """UsageError: a prompt is empty, or has ids outside the vocabulary."""
-    if not prompt:
-        raise UsageError(
-            "a prompt is empty, but there must be a token to continue. Give some text."
-        )
-    if not all(0 <= i < vocab_size for i in prompt):
-        raise UsageError(f"prompt: ids beyond model.vocab_size={vocab_size}. Use its tokenizer.")
-
-
-# Of a row that is nobody's.
-_NOBODYS = Sampling(temperature=0.0)
+            slot.leave()
 
 
 def _power_of_two(count: int) -> int:
     """The least that is not smaller; 1 for 0."""
     return 1 << max(0, count - 1).bit_length()
-
-
-def _num_equal(ids: list[int], others: list[int]) -> int:
-    """How many of the first ids are the same."""
-    count = min(len(ids), len(others))
-    at = 0
-    # Most that begin alike do so for long, and most others differ at once.
-    while at < count and ids[at : at + _COMPARED] == others[at : at + _COMPARED]:
-        at += _COMPARED
-    while at < count and ids[at] == others[at]:
-        at += 1
-    return min(at, count)
-
-
-@jax.jit
-def _row_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
-    """The key of each row, of its seed and its number."""
-
-    def key(pair: Array) -> Array:
-        return jax.random.fold_in(jax.random.key(pair[0]), pair[1])
-
-    return jax.vmap(key)(seeds)
-
-
-def _merge(graphdef: nnx.GraphDef, params: nnx.State) -> Decoder:
-    return nnx.merge(graphdef, params)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _new_caches(graphdef: nnx.GraphDef, shape: tuple[int, int, int], params: nnx.State) -> Caches:
-    """Empty ones for (rows, columns, most tokens of a pass)."""
-    return placed(_merge(graphdef, params).new_caches(*shape))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _enlarged(
-    graphdef: nnx.GraphDef, shape: tuple[int, int, int], params: nnx.State, caches: Caches
-) -> Caches:
-    """The same with room for more columns."""
-    model = _merge(graphdef, params)
-    shapes = jax.eval_shape(lambda: model.new_caches(*shape))
-    return placed(enlarged(caches, shapes))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _copy_rows(caches: Caches, sources: Int[Array, " R"], targets: Int[Array, " R"]) -> Caches:
-    """The caches with some rows as others were; targets that are not there are dropped."""
-    return placed(put_rows(caches, take_rows(caches, sources), targets))
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _cleared(caches: Caches, stays: Bool[Array, " B"]) -> Caches:
-    """The caches with zeros in all other rows."""
-
-    def clear(x: Array) -> Array:
-        rows = stays[:, None, None, None]
-        return jnp.where(rows, x, jnp.zeros((), x.dtype))
-
-    return placed(jax.tree.map(clear, caches))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _read_into(
-    graphdef: nnx.GraphDef,
-    from_start: bool,
-    params: nnx.State,
-    caches: Caches,
-    targets: Int[Array, " R"],
-    tokens: Int[Array, "R T"],
-    counts: Int[Array, " R"],
-    lengths: Int[Array, " R"],
-    whole_lengths: Int[Array, " R"],
-) -> Caches:
-    """The caches, with more tokens of some rows in them.
-
-    Args:
-        targets: the rows; those that are not there are dropped.
-        tokens, counts, lengths, whole_lengths: as of `Decoder.extend`.
-    """
-    model = _merge(graphdef, params)
-    read = take_rows(caches, targets)
-    _, read = model.extend(tokens, counts, lengths, read, from_start, whole_lengths)
-    return placed(put_rows(caches, read, targets))
-
-
-class _Step(NamedTuple):
-    """What goes from one token to the next."""
-
-    number: Int[Array, ""]
-    last: Int[Array, " B"]
-    lengths: Int[Array, " B"]
-    is_active: Bool[Array, " B"]
-    seen: Bool[Array, "B V"] | None
-    made: _Made
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
-def _decode(
-    graphdef: nnx.GraphDef,
-    program: Program,
-    chunk: int,
-    params: nnx.State,
-    caches: Caches,
-    rows: _Rows,
-) -> _Made:
-    """Up to `chunk` more tokens of each row, one by one."""
-    model = _merge(graphdef, params)
-    count = rows.last.shape[0]
-    stop_ids = jnp.asarray(rows.stop_ids)
-
-    def choice(logits: Array, number: Array, seen: Array | None) -> Chosen:
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.made + number)
-        return choose(logits, rows.settings, keys, seen, program)
-
-    def one(step: _Step) -> _Step:
-        active = step.is_active
-        counts = active.astype(jnp.int32)
-        hidden, caches = model.extend(step.last[:, None], counts, step.lengths, step.made.caches)
-        logits = constrain(model.logits(hidden)[:, 0], None, None)
-        chosen = choice(logits, step.number, step.seen)
-        token = jnp.where(active, chosen.tokens, -1)
-        made = _Made(
-            caches,
-            step.made.tokens.at[:, step.number].set(token),
-            step.made.logprobs.at[:, step.number].set(chosen.logprobs),
-        )
-        number = step.number + 1
-        seen = step.seen
-        if seen is not None:
-            seen = seen.at[jnp.arange(count), chosen.tokens].set(True)
-        has_stopped = (token[:, None] == stop_ids).any(axis=1)
-        still = active & ~has_stopped & (number < rows.wanted)
-        return _Step(number, chosen.tokens, step.lengths + counts, still, seen, made)
-
-    seen = None
-    if program.penalises:
-        seen = jnp.asarray(rows.seen)
-    first = _Step(
-        number=jnp.int32(0),
-        last=jnp.asarray(rows.last),
-        lengths=jnp.asarray(rows.lengths),
-        is_active=jnp.asarray(rows.wanted) > 0,
-        seen=seen,
-        made=_Made(
-            caches,
-            jnp.full((count, chunk), -1, jnp.int32),
-            jnp.zeros((count, chunk), jnp.float32),
-        ),
-    )
-    last = jax.lax.while_loop(lambda step: step.is_active.any(), one, first)
-    return last.made._replace(caches=placed(last.made.caches))

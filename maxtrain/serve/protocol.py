@@ -19,7 +19,7 @@ from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.words import choices
 from maxtrain.serve.chat import Chat
-from maxtrain.serve.engine import Reason, check_ids
+from maxtrain.serve.generation import Reason, check_ids
 from maxtrain.serve.sampling import Sampling
 
 # Of a completion, unless the request says so; as OpenAI has it.

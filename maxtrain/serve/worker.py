@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from data_pipeline.errors import UserError
 from data_pipeline.tokenizer import Tokenizer
-from maxtrain.serve.engine import Engine, Generation, Reason
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.generation import Generation, Reason
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.text import TextStream
 

@@ -13,9 +13,10 @@ from flax import nnx
 
 from data_pipeline.errors import UsageError
 from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RopeConfig
+from maxtrain.models.cache import PAGE
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.serve import engine as module
+from maxtrain.serve import programs
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.sampling import Sampling
 from maxtrain.training.state import abstract_model, shardings
@@ -136,13 +137,13 @@ def test_a_text_is_the_same_in_any_company(sampling):
 def count_read(monkeypatch):
     """How many tokens of prompts are read, without padding."""
     counted = []
-    read = module._read_into
+    read = programs.read_into
 
-    def counting(graphdef, from_start, params, caches, targets, tokens, counts, *more):
-        counted.append(int(counts.sum()))
-        return read(graphdef, from_start, params, caches, targets, tokens, counts, *more)
+    def counting(graphdef, room, from_start, params, caches, piece):
+        counted.append(int(piece.counts.sum()))
+        return read(graphdef, room, from_start, params, caches, piece)
 
-    monkeypatch.setattr(module, "_read_into", counting)
+    monkeypatch.setattr(programs, "read_into", counting)
     return counted
 
 
@@ -227,20 +228,20 @@ def test_a_ring_that_was_shared_knows_how_far_it_was_written(case, slots):
         assert generation.ids == without_cache(model, prompt, 4)[0]
 
 
-@pytest.mark.parametrize("what", ["_enlarged", "_read_into", "_decode", "_copy_rows"])
+@pytest.mark.parametrize("what", ["enlarge", "read_into", "decode", "copy_rows"])
 def test_after_a_failure_of_a_device_nothing_is_left_of_what_was(what, monkeypatch):
     """Texts with a slot end as failed; those that waited, and new ones, are as if alone."""
     model = tiny()
     engine = Engine(model, slots=2, chunk=4, piece=16)
     first = engine.submit(PROMPTS[3], 30, GREEDY)
     engine.step()
-    working = getattr(module, what)
+    working = getattr(programs, what)
 
     def failing(*arguments):
-        monkeypatch.setattr(module, what, working)
+        monkeypatch.setattr(programs, what, working)
         raise MemoryError("out of memory")
 
-    monkeypatch.setattr(module, what, failing)
+    monkeypatch.setattr(programs, what, failing)
     second = engine.submit([*PROMPTS[3], *PROMPTS[5], *PROMPTS[5]], 8, GREEDY)
     waiting = engine.submit(PROMPTS[2], 8, GREEDY)
     with pytest.raises(MemoryError):
@@ -363,8 +364,8 @@ def test_an_engine_that_could_do_nothing_is_refused(options):
 
 def test_few_programs_serve_all_lengths_of_prompts(monkeypatch):
     """Pieces of 16, 32 and 64 tokens, one row or more at a time, from the start or not."""
-    read = inspect.unwrap(module._read_into)
-    decode = inspect.unwrap(module._decode)
+    read = inspect.unwrap(programs.read_into)
+    decode = inspect.unwrap(programs.decode)
     compiled = {"read": 0, "decode": 0}
 
     def counting(name, function):
@@ -374,10 +375,10 @@ def test_few_programs_serve_all_lengths_of_prompts(monkeypatch):
 
         return traced
 
-    reads = jax.jit(counting("read", read), static_argnums=(0, 1))
-    decodes = jax.jit(counting("decode", decode), static_argnums=(0, 1, 2))
-    monkeypatch.setattr(module, "_read_into", reads)
-    monkeypatch.setattr(module, "_decode", decodes)
+    reads = jax.jit(counting("read", read), static_argnums=(0, 1, 2))
+    decodes = jax.jit(counting("decode", decode), static_argnums=(0, 1, 2, 3))
+    monkeypatch.setattr(programs, "read_into", reads)
+    monkeypatch.setattr(programs, "decode", decodes)
     engine = Engine(tiny(), slots=2, chunk=4, piece=64, sharing=False)
     for length in range(1, 121):
         engine.submit([5] * length, 2, GREEDY)
@@ -442,3 +443,148 @@ def test_rows_of_bfloat16_are_as_good_as_their_rounding():
         logits = logits_of(model, [*PROMPTS[3], *generation.ids[:number]])
         expected = jax.nn.log_softmax(logits)[generation.ids[number]]
         assert abs(logprob - float(expected)) < 0.05
+
+
+# Prompts of a few pages, of which some begin alike.
+LONG = RNG.integers(1, 160, 150).tolist()
+ALIKE = [[*LONG, 5], [*LONG[:130], 9, 9], [*LONG[:70], 3], LONG[:64], PROMPTS[3]]
+
+
+def read_with(model, prompts, count=12, sampling=GREEDY, **options):
+    """The engine and its texts."""
+    engine = Engine(model, chunk=4, piece=32, **options)
+    texts = []
+    for row, prompt in enumerate(prompts):
+        texts.append(engine.submit(prompt, count, sampling, row=row))
+    engine.run()
+    return engine, texts
+
+
+@pytest.mark.parametrize("case", [None, *in_time(["mistral", "deepseek_v3", "gemma3"])])
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+def test_texts_in_pages_are_those_in_rings(case, sampling):
+    """Layers with a window keep their rings, the others have pages."""
+    model = tiny() if case is None else pretrained(case)
+    prompts = PROMPTS
+    if case is None:
+        prompts = ALIKE
+    _, expected = read_with(model, prompts, sampling=sampling, slots=3)
+    engine, texts = read_with(model, prompts, sampling=sampling, slots=3, cache_tokens=640)
+    assert [g.ids for g in texts] == [g.ids for g in expected]
+    for ours, theirs in zip(texts, expected, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=2e-5)
+    assert engine.num_active == engine.num_waiting == 0
+
+
+def test_texts_wait_for_pages_and_none_is_given_up():
+    """Room for two of them at a time, though there are four slots."""
+    model = tiny()
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(1, 160, 100).tolist() for _ in range(5)]
+    _, expected = read_with(model, prompts, count=20, slots=4)
+    engine = Engine(model, slots=4, chunk=4, piece=32, cache_tokens=4 * PAGE)
+    texts = [engine.submit(prompt, 20, GREEDY, row=i) for i, prompt in enumerate(prompts)]
+    most = 0
+    while engine.step():
+        most = max(most, engine.num_active)
+    assert most == 2
+    assert [g.ids for g in texts] == [g.ids for g in expected]
+    assert {g.reason for g in texts} == {"length"}
+
+
+def test_what_texts_have_in_common_is_in_the_same_pages(monkeypatch):
+    """Four times the same prompt of two pages and a half: the first of them is read whole, the
+    others from the last whole page on, in pages of which each needs one of its own."""
+    model = tiny()
+    counted = count_read(monkeypatch)
+    prompts = [LONG] * 4
+    engine, texts = read_with(model, prompts, sampling=RANDOM, slots=4, cache_tokens=6 * PAGE)
+    assert sum(counted) == 149 + 3 * 21
+    apart, expected = read_with(model, prompts, sampling=RANDOM, slots=4, sharing=False)
+    assert [g.ids for g in texts] == [g.ids for g in expected]
+    assert apart.num_slots == engine.num_slots
+
+
+def test_pages_that_were_spoiled_are_clean_for_the_next_text():
+    model = tiny()
+    engine = Engine(model, slots=2, chunk=4, piece=16, cache_tokens=2 * PAGE)
+    first = engine.submit(PROMPTS[3], 8, GREEDY)
+    engine.step()
+    engine._caches = jax.tree.map(lambda x: x * jnp.nan, engine._caches)
+    engine.run()
+    assert first.reason == "failed"
+    # Those that were nobody's stay as they were made here.
+    engine._caches = jax.tree.map(jnp.nan_to_num, engine._caches)
+    second = engine.submit(PROMPTS[2], 8, GREEDY)
+    engine.run()
+    assert second.ids == without_cache(model, PROMPTS[2], 8)[0]
+
+
+def test_all_pages_come_back(monkeypatch):
+    """Whatever happens to texts: ends, cancellations, a failure of the device."""
+    rng = np.random.default_rng(3)
+    engine = Engine(tiny(), slots=3, chunk=4, piece=32, cache_tokens=8 * PAGE)
+    for round_number in range(30):
+        prompt = [*LONG[: rng.integers(1, 150)], int(rng.integers(1, 160))]
+        text = engine.submit(prompt, int(rng.integers(1, 30)), RANDOM, row=round_number)
+        for _ in range(rng.integers(0, 3)):
+            engine.step()
+        if rng.random() < 0.3:
+            engine.cancel(text)
+        if round_number == 20:
+            engine._abandon()
+    engine.run()
+    for slot in engine._slots:
+        engine._forget(slot)
+    assert engine._pages is not None
+    assert engine._pages.num_free == engine._pages.count == 8
+
+
+def test_what_pages_can_not_hold_is_refused():
+    engine = Engine(tiny(), slots=2, cache_tokens=2 * PAGE)
+    with pytest.raises(UsageError, match=r"need 130 columns .* which have 128\. Ask for fewer"):
+        engine.submit([1] * 100, 31, GREEDY)
+    engine.submit([1] * 100, 29, GREEDY)
+    with pytest.raises(ValueError, match="cache_tokens=63 must be at least 64"):
+        Engine(tiny(), cache_tokens=63)
+    with (
+        jax.set_mesh(make_mesh(MeshConfig(fsdp=8))),
+        pytest.raises(ValueError, match="splits rows over 8 devices"),
+    ):
+        Engine(tiny(), cache_tokens=640)
+
+
+def test_a_long_prompt_does_not_keep_others_waiting():
+    """Between two chunks of a text, one piece of it is read; a short one that comes later is read
+    beside it, and both are as if alone."""
+    model = tiny()
+    engine = Engine(model, slots=3, chunk=4, piece=16)
+    first = engine.submit(PROMPTS[4], 40, GREEDY)
+    engine.step()
+    assert len(first.ids) == 4
+    long = engine.submit(LONG[:120], 4, GREEDY)
+    short = engine.submit(PROMPTS[2], 4, GREEDY)
+    engine.step()
+    engine.step()
+    # Of the long one and of the short one a piece, and from then on the short one is made.
+    assert (len(first.ids), len(short.ids), long.ids) == (12, 4, [])
+    engine.run()
+    for text in (first, long, short):
+        assert text.ids == without_cache_of(model, list(text.prompt), len(text.ids))
+    assert len(long.ids) == 4
+
+
+def test_a_text_that_is_cancelled_while_it_is_read_leaves_its_slot():
+    model = tiny()
+    engine = Engine(model, slots=2, chunk=4, piece=16)
+    first = engine.submit(PROMPTS[4], 12, GREEDY)
+    engine.step()
+    long = engine.submit(LONG[:120], 4, GREEDY)
+    engine.step()
+    engine.cancel(long)
+    assert engine.num_active == 1
+    again = engine.submit([*LONG[:14], 3, 4], 4, GREEDY)
+    engine.run()
+    assert long.ids == []
+    assert first.ids == without_cache(model, PROMPTS[4], 12)[0]
+    assert again.ids == without_cache(model, [*LONG[:14], 3, 4], 4)[0]

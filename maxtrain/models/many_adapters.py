@@ -1,0 +1,163 @@
+"""A model with the adapters of several fine-tunings, side by side."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from data_pipeline.errors import UsageError
+from maxtrain.config.schema import LoraConfig, ModelConfig
+from maxtrain.models.adapt import products
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.families import FAMILIES
+from maxtrain.models.linear import ExpertLinear, Linear
+from maxtrain.models.lora import lengths, scale_of
+from maxtrain.models.lora_bank import AdapterBank
+from maxtrain.models.specs import LatentSpec
+from maxtrain.models.stack import layer_names
+
+
+class AdapterSet(NamedTuple):
+    """The adapters of one fine-tuning.
+
+    Args:
+        name: for errors.
+        lora: their rank and scaling.
+        arrays: by their paths in a model that has them, such as `layers.0.attention.q.adapter.a`,
+            in which layers that are alike are stacked.
+    """
+
+    name: str
+    lora: LoraConfig
+    arrays: Mapping[str, np.ndarray]
+
+
+class _Matrices(NamedTuple):
+    """The adapter of one layer's product."""
+
+    a: Float[np.ndarray, "I R"]
+    b: Float[np.ndarray, "R O"]
+    magnitude: Float[np.ndarray, " O"] | None
+
+
+# By the number of a layer, and the path of a product in it, such as `attention.q`.
+_OfLayers = dict[tuple[int, str], _Matrices]
+
+
+def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
+    """The model with the adapters of all sets, numbered from 1 on. Its weights are the same arrays.
+
+    Args:
+        model: without adapters, its layers stacked or apart.
+        sets: for models of its config.
+
+    Raises:
+        UsageError: adapters of a product that can't have others for each row.
+    """
+    of_sets = [_of_layers(adapters, model.config) for adapters in sets]
+    numbers: dict[str, list[int]] = {}
+    for number, place in enumerate(layer_names(model.spec.stack)):
+        numbers.setdefault(place.name, []).append(number)
+    graphdef, variables = nnx.split(model)
+    model = nnx.merge(graphdef, variables)
+    # All of them first: a bank is no product, but is inside one.
+    for path, module in list(products(model.layers)):
+        _, place, product = path.split(".", 2)
+        keys = [(number, product) for number in numbers[place]]
+        named = [
+            adapters.name
+            for adapters, of_layers in zip(sets, of_sets, strict=True)
+            if any(key in of_layers for key in keys)
+        ]
+        if not named:
+            continue
+        if not _is_of_rows(path, module, model):
+            raise UsageError(
+                f"{named[0]}: has an adapter of {path}, which is one product for all texts, so "
+                "that they can't have different ones. Take the adapters into the weights: "
+                "maxtrain export RUN OUT --format hf."
+            )
+        matrices = [[of_layers.get(key) for of_layers in of_sets] for key in keys]
+        module.adapter = _bank(module, matrices, sets)
+    return model
+
+
+def _is_of_rows(path: str, module: Linear | ExpertLinear, model: Decoder) -> bool:
+    """Whether a product is made row by row: not those of experts, and not those that go to the
+    latents of all tokens that are kept."""
+    if isinstance(module, ExpertLinear):
+        return False
+    mixers = [layer.mixer for layer in model.spec.stack.layers()]
+    has_latents = any(isinstance(mixer, LatentSpec) for mixer in mixers)
+    return not (has_latents and path.endswith((".attention.k", ".attention.v")))
+
+
+def _of_layers(adapters: AdapterSet, config: ModelConfig) -> _OfLayers:
+    """The adapters of a set, layer by layer."""
+    found = {}
+    places = layer_names(FAMILIES[config.family].spec(config).stack)
+    for path, stacked_a in adapters.arrays.items():
+        if not path.endswith(".adapter.a"):
+            continue
+        base = path.removesuffix(".a")
+        _, name, product = base.removesuffix(".adapter").split(".", 2)
+        for number, place in enumerate(places):
+            if place.name != name:
+                continue
+            a = _layer(stacked_a, place.repeat)
+            rank = a.shape[-1]
+            b = _layer(adapters.arrays[f"{base}.b"], place.repeat)
+            magnitude = adapters.arrays.get(f"{base}.magnitude")
+            if magnitude is not None:
+                magnitude = _layer(magnitude, place.repeat).reshape(-1)
+            found[number, product] = _Matrices(a.reshape(-1, rank), b.reshape(rank, -1), magnitude)
+    return found
+
+
+def _layer(array: np.ndarray, repeat: int | None) -> np.ndarray:
+    """What one layer has of an array that may be stacked."""
+    if repeat is None:
+        return array
+    return array[repeat]
+
+
+def _bank(
+    module: Linear, matrices: Sequence[Sequence[_Matrices | None]], sets: Sequence[AdapterSet]
+) -> AdapterBank:
+    """The bank of one product; `matrices` of each layer that is stacked there, and of each set."""
+    is_stacked = module.kernel.ndim > len(module.kernel.get_metadata("axes"))
+    kernels = module.kernel[...]
+    if not is_stacked:
+        kernels = kernels[None]
+    shape = kernels.shape[1:]
+    num_inputs = int(np.prod(shape[: module.num_inputs]))
+    num_outputs = int(np.prod(shape[module.num_inputs :]))
+    count = len(sets) + 1
+    rank = max(adapters.lora.rank or 0 for adapters in sets)
+    a = np.zeros((len(kernels), count, num_inputs, rank), np.float32)
+    b = np.zeros((len(kernels), count, rank, num_outputs), np.float32)
+    scale = np.zeros((len(kernels), count), np.float32)
+    factor = np.ones((len(kernels), count, num_outputs), np.float32)
+    for layer, of_sets in enumerate(matrices):
+        for number, own in enumerate(of_sets, 1):
+            if own is None:
+                continue
+            own_rank = own.a.shape[-1]
+            a[layer, number, :, :own_rank] = own.a
+            b[layer, number, :own_rank] = own.b
+            scale[layer, number] = scale_of(sets[number - 1].lora)
+            if own.magnitude is not None:
+                kernel = np.asarray(kernels[layer], np.float32).reshape(num_inputs, num_outputs)
+                changed = kernel + scale[layer, number] * (own.a @ own.b)
+                factor[layer, number] = own.magnitude / np.asarray(lengths(changed, (0,)))
+    arrays: list[Array | None] = [jnp.asarray(x) for x in (a, b, scale)]
+    if any(adapters.lora.magnitudes for adapters in sets):
+        arrays.append(jnp.asarray(factor))
+    else:
+        arrays.append(None)
+    if not is_stacked:
+        arrays = [None if x is None else x[0] for x in arrays]
+    return AdapterBank(*arrays)

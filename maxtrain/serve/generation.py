@@ -1,0 +1,91 @@
+"""One text on its way through the engine."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Int
+
+from data_pipeline.errors import UsageError
+from maxtrain.serve.sampling import Sampling
+
+Reason = Literal["stop", "length", "window", "cancelled", "failed"]
+
+
+@dataclasses.dataclass(eq=False)
+class Generation:
+    """One text on its way.
+
+    Attributes:
+        prompt: ids that it goes on from.
+        max_tokens: new tokens at most.
+        sampling: how they are chosen.
+        seed, row, before: what its random numbers depend on: token n has those of before + n.
+        earlier: ids that count as seen for the penalty, beside the prompt and new ones.
+        stop_ids: it ends before any of these.
+        stop: called with all new ids when there are more; it ends when that returns True.
+        adapter: number of the adapters that it is made with; 0: none.
+        ids: new ones, without the one that ended it.
+        logprobs: of each of `ids`, and of the one that ended it, if there is one; as of `Chosen`.
+        ended_by: the stop id that it ended before.
+        reason: why it has ended; None: it has not. `window`: it has as many tokens as the model is
+            meant for. `failed`: a log-probability was not finite, or the engine failed.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    seed: int
+    row: int
+    before: int
+    earlier: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+    stop: Callable[[list[int]], bool] | None
+    adapter: int = 0
+    ids: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    ended_by: int | None = None
+    reason: Reason | None = None
+
+    @functools.cached_property
+    def ids_to_read(self) -> Int[np.ndarray, " N"]:
+        """Of the prompt, all but the last, which is read when the first new token is made."""
+        return np.array(self.prompt[:-1], np.int32)
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[float], max_length: int) -> None:
+        """New tokens, up to where the text ends."""
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            if not math.isfinite(logprob):
+                self.reason = "failed"
+                return
+            self.logprobs.append(logprob)
+            if token in self.stop_ids:
+                self.ended_by = token
+                self.reason = "stop"
+                return
+            self.ids.append(token)
+            if len(self.ids) == self.max_tokens:
+                self.reason = "length"
+                break
+            if len(self.prompt) + len(self.ids) > max_length:
+                self.reason = "window"
+                break
+        if tokens and self.stop is not None and self.stop(list(self.ids)):
+            self.reason = "stop"
+
+    def num_columns(self, max_length: int) -> int:
+        """Columns of caches that it needs at most: its last token is not read."""
+        return min(len(self.prompt) + self.max_tokens - 1, max_length)
+
+
+def check_ids(prompt: Sequence[int], vocab_size: int) -> None:
+    """UsageError: a prompt is empty, or has ids outside the vocabulary."""
+    if not prompt:
+        raise UsageError(
+            "a prompt is empty, but there must be a token to continue. Give some text."
+        )
+    if not all(0 <= i < vocab_size for i in prompt):
+        raise UsageError(f"prompt: ids beyond model.vocab_size={vocab_size}. Use its tokenizer.")

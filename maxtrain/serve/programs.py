@@ -1,0 +1,222 @@
+"""The engine's programs: what is compiled, with the caches going in and out."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from maxtrain.models.cache import Caches, cleared, enlarged, placed, put_rows, take_rows
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.lora_bank import with_chosen
+from maxtrain.parallel.sharding import constrain
+from maxtrain.serve.sampling import Chosen, Program, Settings, choose
+
+
+class Room(NamedTuple):
+    """Sizes of caches, known when a program is compiled.
+
+    Args:
+        rows: of the batch.
+        columns: of a row, where it has rings.
+        most_tokens: of a row in one pass.
+        pages: that layers without a window have for all rows; None: they have rings.
+        paged: names of the layers that have pages.
+    """
+
+    rows: int
+    columns: int
+    most_tokens: int
+    pages: int | None
+    paged: frozenset[str]
+
+    def empty(self, model: Decoder) -> Caches:
+        return model.new_caches(self.rows, self.columns, self.most_tokens, self.pages)
+
+
+class Piece(NamedTuple):
+    """Tokens of prompts that are read together; as of `Decoder.extend`."""
+
+    # Rows of the batch; those that are not there are dropped.
+    targets: Int[np.ndarray, " R"]
+    tokens: Int[np.ndarray, "R T"]
+    counts: Int[np.ndarray, " R"]
+    lengths: Int[np.ndarray, " R"]
+    whole_lengths: Int[np.ndarray, " R"]
+    adapters: Int[np.ndarray, " R"]
+    pages: Int[np.ndarray, "R M"] | None
+
+
+class Rows(NamedTuple):
+    """What decoding needs of each row, and the host knows."""
+
+    # The newest token, which is not in the caches yet.
+    last: Int[np.ndarray, " B"]
+    # Tokens in the caches.
+    lengths: Int[np.ndarray, " B"]
+    # Most tokens to make now; 0: none.
+    wanted: Int[np.ndarray, " B"]
+    # Seed and number of each.
+    seeds: UInt32[np.ndarray, "B 2"]
+    # Number of the next token, for its random numbers.
+    made: Int[np.ndarray, " B"]
+    # Those that end a row, filled up with -1.
+    stop_ids: Int[np.ndarray, "B I"]
+    settings: Settings
+    seen: Bool[np.ndarray, "B V"] | None
+    adapters: Int[np.ndarray, " B"]
+    pages: Int[np.ndarray, "B M"] | None
+
+
+class Made(NamedTuple):
+    """What decoding gives back."""
+
+    caches: Caches
+    # Of each row the new ones, behind them -1.
+    tokens: Int[Array, "B N"]
+    logprobs: Float[Array, "B N"]
+
+
+def _row_keys(seeds: UInt32[Array, "B 2"]) -> Key[Array, " B"]:
+    """The key of each row, of its seed and its number."""
+
+    def key(pair: Array) -> Array:
+        return jax.random.fold_in(jax.random.key(pair[0]), pair[1])
+
+    return jax.vmap(key)(seeds)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def new_caches(graphdef: nnx.GraphDef, room: Room, params: nnx.State) -> Caches:
+    """Empty ones."""
+    model: Decoder = nnx.merge(graphdef, params)
+    return placed(room.empty(model), room.paged)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def enlarge(graphdef: nnx.GraphDef, room: Room, params: nnx.State, caches: Caches) -> Caches:
+    """The same with room for more columns."""
+    model: Decoder = nnx.merge(graphdef, params)
+    shapes = jax.eval_shape(lambda: room.empty(model))
+    return placed(enlarged(caches, shapes), room.paged)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def copy_rows(
+    room: Room, caches: Caches, sources: Int[Array, " R"], targets: Int[Array, " R"]
+) -> Caches:
+    """The caches with the rings of some rows as others were; targets that are not there are
+    dropped."""
+    taken = take_rows(caches, sources, room.paged)
+    return placed(put_rows(caches, taken, targets, room.paged), room.paged)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def clear(
+    room: Room,
+    caches: Caches,
+    is_row_kept: Bool[Array, " B"],
+    is_page_kept: Bool[Array, " P"] | None,
+) -> Caches:
+    """The caches with zeros in all other rows and pages."""
+    return placed(cleared(caches, is_row_kept, is_page_kept, room.paged), room.paged)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def read_into(
+    graphdef: nnx.GraphDef,
+    room: Room,
+    from_start: bool,
+    params: nnx.State,
+    caches: Caches,
+    piece: Piece,
+) -> Caches:
+    """The caches, with more tokens of some rows in them."""
+    model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(piece.adapters)))
+    targets = jnp.asarray(piece.targets)
+    read = take_rows(caches, targets, room.paged)
+    _, read = model.extend(
+        jnp.asarray(piece.tokens),
+        jnp.asarray(piece.counts),
+        jnp.asarray(piece.lengths),
+        read,
+        from_start,
+        jnp.asarray(piece.whole_lengths),
+        piece.pages,
+    )
+    return placed(put_rows(caches, read, targets, room.paged), room.paged)
+
+
+class _Step(NamedTuple):
+    """What goes from one token to the next."""
+
+    number: Int[Array, ""]
+    last: Int[Array, " B"]
+    lengths: Int[Array, " B"]
+    is_active: Bool[Array, " B"]
+    seen: Bool[Array, "B V"] | None
+    made: Made
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+def decode(
+    graphdef: nnx.GraphDef,
+    room: Room,
+    program: Program,
+    chunk: int,
+    params: nnx.State,
+    caches: Caches,
+    rows: Rows,
+) -> Made:
+    """Up to `chunk` more tokens of each row, one by one."""
+    model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(rows.adapters)))
+    count = rows.last.shape[0]
+    stop_ids = jnp.asarray(rows.stop_ids)
+    row_keys = _row_keys(jnp.asarray(rows.seeds))
+
+    def choice(logits: Array, number: Array, seen: Array | None) -> Chosen:
+        keys = jax.vmap(jax.random.fold_in)(row_keys, rows.made + number)
+        return choose(logits, rows.settings, keys, seen, program)
+
+    def one(step: _Step) -> _Step:
+        active = step.is_active
+        counts = active.astype(jnp.int32)
+        hidden, caches = model.extend(
+            step.last[:, None], counts, step.lengths, step.made.caches, pages=rows.pages
+        )
+        logits = constrain(model.logits(hidden)[:, 0], None, None)
+        chosen = choice(logits, step.number, step.seen)
+        token = jnp.where(active, chosen.tokens, -1)
+        made = Made(
+            caches,
+            step.made.tokens.at[:, step.number].set(token),
+            step.made.logprobs.at[:, step.number].set(chosen.logprobs),
+        )
+        number = step.number + 1
+        seen = step.seen
+        if seen is not None:
+            seen = seen.at[jnp.arange(count), chosen.tokens].set(True)
+        has_stopped = (token[:, None] == stop_ids).any(axis=1)
+        still = active & ~has_stopped & (number < rows.wanted)
+        return _Step(number, chosen.tokens, step.lengths + counts, still, seen, made)
+
+    seen = None
+    if program.penalises:
+        seen = jnp.asarray(rows.seen)
+    first = _Step(
+        number=jnp.int32(0),
+        last=jnp.asarray(rows.last),
+        lengths=jnp.asarray(rows.lengths),
+        is_active=jnp.asarray(rows.wanted) > 0,
+        seen=seen,
+        made=Made(
+            caches,
+            jnp.full((count, chunk), -1, jnp.int32),
+            jnp.zeros((count, chunk), jnp.float32),
+        ),
+    )
+    last = jax.lax.while_loop(lambda step: step.is_active.any(), one, first)
+    return last.made._replace(caches=placed(last.made.caches, room.paged))
