@@ -29,7 +29,9 @@ from maxtrain.model_source import (
     text_beginning,
     tokenizer_place,
 )
+from maxtrain.models.cache import PAGE
 from maxtrain.models.decoder import Decoder
+from maxtrain.models.many_adapters import with_banks
 from maxtrain.models.unstack import for_generation
 from maxtrain.parallel.distributed import start
 from maxtrain.serve.chat import Chat
@@ -37,6 +39,7 @@ from maxtrain.serve.engine import Engine
 from maxtrain.serve.protocol import Served
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.worker import Worker
+from maxtrain.weights.peft import read_set
 
 KEY = "MAXTRAIN_API_KEY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -65,6 +68,14 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     )
     add("--name", help="of the model in requests (default: that of its directory)")
     add(
+        "--adapter",
+        metavar="NAME=DIR",
+        action="append",
+        default=[],
+        help="also serve the model with adapters in PEFT's files, under this name; may be given "
+        "several times: the weights are there once",
+    )
+    add(
         "--chat-template",
         metavar="FILE",
         default="",
@@ -85,6 +96,13 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         help="texts that may wait; more are refused with 429 (default: %(default)s)",
     )
     add(
+        "--cache-tokens",
+        type=int,
+        metavar="N",
+        help="room for so many tokens of all texts together, in pages that texts share (default: "
+        "each slot has room for the longest text)",
+    )
+    add(
         "--max-body",
         type=int,
         default=_BODY_BYTES,
@@ -100,6 +118,9 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
     )
     asked = parser.parse_args(argv)
     check_model_arguments(parser, asked, "serves")
+    _check_adapters(asked)
+    if asked.cache_tokens is not None and asked.cache_tokens < PAGE:
+        raise UsageError(f"--cache-tokens {asked.cache_tokens}: must be at least {PAGE}, one page.")
     least = {"port": 0, "slots": 1, "waiting": 0, "max_body": 1, "grace": 0}
     for key, value in least.items():
         if getattr(asked, key) < value:
@@ -126,7 +147,8 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m maxtrain.s
             start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
             model, tokenizer = load_model(asked)
             served = _served(asked, model, tokenizer)
-            make_engine = functools.partial(_warm_engine, for_generation(model), asked.slots)
+            model = _with_adapters(for_generation(model), asked.adapter)
+            make_engine = functools.partial(_warm_engine, model, asked.slots, asked.cache_tokens)
             worker = Worker(make_engine, tokenizer)
             hosts: tuple[str, ...] = ()
             if asked.host in _LOOPBACK:
@@ -180,20 +202,61 @@ def _served(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> 
         if asked.chat_template:
             raise
         print(f"chat completions are refused: {error}", file=sys.stderr)
+    name = asked.name or Path(source).expanduser().resolve().name
+    adapters = _adapter_names(asked)
+    if name in adapters:
+        raise UsageError(
+            f"--adapter {name}: is the name of the model itself. Give one of them another name."
+        )
+    max_length = model.config.max_length
+    if asked.cache_tokens is not None:
+        # A text that no page is left for could never be made.
+        max_length = min(max_length, asked.cache_tokens - asked.cache_tokens % PAGE)
     return Served(
-        name=asked.name or Path(source).expanduser().resolve().name,
+        name=name,
+        adapters=adapters,
         tokenizer=tokenizer,
         beginning=tuple(text_beginning(asked, tokenizer)),
         chat=chat,
-        max_length=model.config.max_length,
+        max_length=max_length,
         vocab_size=model.config.vocab_size or 0,
         created=int(time.time()),
     )
 
 
-def _warm_engine(model: Decoder, slots: int) -> Engine:
+def _adapter_names(asked: argparse.Namespace) -> tuple[str, ...]:
+    """In the order of their numbers, which begin with 1."""
+    return tuple(given.partition("=")[0] for given in asked.adapter)
+
+
+def _with_adapters(model: Decoder, given: Sequence[str]) -> Decoder:
+    """The model with the adapters of --adapter, side by side."""
+    if not given:
+        return model
+    sets = []
+    for name_and_place in given:
+        name, _, place = name_and_place.partition("=")
+        sets.append(read_set(Path(place), f"--adapter {name}", model.config))
+    return with_banks(model, sets)
+
+
+def _check_adapters(asked: argparse.Namespace) -> None:
+    """UsageError: names or directories of --adapter that are none."""
+    for given in asked.adapter:
+        name, sign, place = given.partition("=")
+        if not name or not sign or not place:
+            raise UsageError(
+                f"--adapter {given}: must be NAME=DIR. Say what requests call it, and where it is."
+            )
+    names = _adapter_names(asked)
+    for name in names:
+        if names.count(name) > 1:
+            raise UsageError(f"--adapter {name}: is there twice. Give one another name.")
+
+
+def _warm_engine(model: Decoder, slots: int, cache_tokens: int | None) -> Engine:
     """An engine whose first programs are compiled, so that the first client does not wait."""
-    engine = Engine(model, slots, chunk=_CHUNK)
+    engine = Engine(model, slots, chunk=_CHUNK, cache_tokens=cache_tokens)
     for temperature in (0.0, 1.0):
         engine.submit([0], 2, Sampling(temperature))
         engine.run()

@@ -14,7 +14,7 @@ from maxtrain.models.adapt import products
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.linear import ExpertLinear, Linear
-from maxtrain.models.lora import lengths, scale_of
+from maxtrain.models.lora import scale_of
 from maxtrain.models.lora_bank import AdapterBank
 from maxtrain.models.specs import LatentSpec
 from maxtrain.models.stack import layer_names
@@ -152,7 +152,7 @@ def _bank(
             if own.magnitude is not None:
                 kernel = np.asarray(kernels[layer], np.float32).reshape(num_inputs, num_outputs)
                 changed = kernel + scale[layer, number] * (own.a @ own.b)
-                factor[layer, number] = own.magnitude / np.asarray(lengths(changed, (0,)))
+                factor[layer, number] = own.magnitude / np.linalg.norm(changed, axis=0)
     arrays: list[Array | None] = [jnp.asarray(x) for x in (a, b, scale)]
     if any(adapters.lora.magnitudes for adapters in sets):
         arrays.append(jnp.asarray(factor))

@@ -112,6 +112,7 @@ class _Texts:
                 server.served.stop_ids,
                 asked.stop,
                 teller(index),
+                server.served.names.index(asked.model),
             )
             self.jobs.append(job)
 
@@ -183,23 +184,27 @@ class _Server:
     async def models(self, request: Request) -> Response:
         """/v1/models."""
         del request
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        models = [self._model(name) for name in self.served.names]
+        return JSONResponse({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
         """/v1/models/NAME."""
         name = request.path_params["name"]
-        if name != self.served.name:
+        if name not in self.served.names:
             raise RequestError(f"model {name!r} is not served here.", 404, "model")
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
-        return {
-            "id": self.served.name,
+    def _model(self, name: str) -> dict[str, Any]:
+        values = {
+            "id": name,
             "object": "model",
             "created": self.served.created,
             "owned_by": "maxtrain",
             "max_model_len": self.served.max_length,
         }
+        if name != self.served.name:
+            values["parent"] = self.served.name
+        return values
 
     async def health(self, request: Request) -> Response:
         """/health: 200 if texts can be made."""

@@ -89,6 +89,7 @@ class Asked(NamedTuple):
         counts_stream: a stream ends with the number of tokens.
         logprobs: the log-probability of each token is told.
         prompt_tokens: of all different prompts.
+        model: what was asked for, one of `Served.names`.
     """
 
     prompts: list[list[int]]
@@ -100,6 +101,7 @@ class Asked(NamedTuple):
     counts_stream: bool
     logprobs: bool
     prompt_tokens: int
+    model: str
 
 
 class Served(NamedTuple):
@@ -107,6 +109,7 @@ class Served(NamedTuple):
 
     Args:
         name: of the model, in requests and answers.
+        adapters: names of the model with adapters, in the order of their numbers from 1 on.
         tokenizer: of the model.
         beginning: ids before every text that is no conversation.
         chat: how conversations are written; None: the model has no chat template.
@@ -116,12 +119,18 @@ class Served(NamedTuple):
     """
 
     name: str
+    adapters: tuple[str, ...]
     tokenizer: Tokenizer
     beginning: tuple[int, ...]
     chat: Chat | None
     max_length: int
     vocab_size: int
     created: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all that can be asked for; the place of one is the number of its adapters."""
+        return (self.name, *self.adapters)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -209,9 +218,10 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served)
                 code="unsupported_value",
             )
     name = values.get("model", served.name)
-    if name != served.name:
+    if name not in served.names:
+        known = ", ".join(map(repr, served.names))
         raise RequestError(
-            f"model={str(name)[:80]!r} is not served here, but {served.name!r}.",
+            f"model={str(name)[:80]!r} is not served here, but {known}.",
             404,
             "model",
             "model_not_found",
@@ -325,6 +335,7 @@ def _asked(
         counts_stream=counts,
         logprobs=logprobs,
         prompt_tokens=sum(map(len, prompts)),
+        model=values.get("model", served.name),
     )
 
 
@@ -472,7 +483,7 @@ class Answers:
             "id": self._id,
             "object": name,
             "created": self._created,
-            "model": self._served.name,
+            "model": self._asked.model,
             "choices": listed,
         }
 

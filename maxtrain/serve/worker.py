@@ -40,7 +40,7 @@ class Job:
     """One text that a client wants.
 
     Args:
-        prompt, max_tokens, sampling, seed, row, stop_ids: as of `Generation`.
+        prompt, max_tokens, sampling, seed, row, stop_ids, adapter: as of `Generation`.
         stop: texts that it ends before.
         tell: gets each part, in the engine's thread; the last one has a reason.
     """
@@ -55,6 +55,7 @@ class Job:
         stop_ids: Sequence[int],
         stop: Sequence[str],
         tell: Callable[[Part], object],
+        adapter: int = 0,
     ):
         self.prompt = prompt
         self.max_tokens = max_tokens
@@ -64,6 +65,7 @@ class Job:
         self.stop_ids = stop_ids
         self.stop = stop
         self.tell = tell
+        self.adapter = adapter
 
 
 class _Running:
@@ -87,6 +89,7 @@ class _Running:
             row=job.row,
             stop_ids=job.stop_ids,
             stop=stop,
+            adapter=job.adapter,
         )
 
     def _has_stopped(self, ids: list[int]) -> bool:

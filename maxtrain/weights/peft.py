@@ -7,7 +7,9 @@ are. Products that are put together there, or whose entries change places, have 
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
+import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,14 @@ from safetensors.numpy import save
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.listing import aligned
-from maxtrain.config.schema import ModelConfig
+from maxtrain.config.schema import LoraConfig, MeshConfig, ModelConfig, PrecisionConfig
+from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json
+from maxtrain.models.many_adapters import AdapterSet
+from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.optimizer import paths
+from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import (
     Entry,
     Flatten,
@@ -104,15 +110,89 @@ def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> 
     return jax.tree_util.tree_map_with_path(place, abstract)
 
 
+def read_set(directory: Path, name: str, config: ModelConfig) -> AdapterSet:
+    """The adapters of a directory, for a model without any.
+
+    Args:
+        directory: with both files.
+        name: what they are called in errors.
+        config: of the model.
+
+    Raises:
+        UsageError: there is no such directory.
+        ConfigError: PEFT has done more there than adapters.
+        DataError: as of `read_adapters`.
+    """
+    directory = directory.expanduser()
+    if not (directory / CONFIG).exists():
+        raise UsageError(f"{name}: {directory} has no {CONFIG}. Name a directory of PEFT.")
+    adapted = dataclasses.replace(config, lora=_lora_of(directory, config))
+    adapters = _abstract_adapters(adapted)
+    found = paths(read_adapters(directory, adapters, adapted))
+    arrays = {path: np.asarray(variable[...]) for path, variable in found.items()}
+    return AdapterSet(name, adapted.lora, arrays)
+
+
+def _abstract_adapters(config: ModelConfig) -> nnx.State:
+    """The adapters of a model of this config, as shapes for the first device."""
+    mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
+    _, variables = abstract_model(config, PrecisionConfig(), mesh)
+    _, adapters = split_adapters(variables)
+    return adapters
+
+
+def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
+    """The section `model.lora` that the adapters of a directory are of."""
+    path = directory / CONFIG
+    there = read_json(path)
+    rank = there.get("r")
+    alpha = there.get("lora_alpha")
+    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+    if not is_rank or not isinstance(alpha, int | float) or not alpha > 0:
+        raise DataError(
+            f"{path}: r={rank!r} must be a whole number of at least 1, and lora_alpha={alpha!r} "
+            "a number above 0. Get the file again."
+        )
+    lora = LoraConfig(
+        rank=rank,
+        alpha=float(alpha),
+        scaling="root" if there.get("use_rslora") else "rank",
+        targets=(".",),
+        magnitudes=bool(there.get("use_dora")),
+    )
+    everywhere = paths(_abstract_adapters(dataclasses.replace(config, lora=lora)))
+    stored = _read(directory / TENSORS)
+    targets = []
+    for name, variable in everywhere.items():
+        product, _, part = name.rpartition(".adapter.")
+        if part != "a" or not _is_plain(_of_kernels(config)[f"{product}.kernel"]):
+            continue
+        (entry,) = _table(config, {name})
+        if any(theirs in stored for theirs in entry.names([variable.get_value().shape])):
+            targets.append(f"^{re.escape(product)}$")
+    if not targets:
+        raise DataError(
+            f"{directory / TENSORS}: has no adapter of a product that models of family "
+            f"{config.family} have. Use adapters of this model."
+        )
+    return dataclasses.replace(lora, targets=tuple(targets))
+
+
+def _of_kernels(config: ModelConfig) -> dict[str, Entry]:
+    """The entry of each parameter of a family."""
+    found = {}
+    for entry in FAMILIES[config.family].table(config):
+        for name in entry.ours:
+            found[name] = entry
+    return found
+
+
 def _table(config: ModelConfig, adapters: set[str]) -> list[Entry]:
     """Entries of these adapters, each of one array of ours.
 
     UsageError: PEFT has no form for one.
     """
-    of_kernels = {}
-    for entry in FAMILIES[config.family].table(config):
-        for name in entry.ours:
-            of_kernels[name] = entry
+    of_kernels = _of_kernels(config)
     table = []
     for name in sorted(adapters):
         product, _, part = name.rpartition(".adapter.")

@@ -1,5 +1,6 @@
 """The server, asked by the real client of OpenAI, over the network of this machine."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -11,14 +12,21 @@ import time
 import urllib.error
 import urllib.request
 
+import jax
 import openai
 import pytest
+from flax import nnx
 
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain import import_weights, server
+from maxtrain.config.schema import LoraConfig
 from maxtrain.generate import complete
 from maxtrain.model_source import special_beginning
+from maxtrain.models.adapt import split_adapters
+from maxtrain.models.registry import build_model
+from maxtrain.training.partition import join
 from maxtrain.weights.hf import load_pretrained
+from maxtrain.weights.peft import write_adapters
 from tests.pretrained import write as write_pretrained
 
 pytestmark = pytest.mark.processes
@@ -80,9 +88,27 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def served(folder):
+def adapters(folder, tmp_path_factory):
+    """Some in PEFT's files, and the model with them."""
+    model, config = load_pretrained(folder)
+    lora = LoraConfig(rank=2, targets=(r"attention\.(q|o)",))
+    config = dataclasses.replace(config, lora=lora)
+    with_them = jax.jit(lambda: build_model(config, model.precision, 0))()
+    graphdef, variables = nnx.split(with_them)
+    _, added = split_adapters(variables)
+    added = jax.tree.map(lambda x: x + 0.5, added)
+    place = tmp_path_factory.mktemp("adapters")
+    write_adapters(place, added, config, str(folder))
+    return place, nnx.merge(graphdef, join(nnx.state(model), added))
+
+
+@pytest.fixture(scope="module")
+def served(folder, adapters):
     """One server for all tests that leave it as it is."""
-    served = Served("--hf", str(folder), "--name", "small", "--slots", "2", "--waiting", "3")
+    of_slots = ("--slots", "2", "--waiting", "3")
+    served = Served(
+        "--hf", str(folder), "--name", "small", *of_slots, "--adapter", f"tuned={adapters[0]}"
+    )
     yield served
     code, _, errors = served.end()
     assert code == 0 and "Traceback" not in errors, errors
@@ -256,7 +282,6 @@ def test_messages_that_are_none(served, messages, message):
 def test_another_model_is_not_served(served):
     with pytest.raises(openai.NotFoundError, match="is not served here, but 'small'"):
         served.client.completions.create(model="large", prompt="a")
-    assert [model.id for model in served.client.models.list()] == ["small"]
     assert served.client.models.retrieve("small").id == "small"
     with pytest.raises(openai.NotFoundError):
         served.client.models.retrieve("large")
@@ -362,13 +387,16 @@ def test_what_is_on_its_way_is_done_before_the_end(folder):
 
 @pytest.mark.long
 def test_a_run_is_served(folder, expected, tmp_path):
-    """`serve runs/llama --port 8000`, at another port."""
+    """`serve runs/llama --port 8000`, at another port; with pages for one text of 64 tokens."""
     assert import_weights.main([str(folder), str(tmp_path / "runs/llama")]) == 0
-    served = Served("runs/llama", cwd=tmp_path)
+    served = Served("runs/llama", "--cache-tokens", "100", cwd=tmp_path)
     assert served.line.startswith("llama: listening on http://127.0.0.1:")
     options = {"prompt": "Hello", "max_tokens": 24, "temperature": 0}
     answer = served.client.completions.create(model="llama", **options)
     assert answer.choices[0].text == expected("Hello", 24)
+    assert served.client.models.retrieve("llama").max_model_len == 64
+    with pytest.raises(openai.BadRequestError, match="there is room for 59"):
+        served.client.completions.create(model="llama", **options | {"max_tokens": 60})
     assert served.end()[0] == 0
 
 
@@ -384,9 +412,40 @@ def test_a_port_that_is_taken_is_said_at_once(folder, capsys):
     [
         (["--slots", "0"], "--slots 0: must be at least 1"),
         (["--port", "70000"], "must be at most 65535"),
+        (["--adapter", "tuned"], "--adapter tuned: must be NAME=DIR"),
+        (["--adapter", "a=b", "--adapter", "a=c"], "--adapter a: is there twice"),
+        (["--cache-tokens", "63"], "--cache-tokens 63: must be at least 64"),
         (["--host", "no such host", "--port", "1"], "can't listen there"),
     ],
 )
 def test_options_that_can_not_be(folder, options, message, capsys):
     assert server.main(["--hf", str(folder), *options]) == 64
     assert message in capsys.readouterr().err
+
+
+def test_a_model_with_adapters_is_asked_for_by_their_name(served, folder, adapters, expected):
+    """In one batch with those who ask for the model itself."""
+    tokenizer = load_tokenizer(folder)
+    begin = special_beginning(tokenizer) or None
+    options = {"begin": begin, "max_tokens": 24, "temperature": 0}
+    (tuned,) = complete(adapters[1], tokenizer, ["Hello"], **options)
+    assert tuned != expected("Hello", 24)
+    answers = {}
+
+    def ask(name):
+        answers[name] = served.client.completions.create(
+            model=name, prompt="Hello", max_tokens=24, temperature=0
+        )
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("small", "tuned")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers["small"].choices[0].text == expected("Hello", 24)
+    assert answers["tuned"].choices[0].text == tuned
+    assert answers["tuned"].model == "tuned"
+    listed = {model.id: getattr(model, "parent", None) for model in served.client.models.list()}
+    assert listed == {"small": None, "tuned": "small"}
+    with pytest.raises(openai.NotFoundError, match="is not served here, but 'small', 'tuned'"):
+        served.client.completions.create(model="other", prompt="Hello")

@@ -1,0 +1,186 @@
+"""Several adapters beside each other: a row is as in a model that has its adapters alone."""
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from data_pipeline.errors import DataError, UsageError
+from maxtrain.config.schema import LoraConfig, ModelConfig, MoeConfig, PrecisionConfig
+from maxtrain.models.adapt import split_adapters
+from maxtrain.models.many_adapters import with_banks
+from maxtrain.models.registry import build_model
+from maxtrain.models.unstack import unstacked
+from maxtrain.serve.engine import Engine
+from maxtrain.serve.sampling import Sampling
+from maxtrain.training.partition import join
+from maxtrain.weights.peft import read_set, write_adapters
+
+EXACT = PrecisionConfig(compute="float32")
+BASE = ModelConfig(
+    vocab_size=64,
+    num_layers=3,
+    embed_dim=32,
+    mlp_dim=48,
+    num_heads=4,
+    num_kv_heads=2,
+    max_length=64,
+)
+# Of other ranks, scalings and products; the last one with magnitudes.
+LORAS = (
+    LoraConfig(rank=3, alpha=6.0),
+    LoraConfig(rank=8, alpha=4.0, scaling="root", targets=(r"attention\.(q|v)",)),
+    LoraConfig(rank=2, alpha=8.0, targets=(r"mlp\.",), magnitudes=True),
+)
+GREEDY = Sampling(temperature=0.0)
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(1, 64, length).tolist() for length in (5, 17, 33, 9)]
+
+
+@functools.cache
+def base():
+    return jax.jit(lambda: build_model(BASE, EXACT, 0))()
+
+
+@functools.cache
+def adapted(number):
+    """The base with adapters that are not those they begin as."""
+    config = dataclasses.replace(BASE, lora=LORAS[number])
+    model = jax.jit(lambda: build_model(config, EXACT, 0))()
+    graphdef, variables = nnx.split(model)
+    others, adapters = split_adapters(variables)
+    rng = np.random.default_rng(number)
+
+    def changed(x):
+        return x + np.asarray(rng.normal(size=x.shape), np.float32) * 0.3
+
+    return nnx.merge(graphdef, join(others, jax.tree.map(changed, adapters)))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The adapters in PEFT's files."""
+    found = []
+    for number in range(len(LORAS)):
+        folder = tmp_path_factory.mktemp(f"adapters-{number}")
+        model = adapted(number)
+        _, adapters = split_adapters(nnx.state(model))
+        write_adapters(folder, adapters, model.config, None)
+        found.append(folder)
+    return found
+
+
+def side_by_side(folders, model):
+    return with_banks(model, [read_set(f, f.name, model.config) for f in folders])
+
+
+def alone(model, prompt, row):
+    engine = Engine(model, slots=1, chunk=4, piece=16)
+    text = engine.submit(prompt, 12, GREEDY, row=row)
+    engine.run()
+    return text
+
+
+@pytest.mark.parametrize("is_stacked", [True, False])
+def test_each_row_is_as_with_its_adapters_alone(folders, is_stacked):
+    """Without adapters, and with each set of them, in one batch."""
+    model = base()
+    if not is_stacked:
+        model = unstacked(jax.jit(lambda: build_model(BASE, EXACT, 0))())
+    models = [base(), *map(adapted, range(len(LORAS)))]
+    expected = [alone(models[i], prompt, i) for i, prompt in enumerate(PROMPTS)]
+    assert len({tuple(alone(one, PROMPTS[0], 0).ids) for one in models}) == 4
+    engine = Engine(side_by_side(folders, model), slots=3, chunk=4, piece=16)
+    assert engine.num_sets == 3
+    texts = []
+    for number, prompt in enumerate(PROMPTS):
+        texts.append(engine.submit(prompt, 12, GREEDY, row=number, adapter=number))
+    engine.run()
+    for text, other in zip(texts, expected, strict=True):
+        assert text.ids == other.ids
+        np.testing.assert_allclose(text.logprobs, other.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize("cache_tokens", [None, 512])
+def test_texts_share_only_what_was_read_with_the_same_adapters(folders, cache_tokens):
+    engine = Engine(
+        side_by_side(folders, base()), slots=2, chunk=4, piece=16, cache_tokens=cache_tokens
+    )
+    texts = []
+    for number in (0, 1, 0, 1, 2):
+        texts.append(engine.submit(PROMPTS[2], 8, GREEDY, adapter=number))
+    engine.run()
+    models = [base(), adapted(0), adapted(1)]
+    of_each = [alone(model, PROMPTS[2], 0).ids[:8] for model in models]
+    assert [text.ids for text in texts] == [of_each[i] for i in (0, 1, 0, 1, 2)]
+
+
+def test_without_rows_named_it_is_the_model_itself(folders):
+    tokens = jnp.array([PROMPTS[1]], jnp.int32)
+    model = side_by_side(folders, base())
+    np.testing.assert_array_equal(model(tokens), base()(tokens))
+
+
+def test_what_was_read_is_what_was_written(folders):
+    found = read_set(folders[1], "one", BASE)
+    assert found.lora.targets == (
+        r"^layers\.0\.attention\.q$",
+        r"^layers\.0\.attention\.v$",
+    )
+    assert dataclasses.replace(found.lora, targets=LORAS[1].targets) == LORAS[1]
+    assert len(found.arrays) == 4
+
+
+def test_numbers_of_adapters_that_are_not_there_are_refused(folders):
+    engine = Engine(side_by_side(folders[:1], base()), slots=1)
+    with pytest.raises(UsageError, match=r"adapter=2 must be 0 .* the 1 sets"):
+        engine.submit([1], 2, GREEDY, adapter=2)
+    with pytest.raises(UsageError, match=r"adapter=1 must be 0 .* the 0 sets"):
+        Engine(base(), slots=1).submit([1], 2, GREEDY, adapter=1)
+
+
+def test_adapters_of_experts_are_refused(tmp_path):
+    """Their products are of all rows at once."""
+    config = dataclasses.replace(
+        BASE,
+        family="mixtral",
+        moe=MoeConfig(num_experts=4, experts_per_token=2),
+        lora=LoraConfig(rank=2, targets=(r"attention\.q", r"mlp\.up")),
+    )
+    model = jax.jit(lambda: build_model(config, EXACT, 0))()
+    _, adapters = split_adapters(nnx.state(model))
+    write_adapters(tmp_path, adapters, config, None)
+    plain = dataclasses.replace(config, lora=LoraConfig())
+    without = jax.jit(lambda: build_model(plain, EXACT, 0))()
+    with pytest.raises(
+        UsageError, match=r"fine: has an adapter of layers\.0\.mlp\.up.*maxtrain exp"
+    ):
+        with_banks(without, [read_set(tmp_path, "fine", plain)])
+
+
+def test_files_that_are_none_are_refused(folders, tmp_path):
+    with pytest.raises(UsageError, match=r"one: .* has no adapter_config\.json"):
+        read_set(tmp_path, "one", BASE)
+    settings = json.loads((folders[0] / "adapter_config.json").read_text())
+    tensors = load_file(folders[0] / "adapter_model.safetensors")
+
+    def written(changes, renamed):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
+        save_file(renamed, tmp_path / "adapter_model.safetensors")
+
+    written({"r": 0}, tensors)
+    with pytest.raises(DataError, match="r=0 must be a whole number"):
+        read_set(tmp_path, "one", BASE)
+    written({}, {f"other.{name}": tensor for name, tensor in tensors.items()})
+    with pytest.raises(DataError, match="has no adapter of a product"):
+        read_set(tmp_path, "one", BASE)
+    name = min(tensors)
+    written({}, {other: tensor for other, tensor in tensors.items() if other != name})
+    with pytest.raises(DataError, match="missing"):
+        read_set(tmp_path, "one", BASE)
