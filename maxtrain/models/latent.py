@@ -95,7 +95,10 @@ class LatentAttention(nnx.Module):
             new = jnp.concatenate([latent[:, :, None].astype(jnp.float32), shared], axis=-1)
             cache = cache._replace(k=extension.write(cache.k, new, self.window))
         if cache is None or extension is None or extension.from_start:
-            out = self._of_tokens(plain, turned, latent, shared, context)
+            kernel = self.kernel
+            if cache is not None:
+                kernel = with_cache(kernel)
+            out = self._of_tokens(plain, turned, latent, shared, context, kernel)
         else:
             keys = extension.read(cache.k, self.window)
             out = self._of_latents(plain, turned, keys, extension)
@@ -118,6 +121,7 @@ class LatentAttention(nnx.Module):
         latent: Float[Array, "B T R"],
         shared: Float[Array, "B T 1 P"],
         context: Context,
+        kernel: str,
     ) -> Float[Array, "B T N Hv"]:
         """With keys and values of every head."""
         q = jnp.concatenate([plain.astype(jnp.float32), turned], axis=-1)
@@ -131,7 +135,7 @@ class LatentAttention(nnx.Module):
             k,
             v,
             context.mask.within(self.window),
-            kernel=self.kernel,
+            kernel=kernel,
             dtype=self.recipe.inputs,
             scale=self.mixer.scale,
             dropout=dropout_of(context.noise),

@@ -13,7 +13,7 @@ none is ever given up for want of memory.
 
 Every program has one of a few shapes: prompts are read in pieces of 16, 32, ... tokens, and caches
 have room for 128, 256, ... columns. So nothing is compiled for a new length of a prompt. The
-numbers of a row depend on nothing in other rows: where its random numbers are concerned, on its
+numbers of a row depend, to rounding, on nothing in other rows; its random numbers depend on its
 seed, its number and how many tokens it has made.
 
 On several devices, the rows are split like those of a training batch, and heads like in training.
@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Int
@@ -195,6 +196,8 @@ class Engine:
             self._waiting.remove(generation)
         for slot in self._slots:
             if slot.generation is generation:
+                # What was read has not been looked at.
+                slot.is_spoiled = slot.is_reading
                 slot.leave()
 
     @property
@@ -224,11 +227,18 @@ class Engine:
             Texts that have new tokens or have ended; empty: there is nothing to do.
 
         Raises:
-            Exception: of a device. All texts with a slot have ended as failed then, for their
-                caches are gone; those that wait can go on.
+            Exception: of a device. If there was no room for a text that waited, it has ended as
+                failed. Otherwise all texts with a slot have, for their caches are gone. Others can
+                go on.
         """
         try:
+            self._clear([slot for slot in self._slots if slot.is_spoiled])
             self._admit()
+        except BaseException:
+            if self._caches_are_gone():
+                self._abandon()
+            raise
+        try:
             self._read_prompts()
             # Those that waited for a prompt that is read now.
             self._admit()
@@ -245,12 +255,12 @@ class Engine:
             changed.append(generation)
             count = int((tokens[slot.number] >= 0).sum())
             ids = tokens[slot.number, :count].tolist()
+            slot.is_spoiled = not np.isfinite(logprobs[slot.number, :count]).all()
             # Each token is read when the one after it is made.
             slot.extend(as_ids([(generation.ids or generation.prompt)[-1], *ids[:-1]]))
             # The `stop` of another text may have cancelled this one.
             if slot.generation is generation:
                 self._take(slot, generation, ids, logprobs[slot.number, :count].tolist())
-        self._clear([slot for slot in self._slots if slot.is_spoiled])
         return changed
 
     def stream(self, generation: Generation) -> Iterator[list[int]]:
@@ -269,6 +279,10 @@ class Engine:
         """Until all texts have ended."""
         while self.step():
             pass
+
+    def _caches_are_gone(self) -> bool:
+        """Whether a program that failed had been given the caches."""
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(self._caches))
 
     def _abandon(self) -> None:
         """Gives up all caches, and the texts that are in them."""
@@ -335,7 +349,10 @@ class Engine:
                 continue
             prompt = np.concatenate([slot.kept, slot.unread])
             soon = self._shareable(num_equal(ids, prompt))
-            if soon >= LEAST_SHARED and soon > shared:
+            if soon < LEAST_SHARED or soon <= shared:
+                continue
+            # Rings may have forgotten the beginning by then.
+            if self._still_has(len(prompt), soon):
                 return True
         return False
 
@@ -387,16 +404,20 @@ class Engine:
             reach = source.slot.reach
         if self._pages is not None and not self._take_pages(slot, generation, source):
             return False
-        # Before anything that may fail: it would be nobody's then.
-        slot.generation = generation
-        # At least one column, for the first new token.
-        self._make_room(len(ids) + 1)
-        if source.slot is not None and source.slot is not slot:
-            self._copy(source.slot, slot)
+        try:
+            # At least one column, for the first new token.
+            self._make_room(len(ids) + 1)
+            if source.slot is not None and source.slot is not slot:
+                self._copy(source.slot, slot)
+        except BaseException:
+            generation.reason = "failed"
+            self._forget(slot)
+            raise
         slot.kept = ids[: source.shared]
         slot.unread = ids[source.shared :]
         slot.reach = reach
         slot.adapter = generation.adapter
+        slot.generation = generation
         self._num_taken += 1
         slot.taken = self._num_taken
         return True
@@ -528,24 +549,22 @@ class Engine:
         """For so many columns of each row."""
         if columns <= self._columns:
             return
-        columns = max(_LEAST_COLUMNS, _power_of_two(columns))
+        columns = _power_of_two(columns)
+        # No row becomes longer than that.
+        most = self.max_length
         if self._pages is not None:
             # Rings are those of layers with a window alone.
             most = max((window + self._piece for window in self._windows), default=0)
-            columns = max(self._columns, min(columns, max(_LEAST_COLUMNS, _power_of_two(most))))
-        self._grow(columns)
-
-    def _grow(self, columns: int) -> None:
-        """Rings with so many columns."""
-        if self._caches is not None and columns == self._columns:
+        most = -(-most // _LEAST_COLUMNS) * _LEAST_COLUMNS
+        columns = max(_LEAST_COLUMNS, min(columns, most))
+        if columns <= self._columns:
             return
-        self._columns = columns
+        room = self._room()._replace(columns=columns)
         if self._caches is None:
-            self._caches = programs.new_caches(self._graphdef, self._room(), self._params)
+            self._caches = programs.new_caches(self._graphdef, room, self._params)
         else:
-            self._caches = programs.enlarge(
-                self._graphdef, self._room(), self._params, self._caches
-            )
+            self._caches = programs.enlarge(self._graphdef, room, self._params, self._caches)
+        self._columns = columns
 
     def _room(self) -> Room:
         """Of the caches as they are."""
@@ -651,7 +670,6 @@ class Engine:
     ) -> None:
         """What decoding has made of the row of a slot, which is free then if that is the end."""
         generation.take(tokens, logprobs, self.max_length)
-        slot.is_spoiled = generation.reason == "failed"
         if generation.reason is not None:
             slot.leave()
 

@@ -60,7 +60,7 @@ class Generation:
         for token, logprob in zip(tokens, logprobs, strict=True):
             if not math.isfinite(logprob):
                 self.reason = "failed"
-                return
+                break
             self.logprobs.append(logprob)
             if token in self.stop_ids:
                 self.ended_by = token
@@ -73,6 +73,7 @@ class Generation:
             if len(self.prompt) + len(self.ids) > max_length:
                 self.reason = "window"
                 break
+        # Also where it failed: it may have come to its end before.
         if tokens and self.stop is not None and self.stop(list(self.ids)):
             self.reason = "stop"
 

@@ -12,7 +12,14 @@ import pytest
 from flax import nnx
 
 from data_pipeline.errors import UsageError
-from maxtrain.config.schema import MeshConfig, ModelConfig, PrecisionConfig, RopeConfig
+from maxtrain.config.schema import (
+    LatentConfig,
+    MeshConfig,
+    ModelConfig,
+    MoeConfig,
+    PrecisionConfig,
+    RopeConfig,
+)
 from maxtrain.models.cache import PAGE
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
@@ -230,7 +237,8 @@ def test_a_ring_that_was_shared_knows_how_far_it_was_written(case, slots):
 
 @pytest.mark.parametrize("what", ["enlarge", "read_into", "decode", "copy_rows"])
 def test_after_a_failure_of_a_device_nothing_is_left_of_what_was(what, monkeypatch):
-    """Texts with a slot end as failed; those that waited, and new ones, are as if alone."""
+    """Texts with a slot end as failed, or that alone which there was no room for; those that waited,
+    and new ones, are as if alone."""
     model = tiny()
     engine = Engine(model, slots=2, chunk=4, piece=16)
     first = engine.submit(PROMPTS[3], 30, GREEDY)
@@ -247,14 +255,15 @@ def test_after_a_failure_of_a_device_nothing_is_left_of_what_was(what, monkeypat
     with pytest.raises(MemoryError):
         for _ in range(3):
             engine.step()
-    assert first.reason == "failed"
+    is_lost = what in ("read_into", "decode")
+    assert first.reason == ("failed" if is_lost else None)
     engine.run()
     new = engine.submit(PROMPTS[5], 8, GREEDY)
     engine.run()
-    for generation in (second, waiting, new):
+    for generation in (first, second, waiting, new):
         if generation.reason != "failed":
             prompt = list(generation.prompt)
-            assert generation.ids == without_cache_of(model, prompt, 8)
+            assert generation.ids == without_cache_of(model, prompt, generation.max_tokens)
     assert new.reason == waiting.reason == "length"
 
 
@@ -588,3 +597,80 @@ def test_a_text_that_is_cancelled_while_it_is_read_leaves_its_slot():
     assert long.ids == []
     assert first.ids == without_cache(model, PROMPTS[4], 12)[0]
     assert again.ids == without_cache(model, [*LONG[:14], 3, 4], 4)[0]
+
+
+@pytest.mark.parametrize("piece", [16, 64])
+def test_a_cancelled_row_that_was_not_finite_leaves_its_slot_clean(piece):
+    """While its prompt is read, and while its tokens are made."""
+    model = tiny()
+    engine = Engine(model, slots=2, chunk=4, piece=piece)
+    texts = []
+
+    def cancel_second(ids):
+        if len(ids) > 4:
+            engine.cancel(texts[1])
+        return False
+
+    texts.append(engine.submit(PROMPTS[2], 12, GREEDY, stop=cancel_second))
+    texts.append(engine.submit(PROMPTS[3], 12, GREEDY))
+    engine.step()
+    caches = jax.tree.map(lambda x: x.at[:, 1].set(jnp.nan), engine._caches)
+    engine._caches = caches
+    engine.run()
+    assert texts[1].reason == "cancelled"
+    assert texts[0].ids == without_cache(model, PROMPTS[2], 12)[0]
+    after = engine.submit(PROMPTS[3], 8, GREEDY)
+    engine.run()
+    assert after.ids == without_cache(model, PROMPTS[3], 8)[0]
+
+
+def test_a_stop_before_a_number_that_is_not_finite_is_a_stop():
+    generation = Engine(tiny(), slots=1).submit([1], 8, GREEDY, stop=lambda ids: 5 in ids)
+    generation.take([4, 5, 6], [-1.0, -1.0, float("nan")], 256)
+    assert (generation.reason, generation.ids) == ("stop", [4, 5])
+
+
+def test_prompts_that_share_what_rings_forget_are_read_together(monkeypatch):
+    """A window of 16, and 20 tokens in common: nobody waits for what is gone when it is read."""
+    model = pretrained("mistral")
+    counted = count_read(monkeypatch)
+    engine = Engine(model, slots=4, chunk=4, piece=16)
+    rng = np.random.default_rng(2)
+    common = rng.integers(1, 160, 20).tolist()
+    prompts = [[*common, *rng.integers(1, 160, 60).tolist()] for _ in range(4)]
+    texts = [engine.submit(prompt, 4, GREEDY) for prompt in prompts]
+    engine.run()
+    assert counted[0] == 4 * 16
+    for text in texts:
+        assert text.ids == without_cache(model, list(text.prompt), 4)[0]
+
+
+def test_rings_are_no_longer_than_the_longest_text():
+    engine = Engine(tiny(max_length=300), slots=1, piece=256)
+    engine.submit([1] * 290, 4, GREEDY)
+    engine.run()
+    assert engine._columns == 384
+
+
+def test_latents_are_read_by_a_kernel_that_generation_has(monkeypatch):
+    """One that is for GPUs alone is none of them."""
+    config = ModelConfig(
+        vocab_size=64,
+        family="deepseek_v3",
+        num_layers=1,
+        embed_dim=16,
+        mlp_dim=32,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_length=32,
+        attention="cudnn",
+        latent=LatentConfig(kv_rank=8, rope_dim=4, value_dim=8),
+        moe=MoeConfig(num_experts=2, experts_per_token=1, dense_layers=1),
+    )
+    model = jax.jit(lambda: build_model(config, FLOAT32, 0))()
+    plain = nnx.merge(*nnx.split(model))
+    engine = Engine(plain, slots=1)
+    text = engine.submit([3, 4, 5], 4, GREEDY)
+    engine.run()
+    assert text.reason == "length"
