@@ -98,6 +98,7 @@ def test_files_are_summed_and_not_averaged():
     assert found["nll"] == 12 / 1010 and found["bits_per_byte"] == 12 / math.log(2) / 920
 
 
+@pytest.mark.long
 def test_the_command_tells_each_file_and_all(hf, tmp_path, capsys):
     names = []
     for number, length in enumerate((300, 20)):

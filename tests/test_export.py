@@ -34,7 +34,7 @@ PARITY = Path(__file__).parent / "data" / "parity"
 MORE = ("llama_tied_mha", *MORE_PARITY_CASES)
 CASES = (
     "llama3",
-    "qwen3",
+    pytest.param("qwen3", marks=pytest.mark.long),
     *(pytest.param(case, marks=pytest.mark.long) for case in MORE),
 )
 SIZES = {
@@ -126,6 +126,7 @@ def test_either_spelling_of_rope_says_everything(case, left, tmp_path, place):
         assert values["rope_scaling"]["rope_type"] == config.rope_scaling
 
 
+@pytest.mark.long
 def test_several_shards_and_their_index(tmp_path, place):
     model, _ = load_pretrained(PARITY / "llama3")
     before = leaves(model)
@@ -162,6 +163,7 @@ def test_shards_are_filled_in_order_and_a_large_tensor_has_its_own():
     assert divide({"a": 4}, 8) == [["a"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_is_told_and_is_all_that_differs(dtype, tmp_path, place):
     model, _ = load_pretrained(PARITY / "qwen3")
@@ -211,6 +213,7 @@ def test_parameters_in_bfloat16_are_written_as_they_are_or_wider(tmp_path, place
         assert all(a.tobytes() == b.tobytes() for a, b in zip(again, before, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("place_of_bit", [-1, -10_000, -100_000])
 def test_a_file_that_reads_back_otherwise_is_no_export(place_of_bit, tmp_path, place, monkeypatch):
     write_weights = job.write_weights
@@ -242,6 +245,7 @@ def test_logits_that_differ_are_no_export(tmp_path, place, monkeypatch):
     assert len(calls) == 3 and not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_nothing_looks_finished_before_it_is(tmp_path, place, monkeypatch):
     load_weights = job.load_weights
     seen = []
@@ -269,6 +273,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, place):
     assert hidden(tmp_path) == [] and not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_what_is_there_is_not_overwritten_and_leftovers_go(tmp_path, place):
     out = tmp_path / "out"
 
@@ -296,6 +301,7 @@ def test_what_is_there_is_not_overwritten_and_leftovers_go(tmp_path, place):
     assert busy.exists() and other.exists(), "of another export that goes on, or somebody else's"
 
 
+@pytest.mark.long
 def test_what_lies_beside_the_tokenizer_goes_along(tmp_path, place):
     (place / "chat_template.jinja").write_text("{{ messages }}")
     (place / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
@@ -305,6 +311,7 @@ def test_what_lies_beside_the_tokenizer_goes_along(tmp_path, place):
         assert name in exported.files
 
 
+@pytest.mark.long
 def test_a_chat_template_is_carried_along_or_missed(tmp_path):
     inner = tokenizers.Tokenizer.from_str(train_bpe(["the cat sat"] * 9, 280).content.decode())
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -411,6 +418,7 @@ def test_the_command_exports_a_run(run, tmp_path, command):
     assert code == 64 and "is not empty" in err
 
 
+@pytest.mark.long
 def test_the_command_takes_a_step_a_type_and_sizes(run, tmp_path, command):
     argv = ["--step", "1", "--dtype", "bfloat16", "--max-shard-size", "20KB"]
     code, said, err = command(run, tmp_path / "out", *argv)
@@ -422,6 +430,7 @@ def test_the_command_takes_a_step_a_type_and_sizes(run, tmp_path, command):
         np.testing.assert_array_equal(leaf, other.astype(ml_dtypes.bfloat16).astype(np.float32))
 
 
+@pytest.mark.long
 def test_averaged_weights_are_what_is_exported_if_there_are_such(run, tmp_path, command):
     config = load_config([f"config={run / 'config.yaml'}", "optimizer.ema_decay=0.9"])
     folder = tmp_path / "averaged"

@@ -88,6 +88,7 @@ def test_greedy_with_the_cache_is_the_argmax_of_the_full_forward_pass(changes):
     assert made == [greedy_without_cache(model, prompt, 12) for prompt in PROMPTS]
 
 
+@pytest.mark.long
 def test_a_prompt_gets_the_same_tokens_in_any_company():
     model = tiny()
     together = generate(model, PROMPTS, max_tokens=12, temperature=0.0)

@@ -31,7 +31,7 @@ from tests.shared import MORE_PARITY_CASES, in_time
 PARITY = Path(__file__).parent / "data" / "parity"
 CASES = (
     "llama3",
-    "qwen3",
+    pytest.param("qwen3", marks=pytest.mark.long),
     *in_time(MORE_PARITY_CASES),
 )
 
@@ -62,7 +62,7 @@ def names(folder):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_a_run_has_the_weights_and_the_tokenizer_of_the_directory(case, dtype, tmp_path):
     source = source_of(case, tmp_path / "source")
     run = tmp_path / "runs" / "imported"
@@ -86,6 +86,7 @@ def test_a_run_has_the_weights_and_the_tokenizer_of_the_directory(case, dtype, t
     assert read_run_config(run).model == config
 
 
+@pytest.mark.long
 def test_a_run_may_move_with_its_tokenizer(source, tmp_path):
     import_run(source, tmp_path / "run")
     moved = (tmp_path / "run").rename(tmp_path / "moved")
@@ -94,6 +95,7 @@ def test_a_run_may_move_with_its_tokenizer(source, tmp_path):
     assert tokenizer.eod_id is not None
 
 
+@pytest.mark.long
 def test_generate_and_export_need_no_data(source, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
     assert cli.main(["import", str(source), str(run)]) == 0
@@ -111,6 +113,7 @@ def test_generate_and_export_need_no_data(source, tmp_path, capsys):
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.long
 def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     source_of("qwen3", Path("Llama-3.2-1B"))
@@ -256,6 +259,7 @@ def test_a_name_that_no_run_can_have_is_refused(source, tmp_path):
         import_run(source, tmp_path / ("x" * 201))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", ["load_weights", "_write", "_read_back"])
 def test_an_import_that_is_killed_leaves_nothing_that_looks_finished(
     stage, source, tmp_path, monkeypatch
@@ -287,6 +291,7 @@ def test_an_import_that_is_killed_leaves_nothing_that_looks_finished(
     assert all(len(found) == 1 and found[0].startswith(".run.import-") for found in seen)
 
 
+@pytest.mark.long
 def test_what_a_killed_import_left_is_removed(source, tmp_path):
     left = tmp_path / ".run.import-1"
     (left / "checkpoints").mkdir(parents=True)
@@ -294,6 +299,7 @@ def test_what_a_killed_import_left_is_removed(source, tmp_path):
     assert names(tmp_path) == ["run", "source"]
 
 
+@pytest.mark.long
 def test_what_reads_back_otherwise_is_no_run(source, tmp_path, monkeypatch):
     real = import_weights._read_back
 
@@ -308,6 +314,7 @@ def test_what_reads_back_otherwise_is_no_run(source, tmp_path, monkeypatch):
     assert names(tmp_path) == ["source"]
 
 
+@pytest.mark.long
 def test_numbers_are_rounded_to_the_type_asked_for(source, tmp_path):
     theirs = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
     import_run(source, tmp_path / "run", "bfloat16")

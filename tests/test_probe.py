@@ -83,6 +83,7 @@ def test_the_batch_is_the_largest_of_a_linear_scan_and_nothing_is_executed(confi
         probe_batch(memory, 1, 32, lambda *_: None)
 
 
+@pytest.mark.long
 def test_batches_as_shapes_are_those_of_the_loader(config):
     job = open_job(loaded(config), None)
     batch, _ = next(iter(job.batches(0, 1)))

@@ -280,6 +280,7 @@ def test_an_evaluation_set_that_was_exchanged_begins_another_series(folder, run,
     assert len({record["data"] for record in evals}) == 2 and evals[-1]["best_step"] == 9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

@@ -70,6 +70,7 @@ def test_prints_stretches_shares_epochs_and_a_timeline_without_a_device(config, 
     assert rows[-1] == ["step", "0", "40"] and rows[-2][0] == "web" and set(rows[-2][1]) == {"▆"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "override, code, message",
     [
@@ -141,6 +142,7 @@ def test_a_step_shows_its_rows_documents_and_text_without_a_device(config):
     assert lines[-1] == "To be read, unless data or settings change before."
 
 
+@pytest.mark.long
 def test_a_step_is_of_the_seed_of_the_data_as_in_training(config, tmp_path):
     words = [f"config={config}", "data.seed=5"]
     loaded = load_config(words)

@@ -366,6 +366,16 @@ def assert_same_numbers(ours, theirs):
 
 
 @pytest.mark.processes
+def test_a_run_that_is_killed_is_started_again_and_ends_with_the_same_numbers(config):
+    undisturbed = train(config, "whole", "")
+    folder = train(config, "killed", "during_save:kill:8:1")
+    assert_same_numbers(folder, undisturbed)
+    ended = [(a["reason"], a["saved_step"]) for a in read_attempts(folder)]
+    assert ended == [("SIGKILL", 4), ("exit 0", 12)]
+
+
+@pytest.mark.long
+@pytest.mark.processes
 def test_a_run_that_dies_at_several_places_ends_with_the_same_numbers(config):
     undisturbed = train(config, "undisturbed", "")
     faults = "during_save:kill:4:1,data:hang:7:2,after_commit:kill:8:3,before_step:enospc:11:4"

@@ -246,6 +246,7 @@ class Running:
         return self.process.wait(60)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_interrupted_and_killed_is_as_never_stopped(config, finished):
     """SIGINT, then SIGKILL, each at some step, and the same command again: loss by loss,

@@ -253,6 +253,7 @@ def test_a_step_that_is_removed_while_it_is_looked_at_is_no_step(checkpoints, mo
     )
 
 
+@pytest.mark.long
 def test_steps_come_and_go_under_whoever_lists_them(checkpoints):
     """Hundreds of looks at two steps, one of which is there or not."""
     ended, errors = threading.Event(), []

@@ -77,6 +77,7 @@ def test_devices_that_do_not_fit(overrides, devices, rule, mend):
     assert rule in str(caught.value) and mend in str(caught.value)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=60)
 @given(
     sizes=st.tuples(*[st.integers(1, 4)] * 3),

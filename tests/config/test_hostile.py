@@ -385,6 +385,7 @@ INTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", FLOATS)
 def test_a_number_that_float32_does_not_hold(path):
     for value in ("1e39", "-1e39", "1e-39", "1e300", "1e-300"):

@@ -232,6 +232,7 @@ def quick_limit(monkeypatch):
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% if b > a * 9 %}x{% endif %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.long
 def test_a_template_that_does_not_end_is_ended_in_any_thread(quick_limit):
     messages = [{"role": "user", "content": "a"}]
     found = []
@@ -249,6 +250,7 @@ def test_a_template_that_does_not_end_is_ended_in_any_thread(quick_limit):
     assert render(Template("{{ messages[0].content }}"), messages) == "a"  # by another process
 
 
+@pytest.mark.long
 def test_a_template_that_does_not_end_while_it_is_compiled_is_ended(tmp_path, quick_limit):
     (tmp_path / "t.jinja").write_text("{{ 9 ** (9 ** 9) }}")
     with pytest.raises(

@@ -143,6 +143,7 @@ def test_pickled_data_gives_the_same_batches(config):
     assert_same(pickle.loads(pickle.dumps(data)).batch(20), data.batch(20))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "workers",
     [0, pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)],
@@ -202,6 +203,7 @@ def test_fingerprint_names_what_the_batches_depend_on(config, corpora):
     assert longer.fingerprint_at(60) != base.fingerprint_at(50) == longer.fingerprint_at(50)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_shard_stops_the_stream_with_its_place(corpora, tmp_path, config, workers):
     copy = write(tmp_path / "web", 1, np.full(2, BLOCK_BYTES // 4))

@@ -27,6 +27,7 @@ sys.exit(run_command(read))
 """
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_process_ends_and_does_not_hang(tmp_path):
     """One of two workers dies while it writes a batch that is larger than a pipe holds."""

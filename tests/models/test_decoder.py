@@ -206,6 +206,7 @@ def test_activations_are_stored_in_their_type(remat, scan):
     assert num_bytes(rounded) < 0.55 * num_bytes(exact)
 
 
+@pytest.mark.long
 def test_hidden_states_have_the_type_of_activations_and_gradients_that_of_weights():
     for precision, dtype in (
         (EXACT, "float32"),
@@ -419,6 +420,7 @@ def test_sharded_equals_a_single_device(shape, config):
     assert_same(sharded, run(config, like=config))
 
 
+@pytest.mark.long
 def test_packed_documents_are_as_if_each_were_alone():
     """Hidden states, loss and gradients; alone means in a row of its own, at positions from 0,
     without padding."""
@@ -574,6 +576,7 @@ def test_generation_beyond_the_original_length_rotates_each_column_as_it_comes(
         np.testing.assert_allclose(jnp.concatenate(parts[row]), expected[0], atol=2e-5)
 
 
+@pytest.mark.long
 def test_a_long_row_changes_nothing_in_its_neighbour():
     config = dataclasses.replace(
         LLAMA, rope_scaling="dynamic", rope_factor=4.0, rope_original_length=8

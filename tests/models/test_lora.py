@@ -78,7 +78,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("magnitudes", [False, True])
+@pytest.mark.parametrize("magnitudes", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_model_is_that_of_the_changed_weights(case, magnitudes):
     """Attention, dense blocks, experts, with biases and without; and with a cache, where latents are
@@ -191,6 +191,7 @@ def test_gradients_are_those_of_the_weights_by_the_chain_rule(case):
     assert seen >= 7
 
 
+@pytest.mark.long
 def test_lengths_are_constants_for_gradients():
     """The gradient of a magnitude is that of the product's direction, and A and B get none through
     the lengths: as of a product that is divided by numbers."""

@@ -116,6 +116,7 @@ def test_fast_kernels_equal_the_oracle(kernel, changes):
         np.testing.assert_array_equal(fast.observed[path], counts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "factor",
     [
@@ -140,6 +141,7 @@ def test_with_a_capacity_the_kernel_equals_the_oracle(factor):
         assert 0.01 < share < 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -167,6 +169,7 @@ def test_the_same_on_any_mesh(mesh, changes):
         np.testing.assert_allclose(many.of_layers[name].total, said.total, rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("accumulation", [pytest.param(2, marks=pytest.mark.long), 4])
 def test_the_same_however_a_batch_is_split(accumulation):
     routing = RoutingConfig(balance=0.5, z_loss=0.1, capacity_factor=1.2)
@@ -216,6 +219,7 @@ def test_packed_documents_are_as_if_each_were_alone():
             np.testing.assert_allclose(packed[row][where], alone[0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("factor", [pytest.param(None, marks=pytest.mark.long), 0.5])
 def test_generation_drops_nothing(factor):
     """With a capacity, each token gets what it would without, whatever is generated beside it."""
@@ -251,6 +255,7 @@ def test_noise_changes_who_is_chosen_until_none_is_left(kind):
     np.testing.assert_array_equal(noisy(tiny(), left=0.0, **changes), without)
 
 
+@pytest.mark.long
 def test_a_batch_says_how_much_noise_is_left():
     """It falls in a straight line, and stays 0."""
     objective = next_token(
@@ -304,6 +309,7 @@ def _sums(of_layers):
     return of_layers.sum(), jnp.asarray(len(of_layers))
 
 
+@pytest.mark.long
 def test_flops_are_those_of_the_experts_that_a_token_goes_to():
     config = tiny(num_layers=1)
     weights = 16 * V + 16 * 4 * (4 + 2 + 2) + 4 * 4 * 16 + 3 * 2 * 16 * 24 + 16 * 6

@@ -194,6 +194,7 @@ def test_generation_with_a_cache_is_that_without(trained, scan):
         np.testing.assert_allclose(out, whole[:, start:stop], atol=2e-5)
 
 
+@pytest.mark.long
 def test_windows_and_global_attention_take_turns():
     """A far token reaches the last position through global layers only."""
     ids = tokens()

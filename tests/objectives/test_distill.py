@@ -106,6 +106,7 @@ def test_the_loss_is_what_its_parts_say_and_the_teacher_has_no_gradient(tiny, mo
     assert objective.models == (POLICY, TEACHER)
 
 
+@pytest.mark.long
 def test_without_weight_it_is_the_next_token_objective_to_the_bit(tiny, models):
     batch = {name: jnp.asarray(x) for name, x in tiny.batch().items()}
     plain = next_token()

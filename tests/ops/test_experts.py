@@ -34,6 +34,7 @@ def choices(seed, num_tokens, num_choices, like="any"):
     return jnp.asarray(found)
 
 
+@pytest.mark.long
 @given(
     st.integers(0, 2**16),
     st.integers(1, 40),
@@ -114,6 +115,7 @@ def test_products_equal_those_of_every_expert_forward_and_backward(kernel, like,
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", ["blocks", "ragged"])
 def test_bfloat16_products_accumulate_in_float32(kernel):
     experts = choices(0, 40, 2)

@@ -172,6 +172,7 @@ def test_z_is_its_equation_without_padding():
     np.testing.assert_allclose(z_of(logits, is_token), expected, rtol=1e-6)
 
 
+@pytest.mark.long
 @given(
     st.integers(0, 2**16),
     st.integers(1, 4),
@@ -199,6 +200,7 @@ def test_an_expert_takes_the_first_choices_of_each_row(seed, rows, length, choic
     assert float(kept.dropped.weight) == (experts < E).sum()
 
 
+@pytest.mark.long
 def test_what_comes_later_in_a_row_drops_nothing_before_it():
     logits, _, _ = drawn()
     experts = choose(logits, jnp.ones((B, T), bool), 2).experts

@@ -169,6 +169,7 @@ def test_cross_entropy_of_bounded_logits_is_its_equation():
     np.testing.assert_allclose(found.loss, expected, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["forward", "reverse"])
 @pytest.mark.parametrize("caps", [(CAP, None), (None, CAP), (CAP, 2 * CAP)])
 def test_divergence_in_chunks_equals_the_oracle(kind, caps):

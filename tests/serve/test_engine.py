@@ -100,8 +100,18 @@ def test_what_comes_out_is_what_the_model_says_without_a_cache():
         assert generation.reason == "length"
 
 
-CASES = ["mistral", "deepseek_v3"]
-MORE_CASES = ["gemma3", "gemma2", "gpt_oss", "qwen2", "qwen3_moe", "mixtral", "olmo2", "llama3"]
+CASES = ["mistral"]
+MORE_CASES = [
+    "deepseek_v3",
+    "gemma3",
+    "gemma2",
+    "gpt_oss",
+    "qwen2",
+    "qwen3_moe",
+    "mixtral",
+    "olmo2",
+    "llama3",
+]
 
 
 @pytest.mark.parametrize("case", [*CASES, *in_time(MORE_CASES)])
@@ -119,7 +129,14 @@ def test_every_family_says_what_it_says_without_a_cache(case):
         np.testing.assert_allclose(generation.logprobs, logprobs, atol=2e-5)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, Sampling(0.9, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        RANDOM,
+        pytest.param(GREEDY, marks=pytest.mark.long),
+        pytest.param(Sampling(0.9, top_k=20, top_p=0.9), marks=pytest.mark.long),
+    ],
+)
 def test_a_text_is_the_same_in_any_company(sampling):
     model = tiny()
     alone = []
@@ -154,7 +171,10 @@ def count_read(monkeypatch):
     return counted
 
 
-@pytest.mark.parametrize("case", [None, "mistral", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "case",
+    [None, *(pytest.param(case, marks=pytest.mark.long) for case in ("mistral", "deepseek_v3"))],
+)
 def test_what_prompts_have_in_common_is_read_once(case, monkeypatch):
     """Of several prompts at once, of texts that have ended, and of what was made of them; where
     rings have forgotten what is needed, it is read again."""
@@ -200,6 +220,7 @@ def test_rings_that_have_forgotten_are_not_shared(monkeypatch):
     assert short.ids == without_cache(model, [*prompt[:30], 5], 6)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_positions_that_follow_the_length_are_those_of_the_whole_prompt(scaling, monkeypatch):
     """However it is read: in pieces, beside others, and after others that begin alike."""
@@ -221,6 +242,7 @@ def test_positions_that_follow_the_length_are_those_of_the_whole_prompt(scaling,
     assert sum(counted) == sum(len(prompt) - 1 for prompt in prompts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("case", ["mistral", pytest.param("gemma3", marks=pytest.mark.long)])
 def test_a_ring_that_was_shared_knows_how_far_it_was_written(case, slots):
@@ -307,6 +329,7 @@ def test_what_is_not_finite_ends_a_text_and_reaches_no_other():
     assert second.ids == without_cache(model, PROMPTS[2], 8)[0]
 
 
+@pytest.mark.long
 def test_a_text_ends_before_a_stop_id_and_says_which():
     model = tiny()
     free = Engine(model, slots=1)
@@ -371,6 +394,7 @@ def test_an_engine_that_could_do_nothing_is_refused(options):
         Engine(tiny(), **options)
 
 
+@pytest.mark.long
 def test_few_programs_serve_all_lengths_of_prompts(monkeypatch):
     """Pieces of 16, 32 and 64 tokens, one row or more at a time, from the start or not."""
     read = inspect.unwrap(programs.read_into)
@@ -440,6 +464,7 @@ def test_on_a_mesh_the_texts_are_the_same(case):
     assert found == expected
 
 
+@pytest.mark.long
 def test_rows_of_bfloat16_are_as_good_as_their_rounding():
     config = dataclasses.replace(CONFIG, scan_layers=False)
     model = jax.jit(lambda: build_model(config, PrecisionConfig(params="bfloat16"), 3))()
@@ -469,8 +494,16 @@ def read_with(model, prompts, count=12, sampling=GREEDY, **options):
     return engine, texts
 
 
-@pytest.mark.parametrize("case", [None, *in_time(["mistral", "deepseek_v3", "gemma3"])])
-@pytest.mark.parametrize("sampling", [GREEDY, RANDOM])
+@pytest.mark.parametrize(
+    ("case", "sampling"),
+    [
+        (None, RANDOM),
+        pytest.param(None, GREEDY, marks=pytest.mark.long),
+        pytest.param("deepseek_v3", RANDOM, marks=pytest.mark.long),
+        pytest.param("gemma3", RANDOM, marks=pytest.mark.long),
+        pytest.param("mistral", RANDOM, marks=pytest.mark.slow),
+    ],
+)
 def test_texts_in_pages_are_those_in_rings(case, sampling):
     """Layers with a window keep their rings, the others have pages."""
     model = tiny() if case is None else pretrained(case)
@@ -529,6 +562,7 @@ def test_pages_that_were_spoiled_are_clean_for_the_next_text():
     assert second.ids == without_cache(model, PROMPTS[2], 8)[0]
 
 
+@pytest.mark.long
 def test_all_pages_come_back(monkeypatch):
     """Whatever happens to texts: ends, cancellations, a failure of the device."""
     rng = np.random.default_rng(3)
@@ -599,6 +633,7 @@ def test_a_text_that_is_cancelled_while_it_is_read_leaves_its_slot():
     assert again.ids == without_cache(model, [*LONG[:14], 3, 4], 4)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("piece", [16, 64])
 def test_a_cancelled_row_that_was_not_finite_leaves_its_slot_clean(piece):
     """While its prompt is read, and while its tokens are made."""
@@ -630,6 +665,7 @@ def test_a_stop_before_a_number_that_is_not_finite_is_a_stop():
     assert (generation.reason, generation.ids) == ("stop", [4, 5])
 
 
+@pytest.mark.long
 def test_prompts_that_share_what_rings_forget_are_read_together(monkeypatch):
     """A window of 16, and 20 tokens in common: nobody waits for what is gone when it is read."""
     model = pretrained("mistral")
@@ -652,6 +688,7 @@ def test_rings_are_no_longer_than_the_longest_text():
     assert engine._columns == 384
 
 
+@pytest.mark.long
 def test_latents_are_read_by_a_kernel_that_generation_has(monkeypatch):
     """One that is for GPUs alone is none of them."""
     config = ModelConfig(

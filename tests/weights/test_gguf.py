@@ -74,7 +74,7 @@ CASES = {
         "rope_theta": 1e6,
     },
 }
-QUICK = ("llama3", "gemma3")
+QUICK = ("llama3",)
 FEW = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.long, id=name) for name in CASES
 ]
@@ -165,6 +165,7 @@ def test_the_comparison_would_notice_heads_in_another_order(place, tmp_path, mon
     assert largest_difference(tmp_path / "a.gguf", expected, ids) > 1e-2
 
 
+@pytest.mark.long
 def test_the_comparison_would_notice_frequencies_that_are_not_scaled(place, tmp_path, monkeypatch):
     config = config_of("llama3")
     ids = some_ids()
@@ -251,10 +252,12 @@ def test_each_way_to_store_numbers(quant, place, tmp_path, monkeypatch):
     assert written.size == pytest.approx(count * BITS[quant] / 8, abs=20_000)
 
 
+@pytest.mark.long
 def test_parameters_in_bfloat16_are_written_as_they_are(place, tmp_path):
     assert write(build(PLAIN, "bfloat16"), place, tmp_path / "a.gguf", "bf16").difference == 0
 
 
+@pytest.mark.long
 def test_llama_cpp_reads_quantised_numbers_as_we_do(place, tmp_path):
     """Its own products round activations too, so that they are near, not equal."""
     ids = some_ids()
@@ -298,6 +301,7 @@ def test_every_family_is_written_or_refused():
                 describe(config)
 
 
+@pytest.mark.long
 def test_the_context_ends_where_a_window_would_begin(place, tmp_path):
     written = write(build(config_of("mistral")), place, tmp_path / "a.gguf")
     assert "its context is 30 tokens" in written.notes[0]
@@ -523,6 +527,7 @@ def test_letters_with_separate_accents_are_told_of():
     assert "composes characters (NFC)" in notes[0]
 
 
+@pytest.mark.long
 def test_a_chat_has_one_beginning(tmp_path):
     """The template writes the token that also comes before every text."""
     record = sentencepiece()

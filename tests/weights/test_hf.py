@@ -25,21 +25,20 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights
-from tests.shared import FIRST_PARITY_CASES, KINDS_OF_BLOCKS, PARITY_CASES, in_time
+from tests.shared import PARITY_CASES, in_time
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
 FORMS = [(True, "xla"), (False, "xla"), (True, "eager"), (False, "eager")]
-KINDS = {*FIRST_PARITY_CASES, *KINDS_OF_BLOCKS}
+# One dense, one with windows, one with experts.
+QUICK = ("llama3", "gemma3", "mixtral")
 
 
 def cases_and_forms():
-    """Every case in two forms. Where time is short, those of KINDS in one form, and the first in
-    both."""
+    """Every case in two forms; where time is short, those of QUICK in one of them."""
     for case in PARITY_CASES:
         for form in FORMS[1:3]:
             marks = ()
-            is_first = case == FIRST_PARITY_CASES[0]
-            if not is_first and (form != FORMS[1] or case not in KINDS):
+            if form != FORMS[1] or case not in QUICK:
                 marks = (pytest.mark.long,)
             yield pytest.param(case, *form, marks=marks)
 

@@ -51,7 +51,7 @@ def described(adapters):
     return jax.tree.map(describe, adapters)
 
 
-@pytest.mark.parametrize("magnitudes", [False, True])
+@pytest.mark.parametrize("magnitudes", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "case",
     ["llama3", *(pytest.param(c, marks=pytest.mark.long) for c in ("qwen2", "gemma3", "olmo2"))],
@@ -178,6 +178,7 @@ def test_bfloat16_files_are_read(tmp_path):
         np.testing.assert_array_equal(ours.astype("bfloat16").astype("float32"), theirs)
 
 
+@pytest.mark.long
 def test_what_has_no_form_is_refused(tmp_path):
     plain = build(lora=LoraConfig())
     with pytest.raises(UsageError, match="the run has no adapters"):

@@ -63,6 +63,7 @@ def write_all(folder, documents):
     return [["--text", f"{folder}/*.txt"], *named]
 
 
+@pytest.mark.long
 @given(DOCUMENTS)
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

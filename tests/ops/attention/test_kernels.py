@@ -153,6 +153,7 @@ def test_packed_documents_are_as_if_each_were_alone_forward_and_backward(kernel)
             np.testing.assert_allclose(ours[:, part], theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 @KERNEL
 @settings(deadline=None, max_examples=15)
 @given(

@@ -237,6 +237,7 @@ def test_columns_and_segments_in_any_order_are_the_equation(seed, T, S, per_row,
 LENGTHS = (5, 130, 1, 60, 33)  # 229 tokens, then padding to 270: three blocks of queries
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 @pytest.mark.parametrize("window", [3, pytest.param(100, marks=pytest.mark.long)])
 def test_packed_documents_are_as_if_each_were_alone_with_a_window(kernel, window):
@@ -256,6 +257,7 @@ def test_packed_documents_are_as_if_each_were_alone_with_a_window(kernel, window
         start += length
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernel", ["eager", "xla"])
 @pytest.mark.parametrize("window", [1, 6, 150])
 def test_queries_of_a_cache_are_as_without_one(kernel, window):
