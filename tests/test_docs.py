@@ -40,6 +40,7 @@ QUICKSTART = "tests/test_quickstart.py::test_quickstart_does_the_whole_job_and_s
 VARIANTS = "tests/test_quickstart.py::test_readme_variants_train"
 IMPORTED = "tests/test_import.py::test_the_commands_of_the_readme"
 CHARACTERS = "tests/test_train_data.py::test_the_character_model_of_the_readme"
+SERVED = "tests/serve/test_server.py::test_a_run_is_served"
 TESTED_ELSEWHERE = {
     "make quickstart": QUICKSTART,
     "python -m maxtrain.train config=quickstart": QUICKSTART,
@@ -59,7 +60,8 @@ TESTED_ELSEWHERE = {
     "maxtrain evaluate runs/llama --text novel.txt": IMPORTED,
     'maxtrain score runs/llama --text "The cat sat on the mat."': IMPORTED,
     "maxtrain score runs/llama --pairs pairs.jsonl --json": IMPORTED,
-    "maxtrain serve runs/llama --port 8000": ("tests/serve/test_server.py::test_a_run_is_served"),
+    "maxtrain serve runs/llama --port 8000": SERVED,
+    "maxtrain serve runs/llama --adapter tuned=adapters/tuned --cache-tokens 65536": SERVED,
     "maxtrain merge recipe.yml merged": "tests/test_merge.py::test_the_recipe_of_the_readme_is_merged",
     "python -m maxtrain.train config=quickstart run_name=wide model.embed_dim=512 optimizer.learning_rate=1e-3": (
         VARIANTS

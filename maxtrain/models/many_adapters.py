@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from data_pipeline.errors import UsageError
 from maxtrain.config.schema import LoraConfig, ModelConfig
@@ -63,7 +63,7 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
         numbers.setdefault(place.name, []).append(number)
     graphdef, variables = nnx.split(model)
     model = nnx.merge(graphdef, variables)
-    # All of them first: a bank is no product, but is inside one.
+    # All of them first: what they get is inside them.
     for path, module in list(products(model.layers)):
         _, place, product = path.split(".", 2)
         keys = [(number, product) for number in numbers[place]]
@@ -74,7 +74,7 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
         ]
         if not named:
             continue
-        if not _is_of_rows(path, module, model):
+        if isinstance(module, ExpertLinear) or _goes_to_latents(path, model):
             raise UsageError(
                 f"{named[0]}: has an adapter of {path}, which is one product for all texts, so "
                 "that they can't have different ones. Take the adapters into the weights: "
@@ -85,14 +85,11 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
     return model
 
 
-def _is_of_rows(path: str, module: Linear | ExpertLinear, model: Decoder) -> bool:
-    """Whether a product is made row by row: not those of experts, and not those that go to the
-    latents of all tokens that are kept."""
-    if isinstance(module, ExpertLinear):
-        return False
+def _goes_to_latents(path: str, model: Decoder) -> bool:
+    """Whether a product is also made with the latents of all tokens that are kept."""
     mixers = [layer.mixer for layer in model.spec.stack.layers()]
     has_latents = any(isinstance(mixer, LatentSpec) for mixer in mixers)
-    return not (has_latents and path.endswith((".attention.k", ".attention.v")))
+    return has_latents and path.endswith((".attention.k", ".attention.v"))
 
 
 def _of_layers(adapters: AdapterSet, config: ModelConfig) -> _OfLayers:
@@ -153,11 +150,12 @@ def _bank(
                 kernel = np.asarray(kernels[layer], np.float32).reshape(num_inputs, num_outputs)
                 changed = kernel + scale[layer, number] * (own.a @ own.b)
                 factor[layer, number] = own.magnitude / np.linalg.norm(changed, axis=0)
-    arrays: list[Array | None] = [jnp.asarray(x) for x in (a, b, scale)]
-    if any(adapters.lora.magnitudes for adapters in sets):
-        arrays.append(jnp.asarray(factor))
-    else:
-        arrays.append(None)
     if not is_stacked:
-        arrays = [None if x is None else x[0] for x in arrays]
-    return AdapterBank(*arrays)
+        a = a[0]
+        b = b[0]
+        scale = scale[0]
+        factor = factor[0]
+    factors = None
+    if any(adapters.lora.magnitudes for adapters in sets):
+        factors = jnp.asarray(factor)
+    return AdapterBank(jnp.asarray(a), jnp.asarray(b), jnp.asarray(scale), factors)

@@ -136,6 +136,9 @@ def read_into(
 ) -> Caches:
     """The caches, with more tokens of some rows in them."""
     model: Decoder = nnx.merge(graphdef, with_chosen(params, jnp.asarray(piece.adapters)))
+    pages = None
+    if piece.pages is not None:
+        pages = jnp.asarray(piece.pages)
     targets = jnp.asarray(piece.targets)
     read = take_rows(caches, targets, room.paged)
     _, read = model.extend(
@@ -145,7 +148,7 @@ def read_into(
         read,
         from_start,
         jnp.asarray(piece.whole_lengths),
-        piece.pages,
+        pages,
     )
     return placed(put_rows(caches, read, targets, room.paged), room.paged)
 
@@ -176,6 +179,9 @@ def decode(
     count = rows.last.shape[0]
     stop_ids = jnp.asarray(rows.stop_ids)
     row_keys = _row_keys(jnp.asarray(rows.seeds))
+    pages = None
+    if rows.pages is not None:
+        pages = jnp.asarray(rows.pages)
 
     def choice(logits: Array, number: Array, seen: Array | None) -> Chosen:
         keys = jax.vmap(jax.random.fold_in)(row_keys, rows.made + number)
@@ -185,7 +191,7 @@ def decode(
         active = step.is_active
         counts = active.astype(jnp.int32)
         hidden, caches = model.extend(
-            step.last[:, None], counts, step.lengths, step.made.caches, pages=rows.pages
+            step.last[:, None], counts, step.lengths, step.made.caches, pages=pages
         )
         logits = constrain(model.logits(hidden)[:, 0], None, None)
         chosen = choice(logits, step.number, step.seen)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -386,15 +387,21 @@ def test_what_is_on_its_way_is_done_before_the_end(folder):
 
 
 @pytest.mark.long
-def test_a_run_is_served(folder, expected, tmp_path):
-    """`serve runs/llama --port 8000`, at another port; with pages for one text of 64 tokens."""
+def test_a_run_is_served(folder, adapters, expected, tmp_path):
+    """`serve runs/llama --port 8000 --adapter tuned=adapters/tuned --cache-tokens 65536`, at another
+    port, and with pages for one text of 64 tokens."""
     assert import_weights.main([str(folder), str(tmp_path / "runs/llama")]) == 0
-    served = Served("runs/llama", "--cache-tokens", "100", cwd=tmp_path)
+    (tmp_path / "adapters").mkdir()
+    shutil.copytree(adapters[0], tmp_path / "adapters/tuned")
+    options = ("--adapter", "tuned=adapters/tuned", "--cache-tokens", "100")
+    served = Served("runs/llama", *options, cwd=tmp_path)
     assert served.line.startswith("llama: listening on http://127.0.0.1:")
     options = {"prompt": "Hello", "max_tokens": 24, "temperature": 0}
     answer = served.client.completions.create(model="llama", **options)
     assert answer.choices[0].text == expected("Hello", 24)
     assert served.client.models.retrieve("llama").max_model_len == 64
+    tuned = served.client.completions.create(model="tuned", **options)
+    assert tuned.choices[0].text not in ("", answer.choices[0].text)
     with pytest.raises(openai.BadRequestError, match="there is room for 59"):
         served.client.completions.create(model="llama", **options | {"max_tokens": 60})
     assert served.end()[0] == 0
