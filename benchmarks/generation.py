@@ -1,18 +1,21 @@
 """Decoding, in tokens per second, beside the bound that the memory sets.
 
-    python -m benchmarks.generation [--write]
+    python -m benchmarks.generation [--torch-python PYTHON] [--write]
 
 Each token of a small batch needs every weight once, so that no machine decodes faster than it reads
 the weights. The bound is measured: how fast this machine reads an array that no cache holds. Beside
-it is llama.cpp with the same weights, if the package xllamacpp is installed.
+it is llama.cpp with the same weights, if the package xllamacpp is installed, and transformers with
+random weights of the same shape, if a Python that has torch is named.
 """
 
 import argparse
 import concurrent.futures
 import importlib.util
+import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from benchmarks.imports import write_model
 from benchmarks.train_step import processor
 from data_pipeline.tokenizer import train_bpe
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
@@ -157,7 +161,20 @@ def _llama_cpp_rate(server: Any, rows: int) -> float:
     return rows * count / seconds
 
 
-def measure() -> list[str]:
+def transformers_rates(python: str, precision: PrecisionConfig) -> dict[int, float]:
+    """As of `llama_cpp_rates`, for transformers in another environment."""
+    script = Path(__file__).with_name("transformers_decode.py")
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder) / "model"
+        write_model(directory, MODEL, precision.params, 1)
+        sizes = [str(size) for size in (PROMPT, CHUNK * CHUNKS, 1, 8)]
+        command = [python, str(script), str(directory), precision.params, *sizes]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {int(rows): rate for rows, rate in found.items()}
+
+
+def measure(torch_python: str | None) -> list[str]:
     rate = read_rate()
     lines = [
         f"This machine reads {rate / 1e9:.1f} GB/s.",
@@ -179,15 +196,20 @@ def measure() -> list[str]:
                 )
                 print(lines[-1], file=sys.stderr, flush=True)
             del model
-        if importlib.util.find_spec("xllamacpp") is None:
-            continue
-        for rows, tokens in llama_cpp_rates(precision).items():
-            bound = rows * rate / read_bytes(make_model(precision, True))
-            lines.append(
-                f"| {precision.params} | llama.cpp | {rows} | {tokens:,.1f} | {bound:,.1f} | "
-                f"{tokens / bound:.0%} | |"
-            )
-            print(lines[-1], file=sys.stderr, flush=True)
+        others = {}
+        if importlib.util.find_spec("xllamacpp") is not None:
+            others["llama.cpp"] = llama_cpp_rates(precision)
+        if torch_python is not None:
+            others["transformers"] = transformers_rates(torch_python, precision)
+        weight_bytes = read_bytes(make_model(precision, True))
+        for name, rates in others.items():
+            for rows, tokens in rates.items():
+                bound = rows * rate / weight_bytes
+                lines.append(
+                    f"| {precision.params} | {name} | {rows} | {tokens:,.1f} | {bound:,.1f} | "
+                    f"{tokens / bound:.0%} | |"
+                )
+                print(lines[-1], file=sys.stderr, flush=True)
     return lines
 
 
@@ -195,6 +217,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.generation", description="Decoding, in tokens per second."
     )
+    parser.add_argument("--torch-python", metavar="PYTHON", help="that has torch and transformers")
     parser.add_argument("--write", action="store_true", help=f"write results/{RESULTS.name}")
     asked = parser.parse_args(argv)
     if not accelerator_present():
@@ -212,7 +235,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{MODEL.vocab_size:,}. Prompts of {PROMPT} tokens, then {CHUNK * CHUNKS} more; "
             f"medians of {CHUNKS} chunks of {CHUNK}.",
             "",
-            *measure(),
+            *measure(asked.torch_python),
             "",
         ]
     )
