@@ -83,11 +83,14 @@ def _is_deep(value: Any) -> bool:
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
-    if len(made) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise StrictJsonError("a key occurs twice", repr(twice[:80]))
-    return made
+    if len(made) == len(pairs):
+        return made
+    seen = set[str]()
+    for key, _ in pairs:
+        if key in seen:
+            raise StrictJsonError("a key occurs twice", repr(key[:80]))
+        seen.add(key)
+    raise AssertionError("a dict is shorter than its pairs, which have different keys")
 
 
 def _make_float(text: str) -> float:

@@ -35,6 +35,8 @@ from maxtrain.serve.generation import Generation, check_ids
 from maxtrain.serve.sampling import Sampling, check_length
 from maxtrain.serve.text import TextStream
 
+# Whether new tokens are the last of their row.
+Stop = Callable[[list[int]], bool]
 # Texts that are continued at a time.
 _MOST_SLOTS = 32
 
@@ -60,7 +62,7 @@ def generate(
     repetition_penalty: float = 1.0,
     seed: int = 0,
     stop_ids: Sequence[int] = (),
-    stop: Callable[[list[int]], bool] | None = None,
+    stop: Stop | Sequence[Stop] | None = None,
     report: Callable[[Speed], object] | None = None,
     stream: Callable[[int, list[int]], object] | None = None,
 ) -> list[list[int]]:
@@ -75,6 +77,7 @@ def generate(
         seed: of the random choices, in [0, 2**32). Those of a prompt depend on its number, too.
         stop_ids: a row ends before any of these.
         stop: called with a row's new tokens every few tokens; the row ends when it returns True.
+            One for all prompts, or one for each.
         report: called at the end with the time that it took.
         stream: called with the number of a prompt and its new ids, as they come.
 
@@ -99,9 +102,10 @@ def generate(
 
     def submit(row: int) -> Generation:
         earlier = list(made[row])
+        stop_of_row = _stop_of(stop, row)
 
         def is_over(ids: list[int]) -> bool:
-            return stop is not None and stop([*earlier, *ids])
+            return stop_of_row is not None and stop_of_row([*earlier, *ids])
 
         return engine.submit(
             in_window([*prompts[row], *earlier], engine.max_length),
@@ -112,7 +116,7 @@ def generate(
             before=len(earlier),
             earlier=[*prompts[row], *earlier],
             stop_ids=stop_ids,
-            stop=is_over if stop else None,
+            stop=is_over if stop_of_row else None,
         )
 
     for row in range(len(prompts)):
@@ -142,6 +146,13 @@ def generate(
         seconds = time.perf_counter() - begin - (first_seconds or 0.0)
         report(Speed(first_seconds or 0.0, sum(map(len, made)) - first, seconds))
     return made
+
+
+def _stop_of(stop: Stop | Sequence[Stop] | None, row: int) -> Stop | None:
+    """That of one prompt, as of `generate`."""
+    if stop is None or callable(stop):
+        return stop
+    return stop[row]
 
 
 def in_window(ids: Sequence[int], max_length: int) -> list[int]:
@@ -203,25 +214,44 @@ def complete_ids(
         stream: called with the number of a prompt and the next part of its text, as it comes.
         options: of `generate`.
     """
-    texts = [TextStream(tokenizer, prompt, stop) for prompt in prompts]
+    rows = [_RowText(tokenizer, prompt, stop) for prompt in prompts]
 
     def add(row: int, new: list[int]) -> None:
-        part = texts[row].add(new)
+        part = rows[row].take(new)
         if stream is not None and part:
             stream(row, part)
 
-    def contains_stop(new: list[int]) -> bool:
-        return any(text in tokenizer.decode(new) for text in stop)
-
-    stop_check = None
+    stop_checks = None
     if stop:
-        stop_check = contains_stop
-    generate(model, prompts, stop=stop_check, stream=add, **options)
-    for row, text in enumerate(texts):
-        part = text.finish()
+        stop_checks = [row.has_stopped for row in rows]
+    generate(model, prompts, stop=stop_checks, stream=add, **options)
+    for number, row in enumerate(rows):
+        part = row.stream.finish()
         if stream is not None and part:
-            stream(row, part)
-    return [text.text for text in texts]
+            stream(number, part)
+    return [row.stream.text for row in rows]
+
+
+class _RowText:
+    """The text of one row, whose ids are looked at for stop texts before they are handed out."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str]):
+        self.stream = TextStream(tokenizer, prompt, stop)
+        self._ids: list[int] = []
+        self._text = ""
+
+    def has_stopped(self, ids: list[int]) -> bool:
+        """Whether these, all that the row has, contain a stop text."""
+        self._text += self.stream.add(ids[self.stream.num_read :])
+        return self.stream.has_stopped
+
+    def take(self, new: list[int]) -> str:
+        """What can be said now that the row has these ids, too."""
+        self._ids += new
+        self.has_stopped(self._ids)
+        part = self._text
+        self._text = ""
+        return part
 
 
 def show(console: Console, prompts: Sequence[str], completions: Sequence[str]) -> None:
@@ -430,16 +460,22 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
     console = Console(highlight=False)
 
     def answer(messages: list[dict[str, str]]) -> str:
+        ids = chat.ids(messages)
+        room = _room_for_answer(len(ids), model.config.max_length)
+        options = _options_of(asked)
+        if asked.max_tokens > room:
+            print(f"There is room for {room:,} more tokens in this conversation.", file=sys.stderr)
+            options["max_tokens"] = room
         speed: list[Speed] = []
         (text,) = complete_ids(
             model,
             tokenizer,
-            [chat.ids(messages)],
+            [ids],
             stop_ids=chat.stop_ids,
             stop=asked.stop,
             stream=_printer(console),
             report=speed.append,
-            **_options_of(asked),
+            **options,
         )
         console.print()
         print(describe_speed(speed[0]), file=sys.stderr)
@@ -464,6 +500,20 @@ def _chat(asked: argparse.Namespace, model: Decoder, tokenizer: Tokenizer) -> No
         _check_text("a message", line)
         messages.append({"role": "user", "content": line.rstrip("\n")})
         messages.append({"role": "assistant", "content": answer(messages)})
+
+
+def _room_for_answer(length: int, max_length: int) -> int:
+    """Tokens that fit behind a conversation of so many; UsageError: it is too long itself.
+
+    Its beginning is never forgotten, as that of other text is: there stands what the system says.
+    """
+    if length > max_length:
+        raise UsageError(
+            f"the conversation has {length:,} tokens, and the model reads at most {max_length:,} "
+            "(model.max_length). Begin a new one, or write less."
+        )
+    # The last token needs no place of its own.
+    return max_length - length + 1
 
 
 def _options_of(asked: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from benchmarks import (
     prefetch,
     prepare,
     remote,
+    serving,
     train_step,
     zero,
 )
@@ -168,6 +169,25 @@ def test_remote_prints_a_row_for_each_state_of_the_cache(tmp_path, monkeypatch, 
     remote.main(f"file://{tmp_path}")
     shown = capsys.readouterr().out
     assert all(f"| {name} |" in shown for name in ("local", "cold cache", "warm cache"))
+
+
+@pytest.mark.long
+def test_serving_prints_a_row_for_each_number_of_streams(tmp_path, monkeypatch, capsys):
+    small = dataclasses.replace(
+        serving.MODEL, vocab_size=300, num_layers=1, embed_dim=32, mlp_dim=32, max_length=64
+    )
+    monkeypatch.setattr(serving, "MODEL", small)
+    sizes = {"STREAMS": (1, 3), "SLOTS": 2, "PROMPT": 8, "NEW": 16, "TEXT_FILES": 2}
+    for name, value in (sizes | {"ROUNDS": 1, "WARM_ROUNDS": 1}).items():
+        monkeypatch.setattr(serving, name, value)
+    monkeypatch.setattr(serving, "RESULTS", tmp_path / "serving.md")
+    assert serving.main(["--write"]) == 0
+    shown = capsys.readouterr().out
+    for streams in (1, 3):
+        assert re.search(rf"\| {streams}( \| [\d,]+){{5}} \|\n", shown)
+    written = (tmp_path / "serving.md").read_text()
+    assert written.startswith("# Serving\n\n`python -m benchmarks.serving --write` on ")
+    assert written in shown
 
 
 @pytest.mark.slow

@@ -11,12 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from data_pipeline.errors import StorageError, UsageError
 from data_pipeline.prepare import main as prepare
-from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
+from data_pipeline.tokenizer import (
+    ByteTokenizer,
+    CharTokenizer,
+    JsonTokenizer,
+    load_tokenizer,
+)
 from maxtrain import generate as job
 from maxtrain import model_source
 from maxtrain.checkpoint.manager import Checkpoints
@@ -261,6 +267,26 @@ def test_complete_begins_documents_and_cuts_before_stop_texts():
     )
 
 
+def test_a_stop_text_that_begins_with_a_space_is_seen_at_once():
+    """Alone, the first token of a text loses its space."""
+    pieces = {f"\u2581{chr(0x4E00 + i)}": i for i in range(257)}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(pieces, []))
+    inner.decoder = tokenizers.decoders.Metaspace()
+    tokenizer = JsonTokenizer(inner.to_str().encode(), "spaces")
+    options = {"max_tokens": 40, "temperature": 0.9, "seed": 2}
+    prompts = [[5, 6], [7, 8]]
+    free = job.complete_ids(tiny(), tokenizer, prompts, **options)
+    stop = free[0][:2]
+    assert stop.startswith(" ") and free[0].count(stop) == 1 and stop not in free[1]
+    speed = []
+    texts = job.complete_ids(
+        tiny(), tokenizer, prompts, stop=[stop], report=speed.append, **options
+    )
+    assert texts == ["", free[1]]
+    # Of both rows, it would be twice this.
+    assert speed[0].tokens < 2 * (40 - 16)
+
+
 def test_an_empty_prompt_needs_something_to_start_from():
     model = tiny()
     with pytest.raises(UsageError, match="Give some text"):
@@ -432,6 +458,22 @@ def test_one_text_is_printed_as_it_comes(run, command, monkeypatch):
     code, out, err = command(folder, *asked, f"--stop={stop}")
     assert code == 0, err
     assert "".join(parts) == text[: text.index(stop)]
+
+
+def test_a_conversation_is_never_cut(pretrained_directory, command, monkeypatch):
+    """The model reads 256 tokens."""
+    asked = ["--hf", pretrained_directory, "--chat", "--chat-template", "chatml"]
+    asked += ["--temperature", "0", "--system", "Be brief."]
+    code, _, err = command(*asked, "--prompt", "a" * 300)
+    assert code == 64
+    assert "the model reads at most 256 (model.max_length). Begin a new one" in err
+    code, _, err = command(*asked, "--prompt", "a" * 180, "--max-tokens", "60")
+    assert code == 0, err
+    (room,) = re.findall(r"There is room for (\d+) more tokens in this conversation", err)
+    assert 0 < int(room) < 60
+    # The next message finds no room.
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{'a' * 180}\n{'b' * 40}\n"))
+    assert command(*asked, "--max-tokens", "60")[0] == 64
 
 
 @pytest.mark.long

@@ -47,6 +47,8 @@ class Tokenizer(abc.ABC):
         content: of its tokenizer.json.
         special: tokens that no text produces, by how a template spells them.
         beside: files that go with it, such as a chat template, by their names.
+        decodes_in_parts: what ids add to the text of those before them depends on a few of these.
+            It does once they have text that does not end with U+FFFD, but for `may_change`.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Tokenizer(abc.ABC):
     content: bytes
     special: dict[str, int]
     beside: Mapping[str, bytes] = types.MappingProxyType({})
+    decodes_in_parts = True
 
     @property
     def sha256(self) -> str:
@@ -70,6 +73,19 @@ class Tokenizer(abc.ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens and ids outside the vocabulary give nothing, bytes that are
         not UTF-8 give U+FFFD."""
+
+    def may_change(self, last: int) -> bool:
+        """Whether a text whose ids end with this one may be another with more ids, even where it
+        does not end with U+FFFD."""
+        return False
+
+    def token_bytes(self, i: int) -> bytes | None:
+        """What one id stands for within a text: a special token and an id outside the vocabulary
+        for nothing; None: it is not known, since it is a part of a character."""
+        text = self.decode([i])
+        if "\ufffd" in text:
+            return None
+        return text.encode()
 
     def unknown(self, text: str) -> str:
         """The characters that have no id, each once."""

@@ -35,6 +35,19 @@ _LARGE = 1 << 20
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = (_GPT2, _LLAMA3, _LLAMA3.replace("{1,3}", ""))
+# A token that is one byte, for decoders with byte fallback.
+_BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+# Steps of decoders that look at each token by itself, but for bytes of one character, or at whether
+# it is the first.
+_STEPS_OF_TOKENS = (
+    "ByteFallback",
+    "ByteLevel",
+    "Fuse",
+    "Metaspace",
+    "Replace",
+    "Strip",
+    "WordPiece",
+)
 
 
 class _Words(dict[str, bytes]):
@@ -88,12 +101,24 @@ class JsonTokenizer(Tokenizer):
         for i, token in self.inner.get_added_tokens_decoder().items():
             if token.special:
                 self.special[token.content] = i
+        steps = _decoder_steps(self.inner)
+        self.decodes_in_parts = _decodes_in_parts(steps)
+        kinds = {step["type"] for step in steps}
+        self._has_byte_alphabet = "ByteLevel" in kinds
+        self._settling = None
+        if "ByteFallback" in kinds:
+            self._settling = self._whole_ids(vocabulary)
         self._divisible = self._is_divisible()
         self._words = None
         if self._divisible:
             pattern = _ascii_pattern(self.inner)
             if pattern:
                 self._words = _Words(self.inner, pattern)
+
+    def _whole_ids(self, vocabulary: dict[str, int]) -> frozenset[int]:
+        """Those that end a run of bytes: neither bytes, nor special, which decoders don't see."""
+        ids = {i for token, i in vocabulary.items() if not _BYTE.fullmatch(token)}
+        return frozenset(ids.difference(self.special.values()))
 
     def _is_divisible(self) -> bool:
         """Whether the pieces of a long text may be encoded one by one."""
@@ -155,6 +180,35 @@ class JsonTokenizer(Tokenizer):
         known = [i for i in map(int, ids) if 0 <= i < self.vocab_size]
         return self.inner.decode(known, skip_special_tokens=True)
 
+    def may_change(self, last: int) -> bool:
+        # A run of bytes that is not UTF-8 as a whole has no character at all.
+        return self._settling is not None and last not in self._settling
+
+    def token_bytes(self, i: int) -> bytes | None:
+        if not 0 <= i < self.vocab_size or i in self.special.values():
+            return b""
+        token = self.inner.id_to_token(i)
+        if token is None:
+            return b""
+        if self._settling is not None and _BYTE.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        before = []
+        if self._plain_id is not None:
+            # Where it comes first, a token may lose its space.
+            before = [self._plain_id]
+        text = self.decode([*before, i]).removeprefix(self.decode(before))
+        if "\ufffd" in text and self._has_byte_alphabet:
+            return _bytes_of_alphabet(token)
+        return text.encode()
+
+    @functools.cached_property
+    def _plain_id(self) -> int | None:
+        """A token that is a letter or a word; None: there is none."""
+        for i in range(self.vocab_size):
+            if self.decode([i]).strip().isalnum() and not self.may_change(i):
+                return i
+        return None
+
     @functools.cached_property
     def _with_specials(self) -> tokenizers.Tokenizer:
         return self._load()
@@ -187,6 +241,60 @@ def _library_errors(kind: type[ValueError], prefix: str) -> Iterator[None]:
             raise
         reason = str(error)[:300]
         raise kind(f"{prefix}{reason}. Mend its tokenizer.json, or take another.") from error
+
+
+def _decoder_steps(inner: tokenizers.Tokenizer) -> list[dict[str, Any]]:
+    """What makes text of tokens, one step after the other; empty: they are joined by spaces."""
+    if inner.decoder is None:
+        return []
+    decoder = loads(inner.decoder.__getstate__())
+    if decoder["type"] == "Sequence":
+        return decoder["decoders"]
+    return [decoder]
+
+
+def _decodes_in_parts(steps: list[dict[str, Any]]) -> bool:
+    """As of `Tokenizer`: whether no step looks further than at a token and those just before."""
+    is_one_text = False
+    for step in steps:
+        kind = step["type"]
+        if kind not in _STEPS_OF_TOKENS:
+            return False
+        if kind == "Strip" and step["stop"] > 0:
+            return False
+        if is_one_text and kind == "Replace":
+            # Longer ones may reach across tokens.
+            if len(step["pattern"].get("String", "")) != 1:
+                return False
+        elif is_one_text and kind != "Strip":
+            return False
+        if kind in ("Fuse", "ByteLevel"):
+            is_one_text = True
+    return True
+
+
+@functools.cache
+def _alphabet() -> dict[str, int]:
+    """The byte that each character of byte-level tokens stands for: those that can be printed for
+    themselves, the others, in their order, for characters from U+0100 on.
+
+    Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py, bytes_to_unicode.
+    """
+    printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    found = {chr(byte): byte for byte in printed}
+    others = [byte for byte in range(256) if byte not in printed]
+    for number, byte in enumerate(others):
+        found[chr(0x100 + number)] = byte
+    return found
+
+
+def _bytes_of_alphabet(token: str) -> bytes:
+    """Of a byte-level token."""
+    alphabet = _alphabet()
+    if not all(character in alphabet for character in token):
+        # A token that was added as text.
+        return token.encode()
+    return bytes(alphabet[character] for character in token)
 
 
 def _ascii_pattern(inner: tokenizers.Tokenizer) -> re.Pattern[str] | None:

@@ -26,6 +26,11 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode(errors="replace")
 
+    def token_bytes(self, i: int) -> bytes:
+        if not 0 <= i < 256:
+            return b""
+        return bytes([i])
+
     def locate_text(self, text: str, first: bool) -> Located:
         character = character_of_bytes(text)
         return self.encode(text), character, character + 1
@@ -61,6 +66,9 @@ class CharTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.characters[i] for i in map(int, ids) if 0 <= i < len(self.characters))
+
+    def token_bytes(self, i: int) -> bytes:
+        return self.decode([i]).encode()
 
     def unknown(self, text: str) -> str:
         return "".join(sorted(set(text).difference(self.characters)))

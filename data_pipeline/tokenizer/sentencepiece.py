@@ -100,6 +100,17 @@ class SentencePieceTokenizer(Tokenizer):
             [i for i in map(int, ids) if 0 <= i < self._size and i not in self._hidden]
         )
 
+    def token_bytes(self, i: int) -> bytes:
+        if not 0 <= i < self._size or i in self._hidden or self.inner.is_control(i):
+            return b""
+        piece = self.inner.id_to_piece(i)
+        if self.inner.is_byte(i):
+            # Such as <0xC3>.
+            return bytes.fromhex(piece[3:5])
+        if self.inner.is_unknown(i):
+            return self.decode([i]).encode()
+        return piece.replace("▁", " ").encode()
+
     def unknown(self, text: str) -> str:
         if self._has_bytes:
             return ""

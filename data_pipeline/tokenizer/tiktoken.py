@@ -170,6 +170,11 @@ class TiktokenTokenizer(Tokenizer):
                 of_text.append(i)
         return self.inner.decode(of_text)
 
+    def token_bytes(self, i: int) -> bytes:
+        if not 0 <= i < self.vocab_size or self._sizes[i] == 0:
+            return b""
+        return self.inner.decode_single_token_bytes(i)
+
     def locate_text(self, text: str, first: bool) -> Located:
         ids = self.encode(text)
         character = character_of_bytes(text)

@@ -10,7 +10,8 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -29,15 +30,15 @@ from maxtrain.serve.protocol import (
     Asked,
     RequestError,
     Served,
-    Token,
     read_body,
     read_chat,
     read_completion,
 )
+from maxtrain.serve.text import Token
 from maxtrain.serve.worker import Job, Part, Worker
 
-# How often a request that waits for a whole answer looks whether its client is still there.
-_LOOK_SECONDS = 0.5
+# One failed step may have been a prompt's, or memory's that was short for a moment.
+_FAILURES_OF_ILL_HEALTH = 3
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
@@ -79,6 +80,8 @@ class _Metrics:
         self.open = Gauge("open_texts", "texts that are made or wait", **common)
         active = Gauge("active_texts", "texts that are made", **common)
         active.set_function(lambda: worker.num_active)
+        failures = Gauge("failed_steps", "steps of the engine that failed", **common)
+        failures.set_function(lambda: worker.num_failures)
 
 
 class _Texts:
@@ -120,10 +123,10 @@ class _Texts:
         """Counts a part; RequestError: the text failed."""
         metrics = self._server.metrics
         seconds = time.monotonic() - self._begin
-        if part.ids and index not in self._begun:
+        if part.tokens and index not in self._begun:
             self._begun.add(index)
             metrics.first.observe(seconds)
-        metrics.new_tokens.inc(len(part.ids))
+        metrics.new_tokens.inc(len(part.tokens))
         if part.reason is not None:
             self._open.discard(index)
             metrics.whole.observe(seconds)
@@ -171,15 +174,22 @@ class _Server:
 
     async def completions(self, request: Request) -> Response:
         """/v1/completions."""
-        asked = read_completion(read_body(await self._body(request)), self.served)
+        asked = await self._read(request, read_completion)
         return await self._answer(request, asked, is_chat=False)
 
     async def chat(self, request: Request) -> Response:
         """/v1/chat/completions."""
-        values = read_body(await self._body(request))
-        # A template runs in a process of its own, and may take its time.
-        asked = await asyncio.to_thread(read_chat, values, self.served)
+        asked = await self._read(request, read_chat)
         return await self._answer(request, asked, is_chat=True)
+
+    async def _read(
+        self, request: Request, read: Callable[[dict[str, Any], Served], Asked]
+    ) -> Asked:
+        """What a request asks for."""
+        content = await self._body(request)
+        # A long prompt takes seconds to encode, and templates take their time, too: the others'
+        # tokens don't wait for that.
+        return await asyncio.to_thread(lambda: read(read_body(content), self.served))
 
     async def models(self, request: Request) -> Response:
         """/v1/models."""
@@ -209,8 +219,10 @@ class _Server:
     async def health(self, request: Request) -> Response:
         """/health: 200 if texts can be made."""
         del request
-        if self.worker.problem is not None or not self.worker.is_alive:
-            problem = self.worker.problem or "the engine has ended"
+        worker = self.worker
+        is_ill = worker.failures_in_a_row >= _FAILURES_OF_ILL_HEALTH
+        if is_ill or not worker.is_alive:
+            problem = worker.problem or "the engine has ended"
             return JSONResponse({"status": "failing", "problem": problem}, 503)
         return JSONResponse({"status": "ok"})
 
@@ -235,6 +247,16 @@ class _Server:
 
     async def _answer(self, request: Request, asked: Asked, is_chat: bool) -> Response:
         count = len(asked.prompts)
+        if count > self.limits.texts:
+            raise RequestError(
+                f"{count} texts are asked for at once, and this server makes or keeps waiting at "
+                f"most {self.limits.texts}. Ask several times.",
+                param="n",
+            )
+        if not self.worker.is_alive:
+            raise RequestError(
+                "the engine has ended; the server's log says why. Start the server again.", 503
+            )
         if self._num_open + count > self.limits.texts:
             raise RequestError(
                 f"{self._num_open} texts are being made or wait, and at most {self.limits.texts} "
@@ -255,26 +277,21 @@ class _Server:
         if asked.stream:
             return _Stream(self._parts(texts, answers), end)
         try:
-            return await self._whole(request, texts, answers)
+            return await _while_there(request, self._whole(texts, answers))
         finally:
             end()
 
-    async def _whole(self, request: Request, texts: _Texts, answers: Answers) -> Response:
+    async def _whole(self, texts: _Texts, answers: Answers) -> Response:
         """All texts at once."""
         count = len(texts.jobs)
         written = [""] * count
         tokens: list[list[Token]] = [[] for _ in range(count)]
         reasons: list[Reason] = ["stop"] * count
         while texts.is_open:
-            try:
-                index, part = await asyncio.wait_for(texts.parts.get(), _LOOK_SECONDS)
-            except TimeoutError:
-                if await request.is_disconnected():
-                    raise ClientDisconnect from None
-                continue
+            index, part = await texts.parts.get()
             texts.note(index, part)
             written[index] += part.text
-            tokens[index] += map(Token, part.ids, part.logprobs)
+            tokens[index] += part.tokens
             if part.reason is not None:
                 reasons[index] = part.reason
         return JSONResponse(answers.whole(written, tokens, reasons))
@@ -283,26 +300,41 @@ class _Server:
         """Server-sent events."""
         begun = set[int]()
         counted = 0
-        # Not yet told, since their text is not certain.
-        waiting: dict[int, list[Token]] = {}
         try:
             while texts.is_open:
                 index, part = await texts.parts.get()
                 texts.note(index, part)
-                counted += len(part.ids)
-                new = waiting.setdefault(index, [])
-                new += map(Token, part.ids, part.logprobs)
-                if not part.text and part.reason is None:
-                    continue
+                counted += len(part.tokens)
                 is_first = index not in begun
                 begun.add(index)
-                waiting[index] = []
-                yield _event(answers.part(index, part.text, new, part.reason, is_first))
+                yield _event(answers.part(index, part.text, part.tokens, part.reason, is_first))
             if texts.asked.counts_stream:
                 yield _event(answers.last_part(counted))
             yield "data: [DONE]\n\n"
         except RequestError as error:
             yield _event(error.body())
+
+
+async def _while_there(request: Request, work: Coroutine[Any, Any, Response]) -> Response:
+    """What some work gives. ClientDisconnect: the client left before, and the work has ended."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_leaves(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _leaves(request: Request) -> None:
+    """Until the client has left; its body must have been read."""
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            return
 
 
 def _event(values: dict[str, Any]) -> str:
@@ -357,14 +389,20 @@ async def _guarded(
     try:
         if limits.key is not None and not is_open:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), limits.key.encode()):
+            # Headers are bytes, which are read as Latin-1.
+            if not hmac.compare_digest(given.encode("latin-1"), limits.key.encode()):
                 raise RequestError("the API key is missing or wrong.", 401, code="invalid_api_key")
         return await answer(request)
     except RequestError as error:
         headers = {}
-        if error.status == 429:
+        if error.status in (429, 503):
             headers["Retry-After"] = "1"
         return JSONResponse(error.body(), error.status, headers)
     except ClientDisconnect:
         # Nobody reads this.
         return Response(status_code=499)
+    except Exception:
+        # A bug of ours, which the client can't mend.
+        traceback.print_exc()
+        error = RequestError("the server failed; its log says more. Try again.", 500)
+        return JSONResponse(error.body(), 500)

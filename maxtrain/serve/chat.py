@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data_pipeline.chat import ChatError, load_template, render
+from data_pipeline.chat import ChatError, Template, load_template, render
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import Tokenizer, named_token, read_settings, tokenizer_path
@@ -36,8 +36,8 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, place: str | Path, template: str = "", date: str = ""):
         self._tokenizer = tokenizer
-        date = date or datetime.date.today().isoformat()
-        self._template, _ = load_template(template, place, tokenizer.special, date)
+        self._date = date
+        self._template, _ = load_template(template, place, tokenizer.special, date or _today())
         found = {self.end_of_turn(), tokenizer.eod_id}
         if place != "bytes":
             path = tokenizer_path(place)
@@ -57,13 +57,17 @@ class Chat:
         _check_texts("messages", list(messages), self._tokenizer.special)
         _check_texts("tools", tools, self._tokenizer.special)
         try:
-            text = render(self._template, [dict(m) for m in messages], tools, prompt=True)
+            text = render(self._dated(), [dict(m) for m in messages], tools, prompt=True)
         except ChatError as error:
             raise UsageError(
                 f"messages: the chat template refuses them: {error}. Change them."
             ) from error
         ids, _, _ = self._tokenizer.locate(text)
         return ids.tolist()
+
+    def _dated(self) -> Template:
+        """The template with its date, which is another tomorrow if today's is what it writes."""
+        return self._template._replace(date=self._date or _today())
 
     def end_of_turn(self) -> int | None:
         """The special token that the template writes directly behind an answer, if it does."""
@@ -83,6 +87,10 @@ class Chat:
         if not tokens:
             return None
         return self._tokenizer.special[max(tokens, key=len)]
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
 
 
 def _ends_of_generation(path: Any) -> list[int]:
@@ -126,7 +134,8 @@ def _check(messages: Sequence[Message]) -> None:
 
 
 def _check_texts(where: str, value: Any, special: Mapping[str, int]) -> None:
-    """UsageError: a special token in any text of what a template is given, keys included."""
+    """UsageError: a special token or a lone surrogate in any text of what a template is given, keys
+    included."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_texts(where, key, special)
@@ -135,9 +144,22 @@ def _check_texts(where: str, value: Any, special: Mapping[str, int]) -> None:
         for number, inner in enumerate(value):
             _check_texts(f"{where}[{number}]", inner, special)
     elif isinstance(value, str):
+        check_characters(where, value)
         for token in special:
             if token in value:
                 raise UsageError(
                     f"{where} has the special token {token}, which only the chat template may "
                     "write. Take it out."
                 )
+
+
+def check_characters(where: str, text: str) -> None:
+    """UsageError: a text can't be written in UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        raise UsageError(
+            f"{where} has the lone surrogate U+{code:04X} at character {error.start}, which is no "
+            "character of its own. Take it out."
+        ) from error

@@ -18,9 +18,10 @@ from data_pipeline.errors import UsageError, UserError
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config.words import choices
-from maxtrain.serve.chat import Chat
+from maxtrain.serve.chat import Chat, check_characters
 from maxtrain.serve.generation import Reason, check_ids
 from maxtrain.serve.sampling import Sampling
+from maxtrain.serve.text import Token
 
 # Of a completion, unless the request says so; as OpenAI has it.
 _DEFAULT_TOKENS = 16
@@ -72,8 +73,16 @@ class RequestError(UsageError):
         kind = "invalid_request_error"
         if self.status >= 500 or self.status == 429:
             kind = "server_error"
-        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        param = self.param
+        if param is not None:
+            param = _encodable(param)
+        message = _encodable(str(self))
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+
+def _encodable(text: str) -> str:
+    """A text with its lone surrogates, which a client's JSON may have, spelled out."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Asked(NamedTuple):
@@ -81,7 +90,7 @@ class Asked(NamedTuple):
 
     Args:
         prompts: ids, one for each text that is asked for, several times the same for `n`.
-        max_tokens: new tokens of each.
+        max_tokens: new tokens of each; after the longest prompt there is room for them.
         sampling: how they are chosen.
         seed: of the random choices.
         stop: texts that each ends before.
@@ -161,7 +170,6 @@ def read_completion(values: Mapping[str, Any], served: Served) -> Asked:
         RequestError: it can't be answered.
     """
     _check_keys(values, (*_OF_BOTH, *_SAMPLING, *_OF_COMPLETIONS), served)
-    prompts = [_prompt_ids(prompt, served) for prompt in _prompts(values.get("prompt"))]
     logprobs = values.get("logprobs")
     if logprobs is not None and (isinstance(logprobs, bool) or logprobs != 0):
         raise RequestError(
@@ -169,7 +177,11 @@ def read_completion(values: Mapping[str, Any], served: Served) -> Asked:
             "those of others are not told.",
             param="logprobs",
         )
-    return _asked(values, served, prompts, _DEFAULT_TOKENS, logprobs is not None, "max_tokens")
+    prompts = _prompts(values.get("prompt"))
+    # Before they are encoded, which may take long.
+    count = _count(values, len(prompts))
+    ids = [_prompt_ids(prompt, served) for prompt in prompts]
+    return _asked(values, served, ids, count, _DEFAULT_TOKENS, logprobs is not None, "max_tokens")
 
 
 def read_chat(values: Mapping[str, Any], served: Served) -> Asked:
@@ -181,6 +193,7 @@ def read_chat(values: Mapping[str, Any], served: Served) -> Asked:
             "/v1/completions, or start the server with --chat-template.",
             param="messages",
         )
+    count = _count(values, 1)
     messages = values.get("messages")
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise RequestError("messages must be a list of objects.", param="messages")
@@ -189,14 +202,14 @@ def read_chat(values: Mapping[str, Any], served: Served) -> Asked:
     except UserError as error:
         raise RequestError(str(error), param="messages") from error
     logprobs = values.get("logprobs")
-    if logprobs not in (None, True, False):
+    if logprobs is not None and not isinstance(logprobs, bool):
         raise RequestError("logprobs must be true or false.", param="logprobs")
     name = "max_tokens"
     if values.get("max_completion_tokens") is not None:
         name = "max_completion_tokens"
         if values.get("max_tokens") is not None:
             raise RequestError("max_tokens and max_completion_tokens say the same. Leave one out.")
-    return _asked(values, served, [ids], None, bool(logprobs), name)
+    return _asked(values, served, [ids], count, None, bool(logprobs), name)
 
 
 def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served) -> None:
@@ -211,7 +224,7 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served)
                 param=key,
                 code="unsupported_parameter",
             )
-        if not any(value == neutral for neutral in _NEUTRAL[key]):
+        if not any(_is_same(value, neutral) for neutral in _NEUTRAL[key]):
             raise RequestError(
                 f"{key}={json.dumps(value)[:80]} is not supported here. Leave it out.",
                 param=key,
@@ -226,6 +239,26 @@ def _check_keys(values: Mapping[str, Any], known: Sequence[str], served: Served)
             "model",
             "model_not_found",
         )
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Whether they are equal as JSON; Python's False is 0, too."""
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _count(values: Mapping[str, Any], num_prompts: int) -> int:
+    """How many texts are asked for after each prompt; RequestError: too many with all prompts."""
+    count = values.get("n")
+    if count is None:
+        count = 1
+    count = _integer("n", count, 1)
+    if count * num_prompts > _MOST_CHOICES:
+        raise RequestError(
+            f"{str(count * num_prompts)[:40]} texts are asked for at once, at most {_MOST_CHOICES} "
+            "can be. Ask several times.",
+            param="n",
+        )
+    return count
 
 
 def _prompts(prompt: Any) -> list[Any]:
@@ -287,6 +320,7 @@ def _asked(
     values: Mapping[str, Any],
     served: Served,
     prompts: list[list[int]],
+    count: int,
     default_tokens: int | None,
     logprobs: bool,
     length_key: str,
@@ -311,13 +345,6 @@ def _asked(
             f"room for {most:,}. Ask for fewer.",
             param=length_key,
             code="context_length_exceeded",
-        )
-    count = _integer("n", values.get("n") or 1, 1)
-    if count * len(prompts) > _MOST_CHOICES:
-        raise RequestError(
-            f"{count * len(prompts)} texts are asked for at once, at most {_MOST_CHOICES} can be. "
-            "Ask several times.",
-            param="n",
         )
     seed = values.get("seed")
     if seed is None:
@@ -355,16 +382,26 @@ def _sampling(values: Mapping[str, Any]) -> Sampling:
         value = values.get(key)
         if value is None:
             continue
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value):
-            raise RequestError(f"{key}={str(value)[:40]} must be a number.", param=key)
         if key == "top_k":
-            value = _integer(key, value, 1)
+            given[key] = _integer(key, value, 1)
+            continue
+        if not _is_number(value):
+            raise RequestError(f"{key}={str(value)[:40]} must be a number.", param=key)
         given[key] = value
     try:
         return Sampling(**given)
     except UsageError as error:
         raise RequestError(str(error), param=str(error).partition("=")[0]) from error
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a number that a float has room for."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _stop(stop: Any) -> tuple[str, ...]:
@@ -378,35 +415,50 @@ def _stop(stop: Any) -> tuple[str, ...]:
             f"stop must be a text or a list of at most {_MOST_STOPS} texts, none of them empty.",
             param="stop",
         )
+    for text in stop:
+        try:
+            check_characters("stop", text)
+        except UsageError as error:
+            raise RequestError(str(error), param="stop") from error
     return tuple(stop)
 
 
 def _stream(values: Mapping[str, Any]) -> tuple[bool, bool]:
     """Whether parts are sent, and whether a stream ends with the number of tokens."""
-    stream = values.get("stream") or False
-    options = values.get("stream_options") or {}
-    if not isinstance(stream, bool) or not isinstance(options, dict):
-        raise RequestError(
-            "stream must be true or false, stream_options an object.", param="stream"
-        )
-    counts = options.get("include_usage") or False
-    unknown = options.keys() - {"include_usage", "include_obfuscation"}
-    if unknown or not isinstance(counts, bool):
+    stream = _boolean("stream", values.get("stream"), "stream")
+    options = values.get("stream_options")
+    if options is None:
+        return stream, False
+    if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         raise RequestError(
             "stream_options may have include_usage, true or false, and nothing else.",
+            param="stream_options",
+        )
+    counts = _boolean("include_usage", options.get("include_usage"), "stream_options")
+    # Some clients say that they do not want it.
+    if _boolean("include_obfuscation", options.get("include_obfuscation"), "stream_options"):
+        raise RequestError(
+            "include_obfuscation=true is not supported here. Leave it out.",
+            param="stream_options",
+        )
+    if not stream:
+        raise RequestError(
+            "stream_options is for streams alone. Leave it out, or ask for stream=true.",
             param="stream_options",
         )
     return stream, counts
 
 
+def _boolean(key: str, value: Any, param: str) -> bool:
+    """Of a key that is false unless it is given."""
+    if value is None:
+        return False
+    if not isinstance(value, bool):
+        raise RequestError(f"{key}={str(value)[:40]} must be true or false.", param=param)
+    return value
+
+
 # Answers.
-
-
-class Token(NamedTuple):
-    """A token that was chosen."""
-
-    id: int
-    logprob: float
 
 
 class Answers:
@@ -497,26 +549,35 @@ class Answers:
 
     def _logprobs(self, tokens: Sequence[Token]) -> dict[str, Any]:
         """Each token with its log-probability."""
-        decode = self._served.tokenizer.decode
         if not self._is_chat:
             return {
-                "tokens": [decode([token.id]) for token in tokens],
+                "tokens": [self._written(token) for token in tokens],
                 "token_logprobs": [token.logprob for token in tokens],
                 "top_logprobs": None,
-                "text_offset": [],
+                "text_offset": [token.offset for token in tokens],
             }
         content = []
         for token in tokens:
-            text = decode([token.id])
+            found = self._served.tokenizer.token_bytes(token.id)
+            told = None
+            if found is not None:
+                told = list(found)
             content.append(
                 {
-                    "token": text,
+                    "token": self._written(token),
                     "logprob": token.logprob,
-                    "bytes": list(text.encode()),
+                    "bytes": told,
                     "top_logprobs": [],
                 }
             )
         return {"content": content, "refusal": None}
+
+    def _written(self, token: Token) -> str:
+        """What a token stands for, with U+FFFD for a part of a character."""
+        found = self._served.tokenizer.token_bytes(token.id)
+        if found is None:
+            return self._served.tokenizer.decode([token.id])
+        return found.decode(errors="replace")
 
 
 def _finish(reason: Reason | None) -> str | None:

@@ -1,17 +1,43 @@
 """Text of tokens as they come."""
 
+import bisect
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from data_pipeline.tokenizer import Tokenizer
 
 # What a decoder writes for bytes that are not whole characters yet.
 _REPLACEMENT = "\ufffd"
+# Ids at the end of a prompt that are tried as the context of what follows it.
+_LEAST_CONTEXT = 8
+# Ends of a context that are tried: of a character that takes more tokens, all of the prompt is read.
+_ENDS_TRIED = 5
+
+
+class Token(NamedTuple):
+    """A token that was chosen.
+
+    Args:
+        id: its id.
+        logprob: its log-probability.
+        offset: characters of the new text before it.
+    """
+
+    id: int
+    logprob: float
+    offset: int
 
 
 def decode_new(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
     """The text of new ids after a prompt."""
+    return _decode_after(tokenizer, prompt, tokenizer.decode(prompt), new)
+
+
+def _decode_after(
+    tokenizer: Tokenizer, prompt: Sequence[int], head: str, new: Sequence[int]
+) -> str:
+    """As `decode_new`; `head`: the text of the prompt."""
     # Decoded without the prompt, some tokens lose their first space.
-    head = tokenizer.decode(prompt)
     whole = tokenizer.decode([*prompt, *new])
     if whole.startswith(head):
         return whole[len(head) :]
@@ -28,10 +54,89 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
     return text[:end]
 
 
+def _is_settled(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> bool:
+    """Whether the text of these ids is a beginning of the text of more of them, which is the same
+    behind any ids with this end."""
+    if not tokenizer.decodes_in_parts or not text or text.endswith(_REPLACEMENT):
+        return False
+    return not tokenizer.may_change(ids[-1])
+
+
+def _context(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
+    """The end of a prompt, after which `decode_new` gives what it gives after the whole."""
+    length = _LEAST_CONTEXT
+    while tokenizer.decodes_in_parts and length < len(prompt):
+        context = list(prompt[-length:])
+        for end in range(length, length - _ENDS_TRIED, -1):
+            before = context[:end]
+            if _is_settled(tokenizer, before, tokenizer.decode(before)):
+                return context
+        length *= 2
+    return list(prompt)
+
+
+class _Growing:
+    """The text that `decode_new` gives, of which only the end is decoded when ids are added.
+
+    Attributes:
+        start: characters of it that are forgotten.
+        settled: the text behind them that stays.
+        open: the text behind that, which may be another when more ids come.
+        certain: characters that stay, with those of `open` that do.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._context = _context(tokenizer, prompt)
+        self._head = tokenizer.decode(self._context)
+        self._ids: list[int] = []
+        self.start = 0
+        self.settled = ""
+        self.open = ""
+        self.certain = 0
+
+    def add(self, new: int) -> None:
+        """One more id."""
+        self._ids.append(new)
+        self.open = _decode_after(self._tokenizer, self._context, self._head, self._ids)
+        if _is_settled(self._tokenizer, self._ids, self.open):
+            self._settle()
+        certain = self.start + len(self.settled)
+        if not self._tokenizer.may_change(new):
+            certain += len(self.open.rstrip(_REPLACEMENT))
+        self.certain = max(self.certain, certain)
+
+    def _settle(self) -> None:
+        """What is open stays, and is the context of what follows."""
+        self.settled += self.open
+        self.open = ""
+        head = self._tokenizer.decode(self._ids)
+        if head:
+            self._context = self._ids
+        else:
+            # A space alone, which is lost where it comes first.
+            self._context = [*self._context, *self._ids]
+            head = self._tokenizer.decode(self._context)
+        self._head = head
+        self._ids = []
+
+    def text_from(self, at: int) -> str:
+        """All of it from a character on that is not forgotten."""
+        return (self.settled + self.open)[at - self.start :]
+
+    def forget(self, before: int) -> None:
+        """Text before a character, as far as it is settled."""
+        count = min(before - self.start, len(self.settled))
+        self.settled = self.settled[count:]
+        self.start += count
+
+
 class TextStream:
     """The text of one row, in parts. A part has whole characters, and nothing that may yet turn out
     to be the beginning of a stop text; all parts together are the text that `decode_new` and
     `before_stop` give.
+
+    Where the tokenizer decodes in parts, an id costs the same however long the text is.
 
     Args:
         tokenizer: of the ids.
@@ -40,47 +145,79 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop: Sequence[str] = ()):
-        self._tokenizer = tokenizer
-        self._prompt = list(prompt)
+        self._growing = _Growing(tokenizer, prompt)
         self._stop = tuple(stop)
-        self._ids: list[int] = []
-        self._text = ""
+        # For each id, the characters that were certain with it.
+        self._ends: list[int] = []
+        self._parts: list[str] = []
         self._given = 0
+        self._is_finished = False
         self.has_stopped = False
 
     def add(self, ids: Sequence[int]) -> str:
         """What can be said with these new ids."""
         if self.has_stopped:
             return ""
-        self._ids += ids
-        self._text = decode_new(self._tokenizer, self._prompt, self._ids)
-        cut = before_stop(self._text, self._stop)
-        if len(cut) < len(self._text):
+        for i in ids:
+            self._growing.add(i)
+            self._ends.append(self._growing.certain)
+        # No stop text begins in what was given.
+        waiting = self._growing.text_from(self._given)
+        cut = before_stop(waiting, self._stop)
+        if len(cut) < len(waiting):
             self.has_stopped = True
-            self._text = cut
-            return self._give(len(cut))
-        return self._give(self._certain())
+            return self._give(cut)
+        return self._give(self._before_possible_stop(waiting))
 
     def finish(self) -> str:
         """What is left when no more ids come."""
-        return self._give(len(self._text))
+        if self.has_stopped:
+            return ""
+        self._is_finished = True
+        return self._give(self._growing.text_from(self._given))
 
     @property
     def text(self) -> str:
         """All of it up to now, without a stop text."""
-        return self._text
+        given = "".join(self._parts)
+        if self.has_stopped:
+            return given
+        return given + self._growing.text_from(self._given)
 
-    def _give(self, end: int) -> str:
-        part = self._text[self._given : end]
-        self._given = max(self._given, end)
+    @property
+    def num_read(self) -> int:
+        """How many ids were added."""
+        return len(self._ends)
+
+    @property
+    def num_given(self) -> int:
+        """How many of the ids, from the first on, are those of the text that was given: as few as
+        have it, or all at the end, if that is no stop text."""
+        if self._is_finished:
+            return len(self._ends)
+        if self._given == 0:
+            return 0
+        before = bisect.bisect_left(self._ends, self._given)
+        return min(before + 1, len(self._ends))
+
+    def offset(self, number: int) -> int:
+        """How many characters are before those of an id, by its number."""
+        if number == 0:
+            return 0
+        return self._ends[number - 1]
+
+    def _give(self, part: str) -> str:
+        self._parts.append(part)
+        self._given += len(part)
+        self._growing.forget(self._given)
         return part
 
-    def _certain(self) -> int:
-        """Up to where the text stays, whatever follows."""
-        end = len(self._text.rstrip(_REPLACEMENT))
+    def _before_possible_stop(self, waiting: str) -> str:
+        """The beginning that stays, whatever follows, and has nothing of a stop text."""
+        text = waiting[: self._growing.certain - self._given]
         for stop in self._stop:
-            for length in range(min(len(stop) - 1, end), 0, -1):
-                if self._text[:end].endswith(stop[:length]):
-                    end -= length
+            for length in range(min(len(stop) - 1, len(text)), 0, -1):
+                if text.endswith(stop[:length]):
+                    text = text[:-length]
                     break
-        return end
+        return text

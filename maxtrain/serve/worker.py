@@ -10,12 +10,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from data_pipeline.errors import UserError
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.generation import Generation, Reason
 from maxtrain.serve.sampling import Sampling
-from maxtrain.serve.text import TextStream
+from maxtrain.serve.text import TextStream, Token
 
 # Longer than a step of the engine takes.
 _END_SECONDS = 60
@@ -26,14 +25,28 @@ class Part(NamedTuple):
 
     Args:
         text: whole characters; empty where a stop text may have begun.
-        ids, logprobs: of new tokens, which may be ahead of `text`.
+        tokens: new ones, of which `text` and the parts before are the text: none of a stop text.
         reason: why the text has ended; None: it goes on.
     """
 
     text: str
-    ids: list[int]
-    logprobs: list[float]
+    tokens: list[Token]
     reason: Reason | None
+
+
+_FAILED = Part("", [], "failed")
+
+
+class _Wish(NamedTuple):
+    """What a client wants of some texts.
+
+    Args:
+        jobs: the texts.
+        is_wanted: they are to be made; False: they are not wanted any more.
+    """
+
+    jobs: Sequence["Job"]
+    is_wanted: bool
 
 
 class Job:
@@ -74,13 +87,12 @@ class _Running:
     def __init__(self, job: Job, engine: Engine, tokenizer: Tokenizer):
         self.job = job
         self._stream = TextStream(tokenizer, job.prompt, job.stop)
-        # Of the ids, in the stream; and of those, told.
-        self._read = 0
         self._told = 0
         self._text = ""
+        self._error: Exception | None = None
         stop = None
         if job.stop:
-            stop = self._has_stopped
+            stop = self._is_over
         self.generation: Generation = engine.submit(
             job.prompt,
             job.max_tokens,
@@ -92,23 +104,44 @@ class _Running:
             adapter=job.adapter,
         )
 
-    def _has_stopped(self, ids: list[int]) -> bool:
-        self._text += self._stream.add(ids[self._read :])
-        self._read = len(ids)
+    def _is_over(self, ids: list[int]) -> bool:
+        """Whether these, all of the text's, have a stop text. An error waits for `tell`: raised
+        here, it would end the engine's step, which is that of other texts, too."""
+        try:
+            self._read(ids)
+        except Exception as error:
+            self._error = error
+            return True
         return self._stream.has_stopped
 
+    def _read(self, ids: list[int]) -> None:
+        self._text += self._stream.add(ids[self._stream.num_read :])
+
     def tell(self) -> None:
-        """What is new, to whoever wants it."""
+        """What is new, to whoever wants it.
+
+        Raises:
+            Exception: the text can't be decoded or told.
+        """
+        if self._error is not None:
+            raise self._error
         generation = self.generation
-        self._has_stopped(generation.ids)
+        self._read(generation.ids)
         text = self._text
         self._text = ""
         if generation.reason is not None:
             text += self._stream.finish()
-        ids = generation.ids[self._told :]
-        logprobs = generation.logprobs[self._told : self._told + len(ids)]
-        self._told += len(ids)
-        self.job.tell(Part(text, ids, logprobs, generation.reason))
+        tokens = []
+        for number in range(self._told, self._stream.num_given):
+            token = Token(
+                generation.ids[number],
+                generation.logprobs[number],
+                self._stream.offset(number),
+            )
+            tokens.append(token)
+        self._told = self._stream.num_given
+        if text or tokens or generation.reason is not None:
+            self.job.tell(Part(text, tokens, generation.reason))
 
 
 class Worker:
@@ -119,19 +152,26 @@ class Worker:
         tokenizer: of the model.
 
     Attributes:
-        problem: why the last step of the engine failed; None: it did not.
+        num_failures: steps of the engine that have failed.
+        failures_in_a_row: those since the last that did not.
+        problem: why the last step failed, or why the thread has ended; None: neither did.
     """
 
     def __init__(self, make_engine: Callable[[], Engine], tokenizer: Tokenizer):
         self._make_engine = make_engine
         self._tokenizer = tokenizer
-        self._wishes: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._wishes: queue.SimpleQueue[_Wish | None] = queue.SimpleQueue()
+        # Nothing may be wished once the thread has looked at its last wish.
+        self._lock = threading.Lock()
+        self._has_ended = False
         self._running: dict[Generation, _Running] = {}
         self._of_job: dict[Job, _Running] = {}
         self._engine: Engine | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._is_ready = threading.Event()
         self._no_engine: BaseException | None = None
+        self.num_failures = 0
+        self.failures_in_a_row = 0
         self.problem: str | None = None
 
     def start(self) -> None:
@@ -146,12 +186,17 @@ class Worker:
             raise self._no_engine
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Texts that are wanted; from any thread."""
-        self._wishes.put(lambda: self._take(jobs))
+        """Texts that are wanted; from any thread. They fail at once if the thread has ended."""
+        with self._lock:
+            if not self._has_ended:
+                self._wishes.put(_Wish(jobs, is_wanted=True))
+                return
+        for job in jobs:
+            _tell_failed(job)
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Texts that nobody wants any more: no part of them is told; from any thread."""
-        self._wishes.put(lambda: self._drop(jobs))
+        self._wishes.put(_Wish(jobs, is_wanted=False))
 
     def end(self) -> None:
         """Gives up what is not done, and ends the thread."""
@@ -167,7 +212,7 @@ class Worker:
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._has_ended
 
     def _run(self) -> None:
         try:
@@ -177,51 +222,113 @@ class Worker:
             return
         finally:
             self._is_ready.set()
+        try:
+            self._work()
+        except BaseException as error:
+            traceback.print_exc()
+            self.problem = f"{type(error).__name__}: {error}"
+        finally:
+            self._give_up()
+
+    def _work(self) -> None:
+        """Until somebody wishes the end."""
         while True:
             # With nothing to do, the next wish is waited for.
             while not self._running or not self._wishes.empty():
                 wish = self._wishes.get()
                 if wish is None:
                     return
-                wish()
+                for job in wish.jobs:
+                    if wish.is_wanted:
+                        self._take(job)
+                    else:
+                        self._drop(job)
             self._step()
 
-    def _take(self, jobs: Sequence[Job]) -> None:
-        assert self._engine is not None
-        for job in jobs:
-            try:
-                running = _Running(job, self._engine, self._tokenizer)
-            except UserError:
-                # What was asked for had been checked before.
-                traceback.print_exc()
-                job.tell(Part("", [], [], "failed"))
+    def _give_up(self) -> None:
+        """Tells all who wait that they wait for nothing."""
+        with self._lock:
+            self._has_ended = True
+        left = dict.fromkeys(self._of_job)
+        while not self._wishes.empty():
+            wish = self._wishes.get()
+            if wish is None:
                 continue
-            self._running[running.generation] = running
-            self._of_job[job] = running
+            for job in wish.jobs:
+                if wish.is_wanted:
+                    left[job] = None
+                else:
+                    left.pop(job, None)
+        for job in left:
+            _tell_failed(job)
 
-    def _drop(self, jobs: Sequence[Job]) -> None:
+    def _take(self, job: Job) -> None:
         assert self._engine is not None
-        for job in jobs:
-            running = self._of_job.pop(job, None)
-            if running is not None:
-                self._engine.cancel(running.generation)
-                del self._running[running.generation]
+        try:
+            running = _Running(job, self._engine, self._tokenizer)
+        except Exception:
+            # What was asked for had been checked before.
+            traceback.print_exc()
+            _tell_failed(job)
+            return
+        self._running[running.generation] = running
+        self._of_job[job] = running
+
+    def _drop(self, job: Job) -> None:
+        assert self._engine is not None
+        running = self._of_job.get(job)
+        if running is not None:
+            self._forget(running)
+            self._engine.cancel(running.generation)
+
+    def _forget(self, running: _Running) -> None:
+        del self._running[running.generation]
+        del self._of_job[running.job]
+
+    def _fail(self, running: _Running) -> None:
+        """Ends one text, and no other."""
+        self._drop(running.job)
+        _tell_failed(running.job)
 
     def _step(self) -> None:
         assert self._engine is not None
         try:
             changed = self._engine.step()
-            self.problem = None
         except Exception as error:
-            # What was on its way is lost, what waits may go well.
             traceback.print_exc()
-            self.problem = f"{type(error).__name__}: {error}"
-            changed = [generation for generation in self._running if generation.reason is not None]
+            changed = self._after_failure(error)
+        else:
+            self.failures_in_a_row = 0
+            self.problem = None
         for generation in changed:
             running = self._running.get(generation)
             if running is None:
                 continue
-            running.tell()
+            try:
+                running.tell()
+            except Exception:
+                traceback.print_exc()
+                self._fail(running)
+                continue
             if generation.reason is not None:
-                del self._running[generation]
-                del self._of_job[running.job]
+                self._forget(running)
+
+    def _after_failure(self, error: Exception) -> list[Generation]:
+        """Texts that have ended with a step that failed. What was on its way is lost, what waits
+        may go well."""
+        self.num_failures += 1
+        self.failures_in_a_row += 1
+        self.problem = f"{type(error).__name__}: {error}"
+        ended = [generation for generation in self._running if generation.reason is not None]
+        if not ended:
+            # The next step would find what this one found, and so for ever.
+            for running in list(self._running.values()):
+                self._fail(running)
+        return ended
+
+
+def _tell_failed(job: Job) -> None:
+    try:
+        job.tell(_FAILED)
+    except Exception:
+        traceback.print_exc()

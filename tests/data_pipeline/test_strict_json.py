@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from data_pipeline.strict_json import MAX_DEPTH, StrictJsonError, loads
+from data_pipeline.strict_json import MAX_DEPTH, StrictJsonError, _make_object, loads
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,20 @@ def test_depth_ends_no_thread_either():
 
 def test_lone_surrogates_are_left_to_who_reads_the_text():
     assert loads('"\\ud800"') == "\ud800"
+
+
+def test_a_doubled_key_is_found_among_many_in_one_pass():
+    class Key(str):
+        __slots__ = ()
+        num_compared = 0
+
+        def __eq__(self, other):
+            Key.num_compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    pairs = [(Key(number), number) for number in range(2000)]
+    with pytest.raises(StrictJsonError, match="a key occurs twice: '1999'"):
+        _make_object([*pairs, (Key(1999), 0)])
+    assert Key.num_compared < 10 * len(pairs)

@@ -1,5 +1,6 @@
 """Tokenizers: round trips, identity, and errors a user can act on."""
 
+import concurrent.futures
 import json
 import re
 
@@ -107,6 +108,26 @@ def test_words_that_came_before_have_the_ids_of_the_library(text, digits):
         or len(tokenizer._words) > 0
         or not any(len(word) <= 4 for word in tokenizer._words.pattern.findall(ascii))
     )
+
+
+def test_several_threads_encode_with_one_tokenizer(monkeypatch):
+    """Also while words that came before are forgotten."""
+    monkeypatch.setattr(huggingface, "_WORDS", 3)
+    texts = [" ".join(f"w{i % n}x{i * n}" for i in range(200)) for n in range(2, 10)]
+    expected = [BPE.encode(text).tolist() for text in texts]
+
+    def encode_all(_):
+        return [BPE.encode(text).tolist() for text in texts]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(encode_all, range(8))) == [expected] * 8
+
+
+def test_an_id_within_a_text_stands_for_bytes():
+    ids = BPE.encode(" the été 🦜").tolist()
+    found = [BPE.token_bytes(i) for i in ids]
+    assert b"".join(found) == " the été 🦜".encode()
+    assert BPE.token_bytes(BPE.eod_id) == BPE.token_bytes(BPE.vocab_size) == b""
 
 
 def test_ways_to_divide_that_are_not_known_are_left_to_the_library():

@@ -1,0 +1,336 @@
+"""The application over a worker that does as it is told, so that each moment can be chosen."""
+
+import datetime
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+import uvicorn
+
+from data_pipeline.tokenizer import ByteTokenizer, load_tokenizer
+from maxtrain.serve.app import Limits, make_app
+from maxtrain.serve.chat import Chat
+from maxtrain.serve.protocol import Answers, RequestError, Served, read_completion
+from maxtrain.serve.text import Token
+from maxtrain.serve.worker import Part, Worker
+
+KEY = "Schlüssel"
+LIMITS = Limits(5, 10**7, KEY, ())
+
+
+class ScriptedWorker(Worker):
+    """Answers with the letter a, `count` times, one every `seconds`."""
+
+    def __init__(self):
+        super().__init__(lambda: None, ByteTokenizer())
+        self.count = 1
+        self.seconds = 0.0
+        self.cancelled = threading.Event()
+        self.alive = True
+
+    @property
+    def is_alive(self):
+        return self.alive
+
+    def submit(self, jobs):
+        threading.Thread(target=self._answer, args=(jobs,), daemon=True).start()
+
+    def _answer(self, jobs):
+        for number in range(self.count):
+            if self.cancelled.wait(self.seconds):
+                return
+            for job in jobs:
+                job.tell(Part("a", [Token(97, -1.0, number)], None))
+        for job in jobs:
+            job.tell(Part("", [], "length"))
+
+    def cancel(self, jobs):
+        self.cancelled.set()
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Encodes when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.may_encode = threading.Event()
+        self.may_encode.set()
+        self.begun = threading.Event()
+
+    def encode(self, text):
+        self.begun.set()
+        assert self.may_encode.wait(60)
+        return super().encode(text)
+
+
+class Site:
+    """The application behind a port of this machine, in a thread of this process."""
+
+    def __init__(self, folder):
+        self.worker = ScriptedWorker()
+        self.tokenizer = SlowTokenizer()
+        chat = Chat(load_tokenizer(folder), folder, "chatml")
+        served = Served("small", (), self.tokenizer, (), chat, 4096, 257, 0)
+        app = make_app(served, self.worker, LIMITS)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.address = listening.getsockname()
+        config = uvicorn.Config(app, log_level="error", lifespan="off")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=lambda: self.server.run(sockets=[listening]))
+        self.thread.start()
+
+    def ask(self, method, path, body=None, key=None):
+        """Status, headers and body; `key`: bytes, if not those of the right one."""
+        key = key or KEY.encode()
+        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        headers = {"Content-Type": "application/json", "Authorization": b"Bearer " + key}
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        content = answer.read().decode()
+        connection.close()
+        return answer.status, answer.headers, content
+
+    def post(self, path="/v1/completions", body=b"", **values):
+        """Status and JSON."""
+        status, _, content = self.ask("POST", path, body or json.dumps(values).encode())
+        return status, json.loads(content)
+
+    def metrics(self):
+        lines = self.ask("GET", "/metrics")[2].splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
+
+@pytest.fixture(scope="module")
+def running(pretrained_directory):
+    site = Site(pretrained_directory)
+    yield site
+    site.server.should_exit = True
+    site.thread.join(60)
+
+
+@pytest.fixture
+def site(running):
+    """With a worker that answers at once."""
+    worker = running.worker
+    worker.count = 1
+    worker.seconds = 0.0
+    worker.alive = True
+    worker.failures_in_a_row = 0
+    worker.problem = None
+    worker.cancelled.clear()
+    return running
+
+
+def test_a_client_that_leaves_before_a_whole_answer_takes_its_text_along(site):
+    """However often parts come."""
+    site.worker.count = 10_000
+    site.worker.seconds = 0.02
+    before = site.metrics()["maxtrain_cancelled_texts_total"]
+    body = b'{"prompt": "a"}'
+    with socket.create_connection(site.address) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n"
+        kind = f"Content-Type: application/json\r\nAuthorization: Bearer {KEY}\r\n\r\n"
+        client.sendall(head.encode() + kind.encode() + body)
+        time.sleep(0.3)
+        assert not site.worker.cancelled.is_set()
+    assert site.worker.cancelled.wait(30)
+    assert site.metrics()["maxtrain_cancelled_texts_total"] == before + 1
+
+
+def test_while_a_long_prompt_is_encoded_others_are_answered(site):
+    site.tokenizer.may_encode.clear()
+    site.tokenizer.begun.clear()
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(site.post(prompt="a")))
+    thread.start()
+    try:
+        assert site.tokenizer.begun.wait(30)
+        assert site.ask("GET", "/health")[0] == 200
+        assert not answers
+    finally:
+        site.tokenizer.may_encode.set()
+        thread.join(60)
+    assert answers[0][0] == 200
+
+
+def test_too_many_texts_are_refused_before_they_are_encoded():
+    class Broken(ByteTokenizer):
+        def encode(self, text):
+            raise AssertionError("this was not to be encoded")
+
+    served = Served("small", (), Broken(), (), None, 4096, 257, 0)
+    with pytest.raises(RequestError, match="256 texts are asked for at once, at most 128 can be"):
+        read_completion({"prompt": ["a", "b"], "n": 128}, served)
+
+
+def test_more_texts_than_can_ever_wait_are_an_error_of_the_client(site):
+    status, answer = site.post(prompt="a", n=6)
+    assert status == 400 and answer["error"]["param"] == "n"
+    assert "makes or keeps waiting at most 5. Ask several times." in answer["error"]["message"]
+    assert site.post(prompt="a", n=5)[0] == 200
+
+
+def test_texts_for_which_there_is_no_place_now_are_to_come_later(site):
+    site.worker.count = 2
+    site.worker.seconds = 0.5
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(site.post(prompt="a", n=3)))
+    thread.start()
+    while site.metrics()["maxtrain_open_texts"] != 3:
+        time.sleep(0.02)
+    status, headers, _ = site.ask("POST", "/v1/completions", b'{"prompt": "a", "n": 3}')
+    assert status == 429 and headers["Retry-After"] == "1"
+    thread.join(60)
+    assert answers[0][0] == 200
+
+
+def test_without_an_engine_requests_are_refused_at_once(site):
+    site.worker.alive = False
+    status, headers, content = site.ask("POST", "/v1/completions", b'{"prompt": "a"}')
+    assert status == 503 and headers["Retry-After"] == "1"
+    assert json.loads(content)["error"]["type"] == "server_error"
+    assert site.ask("GET", "/health")[0] == 503
+
+
+def test_one_failed_step_is_counted_and_is_no_ill_health(site):
+    before = site.metrics()["maxtrain_failed_steps"]
+    site.worker.num_failures += 2
+    site.worker.failures_in_a_row = 2
+    site.worker.problem = "RuntimeError: no memory"
+    assert site.ask("GET", "/health")[0] == 200
+    assert site.metrics()["maxtrain_failed_steps"] == before + 2
+    site.worker.failures_in_a_row = 3
+    status, _, content = site.ask("GET", "/health")
+    assert status == 503 and json.loads(content)["problem"] == "RuntimeError: no memory"
+
+
+HUGE = b"1" + b"0" * 400
+SURROGATE = b'"hi \\ud83d"'
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (b'"prompt": ' + SURROGATE, "prompt can't be encoded"),
+        (b'"prompt": "a", "\\ud83d": 1', r"\ud83d is not supported here"),
+        (b'"prompt": "a", "temperature": ' + HUGE, "temperature=1000"),
+        (b'"prompt": "a", "min_p": ' + HUGE, "must be a number"),
+        (b'"prompt": "a", "stop": ' + SURROGATE, "stop has the lone surrogate U+D83D"),
+        (b'"prompt": "a", "model": ' + SURROGATE, "is not served here"),
+        (b'"prompt": "a", "n": ' + HUGE, "texts are asked for at once"),
+        (b'"prompt": "a", "max_tokens": ' + HUGE, "is too much"),
+        (b'"prompt": "a", "n": 0', "n=0 must be an integer of at least 1"),
+        (b'"prompt": "a", "n": false', "n=False must be an integer of at least 1"),
+        (b'"prompt": "a", "stream": ""', "stream= must be true or false"),
+        (b'"prompt": "a", "stream_options": {}', "stream_options is for streams alone"),
+        (b'"prompt": "a", "stream_options": []', "stream_options may have include_usage"),
+        (
+            b'"prompt": "a", "stream": true, "stream_options": {"include_obfuscation": "x"}',
+            "include_obfuscation=x must be true or false",
+        ),
+        (
+            b'"prompt": "a", "stream": true, "stream_options": {"include_obfuscation": true}',
+            "include_obfuscation=true is not supported here",
+        ),
+        (
+            b'"prompt": "a", "stream": true, "stream_options": {"include_usage": 0}',
+            "include_usage=0 must be true or false",
+        ),
+        (b'"prompt": "a", "presence_penalty": false', "presence_penalty=false is not supported"),
+        (b'"prompt": "a", "best_of": true', "best_of=true is not supported"),
+    ],
+)
+def test_mistakes_of_a_completion_are_the_client_s(site, values, message):
+    status, answer = site.post(body=b"{" + values + b"}")
+    assert status in (400, 404) and message in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            b'"messages": [{"role": "user", "content": ' + SURROGATE + b"}]",
+            "messages[0].content has the lone surrogate U+D83D at character 3",
+        ),
+        (
+            b'"messages": [{"role": "user", "content": "a", ' + SURROGATE + b": 1}]",
+            "messages[0] has the lone surrogate U+D83D at character 3",
+        ),
+        (
+            b'"messages": [{"role": "user", "content": "a"}], "logprobs": 1',
+            "logprobs must be true or false",
+        ),
+        (b'"messages": [{"role": "user", "content": "a"}], "n": 0', "n=0 must be an integer"),
+    ],
+)
+def test_mistakes_of_a_chat_are_the_client_s(site, values, message):
+    status, answer = site.post("/v1/chat/completions", b"{" + values + b"}")
+    assert status == 400 and message in answer["error"]["message"]
+
+
+def test_more_candidates_than_there_are_tokens_are_all(site):
+    """As 400 digits are a number, however unlikely."""
+    assert site.post(body=b'{"prompt": "a", "top_k": ' + HUGE + b"}")[0] == 200
+
+
+def test_what_clients_send_without_effect_is_taken(site):
+    options = {"include_obfuscation": False, "include_usage": True}
+    body = {"prompt": "a", "stream": True, "stream_options": options, "presence_penalty": 0.0}
+    status, _, content = site.ask("POST", "/v1/completions", json.dumps(body).encode())
+    assert status == 200 and content.endswith("data: [DONE]\n\n")
+    assert site.post(prompt="a", stream=None, n=None, stream_options=None)[0] == 200
+
+
+def test_a_bug_of_ours_is_an_answer_and_is_counted(site, monkeypatch, capfd):
+    def fail(values, served):
+        raise ZeroDivisionError("a bug")
+
+    name = 'maxtrain_requests_total{path="/v1/completions",status="500"}'
+    before = site.metrics().get(name, 0)
+    monkeypatch.setattr("maxtrain.serve.app.read_completion", fail)
+    status, answer = site.post(prompt="a")
+    assert status == 500 and answer["error"]["type"] == "server_error"
+    assert site.metrics()[name] == before + 1
+    assert "ZeroDivisionError: a bug" in capfd.readouterr().err
+
+
+def test_a_key_may_have_any_characters(site):
+    assert site.ask("GET", "/v1/models")[0] == 200
+    assert site.ask("GET", "/v1/models", key=b"Schlussel")[0] == 401
+    assert site.ask("GET", "/v1/models", key=KEY.encode("latin-1"))[0] == 401
+
+
+def test_log_probabilities_have_bytes_and_places():
+    served = Served("small", (), ByteTokenizer(), (), None, 4096, 257, 0)
+    asked = read_completion({"prompt": "a", "logprobs": 0}, served)
+    tokens = [Token(0xC3, -1.0, 0), Token(0xA9, -2.0, 0), Token(97, -3.0, 1)]
+    told = Answers(asked, served, is_chat=False).whole(["éa"], [tokens], ["length"])
+    assert told["choices"][0]["logprobs"] == {
+        "tokens": ["\ufffd", "\ufffd", "a"],
+        "token_logprobs": [-1.0, -2.0, -3.0],
+        "top_logprobs": None,
+        "text_offset": [0, 0, 1],
+    }
+    told = Answers(asked, served, is_chat=True).whole(["éa"], [tokens], ["length"])
+    content = told["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9], [97]]
+
+
+def test_the_date_of_a_template_is_that_of_the_day(pretrained_directory, tmp_path, monkeypatch):
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%Y-%m-%d') }}{{ messages[0].content }}")
+    tokenizer = load_tokenizer(pretrained_directory)
+    chat = Chat(tokenizer, pretrained_directory, str(template))
+
+    class Later(datetime.date):
+        @classmethod
+        def today(cls):
+            return cls(2031, 5, 17)
+
+    monkeypatch.setattr("maxtrain.serve.chat.datetime.date", Later)
+    ids = chat.ids([{"role": "user", "content": "!"}])
+    assert tokenizer.decode(ids) == "2031-05-17!"
