@@ -36,6 +36,7 @@ from maxtrain.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
+from maxtrain.model_source import parameter_dtype
 from maxtrain.models.families.directory import read_config
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
@@ -215,6 +216,7 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
     add("run", metavar="RUN", type=Path, help="run directory to be made, such as runs/NAME")
     add(
         "--dtype",
+        type=parameter_dtype,
         choices=["float32", "bfloat16"],
         default="float32",
         help="number format of parameters and of products (default: %(default)s, which a training "

@@ -38,10 +38,21 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--dtype",
+        type=parameter_dtype,
         choices=["float32", "bfloat16"],
         help="number format for --hf (default: float32)",
     )
     add("--step", metavar="N", type=int, help=STEP_HELP)
+
+
+def parameter_dtype(text: str) -> str:
+    """The argument --dtype of a model that is read; what it may be is for `choices` to say."""
+    if text == "float16":
+        raise argparse.ArgumentTypeError(
+            "float16 is no number format of parameters here. Leave --dtype out: float32 holds "
+            "every number of float16, and `maxtrain export --dtype float16` writes the same bits"
+        )
+    return text
 
 
 def check_model_arguments(

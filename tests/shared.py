@@ -25,8 +25,11 @@ MORE_PARITY_CASES = (
     "mixtral",
     "qwen3_moe",
     "qwen3_moe_unnormalised",
+    "qwen2_moe",
+    "deepseek_v2",
     "deepseek_v3",
     "gpt_oss",
+    "gpt2",
 )
 PARITY_CASES = FIRST_PARITY_CASES + MORE_PARITY_CASES
 # One of each kind of block, for tests that take seconds a family: dense, windows, experts, latents.

@@ -113,6 +113,51 @@ def test_generate_and_export_need_no_data(source, tmp_path, capsys):
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
+def as_float16(source):
+    """The same directory with numbers of float16, some of them smaller than its normal ones."""
+    tensors = load_file(source / "model.safetensors")
+    halves = {name: value.astype(np.float16) for name, value in tensors.items()}
+    embedding = halves["model.embed_tokens.weight"]
+    embedding[5] = np.arange(1, 1 + embedding.shape[1], dtype=np.uint16).view(np.float16)
+    save_file(halves, source / "model.safetensors", {"format": "pt"})
+    return halves
+
+
+@pytest.mark.long
+def test_a_model_in_float16_goes_through_a_run_unchanged(source, tmp_path, capsys):
+    halves = as_float16(source)
+    run, out = str(tmp_path / "run"), tmp_path / "out"
+    assert cli.main(["import", str(source), run]) == 0
+    said = capsys.readouterr().err
+    assert "model.embed_tokens.weight F16[160, 48]" in " ".join(said.split())
+    model, _ = load_run(run)
+    expected = halves["model.embed_tokens.weight"].astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(model.embedding[...]), expected)
+    options = ["--prompt", "abc", "--max-tokens", "5", "--temperature", "0"]
+    assert cli.main(["generate", run, *options]) == 0
+    of_run = capsys.readouterr().out
+    assert cli.main(["generate", "--hf", str(source), *options]) == 0
+    assert capsys.readouterr().out == of_run
+    assert cli.main(["score", run, "--text", "The cat sat on the mat."]) == 0
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 20)
+    assert cli.main(["evaluate", run, "--text", str(tmp_path / "text.txt")]) == 0
+    capsys.readouterr()
+    assert cli.main(["export", run, str(out), "--dtype", "float16"]) == 0
+    assert "differ from the run's by up to 0," in capsys.readouterr().out
+    theirs = (source / "model.safetensors").read_bytes()
+    assert (out / "model.safetensors").read_bytes() == theirs
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("command", [["import", "DIR", "RUN"], ["generate", "--hf", "DIR"]])
+def test_parameters_in_float16_are_refused_with_a_way(command, capsys):
+    assert cli.main([*command, "--dtype", "float16"]) == 64
+    said = capsys.readouterr().err
+    assert "Leave --dtype out: float32 holds every number of float16" in said
+    assert cli.main([*command, "--dtype", "int8"]) == 64
+    assert "choose from" in capsys.readouterr().err
+
+
 @pytest.mark.long
 def test_the_commands_of_the_readme(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -312,6 +357,16 @@ def test_what_reads_back_otherwise_is_no_run(source, tmp_path, monkeypatch):
     with pytest.raises(StorageError, match=r"1 parameters \(.*\) differ. Nothing was imported"):
         import_run(source, tmp_path / "run")
     assert names(tmp_path) == ["source"]
+
+
+def test_numbers_of_float16_are_rounded_once(source, tmp_path):
+    halves = as_float16(source)
+    import_run(source, tmp_path / "run", "bfloat16")
+    model, _ = load_run(tmp_path / "run")
+    exact = halves["model.embed_tokens.weight"].astype(np.float32)
+    np.testing.assert_array_equal(
+        np.asarray(model.embedding[...]), exact.astype(ml_dtypes.bfloat16)
+    )
 
 
 @pytest.mark.long

@@ -2,17 +2,19 @@
 
 The names and layouts of the tensors follow from a family's table: what is done to the weights of a
 product on the way to Hugging Face is done to A, whose columns are the ranks, and to B, whose rows
-are. Products that are put together there, or whose entries change places, have no such form.
+are. Products that are put together there, or whose entries change places, have no such form, but
+for experts (`peft_experts`).
 
 Source: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
 
 import dataclasses
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +28,12 @@ from data_pipeline.errors import ConfigError, DataError, UsageError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint.listing import aligned
 from maxtrain.config.schema import LoraConfig, MeshConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.values import section_leaves
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json
 from maxtrain.models.many_adapters import AdapterSet
+from maxtrain.models.specs import MoeSpec
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.optimizer import paths
 from maxtrain.training.state import abstract_model
@@ -42,11 +46,28 @@ from maxtrain.weights.codec import (
     Transpose,
     in_memory,
 )
+from maxtrain.weights.peft_experts import GATE_AND_UP, Joined, join_experts, split_experts
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 # What our parts of an adapter are called there.
 _PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+# What makes another model of the same tensors, or has more of them.
+_OTHER_MODELS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "bias",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "monteclora_config",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
+# How A and B began, where that has left the weights as they were.
+_PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
 _TABLE_ROWS = 40
 
 
@@ -70,10 +91,14 @@ def write_adapters(
     for entry in _table(config, set(ours)):
         (name,) = entry.ours
         for their_name, tensor in entry.forward([in_memory(ours[name])]).items():
-            # What is not contiguous would be written in another order.
-            tensors[their_name] = np.ascontiguousarray(tensor.whole(), np.float32)
-    write_atomic(directory / TENSORS, save(tensors, {"format": "pt"}))
-    settings = _settings(config, sorted(tensors), base)
+            tensors[their_name] = tensor.whole()
+    joined = join_experts(tensors)
+    settings = _settings(config, _targets(config, joined), base)
+    # What is not contiguous would be written in another order.
+    written = {
+        name: np.ascontiguousarray(tensor, np.float32) for name, tensor in joined.tensors.items()
+    }
+    write_atomic(directory / TENSORS, save(written, {"format": "pt"}))
     write_atomic(directory / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
 
 
@@ -93,9 +118,12 @@ def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> 
     _require_same_settings(directory, config)
     leaves = paths(abstract)
     table = _table(config, set(leaves))
-    stored = _read(directory / TENSORS)
     shapes = {name: variable.get_value().shape for name, variable in leaves.items()}
-    _check(directory, table, shapes, stored)
+    wanted: dict[str, tuple[int, ...]] = {}
+    for entry in table:
+        wanted |= entry.their_shapes([shapes[name] for name in entry.ours])
+    stored = split_experts(_read(directory / TENSORS), wanted)
+    _check(directory, wanted, stored)
     found: dict[str, LazyArray] = {}
     for entry in table:
         of_ours = [shapes[name] for name in entry.ours]
@@ -161,15 +189,21 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
         magnitudes=bool(there.get("use_dora")),
     )
     everywhere = paths(_abstract_adapters(dataclasses.replace(config, lora=lora)))
-    stored = _read(directory / TENSORS)
-    targets = []
+    wanted: dict[str, tuple[int, ...]] = {}
+    # The products that have each tensor.
+    products = {}
     for name, variable in everywhere.items():
         product, _, part = name.rpartition(".adapter.")
-        if part != "a" or not _is_plain(_of_kernels(config)[f"{product}.kernel"]):
+        if not _is_plain(_of_kernels(config)[f"{product}.kernel"]):
             continue
         (entry,) = _table(config, {name})
-        if any(theirs in stored for theirs in entry.names([variable.get_value().shape])):
-            targets.append(f"^{re.escape(product)}$")
+        shapes = entry.their_shapes([variable.get_value().shape])
+        wanted |= shapes
+        if part == "a":
+            products |= dict.fromkeys(shapes, product)
+    stored = split_experts(_read(directory / TENSORS), wanted)
+    found = {products[name] for name in stored if name in products}
+    targets = [f"^{re.escape(product)}$" for product in sorted(found)]
     if not targets:
         raise DataError(
             f"{directory / TENSORS}: has no adapter of a product that models of family "
@@ -224,13 +258,54 @@ def _is_plain(entry: Entry) -> bool:
     return is_one and len(transposes) == 1 and all(isinstance(s, allowed) for s in entry.steps)
 
 
-def _settings(config: ModelConfig, names: list[str], base: str | None) -> dict[str, Any]:
-    """The content of adapter_config.json."""
-    lora = config.lora
+class _Targets(NamedTuple):
+    """What has an adapter, as adapter_config.json has it: by whole names, since not all products of
+    one name need have one."""
+
+    modules: list[str]
+    parameters: list[str]
+
+
+def _targets(config: ModelConfig, joined: Joined) -> _Targets:
+    """What has an adapter.
+
+    In a model with experts, PEFT takes every module that is called like a product of an expert for
+    one, wherever it is. Parameters are what it is told.
+    """
+    layers = FAMILIES[config.family].spec(config).stack.layers()
+    has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in layers)
+    parameters = set(joined.parameters)
     modules = set()
-    for name in names:
-        module, _, _ = name.partition(".lora_")
-        modules.add(module.removeprefix("base_model.model."))
+    for name in joined.tensors:
+        module = name.partition(".lora_")[0]
+        if module in joined.parameters.values():
+            continue
+        if has_experts and ".mlp." in module:
+            parameters.add(f"{module}.weight")
+        else:
+            modules.add(module)
+    return _Targets(_without_prefix(modules), _without_prefix(parameters))
+
+
+def _without_prefix(names: Iterable[str]) -> list[str]:
+    return sorted(name.removeprefix("base_model.model.") for name in names)
+
+
+def _settings(config: ModelConfig, targets: _Targets, base: str | None) -> dict[str, Any]:
+    """The content of adapter_config.json.
+
+    UsageError: PEFT has no magnitudes for one of the adapters.
+    """
+    lora = config.lora
+    if lora.magnitudes and targets.parameters:
+        raise UsageError(
+            "model.lora.magnitudes=True: PEFT has none for feed-forward blocks of a model with "
+            "experts. Export the whole model with --format hf, or train adapters of attention "
+            r"alone: model.lora.targets='[attention\.]'."
+        )
+    patterns: dict[str, Any] = {"rank_pattern": {}, "alpha_pattern": {}}
+    if any(name.endswith(".gate_up_proj") for name in targets.parameters):
+        patterns = _patterns_of_gate_and_up(lora)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -240,15 +315,26 @@ def _settings(config: ModelConfig, names: list[str], base: str | None) -> dict[s
         "lora_alpha": lora.alpha,
         "use_rslora": lora.scaling == "root",
         "use_dora": lora.magnitudes,
-        # By their whole names, since not all products of one name need have an adapter.
-        "target_modules": sorted(modules),
+        "target_modules": targets.modules,
+        "target_parameters": targets.parameters or None,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "modules_to_save": None,
-        "rank_pattern": {},
-        "alpha_pattern": {},
+        **patterns,
+    }
+
+
+def _patterns_of_gate_and_up(lora: LoraConfig) -> dict[str, Any]:
+    """Rank and alpha of the adapters of gate and up together, which have the scale of the others."""
+    assert lora.rank is not None
+    factor = 2.0
+    if lora.scaling == "root":
+        factor = math.sqrt(2)
+    return {
+        "rank_pattern": {GATE_AND_UP: 2 * lora.rank},
+        "alpha_pattern": {GATE_AND_UP: factor * lora.alpha},
     }
 
 
@@ -274,22 +360,40 @@ def _require_same_settings(directory: Path, config: ModelConfig) -> None:
                 f"model.lora.{key} does not fit {path}, which has {name}={theirs}. "
                 f"Set model.lora.{key}={mend}."
             )
-    for name, nothing in (("bias", "none"), ("modules_to_save", None)):
-        if there.get(name, nothing) not in (nothing, []):
+    for name in _OTHER_MODELS:
+        if there.get(name, "none") not in ("none", None, False, []):
             problems.append(
                 f"{path}: {name}={there[name]} is not supported, since only adapters are read. "
                 "Take the adapters into the weights with PEFT's merge_and_unload."
             )
-    for name in ("rank_pattern", "alpha_pattern"):
-        if there.get(name):
-            problems.append(
-                f"{path}: {name}={there[name]} is not supported: all adapters have one rank and "
-                "one scale. Take the adapters into the weights with PEFT's merge_and_unload."
-            )
+    beginning = there.get("init_lora_weights", True)
+    if beginning not in _PLAIN_BEGINNINGS:
+        problems.append(
+            f"{path}: init_lora_weights={beginning} is not supported: it changes the weights, too. "
+            "Save the adapters with PEFT's path_initial_model_for_weight_conversion, or take them "
+            "into the weights with its merge_and_unload."
+        )
+    patterns = {name: there.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    if lora.rank is None or not _same_numbers(patterns, _patterns_of_gate_and_up(lora)):
+        for name, given in patterns.items():
+            if given:
+                problems.append(
+                    f"{path}: {name}={given} is not supported: all adapters have one rank and "
+                    "one scale. Take the adapters into the weights with PEFT's merge_and_unload."
+                )
     if there.get("peft_type") != "LORA":
         problems.append(f"{path}: peft_type={there.get('peft_type')} must be LORA. Use others.")
     if problems:
         raise ConfigError(problems)
+
+
+def _same_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two sections of adapter_config.json are the same but for roundings."""
+    here = section_leaves(one)
+    there = section_leaves(other)
+    return here.keys() == there.keys() and all(
+        math.isclose(here[name], there[name], rel_tol=1e-6) for name in here
+    )
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
@@ -302,15 +406,9 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def _check(
-    directory: Path,
-    table: list[Entry],
-    shapes: Mapping[str, tuple[int, ...]],
-    stored: Mapping[str, np.ndarray],
+    directory: Path, wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, np.ndarray]
 ) -> None:
     """DataError: with a table of what is missing, left over, of another shape or not finite."""
-    wanted: dict[str, tuple[int, ...]] = {}
-    for entry in table:
-        wanted |= entry.their_shapes([shapes[name] for name in entry.ours])
     problems = []
     for name, shape in wanted.items():
         if name not in stored:

@@ -1,4 +1,8 @@
-"""Adapters in PEFT's files: the same numbers there and back, and what they mean for the weights."""
+"""Adapters in PEFT's files: the same numbers there and back, and what they mean for the weights.
+
+Those in tests/data/peft are PEFT's own (0.21.2), with the logits that it computed with them for the
+first tokens of the parity case that they are for.
+"""
 
 import dataclasses
 import json
@@ -20,9 +24,11 @@ from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
 from maxtrain.training.optimizer import paths
 from maxtrain.weights.codec import in_memory
+from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.peft import read_adapters, write_adapters
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
+MADE_BY_PEFT = Path(__file__).parents[1] / "data" / "peft"
 EXACT = PrecisionConfig(compute="float32")
 LORA = LoraConfig(rank=3, alpha=6.0)
 
@@ -89,6 +95,65 @@ def test_there_and_back_is_the_same_and_means_the_same(case, magnitudes, tmp_pat
     assert len(tensors) == (3 if magnitudes else 2) * seen
 
 
+OF_MIXTURES = (r"attention\.q$", r"mlp\.(gate|up|down)$")
+FROM_PEFT = {
+    "llama_lora": LoraConfig(rank=3, alpha=7.0),
+    "llama_rslora_subset": LoraConfig(
+        rank=4, alpha=6.0, scaling="root", targets=(r"attention\.[qv]$", r"mlp\.down")
+    ),
+    "llama_dora": LoraConfig(
+        rank=2, alpha=5.0, magnitudes=True, targets=(r"attention\.[qo]$", r"mlp\.up")
+    ),
+    # Parameters of transformers 5, in which gate and up have the same A.
+    "mixtral_parameters": LoraConfig(rank=2, alpha=5.0, targets=OF_MIXTURES),
+    # Products of each expert, of which PEFT has made parameters.
+    "qwen3_moe_each": LoraConfig(rank=1, alpha=3.0, targets=OF_MIXTURES),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "llama_lora",
+        *(pytest.param(case, marks=pytest.mark.long) for case in list(FROM_PEFT)[1:]),
+    ],
+)
+def test_adapters_that_peft_wrote_are_read_and_written_as_there(case, tmp_path):
+    folder = MADE_BY_PEFT / case
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    directory = PARITY / settings["base_model_name_or_path"]
+    base, config = load_pretrained(directory)
+    config = dataclasses.replace(config, lora=FROM_PEFT[case])
+    abstract = nnx.eval_shape(lambda: build_model(config, EXACT, 0))
+    graphdef, variables = nnx.split(abstract)
+    _, adapters = split_adapters(variables)
+    of_base = jax.tree.leaves(nnx.state(base))[0].sharding
+    adapters = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=of_base), adapters
+    )
+    found = read_adapters(folder, adapters, config)
+    model = nnx.merge(graphdef, nnx.merge_state(nnx.state(base), found))
+    expected = np.load(folder / "logits.npz")["logits"]
+    tokens = np.load(directory / "reference.npz")["tokens"][:, : expected.shape[1]]
+    logits = jax.jit(lambda model, tokens: model(tokens))(model, jax.numpy.asarray(tokens))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5)
+
+    write_adapters(tmp_path, found, config, None)
+    written = load_file(tmp_path / "adapter_model.safetensors")
+    theirs = load_file(folder / "adapter_model.safetensors")
+    assert written.keys() == theirs.keys()
+    if case == "mixtral_parameters":
+        # The A that gate and up share is written twice.
+        name = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+        assert written[name].shape[0] == 2 * theirs[name].shape[0]
+        return
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(written[name], tensor)
+    ours = json.loads((tmp_path / "adapter_config.json").read_text())
+    for key in ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern"):
+        assert ours[key] == settings[key], key
+
+
 def exported(variables, config: ModelConfig):
     """The tensors of a Hugging Face directory, float64."""
     ours = {path: np.asarray(v[...], np.float64) for path, v in paths(variables).items()}
@@ -124,6 +189,9 @@ def test_the_config_says_what_peft_asks_for(tmp_path):
         ({"bias": "all"}, "bias=all is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.* is not supported"),
+        ({"alpha_pattern": {r".*\.gate_up_proj": 12.0}}, "alpha_pattern=.* is not supported"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens=.* is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa .* changes the weights, too"),
         ({"peft_type": "IA3"}, "peft_type=IA3 must be LORA"),
     ],
 )

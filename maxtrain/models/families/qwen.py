@@ -145,6 +145,8 @@ def write_qwen2_moe(config: ModelConfig) -> dict[str, Any]:
         "model_type": "qwen2_moe",
         "qkv_bias": True,
         "shared_expert_intermediate_size": config.moe.shared_dim,
+        # What transformers makes of none.
+        "sliding_window": 0,
     }
     if head_dim(config) * config.num_heads != config.embed_dim:
         values["head_dim"] = head_dim(config)
