@@ -14,11 +14,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from data_pipeline.tokenizer import ByteTokenizer
-from maxtrain import cli, merge
+from maxtrain import cli, export, merge
 from maxtrain.config import load_config
 from maxtrain.model_source import load_run
 from maxtrain.train import main as train
 from maxtrain.weights.hf import load_pretrained
+from tests.shared import TINY_MODEL
 
 PARITY = Path(__file__).parent / "data" / "parity"
 
@@ -223,3 +224,31 @@ def test_checkpoints_of_a_run_make_a_soup(tmp_path, tiny_run, monkeypatch):
     wanted = 0.75 * first + 0.25 * last
     np.testing.assert_allclose(average.embedding[...], wanted, rtol=0, atol=1e-6)
     assert ByteTokenizer().vocab_size == 257 and Path("out/tokenizer.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("this_process")
+def test_what_adapters_of_a_run_do_is_merged_too(tmp_path, tiny_run, monkeypatch):
+    config = tiny_run(
+        tmp_path,
+        steps=4,
+        checkpoint_interval=2,
+        optimizer={"learning_rate": 0.05},
+        model={**TINY_MODEL, "lora": {"rank": 2}},
+    )
+    monkeypatch.chdir(tmp_path)
+    assert train(load_config([f"config={config}", "run_name=one"])) == 0
+    places = ["runs/one@2", "runs/one@4"]
+    assert run({"merge_method": "soup", "models": [{"model": place} for place in places]}) == 0
+    exports = []
+    for step in ("2", "4"):
+        assert export.main(["runs/one", step, "--step", step]) == 0
+        exports.append(load_file(f"{step}/model.safetensors"))
+    first, last = exports
+    soup = load_file("out/model.safetensors")
+    assert soup.keys() == first.keys()
+    for name, array in soup.items():
+        wanted = (first[name].astype(np.float32) + last[name].astype(np.float32)) / 2
+        np.testing.assert_allclose(array, wanted, rtol=0, atol=1e-6, err_msg=name)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert np.abs(first[name] - last[name]).max() > 1e-3
