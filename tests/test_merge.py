@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import string
 from pathlib import Path
 
 import ml_dtypes
@@ -13,9 +14,11 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from data_pipeline.tokenizer import ByteTokenizer
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
 from maxtrain import cli, export, merge
 from maxtrain.config import load_config
+from maxtrain.import_weights import import_weights as import_run
+from maxtrain.merge_sources import open_model
 from maxtrain.model_source import load_run
 from maxtrain.train import main as train
 from maxtrain.weights.hf import load_pretrained
@@ -252,3 +255,17 @@ def test_what_adapters_of_a_run_do_is_merged_too(tmp_path, tiny_run, monkeypatch
         np.testing.assert_allclose(array, wanted, rtol=0, atol=1e-6, err_msg=name)
     name = "model.layers.0.self_attn.q_proj.weight"
     assert np.abs(first[name] - last[name]).max() > 1e-3
+
+
+def test_tensors_of_a_run_that_stay_exact_are_written_so(tmp_path):
+    """Biases of DeepSeek's routers are float32 in a model of any type."""
+    shutil.copytree(PARITY / "deepseek_v3", tmp_path / "source")
+    CharTokenizer(string.printable, True).save(tmp_path / "source")
+    import_run(tmp_path / "source", tmp_path / "run", "bfloat16")
+    model = open_model(str(tmp_path / "run"))
+    kinds = {"float32": [], "bfloat16": []}
+    for name, kind in model.dtypes.items():
+        kinds[kind].append(name)
+    assert kinds["bfloat16"]
+    assert kinds["float32"]
+    assert all(name.endswith("e_score_correction_bias") for name in kinds["float32"])
