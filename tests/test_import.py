@@ -94,6 +94,22 @@ def test_a_run_may_move_with_its_tokenizer(source, tmp_path):
     assert tokenizer.eod_id is not None
 
 
+def test_weights_are_read_as_what_they_were_saved_as(source, tmp_path):
+    """config.yaml is that of the last launch, and an older version let it say something else."""
+    run = tmp_path / "run"
+    import_run(source, run)
+    path = run / "config.yaml"
+    text = path.read_text()
+    other = text.replace("rope_theta: 10000.0", "rope_theta: 5000.0")
+    other = other.replace("attention: xla", "attention: eager")
+    assert "rope_theta: 5000.0" in other
+    path.write_text(other)
+    model, _ = load_run(run)
+    assert model.config.rope_theta == 10_000.0
+    assert model.config.attention == "eager"
+    assert read_run_config(run).model == model.config
+
+
 def test_generate_and_export_need_no_data(source, tmp_path, capsys):
     run, out = tmp_path / "run", tmp_path / "out"
     assert cli.main(["import", str(source), str(run)]) == 0
