@@ -41,6 +41,18 @@ CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
 # What our parts of an adapter are called there.
 _PARTS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+# How adapters may have begun: others change the weights that they are for when they are loaded.
+_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
+# With one of these, adapters are not simply added to their products, or to other layers.
+_OTHER_FORMS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+)
 _TABLE_ROWS = 40
 
 
@@ -205,6 +217,20 @@ def _require_same_settings(directory: Path, config: ModelConfig) -> None:
             problems.append(
                 f"{path}: {name}={there[name]} is not supported: all adapters have one rank and "
                 "one scale. Take the adapters into the weights with PEFT's merge_and_unload."
+            )
+    begins = there.get("init_lora_weights")
+    if begins not in _BEGINNINGS:
+        problems.append(
+            f"{path}: init_lora_weights={begins} is not supported, since PEFT changes the weights "
+            "that such adapters are for. Take the adapters into the weights with PEFT's "
+            "merge_and_unload."
+        )
+    for name in _OTHER_FORMS:
+        if there.get(name):
+            problems.append(
+                f"{path}: {name}={there[name]} is not supported: adapters do the same to all tokens, "
+                "in the layers of the model. Take them into the weights with PEFT's "
+                "merge_and_unload, or use others."
             )
     if there.get("peft_type") != "LORA":
         problems.append(f"{path}: peft_type={there.get('peft_type')} must be LORA. Use others.")

@@ -124,6 +124,12 @@ def test_the_config_says_what_peft_asks_for(tmp_path):
         ({"bias": "all"}, "bias=all is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=.* is not supported"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern=.* is not supported"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not .*merge_and_unload"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga is not supported"),
+        ({"init_lora_weights": ["eva"]}, "init_lora_weights=.* is not supported"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens=.* is not supported"),
+        ({"use_qalora": True}, "use_qalora=True is not .*merge_and_unload, or use others"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config=.* is not supported"),
         ({"peft_type": "IA3"}, "peft_type=IA3 must be LORA"),
     ],
 )
@@ -135,6 +141,26 @@ def test_adapters_of_other_settings_are_refused(changes, message, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError, match=message):
         read_adapters(tmp_path, described(adapters), model.config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": False, "use_qalora": False, "arrow_config": None},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "eva", "alora_invocation_tokens": None},
+        {"init_lora_weights": "orthogonal"},
+    ],
+)
+def test_settings_that_change_nothing_of_adapters_are_read(changes, tmp_path):
+    model = build()
+    adapters = adapters_of(model)
+    write_adapters(tmp_path, adapters, model.config, None)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    found = read_adapters(tmp_path, described(adapters), model.config)
+    for ours, theirs in zip(jax.tree.leaves(adapters), jax.tree.leaves(found), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_tensors_that_are_not_those_of_the_adapters_are_told_in_a_table(tmp_path):
