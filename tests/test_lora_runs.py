@@ -178,6 +178,18 @@ def test_adapters_go_to_peft_and_come_back(config, capfd):
     assert "has no adapters" in capfd.readouterr().err
 
 
+def test_what_trains_beside_adapters_is_not_left_out_in_silence(config, capfd):
+    runs = config.parent / "runs"
+    out = config.parent / "partly"
+    begins = f"checkpoint.init_from={config.parent / 'hf'}"
+    assert train(config, "partly", begins, LORA, "train.only=[embedding]", "steps=4") == 0
+    capfd.readouterr()
+    assert export.main([str(runs / "partly"), str(out), "--format", "peft"]) == 64
+    assert "the run has trained embedding" in capfd.readouterr().err
+    assert not out.exists()
+    assert export.main([str(runs / "partly"), str(out)]) == 0
+
+
 def test_magnitudes_begin_as_lengths_of_the_weights_that_were_read(config):
     """The loss of the first step is that without them."""
     runs = config.parent / "runs"

@@ -72,6 +72,8 @@ def write_adapters(
         UsageError: PEFT has no form for one of the adapters.
     """
     ours = {name: np.asarray(variable[...]) for name, variable in paths(adapters).items()}
+    if config.lora.magnitudes:
+        _require_magnitudes(set(ours))
     tensors: dict[str, np.ndarray] = {}
     for entry in _table(config, set(ours)):
         (name,) = entry.ours
@@ -81,6 +83,18 @@ def write_adapters(
     write_atomic(directory / TENSORS, save(tensors, {"format": "pt"}))
     settings = _settings(config, sorted(tensors), base)
     write_atomic(directory / CONFIG, (json.dumps(settings, indent=2) + "\n").encode())
+
+
+def _require_magnitudes(adapters: set[str]) -> None:
+    """UsageError: some adapters have magnitudes and others, those of experts, have none."""
+    for name in sorted(adapters):
+        product, _, part = name.rpartition(".adapter.")
+        if part == "a" and f"{product}.adapter.magnitude" not in adapters:
+            raise UsageError(
+                f"{product}: adapters of experts have no magnitudes, and PEFT would give them some "
+                "(use_dora). Export the whole model with --format hf, or train without "
+                "model.lora.magnitudes, or without experts in model.lora.targets."
+            )
 
 
 def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> nnx.State:

@@ -11,8 +11,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
-from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig
-from maxtrain.export_adapters import export_adapters
+from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig, TrainConfig
+from maxtrain.export_adapters import export_adapters, require_base_as_it_was
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
@@ -212,3 +212,31 @@ def test_what_has_no_form_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"PEFT's files have no adapters.*--format hf"):
         export_adapters(model, tmp_path / "out", None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_have_no_magnitudes_in_files_either(tmp_path):
+    lora = dataclasses.replace(LORA, magnitudes=True)
+    model = build("mixtral", lora)
+    with pytest.raises(UsageError, match=r"mlp\.down: .* with --format hf"):
+        write_adapters(tmp_path, adapters_of(model), model.config, None)
+    assert not list(tmp_path.iterdir())
+    lora = dataclasses.replace(lora, targets=("attention",))
+    model = build("mixtral", lora)
+    write_adapters(tmp_path, adapters_of(model), model.config, None)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_adapters_alone_are_all_that_was_trained():
+    model = build()
+    require_base_as_it_was(model, TrainConfig(), ())
+    require_base_as_it_was(model, TrainConfig(only=("adapter",)), ())
+    with pytest.raises(UsageError, match=r"trained embedding, .*Use --format hf"):
+        require_base_as_it_was(model, TrainConfig(only=("embedding", "norm")), ())
+    with pytest.raises(
+        UsageError, match=r"init_partial=\['head'\] began with new.*Use --format hf"
+    ):
+        require_base_as_it_was(model, TrainConfig(), ("head",))
+    lora = dataclasses.replace(LORA, targets=("attention",))
+    with_buffers = build("deepseek_v3", lora)
+    with pytest.raises(UsageError, match=r"correction_rate=0.001 has changed.*Use --format hf"):
+        require_base_as_it_was(with_buffers, TrainConfig(), ())
