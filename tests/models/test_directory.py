@@ -136,3 +136,38 @@ def test_a_directory_is_named_with_its_weights(tmp_path):
 def test_learned_positions_are_of_the_weights():
     assert "max_length" in free_keys("llama") and "max_length" not in free_keys("gpt2")
     assert free_keys(None) == FREE
+
+
+def changed(tmp_path, case, drop=(), **changes):
+    """The config of a case with other keys, as it is read."""
+    values = json.loads((PARITY.parent / case / "config.json").read_text())
+    for key in drop:
+        del values[key]
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    return read_config(tmp_path)
+
+
+def test_the_older_spelling_of_rotary_positions_counts_beside_the_newer_one(tmp_path):
+    """As in transformers 5; version 4 knows no other."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    read = changed(tmp_path, "qwen3", rope_parameters=plain, rope_scaling=scaling, rope_theta=2e4)
+    assert (read.rope_scaling, read.rope_factor, read.rope_theta) == ("yarn", 4.0, 2e4)
+    for nothing in (None, {}):
+        read = changed(tmp_path, "qwen3", rope_parameters=plain, rope_scaling=nothing)
+        assert (read.rope_scaling, read.rope_theta) == ("none", 1e6)
+
+
+def test_the_older_spelling_counts_in_gemmas_layers_without_a_window(tmp_path):
+    both = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    linear = {"rope_type": "linear", "factor": 8.0}
+    changes = {"rope_parameters": both, "rope_scaling": linear, "rope_local_base_freq": 2e4}
+    read = changed(tmp_path, "gemma3", **changes)
+    assert (read.rope_scaling, read.rope_factor, read.rope_theta) == ("linear", 8.0, 5e5)
+    assert read.rope.local_theta == 2e4
+    del both["full_attention"]["rope_theta"]
+    read = changed(tmp_path, "gemma3", rope_parameters=both, rope_theta=3e5)
+    assert (read.rope_scaling, read.rope_theta) == ("none", 3e5)
