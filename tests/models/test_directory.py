@@ -142,7 +142,7 @@ def changed(tmp_path, case, drop=(), **changes):
     """The config of a case with other keys, as it is read."""
     values = json.loads((PARITY.parent / case / "config.json").read_text())
     for key in drop:
-        del values[key]
+        values.pop(key, None)
     (tmp_path / "config.json").write_text(json.dumps(values | changes))
     return read_config(tmp_path)
 
@@ -171,3 +171,23 @@ def test_the_older_spelling_counts_in_gemmas_layers_without_a_window(tmp_path):
     del both["full_attention"]["rope_theta"]
     read = changed(tmp_path, "gemma3", rope_parameters=both, rope_theta=3e5)
     assert (read.rope_scaling, read.rope_theta) == ("none", 3e5)
+
+
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def test_keys_that_are_missing_have_their_familys_defaults(tmp_path):
+    read = changed(tmp_path, "mixtral", drop=("rms_norm_eps", *ROPE_KEYS))
+    assert (read.norm_eps, read.rope_theta, read.rope_scaling) == (1e-5, 1e6, "none")
+    read = changed(tmp_path, "gpt_oss", drop=("rms_norm_eps", *ROPE_KEYS))
+    released = model_named("gpt_oss_20b").keys
+    assert read.norm_eps == 1e-5
+    for key in ("rope_theta", "rope_scaling", "rope_factor", "rope_original_length"):
+        assert getattr(read, key) == released[key], key
+    assert dataclasses.asdict(read.rope) == released["rope"]
+    plain = {"rope_type": "default"}
+    read = changed(tmp_path, "gpt_oss", drop=ROPE_KEYS, rope_parameters=plain)
+    assert (read.rope_theta, read.rope_scaling) == (150_000.0, "none")
+    linear = {"rope_type": "linear", "factor": 2.0}
+    read = changed(tmp_path, "gpt_oss", drop=ROPE_KEYS, rope_scaling=linear)
+    assert (read.rope_scaling, read.rope_factor) == ("linear", 2.0)
