@@ -191,3 +191,16 @@ def test_keys_that_are_missing_have_their_familys_defaults(tmp_path):
     linear = {"rope_type": "linear", "factor": 2.0}
     read = changed(tmp_path, "gpt_oss", drop=ROPE_KEYS, rope_scaling=linear)
     assert (read.rope_scaling, read.rope_factor) == ("linear", 2.0)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_window_that_is_used_is_refused_if_its_size_is_left_out_too(case, tmp_path):
+    left = ("sliding_window", "layer_types")
+    with pytest.raises(
+        DataError, match=r"sliding_window=4096 is not .*Choose a model with sliding"
+    ):
+        changed(tmp_path, case, drop=left, use_sliding_window=True)
+    without = changed(tmp_path, case, drop=left, use_sliding_window=False)
+    assert without.window is None
+    none = changed(tmp_path, case, use_sliding_window=True, sliding_window=None)
+    assert none.window is None
