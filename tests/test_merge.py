@@ -201,6 +201,22 @@ def test_a_recipe_with_mistakes_ends_with_78(models, capsys):
     assert "merge_method=magic is unknown" in capsys.readouterr().err
 
 
+def test_a_part_of_the_layers_is_not_merged_as_if_it_were_all(models, capsys):
+    def recipe(layers):
+        sources = [{"model": place, "layer_range": layers} for place in "ab"]
+        return {"merge_method": "soup", "slices": [{"sources": sources}]}
+
+    for layers in ([0, 2], [1, 3], [0, 4]):
+        assert run(recipe(layers)) == 78
+        told = capsys.readouterr().err
+        assert f"layer_range={layers} must be [0, 3]" in told
+        assert "Set layer_range: [0, 3], or leave it out." in told
+    assert run(recipe("0-3")) == 78
+    assert "must be two numbers of layers" in capsys.readouterr().err
+    assert not Path("out").exists()
+    assert run(recipe([0, 3])) == 0
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_checkpoints_of_a_run_make_a_soup(tmp_path, tiny_run, monkeypatch):
