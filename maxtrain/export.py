@@ -115,8 +115,8 @@ def export(
     out = Path(os.path.abspath(out))
     dtype = dtype or model.precision.params
     with publishing(out, "export") as directory:
-        write_config(directory, model.config, dtype, tokenizer)
         notes = write_tokenizer(directory, place, tokenizer, model.config, template)
+        write_config(directory, model.config, dtype, tokenizer)
         if card is not None:
             write_atomic(directory / model_card.NAME, card.encode())
         _, params = nnx.split(model)

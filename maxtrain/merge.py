@@ -91,8 +91,8 @@ def merge(
 
     with publishing(out, "merge") as directory:
         write_tensors(directory, lazy, dtypes, max_shard_bytes, tell_on_stderr, note)
-        first.write_config(directory, _usual(dtypes))
         models[recipe.tokenizer or first.place].write_tokenizer(directory)
+        first.write_config(directory, _usual(dtypes))
         _verify(directory, digests)
         hashes = {place: digest.hexdigest() for place, digest in read.items()}
         write_atomic(directory / PROVENANCE, _provenance(recipe, hashes))

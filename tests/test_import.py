@@ -21,8 +21,9 @@ from maxtrain.checkpoint.listing import read_step
 from maxtrain.config.load import load_config, load_with_notes
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.import_weights import import_weights as import_run
-from maxtrain.model_source import load_run, read_run_config
+from maxtrain.model_source import load_run, read_run_config, tokenizer_place
 from maxtrain.models.families.directory import MODELS
+from maxtrain.serve.chat import Chat
 from maxtrain.train import run_from_config
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.start import require_same_tokenizer
@@ -92,6 +93,18 @@ def test_a_run_may_move_with_its_tokenizer(source, tmp_path):
     shutil.rmtree(source)
     _, tokenizer = load_run(moved)
     assert tokenizer.eod_id is not None
+
+
+def test_tokens_that_end_an_answer_are_those_of_the_directory(pretrained_directory, tmp_path):
+    source = shutil.copytree(pretrained_directory, tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    run = tmp_path / "run"
+    import_run(source, run)
+    place = tokenizer_place(run, read_run_config(run))
+    ours = Chat(load_tokenizer(place), place, "chatml")
+    theirs = Chat(load_tokenizer(source), source, "chatml")
+    assert ours.stop_ids == theirs.stop_ids
+    assert {7, 9} <= set(ours.stop_ids)
 
 
 def test_weights_are_read_as_what_they_were_saved_as(source, tmp_path):

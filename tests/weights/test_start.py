@@ -193,5 +193,6 @@ def test_a_run_that_would_mean_something_else_by_its_weights_is_refused():
 
 @pytest.mark.parametrize("record", [{}, {"config": "[1"}, {"config": "model: 3"}, {"config": YAML}])
 def test_what_an_older_record_does_not_say_is_no_difference(record):
+    assert changed_meaning(MODEL, record) == {}
     require_same_meaning(MODEL, {"step": 4, **record})
     require_same_meaning(MODEL, None)
