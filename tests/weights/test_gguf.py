@@ -554,6 +554,23 @@ def test_other_kinds_of_tokenizers_are_refused():
         describe_tokenizer(tokenizer, {}, 299)
 
 
+def test_special_tokens_beyond_the_model_are_left_out():
+    """As the one of pictures in Gemma 3 of 1 billion, which does not see any."""
+    tokenizer = train_bpe(TEXTS, 300)
+    record = json.loads(tokenizer.content)
+    beyond = {**record["added_tokens"][0], "id": 300, "content": "<picture>"}
+    record["added_tokens"].append(beyond)
+    larger = JsonTokenizer(json.dumps(record).encode(), "small")
+    assert larger.vocab_size == 301
+    expected, _ = describe_tokenizer(tokenizer, {}, 300)
+    found, _ = describe_tokenizer(larger, {}, 300)
+    assert found == expected
+    beyond["special"] = False
+    larger = JsonTokenizer(json.dumps(record).encode(), "small")
+    with pytest.raises(Refused, match="has 301 tokens, and the model 300"):
+        describe_tokenizer(larger, {}, 300)
+
+
 def test_letters_with_separate_accents_are_told_of():
     _, notes = described(byte_level([BYTES]) | {"normalizer": {"type": "NFC"}})
     assert "composes characters (NFC)" in notes[0]
