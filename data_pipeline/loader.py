@@ -83,6 +83,17 @@ class _Dataset:
         self.vocab_size = sources[0].vocab_size
         self._sizes = np.array([source.num_tokens for source in sources])
 
+    def limit_vocabulary(self, entries: int) -> None:
+        """Refuses ids from `entries` on where they occur, if only special tokens have such, as in
+        tokenizers of models that also see; else the vocabulary stays what it is.
+
+        ConfigError: inputs are to be replaced with such an id.
+        """
+        if entries >= self.vocab_size or not load_tokenizer(self.sources[0].path).fits(entries):
+            return
+        self.vocab_size = entries
+        _check_corruption(self.config, entries)
+
     def _read(
         self,
         step: int,

@@ -136,7 +136,8 @@ def _open(
         raise ConfigError(
             f"eval.sets.{name}={config.path} {rule}. Prepare it with `--tokenizer` of the model's."
         )
-    if made_with["vocab_size"] > vocab:
+    data.limit_vocabulary(vocab)
+    if data.vocab_size > vocab:
         rule = (
             f"has a tokenizer of {made_with['vocab_size']:,} entries, and the model has {vocab:,}"
         )

@@ -24,7 +24,7 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain import model_card
 from maxtrain.config.schema import MeshConfig, ObserveConfig, RunConfig
 from maxtrain.config.words import choices
-from maxtrain.export_adapters import export_adapters
+from maxtrain.export_adapters import export_adapters, require_base_as_it_was
 from maxtrain.export_gguf import export_gguf, require_suffix
 from maxtrain.model_source import (
     STEP_HELP,
@@ -115,8 +115,8 @@ def export(
     out = Path(os.path.abspath(out))
     dtype = dtype or model.precision.params
     with publishing(out, "export") as directory:
-        write_config(directory, model.config, dtype, tokenizer)
         notes = write_tokenizer(directory, place, tokenizer, model.config, template)
+        write_config(directory, model.config, dtype, tokenizer)
         if card is not None:
             write_atomic(directory / model_card.NAME, card.encode())
         _, params = nnx.split(model)
@@ -364,6 +364,8 @@ def _export_peft(asked: argparse.Namespace, model: Decoder, config: RunConfig) -
     """The job of --format peft."""
     out = asked.out.expanduser()
     base = config.checkpoint.init_from
+    if model.config.lora.rank is not None:
+        require_base_as_it_was(model, config.train, config.checkpoint.init_partial)
     files = export_adapters(model, out, base)
     size = sum(files.values())
     print(f"{out}: {', '.join(files)} ({size / 1e6:,.1f} MB)")

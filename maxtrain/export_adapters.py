@@ -8,9 +8,12 @@ import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import StorageError, UsageError
+from maxtrain.config.schema import TrainConfig
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.decoder import Decoder
 from maxtrain.staging import publishing
+from maxtrain.training.optimizer import paths
+from maxtrain.training.partition import frozen_paths, split_buffers
 from maxtrain.weights.peft import read_adapters, write_adapters
 
 
@@ -46,6 +49,39 @@ def export_adapters(model: Decoder, out: Path, base: str | None) -> dict[str, in
                     "Look at the disk that it is on, then run the same command again."
                 )
         return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+
+
+def require_base_as_it_was(
+    model: Decoder, train: TrainConfig, init_partial: tuple[str, ...]
+) -> None:
+    """UsageError: the weights that the adapters are for are not those that the run began with, so
+    that adapters alone would not be what it has learnt.
+
+    Args:
+        model: with its adapters.
+        train: of the run.
+        init_partial: of the run, what was not read from the weights it began with.
+    """
+    instead = "Use --format hf, which writes all weights."
+    if init_partial:
+        raise UsageError(
+            f"--format peft: checkpoint.init_partial={list(init_partial)} began with new weights "
+            f"beside those of checkpoint.init_from, which adapters alone leave out. {instead}"
+        )
+    params, buffers = split_buffers(nnx.state(model))
+    weights, _ = split_adapters(params)
+    trained = sorted(paths(weights).keys() - frozen_paths(train, params))
+    if trained:
+        raise UsageError(
+            f"--format peft: beside the adapters the run has trained {', '.join(trained)} "
+            f"(train.only={list(train.only)}), which adapters alone leave out. {instead}"
+        )
+    rate = model.config.routing.correction_rate
+    if jax.tree.leaves(buffers) and rate > 0:
+        raise UsageError(
+            f"--format peft: model.routing.correction_rate={rate} has changed the biases of "
+            f"routers, which adapters alone leave out. {instead}"
+        )
 
 
 def _described(leaf: jax.Array) -> jax.ShapeDtypeStruct:

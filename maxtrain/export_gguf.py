@@ -30,7 +30,7 @@ from maxtrain.serve.chat import Chat
 from maxtrain.staging import publishing_file
 from maxtrain.training.state import abstract_model
 from maxtrain.verify import forget_arrays, logits, some_tokens
-from maxtrain.weights.codec import Entry, Offset, in_memory, tensors_in_order
+from maxtrain.weights.codec import Entry, LazyArray, Offset, in_memory, tensors_in_order
 from maxtrain.weights.gguf.architecture import describe, frequency_factors
 from maxtrain.weights.gguf.field import Field
 from maxtrain.weights.gguf.file import QUANTS, library, plan_tensors, read_gguf, write_gguf
@@ -181,7 +181,7 @@ def _template_beside(tokenizer: JsonTokenizer, settings: Mapping[str, Any]) -> s
 
 
 def _compare(
-    model: Decoder, table: Sequence[Entry], stored: Mapping[str, np.ndarray]
+    model: Decoder, table: Sequence[Entry], stored: Mapping[str, LazyArray]
 ) -> tuple[float, float]:
     """The largest difference between logits of the model, whose arrays are given up, and of what is
     stored; and the largest magnitude of the model's."""
@@ -197,10 +197,9 @@ def _compare(
     leaves, structure = jax.tree.flatten(abstract)
     named = dict(zip(leaf_names(abstract), leaves, strict=True))
     arrays = {}
-    tensors = {name: in_memory(numbers) for name, numbers in stored.items()}
     for entry in table:
         shapes = [named[name].shape for name in entry.ours]
-        for name, lazy in entry.inverse(tensors, shapes).items():
+        for name, lazy in entry.inverse(stored, shapes).items():
             numbers = lazy.whole().astype(named[name].dtype)
             arrays[name] = jax.device_put(numbers, named[name].sharding)
     loaded = jax.tree.unflatten(structure, [arrays[name] for name in named])

@@ -115,9 +115,9 @@ def import_weights(
 def _require_fitting_tokenizer(
     directory: str | Path, tokenizer: Tokenizer, model: ModelConfig
 ) -> None:
-    """DataError: the tokenizer has ids that the model does not know."""
+    """DataError: texts have ids that the model does not know."""
     entries = model.vocab_size or 0
-    if tokenizer.vocab_size > entries:
+    if not tokenizer.fits(entries):
         raise DataError(
             f"{directory}: its tokenizer has {tokenizer.vocab_size:,} entries, and the model has "
             f"{entries:,} (vocab_size in config.json). Get the tokenizer that belongs to the model."

@@ -50,7 +50,11 @@ def open_data(
 def open_training_data(config: RunConfig, saved: dict[str, Any] | None) -> TrainingData:
     """The training data of a run with its plan solved; `saved` as for `open_data`."""
     changes = _changes_of_data(config, saved)
-    return resume_training(data_section(config), data_seed(config), config.steps, saved, changes)
+    section = data_section(config)
+    data = resume_training(section, data_seed(config), config.steps, saved, changes)
+    if config.model.vocab_size is not None:
+        data.limit_vocabulary(config.model.vocab_size)
+    return data
 
 
 def _open_sets(config: RunConfig) -> dict[str, EvaluationData]:
@@ -61,6 +65,8 @@ def _open_sets(config: RunConfig) -> dict[str, EvaluationData]:
     sets = {}
     for name, section in config.eval.sets.items():
         sets[name] = open_evaluation(section.path, like, section.batch_size or rows, name)
+        if config.model.vocab_size is not None:
+            sets[name].limit_vocabulary(config.model.vocab_size)
     return sets
 
 

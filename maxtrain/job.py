@@ -59,7 +59,11 @@ from maxtrain.training.state import (
 )
 from maxtrain.training.step import Metrics, make_train_step
 from maxtrain.weights.sample import sampled_hash
-from maxtrain.weights.start import require_same_tokenizer, starting_variables
+from maxtrain.weights.start import (
+    require_same_meaning,
+    require_same_tokenizer,
+    starting_variables,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +263,7 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool 
     num_steps = data.plan.num_steps
     notes: list[str] = []
     if not as_launched:
+        require_same_meaning(asked.model, saved)
         asked, of_kept = with_kept(asked, kept)
         asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
         notes = [note for note in (of_kept, of_warmup) if note]

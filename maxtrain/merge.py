@@ -70,14 +70,15 @@ def merge(
         progress: whether a line on stderr says how far it has come.
 
     Raises:
-        UserError: models do not fit together, or the recipe gives no number for one of them; `out`
-            is then as it was.
+        UserError: models do not fit together, or the recipe gives no number for one of them, or is
+            for a part of their layers; `out` is then as it was.
     """
     out = Path(os.path.abspath(out))
     require_free(out)
     models = {place: open_model(place) for place in recipe.places()}
     notes = require_alike(recipe, models)
     first = models[recipe.places()[0]]
+    recipe.require_all_layers(num_layers(list(first.tensors)))
     dtypes = dict(first.dtypes)
     if recipe.dtype is not None:
         dtypes = dict.fromkeys(dtypes, recipe.dtype)
@@ -90,8 +91,8 @@ def merge(
 
     with publishing(out, "merge") as directory:
         write_tensors(directory, lazy, dtypes, max_shard_bytes, tell_on_stderr, note)
-        first.write_config(directory, _usual(dtypes))
         models[recipe.tokenizer or first.place].write_tokenizer(directory)
+        first.write_config(directory, _usual(dtypes))
         _verify(directory, digests)
         hashes = {place: digest.hexdigest() for place, digest in read.items()}
         write_atomic(directory / PROVENANCE, _provenance(recipe, hashes))

@@ -18,9 +18,15 @@ from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.model_source import load_run, read_run_config, step_of, tokenizer_place
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json
+from maxtrain.models.merged import merged
 from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
 from maxtrain.weights.hf import tensor_files
-from maxtrain.weights.hf_export import lazy_parameters, write_config, write_tokenizer
+from maxtrain.weights.hf_export import (
+    lazy_parameters,
+    tensor_dtypes,
+    write_config,
+    write_tokenizer,
+)
 
 _AGAIN = "Get the files again from where the model is"
 _TOKENIZER_FILES = (
@@ -138,11 +144,14 @@ def _open_run(place: str, run: str, step: str) -> Tensors:
         wanted = int(step)
     config = read_run_config(run)
     model, tokenizer = load_run(run, step_of(run, wanted))
+    # What adapters do is a part of the model.
+    model = merged(model)
     family = FAMILIES[model.config.family]
     _, params = nnx.split(model)
     ours = lazy_parameters(params)
-    found = tensors_in_order(family.table(model.config), ours)
-    dtypes = dict.fromkeys(found, config.precision.params)
+    table = family.table(model.config)
+    found = tensors_in_order(table, ours)
+    dtypes = tensor_dtypes(table, ours, config.precision.params)
     ordered = {name: found[name] for name in sorted(found)}
 
     def write_own_config(out: Path, dtype: str) -> None:

@@ -4,6 +4,7 @@
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 
 from data_pipeline.errors import UsageError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from maxtrain.checkpoint.listing import complete
+from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
 from maxtrain.config.schema import MeshConfig, RunConfig
@@ -22,7 +23,7 @@ from maxtrain.run_folder import require_own_config
 from maxtrain.training.partition import join, split, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
-from maxtrain.weights.start import own_tokenizer
+from maxtrain.weights.start import changed_meaning, own_tokenizer
 
 STEP_HELP = "checkpoint of RUN (default: the newest)"
 
@@ -118,9 +119,17 @@ def special_beginning(tokenizer: Tokenizer) -> list[int]:
     return []
 
 
-def read_run_config(directory: str | Path) -> RunConfig:
-    """The config that a run was last launched with; UserError: `directory` is not a run, or
-    something is wrong with it."""
+def read_run_config(directory: str | Path, step: int | None = None) -> RunConfig:
+    """The config that a run was last launched with.
+
+    Args:
+        directory: of the run.
+        step: whose weights are to be used; None: the newest one. The config says of `model` what
+            these weights were trained as, even if a later launch said otherwise.
+
+    Raises:
+        UserError: `directory` is not a run, or something is wrong with it.
+    """
     run = Path(directory).expanduser()
     if not (run / "config.yaml").exists():
         others = sorted(run.parent.glob("*/config.yaml"))[:5]
@@ -129,7 +138,18 @@ def read_run_config(directory: str | Path) -> RunConfig:
             f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}."
         )
     require_own_config(run)
-    return load_config([f"config={run / 'config.yaml'}"])
+    words = [f"config={run / 'config.yaml'}"]
+    config = load_config(words)
+    steps = complete(run / "checkpoints")
+    wanted = step_of(run, step)
+    if wanted not in steps:
+        return config
+    changed = changed_meaning(config.model, read_record(steps[wanted]))
+    if not changed:
+        return config
+    for key, (_, of_step) in changed.items():
+        words.append(f"model.{key}={json.dumps(of_step)}")
+    return load_config(words)
 
 
 def step_of(directory: str | Path, step: int | None) -> int | None:
@@ -160,7 +180,7 @@ def load_run(
         UserError: `directory` is not a run, or something is wrong with its config, its checkpoints
             or its data.
     """
-    config = read_run_config(directory)
+    config = read_run_config(directory, step)
     tokenizer = load_tokenizer(tokenizer_place(directory, config))
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])

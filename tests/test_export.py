@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -349,6 +350,47 @@ def test_a_chat_template_is_carried_along_or_missed(tmp_path):
     exported = write(model, place, tmp_path / "again", template=b"{{ messages }}")
     assert exported.notes == []
     assert (tmp_path / "again/chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_tokens_that_end_an_answer_are_those_of_generation_and_of_the_template(
+    pretrained_directory, tmp_path
+):
+    source = shutil.copytree(pretrained_directory, tmp_path / "source")
+    special = load_tokenizer(source).special
+    of_document = special["<|end|>"]
+    model, _ = load_pretrained(source)
+    state = nnx.state(model)
+    copies = [jax.tree.map(jnp.copy, state) for _ in range(2)]
+
+    def written(name):
+        write(model, source, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        return config, json.loads((tmp_path / name / "generation_config.json").read_text())
+
+    config, generation = written("plain")
+    assert config["eos_token_id"] == config["bos_token_id"] == of_document
+    assert generation["eos_token_id"] == of_document
+    assert generation["_from_model_config"] is True
+    # 900 is none of the model's.
+    settings = {"eos_token_id": [of_document, 7, 900], "temperature": 0.6}
+    (source / "generation_config.json").write_text(json.dumps(settings))
+    nnx.update(model, copies[0])
+    _, generation = written("generation")
+    assert generation["eos_token_id"] == [of_document, 7]
+    assert generation["temperature"] == 0.6
+    assert "_from_model_config" not in generation
+    chatml = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    (source / "chat_template.jinja").write_text(chatml)
+    names = {"eos_token": "<|end|>", "bos_token": "<|im_start|>"}
+    (source / "tokenizer_config.json").write_text(json.dumps(names))
+    nnx.update(model, copies[1])
+    config, generation = written("chat")
+    assert generation["eos_token_id"] == [of_document, 7, special["<|im_end|>"]]
+    begin = special["<|im_start|>"]
+    assert config["bos_token_id"] == generation["bos_token_id"] == begin
+    assert config["eos_token_id"] == of_document
 
 
 @pytest.fixture(scope="module")

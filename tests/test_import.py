@@ -9,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
@@ -21,8 +22,10 @@ from maxtrain.checkpoint.listing import read_step
 from maxtrain.config.load import load_config, load_with_notes
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.import_weights import import_weights as import_run
-from maxtrain.model_source import load_run, read_run_config
+from maxtrain.inputs import open_training_data, with_vocabulary
+from maxtrain.model_source import load_run, read_run_config, tokenizer_place
 from maxtrain.models.families.directory import MODELS
+from maxtrain.serve.chat import Chat
 from maxtrain.train import run_from_config
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.start import require_same_tokenizer
@@ -93,6 +96,34 @@ def test_a_run_may_move_with_its_tokenizer(source, tmp_path):
     shutil.rmtree(source)
     _, tokenizer = load_run(moved)
     assert tokenizer.eod_id is not None
+
+
+def test_tokens_that_end_an_answer_are_those_of_the_directory(pretrained_directory, tmp_path):
+    source = shutil.copytree(pretrained_directory, tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    run = tmp_path / "run"
+    import_run(source, run)
+    place = tokenizer_place(run, read_run_config(run))
+    ours = Chat(load_tokenizer(place), place, "chatml")
+    theirs = Chat(load_tokenizer(source), source, "chatml")
+    assert ours.stop_ids == theirs.stop_ids
+    assert {7, 9} <= set(ours.stop_ids)
+
+
+def test_weights_are_read_as_what_they_were_saved_as(source, tmp_path):
+    """config.yaml is that of the last launch, and an older version let it say something else."""
+    run = tmp_path / "run"
+    import_run(source, run)
+    path = run / "config.yaml"
+    text = path.read_text()
+    other = text.replace("rope_theta: 10000.0", "rope_theta: 5000.0")
+    other = other.replace("attention: xla", "attention: eager")
+    assert "rope_theta: 5000.0" in other
+    path.write_text(other)
+    model, _ = load_run(run)
+    assert model.config.rope_theta == 10_000.0
+    assert model.config.attention == "eager"
+    assert read_run_config(run).model == model.config
 
 
 @pytest.mark.long
@@ -289,6 +320,67 @@ def test_a_tokenizer_is_needed_and_must_fit(source, tmp_path):
     with pytest.raises(DataError, match=r"Name a tokenizer\.json"):
         import_run(source, tmp_path / "run")
     assert names(tmp_path) == ["source"]
+
+
+def with_a_token_beyond(directory):
+    """A tokenizer like Gemma 3's of 1 billion: a special token comes after all that the model
+    knows."""
+    path = directory / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    count = inner.get_vocab_size()
+    unused = [f"<unused{i}>" for i in range(count, 160)]
+    inner.add_special_tokens([*unused, "<picture>"])
+    inner.save(str(path))
+    assert load_tokenizer(directory).vocab_size == 161
+    assert load_tokenizer(directory).special["<picture>"] == 160
+
+
+def test_special_tokens_beyond_the_model_are_refused_only_where_they_occur(
+    pretrained_directory, tmp_path
+):
+    source = shutil.copytree(pretrained_directory, tmp_path / "source")
+    with_a_token_beyond(source)
+    import_run(source, tmp_path / "run")
+    model, tokenizer = load_run(tmp_path / "run")
+    assert tokenizer.vocab_size == 161
+    assert model.config.vocab_size == 160
+    text = tmp_path / "text.txt"
+    text.write_text("abc def gh\n" * 400)
+    out = tmp_path / "data"
+    assert prepare([str(out), "--text", str(text), "--tokenizer", str(source)]) == 0
+    words = ["config=quickstart", f"data.sources.stdlib.path={out}", "eval.sets={}", "steps=2"]
+    words += ["schedule.warmup_steps=0", "eval_interval=0", "data.seq_length=16"]
+    config = load_config([*words, "model.vocab_size=160"])
+    data = open_training_data(config, None)
+    assert with_vocabulary(config, data.vocab_size).model.vocab_size == 160
+    assert data.batch(0).arrays["inputs"].max() < 160
+    noise = ["data.corruption.rate=0.5", "data.corruption.token_id=160"]
+    noisy = load_config([*words, *noise, "model.vocab_size=160"])
+    with pytest.raises(ConfigError, match="token_id=160 must be below 160"):
+        open_training_data(noisy, None)
+    smaller = load_config([*words, "model.vocab_size=90"])
+    with pytest.raises(ConfigError, match=r"model\.vocab_size=90 is smaller .* 161 or more"):
+        with_vocabulary(smaller, open_training_data(smaller, None).vocab_size)
+
+
+def test_a_special_token_beyond_the_model_is_refused_in_data(pretrained_directory, tmp_path):
+    source = shutil.copytree(pretrained_directory, tmp_path / "source")
+    with_a_token_beyond(source)
+    template = "{% for m in messages %}<picture>{{ m.content }}<|end|>{% endfor %}"
+    (source / "chat_template.jinja").write_text(template)
+    said = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "def " * 9}]
+    (tmp_path / "a.jsonl").write_text((json.dumps({"messages": said}) + "\n") * 40)
+    out = tmp_path / "data"
+    options = ["--tokenizer", str(source), "--chat-template", str(source / "chat_template.jinja")]
+    assert prepare([str(out), "--chat", str(tmp_path / "a.jsonl"), *options]) == 0
+    words = ["config=quickstart", f"data.sources.stdlib.path={out}", "eval.sets={}", "steps=2"]
+    words += ["schedule.warmup_steps=0", "eval_interval=0", "data.seq_length=16"]
+    data = open_training_data(load_config([*words, "model.vocab_size=160"]), None)
+    with pytest.raises(DataError, match=r"=160, but must be in \[0, 160\)"):
+        data.batch(0)
+    data = open_training_data(load_config(words), None)
+    assert data.vocab_size == 161
+    assert data.batch(0).arrays["inputs"].max() == 160
 
 
 def test_what_is_there_stays(source, tmp_path):

@@ -105,6 +105,18 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(config):
     assert replay.main([str(runs / "stopped"), "--steps", "4:12"]) == 0
 
 
+def test_a_run_does_not_go_on_with_adapters_of_another_scale(config, capfd):
+    run = config.parent / "runs" / "lora"
+    before = (run / "config.yaml").read_bytes()
+    capfd.readouterr()
+    begins = f"checkpoint.init_from={config.parent / 'hf'}"
+    assert train(config, "lora", begins, LORA, "model.lora.alpha=64") == 78
+    told = capfd.readouterr().err
+    assert "model.lora.alpha=64.0 must be 16.0, as until step 12 of this run" in told
+    assert "Set model.lora.alpha=16.0, or set run_name to a new name" in told
+    assert (run / "config.yaml").read_bytes() == before
+
+
 def test_all_commands_see_the_adapted_model_and_export_takes_the_adapters_in(config, capfd):
     run = config.parent / "runs" / "lora"
     out = config.parent / "merged"
@@ -164,6 +176,18 @@ def test_adapters_go_to_peft_and_come_back(config, capfd):
     capfd.readouterr()
     assert export.main([str(runs / "base"), str(out) + "2", "--format", "peft"]) == 64
     assert "has no adapters" in capfd.readouterr().err
+
+
+def test_what_trains_beside_adapters_is_not_left_out_in_silence(config, capfd):
+    runs = config.parent / "runs"
+    out = config.parent / "partly"
+    begins = f"checkpoint.init_from={config.parent / 'hf'}"
+    assert train(config, "partly", begins, LORA, "train.only=[embedding]", "steps=4") == 0
+    capfd.readouterr()
+    assert export.main([str(runs / "partly"), str(out), "--format", "peft"]) == 64
+    assert "the run has trained embedding" in capfd.readouterr().err
+    assert not out.exists()
+    assert export.main([str(runs / "partly"), str(out)]) == 0
 
 
 def test_magnitudes_begin_as_lengths_of_the_weights_that_were_read(config):

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import string
 from pathlib import Path
 
 import ml_dtypes
@@ -13,12 +14,15 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from data_pipeline.tokenizer import ByteTokenizer
-from maxtrain import cli, merge
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
+from maxtrain import cli, export, merge
 from maxtrain.config import load_config
+from maxtrain.import_weights import import_weights as import_run
+from maxtrain.merge_sources import open_model
 from maxtrain.model_source import load_run
 from maxtrain.train import main as train
 from maxtrain.weights.hf import load_pretrained
+from tests.shared import TINY_MODEL
 
 PARITY = Path(__file__).parent / "data" / "parity"
 
@@ -197,6 +201,22 @@ def test_a_recipe_with_mistakes_ends_with_78(models, capsys):
     assert "merge_method=magic is unknown" in capsys.readouterr().err
 
 
+def test_a_part_of_the_layers_is_not_merged_as_if_it_were_all(models, capsys):
+    def recipe(layers):
+        sources = [{"model": place, "layer_range": layers} for place in "ab"]
+        return {"merge_method": "soup", "slices": [{"sources": sources}]}
+
+    for layers in ([0, 2], [1, 3], [0, 4]):
+        assert run(recipe(layers)) == 78
+        told = capsys.readouterr().err
+        assert f"layer_range={layers} must be [0, 3]" in told
+        assert "Set layer_range: [0, 3], or leave it out." in told
+    assert run(recipe("0-3")) == 78
+    assert "must be two numbers of layers" in capsys.readouterr().err
+    assert not Path("out").exists()
+    assert run(recipe([0, 3])) == 0
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("this_process")
 def test_checkpoints_of_a_run_make_a_soup(tmp_path, tiny_run, monkeypatch):
@@ -223,3 +243,45 @@ def test_checkpoints_of_a_run_make_a_soup(tmp_path, tiny_run, monkeypatch):
     wanted = 0.75 * first + 0.25 * last
     np.testing.assert_allclose(average.embedding[...], wanted, rtol=0, atol=1e-6)
     assert ByteTokenizer().vocab_size == 257 and Path("out/tokenizer.json").exists()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("this_process")
+def test_what_adapters_of_a_run_do_is_merged_too(tmp_path, tiny_run, monkeypatch):
+    config = tiny_run(
+        tmp_path,
+        steps=4,
+        checkpoint_interval=2,
+        optimizer={"learning_rate": 0.05},
+        model={**TINY_MODEL, "lora": {"rank": 2}},
+    )
+    monkeypatch.chdir(tmp_path)
+    assert train(load_config([f"config={config}", "run_name=one"])) == 0
+    places = ["runs/one@2", "runs/one@4"]
+    assert run({"merge_method": "soup", "models": [{"model": place} for place in places]}) == 0
+    exports = []
+    for step in ("2", "4"):
+        assert export.main(["runs/one", step, "--step", step]) == 0
+        exports.append(load_file(f"{step}/model.safetensors"))
+    first, last = exports
+    soup = load_file("out/model.safetensors")
+    assert soup.keys() == first.keys()
+    for name, array in soup.items():
+        wanted = (first[name].astype(np.float32) + last[name].astype(np.float32)) / 2
+        np.testing.assert_allclose(array, wanted, rtol=0, atol=1e-6, err_msg=name)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert np.abs(first[name] - last[name]).max() > 1e-3
+
+
+def test_tensors_of_a_run_that_stay_exact_are_written_so(tmp_path):
+    """Biases of DeepSeek's routers are float32 in a model of any type."""
+    shutil.copytree(PARITY / "deepseek_v3", tmp_path / "source")
+    CharTokenizer(string.printable, True).save(tmp_path / "source")
+    import_run(tmp_path / "source", tmp_path / "run", "bfloat16")
+    model = open_model(str(tmp_path / "run"))
+    kinds = {"float32": [], "bfloat16": []}
+    for name, kind in model.dtypes.items():
+        kinds[kind].append(name)
+    assert kinds["bfloat16"]
+    assert kinds["float32"]
+    assert all(name.endswith("e_score_correction_bias") for name in kinds["float32"])

@@ -304,6 +304,11 @@ def test_interrupted_and_killed_is_as_never_stopped(config, finished):
             r"params\.layers\.0\.mlp\.up\.kernel +float32\[2, 32, 64\] +float32\[2, 32, 96\]",
         ),
         (["model.tie_embeddings=true"], r"params\.head\.kernel +float32\[32, 257\] +missing"),
+        (
+            ["model.rope_theta=1e4"],
+            r"model\.rope_theta=10000\.0 must be 500000\.0, as until step 60 of this run.*"
+            r"Set model\.rope_theta=500000\.0",
+        ),
     ],
     ids=lambda x: x[0] if isinstance(x, list) else "-",
 )

@@ -64,6 +64,12 @@ class Tokenizer(abc.ABC):
         """Its identity."""
         return hashlib.sha256(self.content).hexdigest()
 
+    def fits(self, entries: int) -> bool:
+        """Whether a model of so many entries knows all ids, but for special tokens that no text
+        produces; it must know the end of documents."""
+        spared = set(self.special.values()) - {self.eod_id}
+        return all(i in spared for i in range(entries, self.vocab_size))
+
     @abc.abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Ids, int32 [tokens], without special tokens. DataError: a character without an id

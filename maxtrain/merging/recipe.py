@@ -109,6 +109,7 @@ class Recipe:
         tokenizer: place of the model whose tokenizer is taken; None: all must have the same.
         seed: of what is random.
         text: the recipe as it was read.
+        layers: that are merged, from the first to before the last; None: all.
     """
 
     method: str
@@ -119,6 +120,17 @@ class Recipe:
     tokenizer: str | None
     seed: int
     text: str
+    layers: tuple[int, int] | None = None
+
+    def require_all_layers(self, num_layers: int) -> None:
+        """ConfigError: the recipe merges a part of the layers of models that have so many."""
+        if self.layers in (None, (0, num_layers)):
+            return
+        raise ConfigError(
+            f"layer_range={list(self.layers)} must be [0, {num_layers}], since the models have "
+            f"{num_layers} layers and all of them are merged. Set layer_range: [0, {num_layers}], or "
+            "leave it out."
+        )
 
     def places(self) -> tuple[str, ...]:
         """Of all models, the base first, each once."""
@@ -220,6 +232,10 @@ def recipe_of(values: Mapping[str, Any], text: str = "") -> Recipe:
         sources = one["sources"]
         parameters = {**parameters, **(one.get("parameters") or {})}
     models = tuple(Source(str(s["model"]), s.get("parameters") or {}) for s in sources)
+    layers = None
+    if sources[0].get("layer_range") is not None:
+        first, end = sources[0]["layer_range"]
+        layers = (first, end)
     base = values.get("base_model")
     tokenizer = values.get("tokenizer_source")
     if tokenizer == "base":
@@ -233,6 +249,7 @@ def recipe_of(values: Mapping[str, Any], text: str = "") -> Recipe:
         tokenizer=tokenizer,
         seed=int(values.get("seed", 0)),
         text=text,
+        layers=layers,
     )
 
 
@@ -296,11 +313,18 @@ def _sources(values: Mapping[str, Any]) -> list[dict[str, Any]] | str:
     ranges = {str(model.get("layer_range")) for model in models}
     if len(ranges) > 1:
         return f"layer_range must be that of all layers for every model, not {sorted(ranges)}."
+    layers = models[0].get("layer_range")
+    if layers is not None and not _is_range(layers):
+        return f"layer_range={layers} must be two numbers of layers. Leave it out for all layers."
     return models
 
 
 def _is_source(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("model"), str) and bool(entry["model"])
+
+
+def _is_range(layers: Any) -> bool:
+    return isinstance(layers, list) and len(layers) == 2 and all(type(n) is int for n in layers)
 
 
 def _model_problems(

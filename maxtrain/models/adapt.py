@@ -35,7 +35,7 @@ def attach(stack: Stack, lora: LoraConfig, init: Initializer, key: Key[Array, ""
         key: that they are drawn from; each from a part of it, by its path.
 
     Raises:
-        ConfigError: a pattern that is in the path of no product, or a rank that is no low one.
+        ConfigError: a pattern that is in the path of no product.
     """
     assert lora.rank is not None
     named = sorted(products(stack))

@@ -101,7 +101,7 @@ class Adapter(nnx.Module):
             return out
         changed = kernel.astype(jnp.float32) + self.change()
         constant = jax.lax.stop_gradient(lengths(changed, (0,)))
-        return out * (self.magnitude[...].reshape(-1) / constant)
+        return out * _ratio(self.magnitude[...].reshape(-1), constant)
 
     def change(self) -> Float[Array, "*e i o"]:
         """s A B, float32, of one layer's product."""
@@ -115,7 +115,7 @@ class Adapter(nnx.Module):
             return changed
         summed = tuple(range(self.num_inputs))
         constant = jax.lax.stop_gradient(lengths(changed, summed))
-        return changed * (self.magnitude[...] / constant)
+        return changed * _ratio(self.magnitude[...], constant)
 
     def _matrices(self) -> tuple[Float[Array, "*e i r"], Float[Array, "*e r o"]]:
         a = self.a[...]
@@ -123,6 +123,12 @@ class Adapter(nnx.Module):
         experts = a.shape[: self.num_experts_dims]
         rank = a.shape[-1]
         return a.reshape(*experts, -1, rank), b.reshape(*experts, rank, -1)
+
+
+def _ratio(magnitude: Array, length: Array) -> Array:
+    """m / |W|; 1 where all weights of an output are 0, which no factor changes."""
+    is_there = length > 0
+    return jnp.where(is_there, magnitude / jnp.where(is_there, length, 1), 1)
 
 
 def lengths(kernel: Array, summed: tuple[int, ...]) -> Array:

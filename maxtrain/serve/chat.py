@@ -8,7 +8,13 @@ from typing import Any
 from data_pipeline.chat import ChatError, Template, load_template, render
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.strict_json import loads
-from data_pipeline.tokenizer import Tokenizer, named_token, read_settings, tokenizer_path
+from data_pipeline.tokenizer import (
+    GENERATION,
+    Tokenizer,
+    named_token,
+    read_settings,
+    tokenizer_path,
+)
 
 Message = Mapping[str, Any]
 
@@ -43,7 +49,7 @@ class Chat:
             path = tokenizer_path(place)
             eos = named_token(read_settings(path), "eos_token")
             found.add(tokenizer.special.get(eos or ""))
-            found.update(_ends_of_generation(path.with_name("generation_config.json")))
+            found.update(ends_of_generation(path.with_name(GENERATION)))
         self.stop_ids = tuple(sorted(i for i in found if i is not None))
 
     def ids(self, messages: Sequence[Message], tools: list[Any] | None = None) -> list[int]:
@@ -93,7 +99,7 @@ def _today() -> str:
     return datetime.date.today().isoformat()
 
 
-def _ends_of_generation(path: Any) -> list[int]:
+def ends_of_generation(path: Any) -> list[int]:
     """The ids of `eos_token_id`; empty if there is no such file.
 
     DataError: they are no ids.

@@ -256,12 +256,25 @@ def _describe(
 
 
 def tensor_files(directory: Path) -> list[Path]:
-    """The file of a directory's tensors, or those that its index names."""
+    """The files of a directory's tensors: model.safetensors, as transformers has it, or without one
+    those that the index names.
+
+    DataError: the index names none.
+    """
+    one = directory / "model.safetensors"
     index = directory / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.exists():
-        names = set(read_json(index).get("weight_map", {}).values())
-    return sorted(directory / name for name in names)
+    if one.exists() or not index.exists():
+        return [one]
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(map(_is_name_of_file, named.values())):
+        raise DataError(
+            f"{index}: weight_map must give each tensor the name of a file beside it. {AGAIN}."
+        )
+    return sorted(directory / name for name in set(named.values()))
+
+
+def _is_name_of_file(name: Any) -> bool:
+    return isinstance(name, str) and "/" not in name and name.endswith(".safetensors")
 
 
 def _open(directory: Path, family: Family, held: contextlib.ExitStack) -> Files:

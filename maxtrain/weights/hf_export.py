@@ -6,6 +6,7 @@ so are the bytes of model.safetensors. Where the directory is, and whether what 
 for the caller to see to.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -19,21 +20,25 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from data_pipeline.errors import DataError, blame_storage
+from data_pipeline.errors import DataError, UserError, blame_storage
 from data_pipeline.remote import RemotePath
 from data_pipeline.shards import MANIFEST, TOKENIZER, Manifest, write_atomic
 from data_pipeline.tokenizer import (
     BESIDE,
     CHAT_TEMPLATE,
+    GENERATION,
     SETTINGS,
     JsonTokenizer,
     Tokenizer,
+    named_token,
     read_settings,
     tokenizer_path,
 )
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
+from maxtrain.models.families.directory import read_json
 from maxtrain.ops.digest import leaf_names
+from maxtrain.serve.chat import Chat, ends_of_generation
 from maxtrain.weights.codec import Entry, LazyArray, Part, tensors_in_order
 
 # What a file calls a type.
@@ -204,21 +209,53 @@ def _write_shard(
 
 
 def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: Tokenizer) -> None:
-    """Write config.json and generation_config.json.
+    """Write config.json and generation_config.json into a directory that has the tokenizer's files.
 
-    A document begins after the token that ends the one before it: that is how rows are packed, and
-    how `maxtrain generate` begins.
+    What generation_config.json says already stays, but for the tokens around texts. Where the
+    tokenizer names no token that texts begin with, a document begins after the token that ends the
+    one before it: that is how rows are packed, and how `maxtrain generate` begins.
     """
-    ids = {"bos_token_id": tokenizer.eod_id, "eos_token_id": tokenizer.eod_id}
+    begin = _named_beginning(directory, tokenizer)
+    if begin is None:
+        begin = tokenizer.eod_id
     values = FAMILIES[config.family].write(config)
-    values |= ids | {"pad_token_id": None}
+    values |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
     # In both spellings: transformers 5 reads `dtype`, older ones `torch_dtype`.
     values |= {"dtype": dtype, "torch_dtype": dtype}
     write_atomic(directory / "config.json", _as_json(values))
     generation: dict[str, Any] = {"_from_model_config": True}
+    if (directory / GENERATION).exists():
+        generation = read_json(directory / GENERATION)
+    ends = _ends(directory, tokenizer, config.vocab_size)
+    if ends == [tokenizer.eod_id]:
+        generation |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id}
+    elif ends:
+        # It says more than config.json, which transformers would read in its place.
+        generation.pop("_from_model_config", None)
+        generation |= {"bos_token_id": begin, "eos_token_id": ends}
+    write_atomic(directory / GENERATION, _as_json(generation))
+
+
+def _named_beginning(directory: Path, tokenizer: Tokenizer) -> int | None:
+    """The token that a tokenizer's settings name for the beginning of texts; None: none."""
+    settings = read_settings(tokenizer_path(directory))
+    return tokenizer.special.get(named_token(settings, "bos_token") or "")
+
+
+def _ends(directory: Path, tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:
+    """The tokens that end a text or an answer: first that of documents, then those of
+    generation_config.json and of the chat template."""
+    found = set(ends_of_generation(directory / GENERATION))
+    # Without a template, or with one that can't be used here, there are no answers.
+    with contextlib.suppress(UserError):
+        found.update(Chat(tokenizer, directory).stop_ids)
+    ends = []
     if tokenizer.eod_id is not None:
-        generation |= ids
-    write_atomic(directory / "generation_config.json", _as_json(generation))
+        ends.append(tokenizer.eod_id)
+    for token in sorted(found):
+        if token not in ends and token < (vocab_size or 0):
+            ends.append(token)
+    return ends
 
 
 def write_tokenizer(

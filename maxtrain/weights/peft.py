@@ -67,7 +67,7 @@ _OTHER_MODELS = (
     "use_qalora",
 )
 # How A and B began, where that has left the weights as they were.
-_PLAIN_BEGINNINGS = (True, False, "gaussian", "eva", "orthogonal")
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "eva", "orthogonal")
 _TABLE_ROWS = 40
 
 

@@ -8,7 +8,7 @@ initialised, is named by `checkpoint.init_partial`.
 
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,21 @@ from maxtrain.weights.peft import read_adapters
 
 # What `import` keeps in the folder of a run, since there are no data that have it.
 TOKENIZER_FOLDER = "tokenizer"
+# Keys of `model` that shapes of arrays show.
+_SHAPES = {
+    "num_layers",
+    "embed_dim",
+    "mlp_dim",
+    # It is mlp_dim where it is left open, in families without experts, too.
+    "moe.expert_dim",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_embeddings",
+}
+# Those of adapters that no shape shows.
+_SCALE_OF_ADAPTERS = ("alpha", "scaling")
 _TABLE_ROWS = 60
 
 
@@ -43,6 +58,59 @@ def own_tokenizer(run: str | Path) -> Path | None:
     if folder.is_dir():
         return folder
     return None
+
+
+def changed_meaning(model: ModelConfig, record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What this model would take the weights of a step for, and what they were trained as.
+
+    Args:
+        model: that is to have the weights.
+        record: of the step.
+
+    Returns:
+        The keys that differ, by their paths below `model`, with both values. What shapes of arrays
+        show is left to whoever reads the arrays, and what a run may choose is no difference.
+    """
+    try:
+        config = yaml.safe_load(record.get("config", ""))
+    except yaml.YAMLError:
+        return {}
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        return {}
+    there = config["model"]
+    found = {}
+    for key, values in differing_keys(model, there).items():
+        if key not in _SHAPES:
+            found[key] = values
+    adapters = there.get("lora")
+    if model.lora.rank is None or not isinstance(adapters, dict):
+        return found
+    for key in _SCALE_OF_ADAPTERS:
+        ours = getattr(model.lora, key)
+        theirs = adapters.get(key, ours)
+        if ours != theirs:
+            found[f"lora.{key}"] = (ours, theirs)
+    return found
+
+
+def require_same_meaning(model: ModelConfig, record: Mapping[str, Any] | None) -> None:
+    """ConfigError: a run would go on with another model than the one that it has trained.
+
+    Args:
+        model: of the run as it is launched now.
+        record: of the checkpoint that it goes on from; None: it begins.
+    """
+    if record is None:
+        return
+    problems = []
+    for key, (ours, theirs) in changed_meaning(model, record).items():
+        problems.append(
+            f"model.{key}={ours} must be {theirs}, as until step {record['step']:,} of this run, "
+            f"whose weights would mean something else. Set model.{key}={theirs}, or set run_name "
+            "to a new name to start afresh."
+        )
+    if problems:
+        raise ConfigError(problems)
 
 
 def require_same_tokenizer(config: CheckpointConfig, sha256: str) -> None:
@@ -229,20 +297,10 @@ def _require_same_model(
     there = {}
     if "config" in record:
         there = yaml.safe_load(record["config"]).get("model", {})
-    shapes = {
-        "num_layers",
-        "embed_dim",
-        "mlp_dim",
-        "num_heads",
-        "num_kv_heads",
-        "head_dim",
-        "vocab_size",
-        "tie_embeddings",
-    }
     problems = [
         f"model.{key}={ours} must be {theirs}, as in {path}. Set model.{key}={theirs}."
         for key, (ours, theirs) in differing_keys(model, there).items()
-        if not (config.init_partial and key in shapes)
+        if not (config.init_partial and key in _SHAPES)
     ]
     if problems:
         raise ConfigError(problems)

@@ -136,3 +136,71 @@ def test_a_directory_is_named_with_its_weights(tmp_path):
 def test_learned_positions_are_of_the_weights():
     assert "max_length" in free_keys("llama") and "max_length" not in free_keys("gpt2")
     assert free_keys(None) == FREE
+
+
+def changed(tmp_path, case, drop=(), **changes):
+    """The config of a case with other keys, as it is read."""
+    values = json.loads((PARITY.parent / case / "config.json").read_text())
+    for key in drop:
+        values.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(values | changes))
+    return read_config(tmp_path)
+
+
+def test_the_older_spelling_of_rotary_positions_counts_beside_the_newer_one(tmp_path):
+    """As in transformers 5; version 4 knows no other."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    plain = {"rope_type": "default", "rope_theta": 1e6}
+    read = changed(tmp_path, "qwen3", rope_parameters=plain, rope_scaling=scaling, rope_theta=2e4)
+    assert (read.rope_scaling, read.rope_factor, read.rope_theta) == ("yarn", 4.0, 2e4)
+    for nothing in (None, {}):
+        read = changed(tmp_path, "qwen3", rope_parameters=plain, rope_scaling=nothing)
+        assert (read.rope_scaling, read.rope_theta) == ("none", 1e6)
+
+
+def test_the_older_spelling_counts_in_gemmas_layers_without_a_window(tmp_path):
+    both = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default"},
+    }
+    linear = {"rope_type": "linear", "factor": 8.0}
+    changes = {"rope_parameters": both, "rope_scaling": linear, "rope_local_base_freq": 2e4}
+    read = changed(tmp_path, "gemma3", **changes)
+    assert (read.rope_scaling, read.rope_factor, read.rope_theta) == ("linear", 8.0, 5e5)
+    assert read.rope.local_theta == 2e4
+    del both["full_attention"]["rope_theta"]
+    read = changed(tmp_path, "gemma3", rope_parameters=both, rope_theta=3e5)
+    assert (read.rope_scaling, read.rope_theta) == ("none", 3e5)
+
+
+ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
+
+
+def test_keys_that_are_missing_have_their_familys_defaults(tmp_path):
+    read = changed(tmp_path, "mixtral", drop=("rms_norm_eps", *ROPE_KEYS))
+    assert (read.norm_eps, read.rope_theta, read.rope_scaling) == (1e-5, 1e6, "none")
+    read = changed(tmp_path, "gpt_oss", drop=("rms_norm_eps", *ROPE_KEYS))
+    released = model_named("gpt_oss_20b").keys
+    assert read.norm_eps == 1e-5
+    for key in ("rope_theta", "rope_scaling", "rope_factor", "rope_original_length"):
+        assert getattr(read, key) == released[key], key
+    assert dataclasses.asdict(read.rope) == released["rope"]
+    plain = {"rope_type": "default"}
+    read = changed(tmp_path, "gpt_oss", drop=ROPE_KEYS, rope_parameters=plain)
+    assert (read.rope_theta, read.rope_scaling) == (150_000.0, "none")
+    linear = {"rope_type": "linear", "factor": 2.0}
+    read = changed(tmp_path, "gpt_oss", drop=ROPE_KEYS, rope_scaling=linear)
+    assert (read.rope_scaling, read.rope_factor) == ("linear", 2.0)
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3", "qwen3_moe"])
+def test_a_window_that_is_used_is_refused_if_its_size_is_left_out_too(case, tmp_path):
+    left = ("sliding_window", "layer_types")
+    with pytest.raises(
+        DataError, match=r"sliding_window=4096 is not .*Choose a model with sliding"
+    ):
+        changed(tmp_path, case, drop=left, use_sliding_window=True)
+    without = changed(tmp_path, case, drop=left, use_sliding_window=False)
+    assert without.window is None
+    none = changed(tmp_path, case, use_sliding_window=True, sliding_window=None)
+    assert none.window is None

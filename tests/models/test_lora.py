@@ -12,6 +12,7 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import (
+    InitConfig,
     LoraConfig,
     MeshConfig,
     ModelConfig,
@@ -20,9 +21,11 @@ from maxtrain.config.schema import (
 )
 from maxtrain.models.adapt import split_adapters, with_magnitudes
 from maxtrain.models.families.directory import read_config
-from maxtrain.models.lora import scale_of
+from maxtrain.models.init import Initializer
+from maxtrain.models.lora import Adapter, scale_of
 from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
+from maxtrain.ops.dot import Recipe
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.sampling import Sampling
@@ -217,6 +220,30 @@ def test_lengths_are_constants_for_gradients():
     for name, gradient in expected.items():
         ours = found[f"layers.0.mlp.down.adapter.{name}"][0]
         np.testing.assert_allclose(ours, gradient, atol=3e-5 * np.abs(gradient).max())
+
+
+def test_outputs_whose_weights_are_all_0_stay_0_and_finite():
+    """Padded heads and units of released models are like that."""
+    lora = LoraConfig(rank=2, magnitudes=True)
+    kernel = jnp.asarray(np.random.default_rng(0).standard_normal((6, 4)), jnp.float32)
+    kernel = kernel.at[:, 1].set(0)
+    init = Initializer(InitConfig(), TINY, "float32")
+    adapter = Adapter(kernel, ("embed", "mlp"), 1, lora, init, jax.random.key(0))
+    graphdef, state = nnx.split(adapter)
+    x = jnp.ones((3, 6))
+
+    def loss(state, kernel):
+        adapter = nnx.merge(graphdef, state)
+        out = adapter(x, x @ kernel, kernel, Recipe.of("float32"))
+        return jnp.square(out - 1).sum(), (out, adapter.adapted(kernel))
+
+    (_, outputs), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(state, kernel)
+    for array in jax.tree.leaves(gradients):
+        assert np.isfinite(array).all()
+    out, adapted = outputs
+    np.testing.assert_allclose(out, x @ kernel, atol=1e-5)
+    np.testing.assert_allclose(adapted, kernel, atol=1e-6)
+    assert not out[:, 1].any()
 
 
 @pytest.mark.long

@@ -353,7 +353,9 @@ def test_more_than_may_wait_is_refused(served):
     assert raised.value.response.headers["retry-after"] == "1"
     wait_for(lambda: served.metrics()["maxtrain_open_texts"] == 0)
     assert len(greedy(served, prompts).choices) == 5
-    with pytest.raises(openai.BadRequestError, match=r"keeps waiting at most 5\. Ask several times"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"keeps waiting at most 5\. Ask several times"
+    ):
         greedy(served, [*prompts, "f"])
     wait_for(lambda: served.metrics()["maxtrain_open_texts"] == 0)
 

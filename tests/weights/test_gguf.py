@@ -30,7 +30,7 @@ from maxtrain.verify import logits
 from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.gguf import tensors as gguf_tensors
 from maxtrain.weights.gguf.architecture import ARCHITECTURES, describe
-from maxtrain.weights.gguf.file import QUANTS
+from maxtrain.weights.gguf.file import QUANTS, plan_tensors, read_gguf, write_gguf
 from maxtrain.weights.gguf.tensors import gguf_table
 from maxtrain.weights.gguf.tokenizer import Refused, describe_tokenizer
 from maxtrain.weights.hf_export import lazy_parameters
@@ -237,11 +237,12 @@ def test_each_way_to_store_numbers(quant, place, tmp_path, monkeypatch):
     assert stored.keys() == tensors.keys()
     for name, tensor in tensors.items():
         exact = tensor.whole()
+        found = stored[name].whole()
         if exact.ndim == 1:
-            np.testing.assert_array_equal(stored[name], exact)
+            np.testing.assert_array_equal(found, exact)
             continue
         blocks = exact.reshape(-1, 32)
-        errors = np.abs(stored[name].reshape(-1, 32) - blocks)
+        errors = np.abs(found.reshape(-1, 32) - blocks)
         allowed = ERRORS[quant]
         if quant.startswith("q"):
             allowed += 2**-10
@@ -250,6 +251,41 @@ def test_each_way_to_store_numbers(quant, place, tmp_path, monkeypatch):
         assert (errors > 0).any() == (quant != "f32")
     count = sum(leaf.size for leaf in jax.tree.leaves(state))
     assert written.size == pytest.approx(count * BITS[quant] / 8, abs=20_000)
+
+
+@pytest.mark.parametrize("quant", ["f32", "f16", "bf16", "q8_0", "q4_1"])
+def test_a_file_is_read_again_by_the_tensor(quant, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "vector": rng.standard_normal(96).astype(np.float32),
+        "matrix": rng.standard_normal((6, 64)).astype(np.float32),
+        "experts": rng.standard_normal((3, 4, 32)).astype(np.float32),
+    }
+    tensors = {name: in_memory(array) for name, array in arrays.items()}
+    sums = write_gguf(tmp_path / "a.gguf", "llama", [], plan_tensors(tensors, set(), quant))
+    library = pytest.importorskip("gguf")
+    made = []
+    real = library.quants.dequantize
+
+    def dequantize(data, kind):
+        made.append(real(data, kind))
+        return made[-1]
+
+    monkeypatch.setattr(library.quants, "dequantize", dequantize)
+    stored = read_gguf(tmp_path / "a.gguf", sums, [])
+    assert made == []
+    for name, array in arrays.items():
+        whole = stored[name].whole()
+        assert stored[name].shape == whole.shape == array.shape
+        assert whole.dtype == np.float32
+        np.testing.assert_allclose(whole, array, atol=0.5 if quant == "q4_1" else 0.05)
+    made.clear()
+    part = (range(1, 3), range(2, 4), range(5, 9))
+    found = stored["experts"].read(part)
+    np.testing.assert_array_equal(found, stored["experts"].whole()[1:3, 2:4, 5:9])
+    assert made[0].shape == (2, 4, 32)
+    vector = stored["vector"].read((range(3, 7),))
+    np.testing.assert_array_equal(vector, stored["vector"].whole()[3:7])
 
 
 @pytest.mark.long
@@ -520,6 +556,23 @@ def test_other_kinds_of_tokenizers_are_refused():
     tokenizer = train_bpe(TEXTS, 300)
     with pytest.raises(Refused, match="has 300 tokens, and the model 299"):
         describe_tokenizer(tokenizer, {}, 299)
+
+
+def test_special_tokens_beyond_the_model_are_left_out():
+    """As the one of pictures in Gemma 3 of 1 billion, which does not see any."""
+    tokenizer = train_bpe(TEXTS, 300)
+    record = json.loads(tokenizer.content)
+    beyond = {**record["added_tokens"][0], "id": 300, "content": "<picture>"}
+    record["added_tokens"].append(beyond)
+    larger = JsonTokenizer(json.dumps(record).encode(), "small")
+    assert larger.vocab_size == 301
+    expected, _ = describe_tokenizer(tokenizer, {}, 300)
+    found, _ = describe_tokenizer(larger, {}, 300)
+    assert found == expected
+    beyond["special"] = False
+    larger = JsonTokenizer(json.dumps(record).encode(), "small")
+    with pytest.raises(Refused, match="has 301 tokens, and the model 300"):
+        describe_tokenizer(larger, {}, 300)
 
 
 def test_letters_with_separate_accents_are_told_of():

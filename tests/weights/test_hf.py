@@ -24,7 +24,7 @@ from maxtrain.models.specs import RopeSpec
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import in_memory, tensors_in_order
-from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights
+from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights, tensor_files
 from tests.shared import PARITY_CASES, in_time
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
@@ -169,6 +169,37 @@ def test_shards_with_an_index_are_read_as_one(copy):
     (copy / "b.safetensors").unlink()
     with pytest.raises(DataError, match=r"b\.safetensors: is missing. Get the file again"):
         load_pretrained(copy)
+
+
+def test_a_whole_file_counts_and_not_an_index_beside_it(copy):
+    """As transformers has it: the index may be left of shards that are gone, or have other weights."""
+    for tensors in ({"old": "a.safetensors"}, {}, None):
+        (copy / "model.safetensors.index.json").write_text(json.dumps({"weight_map": tensors}))
+        assert tensor_files(copy) == [copy / "model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        None,
+        [],
+        "a.safetensors",
+        {"x": 3},
+        {"x": None},
+        {"x": ["a.safetensors"]},
+        {"x": "a.bin"},
+        {"x": "../a.safetensors"},
+        {"x": ""},
+    ],
+)
+def test_a_damaged_index_is_refused(named, tmp_path):
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": named}))
+    with pytest.raises(DataError, match=r"index.json: weight_map must give .* Get the file again"):
+        tensor_files(tmp_path)
+    index.write_text("{}")
+    with pytest.raises(DataError, match="weight_map must give each tensor"):
+        tensor_files(tmp_path)
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16])

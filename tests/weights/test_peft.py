@@ -15,8 +15,8 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from data_pipeline.errors import ConfigError, DataError, UsageError
-from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig
-from maxtrain.export_adapters import export_adapters
+from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig, TrainConfig
+from maxtrain.export_adapters import export_adapters, require_base_as_it_was
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_config
@@ -192,6 +192,11 @@ def test_the_config_says_what_peft_asks_for(tmp_path):
         ({"alpha_pattern": {r".*\.gate_up_proj": 12.0}}, "alpha_pattern=.* is not supported"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens=.* is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa .* changes the weights, too"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa is not .*merge_and_unload"),
+        ({"init_lora_weights": "lora_ga"}, "init_lora_weights=lora_ga is not supported"),
+        ({"init_lora_weights": ["eva"]}, "init_lora_weights=.* is not supported"),
+        ({"use_qalora": True}, "use_qalora=True is not .*merge_and_unload"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config=.* is not supported"),
         ({"peft_type": "IA3"}, "peft_type=IA3 must be LORA"),
     ],
 )
@@ -203,6 +208,26 @@ def test_adapters_of_other_settings_are_refused(changes, message, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ConfigError, match=message):
         read_adapters(tmp_path, described(adapters), model.config)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": False, "use_qalora": False, "arrow_config": None},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "eva", "alora_invocation_tokens": None},
+        {"init_lora_weights": "orthogonal"},
+    ],
+)
+def test_settings_that_change_nothing_of_adapters_are_read(changes, tmp_path):
+    model = build()
+    adapters = adapters_of(model)
+    write_adapters(tmp_path, adapters, model.config, None)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    found = read_adapters(tmp_path, described(adapters), model.config)
+    for ours, theirs in zip(jax.tree.leaves(adapters), jax.tree.leaves(found), strict=True):
+        assert np.array_equal(ours, theirs)
 
 
 def test_tensors_that_are_not_those_of_the_adapters_are_told_in_a_table(tmp_path):
@@ -255,3 +280,31 @@ def test_what_has_no_form_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"PEFT's files have no adapters.*--format hf"):
         export_adapters(model, tmp_path / "out", None)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_experts_have_no_magnitudes_in_files_either(tmp_path):
+    lora = dataclasses.replace(LORA, magnitudes=True)
+    model = build("mixtral", lora)
+    with pytest.raises(UsageError, match=r"mlp\.down: .* with --format hf"):
+        write_adapters(tmp_path, adapters_of(model), model.config, None)
+    assert not list(tmp_path.iterdir())
+    lora = dataclasses.replace(lora, targets=("attention",))
+    model = build("mixtral", lora)
+    write_adapters(tmp_path, adapters_of(model), model.config, None)
+    assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+def test_adapters_alone_are_all_that_was_trained():
+    model = build()
+    require_base_as_it_was(model, TrainConfig(), ())
+    require_base_as_it_was(model, TrainConfig(only=("adapter",)), ())
+    with pytest.raises(UsageError, match=r"trained embedding, .*Use --format hf"):
+        require_base_as_it_was(model, TrainConfig(only=("embedding", "norm")), ())
+    with pytest.raises(
+        UsageError, match=r"init_partial=\['head'\] began with new.*Use --format hf"
+    ):
+        require_base_as_it_was(model, TrainConfig(), ("head",))
+    lora = dataclasses.replace(LORA, targets=("attention",))
+    with_buffers = build("deepseek_v3", lora)
+    with pytest.raises(UsageError, match=r"correction_rate=0.001 has changed.*Use --format hf"):
+        require_base_as_it_was(with_buffers, TrainConfig(), ())

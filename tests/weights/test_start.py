@@ -10,11 +10,20 @@ from flax import nnx
 
 from data_pipeline.errors import ConfigError, StorageError
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.config.schema import CheckpointConfig, MeshConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.load import to_yaml
+from maxtrain.config.schema import (
+    CheckpointConfig,
+    LoraConfig,
+    MeshConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RoutingConfig,
+    RunConfig,
+)
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.start import starting_variables
+from maxtrain.weights.start import changed_meaning, require_same_meaning, starting_variables
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -137,3 +146,53 @@ def test_all_processes_start_from_the_same_step(run, monkeypatch):
         match=r"processes of this job find 00000001, 00000002 there\. Name one step of it",
     ):
         start(run)
+
+
+def record_of(model):
+    return {"step": 4, "config": to_yaml(RunConfig(model=model))}
+
+
+EXPERTS = dataclasses.replace(MODEL, family="mixtral", lora=LoraConfig(rank=2))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"attention": "eager"},
+        {"remat": "full"},
+        {"scan_layers": False},
+        {"loss_chunk": 0},
+        {"max_length": 64},
+        {"head_dim": 8},
+        {"vocab_size": None},
+        {"routing": RoutingConfig(kernel="ragged", balance=0.5)},
+        # Shapes of arrays tell these.
+        {"mlp_dim": 48},
+        {"num_layers": 3},
+    ],
+)
+def test_what_a_run_may_choose_is_no_other_meaning(changes):
+    other = dataclasses.replace(EXPERTS, **changes)
+    assert changed_meaning(other, record_of(EXPERTS)) == {}
+    assert changed_meaning(EXPERTS, record_of(other)) == {}
+    require_same_meaning(other, record_of(EXPERTS))
+
+
+def test_a_run_that_would_mean_something_else_by_its_weights_is_refused():
+    lora = LoraConfig(rank=2, alpha=64.0, scaling="root")
+    moe = dataclasses.replace(EXPERTS.moe, experts_per_token=1)
+    other = dataclasses.replace(EXPERTS, norm_eps=1e-6, lora=lora, moe=moe)
+    with pytest.raises(ConfigError) as error:
+        require_same_meaning(other, record_of(EXPERTS))
+    told = str(error.value)
+    assert "model.norm_eps=1e-06 must be 1e-05, as until step 4 of this run" in told
+    for mend in ("norm_eps=1e-05", "lora.alpha=16.0", "lora.scaling=rank"):
+        assert f"Set model.{mend}, or set run_name to a new name to start afresh." in told
+    assert "Set model.moe.experts_per_token=2" in told
+
+
+@pytest.mark.parametrize("record", [{}, {"config": "[1"}, {"config": "model: 3"}, {"config": YAML}])
+def test_what_an_older_record_does_not_say_is_no_difference(record):
+    assert changed_meaning(MODEL, record) == {}
+    require_same_meaning(MODEL, {"step": 4, **record})
+    require_same_meaning(MODEL, None)

@@ -96,9 +96,9 @@ class Settings:
             )
 
     def rope(self, max_length: int) -> dict[str, Any]:
-        """The rope keys of a ModelConfig, from `rope_parameters`, or from `rope_scaling` with
-        `rope_theta` beside it."""
-        given = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        """The rope keys of a ModelConfig, from `rope_scaling` with `rope_theta` beside it, or from
+        `rope_parameters`. Where both are there, all versions of transformers take the first."""
+        given = self.values.get("rope_scaling") or self.values.get("rope_parameters") or {}
         kind = self._rope_kind(given)
         inner = Settings({**self.values, **given}, self.path)
         inner.require("partial_rotary_factor", 1.0)

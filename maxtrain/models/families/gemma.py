@@ -129,23 +129,21 @@ def _two_ropes(settings: Settings) -> tuple[Settings, Settings]:
     """The settings as layers without and with a window see them."""
     values = dict(settings.values)
     both = values.pop("rope_parameters", None)
+    scaling = values.pop("rope_scaling", None)
+    # As older versions of transformers say it.
+    everywhere = {"rope_theta": values.pop("rope_theta", None)}
+    nearby = {"rope_theta": values.pop("rope_local_base_freq", None)}
     if isinstance(both, dict) and isinstance(both.get(GLOBAL), dict):
-        everywhere = both[GLOBAL]
-        nearby = both.get(LOCAL)
-        if not isinstance(nearby, dict):
-            nearby = {}
-    else:
-        # As older versions of transformers say it.
-        scaling = values.pop("rope_scaling", None)
-        if not isinstance(scaling, dict):
-            scaling = {}
-        everywhere = {"rope_theta": values.pop("rope_theta", None), **scaling}
-        nearby = {"rope_theta": values.pop("rope_local_base_freq", None)}
+        everywhere |= both[GLOBAL]
+        if isinstance(both.get(LOCAL), dict):
+            nearby |= both[LOCAL]
+    if isinstance(scaling, dict):
+        # It counts beside the others, too.
+        everywhere |= scaling
     if everywhere.get("rope_theta") is None:
         everywhere = everywhere | {"rope_theta": 1_000_000.0}
     if nearby.get("rope_theta") is None:
         nearby = nearby | {"rope_theta": 10_000.0}
-    values.pop("rope_scaling", None)
     return (
         dataclasses.replace(settings, values=values | {"rope_parameters": everywhere}),
         dataclasses.replace(settings, values=values | {"rope_parameters": nearby}),

@@ -22,6 +22,15 @@ from maxtrain.models.specs import DecoderSpec, MoeSpec, expert_dim, head_dim
 from maxtrain.weights.codec import Entry, Join, Permute
 
 _PERIOD = 2
+# Where a config.json says nothing of them.
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _BIASES = ("q", "k", "v", "o", "router", "gate", "up", "down")
 
 
@@ -48,8 +57,11 @@ def read(settings: Settings) -> ModelConfig:
         num_experts_per_tok=settings.values.get("experts_per_token") or 4,
         num_key_value_heads=8,
         num_local_experts=128,
+        rms_norm_eps=1e-5,
         rope_theta=150_000.0,
     )
+    if settings.values.get("rope_scaling") is None:
+        settings = settings.with_defaults(rope_parameters=_ROPE)
     settings.require("swiglu_alpha", 1.702)
     settings.require("swiglu_limit", 7.0)
     settings.require("attention_bias", True)

@@ -165,7 +165,12 @@ def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
 
 def read_mixtral(settings: Settings) -> ModelConfig:
     """The ModelConfig of Mixtral's config.json."""
-    settings = settings.with_defaults(num_key_value_heads=8, max_position_embeddings=131_072)
+    settings = settings.with_defaults(
+        num_key_value_heads=8,
+        max_position_embeddings=131_072,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+    )
     moe = MoeConfig(
         num_experts=settings.number("num_local_experts", settings.number("num_experts", 8)),
         experts_per_token=settings.number("num_experts_per_tok", 2),

@@ -14,6 +14,9 @@ from maxtrain.models.families.tables import decoder_table
 from maxtrain.models.specs import DecoderSpec, LayerSpec, expert_dim, head_dim
 from maxtrain.weights.codec import Entry
 
+# Of a config.json that says that there is one, and not of how many tokens.
+_WINDOW = 4096
+
 
 def _qwen2_layer(config: ModelConfig) -> LayerSpec:
     """Llama's with biases of queries, keys and values."""
@@ -102,9 +105,10 @@ def _read_experts(settings: Settings, with_shared: bool) -> MoeConfig:
 
 
 def _read(settings: Settings, **more: Any) -> ModelConfig:
-    """The sliding window counts only with `use_sliding_window`."""
+    """The sliding window counts only with `use_sliding_window`, and is there if the key is missing."""
     if settings.values.get("use_sliding_window"):
-        settings.require("sliding_window")
+        values = {"sliding_window": _WINDOW, **settings.values}
+        dataclasses.replace(settings, values=values).require("sliding_window")
     settings.require("layer_types", ["full_attention"] * settings.number("num_hidden_layers"))
     return llama.read_decoder(settings, **more)
 

@@ -12,7 +12,7 @@ import zlib_ng.zlib_ng as zlib
 
 from data_pipeline.errors import DataError, StorageError, UsageError
 from data_pipeline.extras import load_package
-from maxtrain.weights.codec import LazyArray
+from maxtrain.weights.codec import LazyArray, Part, slices
 from maxtrain.weights.gguf.field import Field
 
 # How numbers are stored, with llama.cpp's number of a file that is mostly so.
@@ -156,8 +156,9 @@ def _scales_fit(rows: np.ndarray) -> bool:
     return rows.size == 0 or float(np.abs(rows).max()) <= float(np.finfo(np.float16).max)
 
 
-def read_gguf(path: Path, sums: Mapping[str, int], fields: list[Field]) -> dict[str, np.ndarray]:
-    """The tensors of a file that was just written, float32, still in the file where they are that.
+def read_gguf(path: Path, sums: Mapping[str, int], fields: list[Field]) -> dict[str, LazyArray]:
+    """The tensors of a file that was just written, which give float32; what is read of them is all
+    that is in memory.
 
     Raises:
         StorageError: it is not what was written.
@@ -180,10 +181,24 @@ def read_gguf(path: Path, sums: Mapping[str, int], fields: list[Field]) -> dict[
             f"{path.name}: what is read back is not what was written ({', '.join(different[:3])}). "
             "Nothing was exported. Look at the disk that it is on, then run the same command again."
         )
-    return {
-        name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        for name, tensor in tensors.items()
-    }
+    return {name: _in_file(tensor) for name, tensor in tensors.items()}
+
+
+def _in_file(tensor: Any) -> LazyArray:
+    """The numbers of a tensor of a file that is open."""
+    gguf = library()
+    # Named there from the last dim to the first.
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+
+    def read(part: Part) -> np.ndarray:
+        first, *others = slices(part)
+        if not others:
+            return gguf.quants.dequantize(tensor.data, tensor.tensor_type)[first]
+        # Numbers that share a scale are neighbours in the last dim.
+        numbers = gguf.quants.dequantize(tensor.data[first], tensor.tensor_type)
+        return numbers[:, *others]
+
+    return LazyArray(shape, read)
 
 
 def _says(reader: Any, field: Field) -> bool:

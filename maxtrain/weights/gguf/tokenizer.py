@@ -69,7 +69,8 @@ def describe_tokenizer(
     Args:
         tokenizer: of the model.
         settings: its tokenizer_config.json.
-        vocab_size: of the model; ids without a token are marked as unused.
+        vocab_size: of the model; ids without a token are marked as unused, and special tokens
+            beyond it are left out.
         template: chat template.
         end_of_turn: the token that ends an answer, if the template writes one.
         rule: llama.cpp's name of how words are found; None: it is found out.
@@ -80,7 +81,7 @@ def describe_tokenizer(
     name = tokenizer.name
     if not isinstance(tokenizer, JsonTokenizer):
         raise Refused(name, "is no tokenizer.json, and llama.cpp reads nothing else")
-    if tokenizer.vocab_size > vocab_size:
+    if not tokenizer.fits(vocab_size):
         raise Refused(name, f"has {tokenizer.vocab_size:,} tokens, and the model {vocab_size:,}")
     record: Any = loads(tokenizer.content)
     if record["model"]["type"] != "BPE":
@@ -201,9 +202,8 @@ def _sentencepiece(
         raise Refused(name, "has ignore_merges with byte_fallback, which llama.cpp does not know")
     prefix = _has_prefix(name, record)
     scores = _scores(name, record)
-    size = max(tokenizer.vocab_size, vocab_size)
     by_id = {i: text for text, i in model["vocab"].items()}
-    listed = [scores.get(by_id.get(i, ""), 0.0) for i in range(size)]
+    listed = [scores.get(by_id.get(i, ""), 0.0) for i in range(vocab_size)]
     return [
         Field("tokenizer.ggml.model", "string", "llama"),
         Field("tokenizer.ggml.pre", "string", "default"),
