@@ -55,8 +55,15 @@ def with_banks(model: Decoder, sets: Sequence[AdapterSet]) -> Decoder:
         sets: for models of its config.
 
     Raises:
-        UsageError: adapters of a product that can't have others for each row.
+        UsageError: the model has adapters, or one of a set is of a product that can't have others
+            for each row.
     """
+    if model.config.lora.rank is not None:
+        raise UsageError(
+            f"the model has adapters of its own (model.lora.rank={model.config.lora.rank}), beside "
+            "which there can't be others. Take them into its weights: maxtrain export RUN OUT "
+            "--format hf; or name the model that they are for, and them as --format peft writes them."
+        )
     of_sets = [_of_layers(adapters, model.config) for adapters in sets]
     numbers: dict[str, list[int]] = {}
     for number, place in enumerate(layer_names(model.spec.stack)):

@@ -145,13 +145,18 @@ def test_numbers_of_adapters_that_are_not_there_are_refused(folders):
         Engine(base(), slots=1).submit([1], 2, GREEDY, adapter=1)
 
 
+def test_a_model_with_adapters_of_its_own_gets_no_others(folders):
+    with pytest.raises(UsageError, match=r"adapters of its own \(model\.lora\.rank=3\)"):
+        side_by_side(folders, adapted(0))
+
+
 def test_adapters_of_experts_are_refused(tmp_path):
     """Their products are of all rows at once."""
     config = dataclasses.replace(
         BASE,
         family="mixtral",
         moe=MoeConfig(num_experts=4, experts_per_token=2),
-        lora=LoraConfig(rank=2, targets=(r"attention\.q", r"mlp\.up")),
+        lora=LoraConfig(rank=2, targets=(r"attention\.q", r"mlp\.(gate|up)")),
     )
     model = jax.jit(lambda: build_model(config, EXACT, 0))()
     _, adapters = split_adapters(nnx.state(model))
@@ -159,7 +164,7 @@ def test_adapters_of_experts_are_refused(tmp_path):
     plain = dataclasses.replace(config, lora=LoraConfig())
     without = jax.jit(lambda: build_model(plain, EXACT, 0))()
     with pytest.raises(
-        UsageError, match=r"fine: has an adapter of layers\.0\.mlp\.up.*maxtrain exp"
+        UsageError, match=r"fine: has an adapter of layers\.0\.mlp\..*maxtrain exp"
     ):
         with_banks(without, [read_set(tmp_path, "fine", plain)])
 
