@@ -327,7 +327,7 @@ def _settings(config: ModelConfig, targets: _Targets, base: str | None) -> dict[
 
 
 def _patterns_of_gate_and_up(lora: LoraConfig) -> dict[str, Any]:
-    """Rank and alpha of the adapters of gate and up together, which have the scale of the others."""
+    """Rank and alpha of the adapters of gate and up together, whose scale is that of the others."""
     assert lora.rank is not None
     factor = 2.0
     if lora.scaling == "root":
@@ -391,6 +391,8 @@ def _same_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two sections of adapter_config.json are the same but for roundings."""
     here = section_leaves(one)
     there = section_leaves(other)
+    if not all(isinstance(value, int | float) for value in here.values()):
+        return False
     return here.keys() == there.keys() and all(
         math.isclose(here[name], there[name], rel_tol=1e-6) for name in here
     )

@@ -1,10 +1,10 @@
 """Adapters of experts in the files of PEFT, which takes all experts of a layer for one.
 
-transformers 5 keeps the weights of a layer's experts in two parameters: gate_up_proj, where those of
-gate and up lie behind each other, and down_proj. PEFT has one adapter for each of the two. Its A is
-[experts and ranks, inputs], its B [outputs, ranks and experts]. Here, gate and up have an A each: the
-adapter of both has twice the rank, and a B that is 0 outside of two corners. Files of older versions
-have tensors of each expert, and those are the names that the rest of the program knows.
+transformers 5 keeps the weights of a layer's experts in two parameters: gate_up_proj, where those
+of gate and up lie behind each other, and down_proj. PEFT has one adapter for each of the two. Its A
+is [experts and ranks, inputs], its B [outputs, ranks and experts]. Here gate and up have an A each:
+the adapter of both has twice the rank, and a B that is 0 outside of two corners. Files of older
+versions have tensors of each expert, and those are the names that the rest of the program knows.
 
 Source: https://huggingface.co/docs/peft/developer_guides/lora, "Targeting nn.Parameter".
 """
@@ -17,8 +17,7 @@ import numpy as np
 
 from data_pipeline.errors import DataError, UsageError
 
-# What is added to the rank and the scale of gate and up stands in adapter_config.json by this
-# pattern, as PEFT writes it.
+# By this pattern, which is PEFT's, adapter_config.json has another rank and alpha for gate and up.
 GATE_AND_UP = r".*\.gate_up_proj"
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.(lora_[AB])\.weight")
 # The names of either age.
