@@ -46,7 +46,13 @@ from maxtrain.weights.codec import (
     Transpose,
     in_memory,
 )
-from maxtrain.weights.peft_experts import GATE_AND_UP, Joined, join_experts, split_experts
+from maxtrain.weights.peft_experts import (
+    GATE_AND_UP,
+    Joined,
+    join_experts,
+    present_name,
+    split_experts,
+)
 
 CONFIG = "adapter_config.json"
 TENSORS = "adapter_model.safetensors"
@@ -147,7 +153,7 @@ def read_set(directory: Path, name: str, config: ModelConfig) -> AdapterSet:
         config: of the model.
 
     Raises:
-        UsageError: there is no such directory.
+        UsageError: there is no such directory, or it has adapters of experts.
         ConfigError: PEFT has done more there than adapters.
         DataError: as of `read_adapters`.
     """
@@ -189,20 +195,23 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
         magnitudes=bool(there.get("use_dora")),
     )
     everywhere = paths(_abstract_adapters(dataclasses.replace(config, lora=lora)))
-    wanted: dict[str, tuple[int, ...]] = {}
     # The products that have each tensor.
     products = {}
     for name, variable in everywhere.items():
         product, _, part = name.rpartition(".adapter.")
-        if not _is_plain(_of_kernels(config)[f"{product}.kernel"]):
-            continue
-        (entry,) = _table(config, {name})
-        shapes = entry.their_shapes([variable.get_value().shape])
-        wanted |= shapes
-        if part == "a":
-            products |= dict.fromkeys(shapes, product)
-    stored = split_experts(_read(directory / TENSORS), wanted)
-    found = {products[name] for name in stored if name in products}
+        if part == "a" and _is_plain(_of_kernels(config)[f"{product}.kernel"]):
+            (entry,) = _table(config, {name})
+            their_names = entry.names([variable.get_value().shape])
+            products |= dict.fromkeys(map(present_name, their_names), product)
+            products |= dict.fromkeys(their_names, product)
+    stored = _read(directory / TENSORS)
+    if any(".experts." in name for name in stored):
+        raise UsageError(
+            f"{directory / TENSORS}: has adapters of experts, whose products are of all texts "
+            "together, so that they can't have different ones. Take them into the weights with "
+            "PEFT's merge_and_unload."
+        )
+    found = {product for name, product in products.items() if name in stored}
     targets = [f"^{re.escape(product)}$" for product in sorted(found)]
     if not targets:
         raise DataError(

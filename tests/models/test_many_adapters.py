@@ -14,11 +14,12 @@ from safetensors.numpy import load_file, save_file
 from data_pipeline.errors import DataError, UsageError
 from maxtrain.config.schema import LoraConfig, ModelConfig, MoeConfig, PrecisionConfig
 from maxtrain.models.adapt import split_adapters
-from maxtrain.models.many_adapters import with_banks
+from maxtrain.models.many_adapters import AdapterSet, with_banks
 from maxtrain.models.registry import build_model
 from maxtrain.models.unstack import unstacked
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.sampling import Sampling
+from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join
 from maxtrain.weights.peft import read_set, write_adapters
 
@@ -162,11 +163,12 @@ def test_adapters_of_experts_are_refused(tmp_path):
     _, adapters = split_adapters(nnx.state(model))
     write_adapters(tmp_path, adapters, config, None)
     plain = dataclasses.replace(config, lora=LoraConfig())
+    with pytest.raises(UsageError, match=r"adapters of experts, .* merge_and_unload"):
+        read_set(tmp_path, "fine", plain)
     without = jax.jit(lambda: build_model(plain, EXACT, 0))()
-    with pytest.raises(
-        UsageError, match=r"fine: has an adapter of layers\.0\.mlp\..*maxtrain exp"
-    ):
-        with_banks(without, [read_set(tmp_path, "fine", plain)])
+    arrays = {path: np.asarray(leaf[...]) for path, leaf in paths(adapters).items()}
+    with pytest.raises(UsageError, match=r"fine: has an adapter of layers\.0\.mlp\..*maxtrain exp"):
+        with_banks(without, [AdapterSet("fine", config.lora, arrays)])
 
 
 def test_files_that_are_none_are_refused(folders, tmp_path):

@@ -285,7 +285,9 @@ def test_what_has_no_form_is_refused(tmp_path):
 def test_experts_have_no_magnitudes_in_files_either(tmp_path):
     lora = dataclasses.replace(LORA, magnitudes=True)
     model = build("mixtral", lora)
-    with pytest.raises(UsageError, match=r"feed-forward blocks of a model with experts\. .* with --format hf"):
+    with pytest.raises(
+        UsageError, match=r"feed-forward blocks of a model with experts\. .* with --format hf"
+    ):
         write_adapters(tmp_path, adapters_of(model), model.config, None)
     assert not list(tmp_path.iterdir())
     lora = dataclasses.replace(lora, targets=("attention",))
