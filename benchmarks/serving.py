@@ -4,8 +4,8 @@
 
 A small random model is served by a process of its own. Each of so many clients asks for a stream,
 and when it has ended for the next one, with prompts that have nothing in common. Clients and server
-share this machine. Rounds that are not counted go before each measurement, so that nothing is
-compiled in it.
+share this machine. What is not counted goes before each measurement, so that nothing is compiled in
+it.
 """
 
 import argparse
@@ -51,10 +51,10 @@ STREAMS = (1, 8, 32)
 SLOTS = 32
 PROMPT = 64
 NEW = 128
-# Streams of each client that are not measured, and that are. Those that come together are read
-# together, in programs for several numbers of rows, of which the first make most.
-WARM_ROUNDS = 3
+# Streams of each client that are measured.
 ROUNDS = 4
+# Prompts that come together are read together, by a program for each of these numbers.
+TOGETHER = (1, 2, 4, 8)
 # Of Python's own library, which the tokenizer is trained on.
 TEXT_FILES = 40
 _SHARD_BYTES = 1 << 30
@@ -107,13 +107,13 @@ def serving(folder: Path) -> Iterator[str]:
         process.stdout.close()
 
 
-def ask(url: str, prompt: list[int], seed: int) -> Answer:
-    """One stream, read to its end."""
+def ask(url: str, prompts: list[list[int]], seed: int) -> Answer:
+    """A stream of what follows these prompts, read to its end."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(str(address.netloc), timeout=_WAIT_SECONDS)
     request = {
         "model": "small",
-        "prompt": prompt,
+        "prompt": prompts,
         "max_tokens": NEW,
         "temperature": 1,
         "seed": seed,
@@ -144,6 +144,18 @@ def ask(url: str, prompt: list[int], seed: int) -> Answer:
     return Answer(first_seconds, seconds, tokens)
 
 
+def some_prompts(rng: np.random.Generator, count: int) -> list[list[int]]:
+    """Any ids."""
+    return rng.integers(0, 256, (count, PROMPT)).tolist()
+
+
+def warm_up(url: str) -> None:
+    """Lets the server compile what it needs; with the first stream its caches grow."""
+    rng = np.random.default_rng(0)
+    for count in (1, *TOGETHER):
+        ask(url, some_prompts(rng, count), seed=count)
+
+
 def measure(url: str, streams: int, rounds: int, seed: int) -> Measured:
     """So many clients at one time, each with so many streams, one after the other; with another
     `seed`, other prompts."""
@@ -152,8 +164,7 @@ def measure(url: str, streams: int, rounds: int, seed: int) -> Measured:
         rng = np.random.default_rng((number, streams, seed))
         answers = []
         for _ in range(rounds):
-            prompt = rng.integers(0, 256, PROMPT).tolist()
-            answers.append(ask(url, prompt, int(rng.integers(1 << 32))))
+            answers.append(ask(url, some_prompts(rng, 1), int(rng.integers(1 << 32))))
         return answers
 
     begin = time.perf_counter()
@@ -180,8 +191,9 @@ def table(url: str) -> list[str]:
         "| streams | tokens/s | first token, p50, ms | p95 | whole answer, p50, ms | p95 |",
         "|--:|--:|--:|--:|--:|--:|",
     ]
+    warm_up(url)
     for streams in STREAMS:
-        measure(url, streams, WARM_ROUNDS, seed=0)
+        measure(url, streams, 1, seed=0)
         lines.append(row(streams, measure(url, streams, ROUNDS, seed=1)))
         print(lines[-1], file=sys.stderr, flush=True)
     return lines

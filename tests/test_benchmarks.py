@@ -178,7 +178,7 @@ def test_serving_prints_a_row_for_each_number_of_streams(tmp_path, monkeypatch, 
     )
     monkeypatch.setattr(serving, "MODEL", small)
     sizes = {"STREAMS": (1, 3), "SLOTS": 2, "PROMPT": 8, "NEW": 16, "TEXT_FILES": 2}
-    for name, value in (sizes | {"ROUNDS": 1, "WARM_ROUNDS": 1}).items():
+    for name, value in (sizes | {"ROUNDS": 1, "TOGETHER": (1, 2)}).items():
         monkeypatch.setattr(serving, name, value)
     monkeypatch.setattr(serving, "RESULTS", tmp_path / "serving.md")
     assert serving.main(["--write"]) == 0

@@ -1,5 +1,6 @@
 """The application over a worker that does as it is told, so that each moment can be chosen."""
 
+import contextlib
 import datetime
 import http.client
 import json
@@ -87,10 +88,10 @@ class Site:
         key = key or KEY.encode()
         connection = http.client.HTTPConnection(*self.address, timeout=30)
         headers = {"Content-Type": "application/json", "Authorization": b"Bearer " + key}
-        connection.request(method, path, body, headers)
-        answer = connection.getresponse()
-        content = answer.read().decode()
-        connection.close()
+        with contextlib.closing(connection):
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            content = answer.read().decode()
         return answer.status, answer.headers, content
 
     def post(self, path="/v1/completions", body=b"", **values):
