@@ -18,6 +18,7 @@ from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.model_source import load_run, read_run_config, step_of, tokenizer_place
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import read_json
+from maxtrain.models.merged import merged
 from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
 from maxtrain.weights.hf import tensor_files
 from maxtrain.weights.hf_export import lazy_parameters, write_config, write_tokenizer
@@ -138,6 +139,7 @@ def _open_run(place: str, run: str, step: str) -> Tensors:
         wanted = int(step)
     config = read_run_config(run)
     model, tokenizer = load_run(run, step_of(run, wanted))
+    model = merged(model)
     family = FAMILIES[model.config.family]
     _, params = nnx.split(model)
     ours = lazy_parameters(params)
