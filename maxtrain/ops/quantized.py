@@ -124,9 +124,16 @@ def _nearest_level(relative: Float[Array, "..."]) -> UInt8[Array, "..."]:
 
 
 def _levels_of(numbers: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """The levels of these numbers, float32. Every platform chooses between numbers with vectors; few
-    look numbers up in a table as fast. CPUs do: it would take them half the time, which is small
-    beside that of a product."""
+    """The levels of these numbers, float32. CPUs look them up; accelerators choose one after another,
+    which is arithmetic of vectors there, where XLA's CPU compiler would write each choice to memory."""
+    return jax.lax.platform_dependent(numbers, cpu=_looked_up, default=_chosen)
+
+
+def _looked_up(numbers: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    return jnp.asarray(NF4_LEVELS, jnp.float32)[numbers]
+
+
+def _chosen(numbers: UInt8[Array, "..."]) -> Float[Array, "..."]:
     values = jnp.full(numbers.shape, NF4_LEVELS[0], jnp.float32)
     for number, level in enumerate(NF4_LEVELS):
         values = jnp.where(numbers == number, jnp.float32(level), values)

@@ -20,6 +20,8 @@ from maxtrain.ops.experts import (
 from maxtrain.ops.quantized import (
     NF4_LEVELS,
     Quantized,
+    _chosen,
+    _looked_up,
     dequantize,
     quantize,
     quantized_dot,
@@ -121,7 +123,14 @@ def test_levels_are_those_of_the_paper():
     np.testing.assert_allclose(levels / levels.max(), NF4_LEVELS, atol=1e-5)
 
 
-def test_two_codes_are_in_a_byte_and_a_bit_of_int8_is_a_weight():
+def test_levels_are_the_same_looked_up_and_chosen():
+    numbers = jnp.arange(16, dtype=jnp.uint8).reshape(4, 4)
+    expected = np.asarray(NF4_LEVELS, np.float32).reshape(4, 4)
+    np.testing.assert_array_equal(_looked_up(numbers), expected)
+    np.testing.assert_array_equal(_chosen(numbers), expected)
+
+
+def test_two_codes_of_nf4_are_in_a_byte_and_one_of_int8():
     weights = normal(0, 128, 6)
     four = quantized(weights, "nf4", 64)
     assert (four.codes.shape, four.codes.dtype) == ((2, 32, 6), jnp.uint8)
