@@ -171,8 +171,10 @@ def test_gradients_are_those_with_whole_weights(case, block, form):
     assert loss == pytest.approx(of_whole, rel=1e-6)
     assert found.keys() == expected.keys()
     largest = max(np.abs(gradient).max() for gradient in expected.values())
+    # What an expert's adapter adds is a product of its own here, and a part of the weights there.
+    tolerance = 1e-6 if case is None else 3e-6
     for path, gradient in expected.items():
-        np.testing.assert_allclose(found[path], gradient, atol=1e-6 * largest, err_msg=path)
+        np.testing.assert_allclose(found[path], gradient, atol=tolerance * largest, err_msg=path)
 
 
 @pytest.mark.long

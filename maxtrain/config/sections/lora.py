@@ -48,8 +48,8 @@ class LoraConfig:
     )
     base: Literal["full", "int8", "nf4"] = key(
         "full",
-        "weights of products with adapters are kept in precision.params, or quantised: in eight "
-        "bits, or in four whose levels suit normally distributed weights (QLoRA)",
+        "weights of products with adapters: full: in precision.params; int8: in 8 bits; "
+        "nf4: in 4 bits (QLoRA)",
         used_by=_ADAPTED,
     )
     base_block: int = key(
