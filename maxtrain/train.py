@@ -40,6 +40,7 @@ from maxtrain.checkpoint.rollback import read_rollbacks, went_with
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
+from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.books import RUN
@@ -369,7 +370,7 @@ def describe(progress: Progress, job: Job) -> None:
         progress.message(note, style="yellow")
     config = job.config
     devices = jax.devices()
-    millions = sum(x.size for x in jax.tree.leaves(policy_params(job.abstract))) / 1e6
+    millions = count_weights(policy_params(job.abstract)) / 1e6
     axes = ", ".join(f"{axis} {size}" for axis, size in job.mesh.shape.items() if size > 1)
     where = f"{len(devices)} x {devices[0].device_kind}"
     if axes:
@@ -382,7 +383,7 @@ def describe(progress: Progress, job: Job) -> None:
         progress.message(trained_summary(job.abstract))
     if job.teacher is not None:
         teacher = job.teacher
-        size = sum(x.size for x in jax.tree.leaves(job.abstract.frozen[TEACHER])) / 1e6
+        size = count_weights(job.abstract.frozen[TEACHER]) / 1e6
         progress.message(
             f"teacher: {teacher.model.family}, {size:,.2f} M parameters, "
             f"{teacher.precision.compute} on {teacher.precision.params} weights; "

@@ -54,6 +54,8 @@ LONGEST = (
     "training/test_products.py",
     "training/test_trajectory.py",
     "models/test_lora.py",
+    "models/test_quantized.py",
+    "test_quantized_runs.py",
     "test_expert_runs.py",
     "models/test_moe.py",
     "test_export.py",

@@ -15,6 +15,7 @@ from benchmarks import (
     one_core,
     prefetch,
     prepare,
+    quantized,
     remote,
     serving,
     train_step,
@@ -238,3 +239,16 @@ def test_checkpoint_costs_and_damage_are_tables_and_nothing_is_silent(
     assert re.search(rf"\| restore{figures}\| restore by Orbax{figures}", shown)
     assert re.search(rf"\| restore with checks{figures}\| restore without checks{figures}", shown)
     assert "| flipped bit | 10 | 10 | 0 |" in shown and "| removed | 2 | 2 | 0 |" in shown
+
+
+@pytest.mark.long
+def test_quantized_prints_a_row_for_each_base(capsys):
+    small = ["num_layers=1", "embed_dim=256", "mlp_dim=512", "num_heads=2", "num_kv_heads=2"]
+    words = [f"model.{word}" for word in (*small, "vocab_size=64", "max_length=32")]
+    words += ["config=quickstart", "data.seq_length=32", "model.lora.base=nf4"]
+    with jax.numpy_dtype_promotion("standard"):  # optax's own arithmetic is not strict
+        assert quantized.main([*words, "model.lora.base_block=8"]) == 0
+    rows = re.findall(r"\| (full|int8|nf4) \| ([\d.]+) \| ([\d.]+) \|", capsys.readouterr().out)
+    assert [base for base, _, _ in rows] == ["full", "int8", "nf4"]
+    sizes = [float(parameters) for _, _, parameters in rows]
+    assert sizes == sorted(sizes, reverse=True)

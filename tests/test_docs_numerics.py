@@ -56,7 +56,7 @@ def test_the_commands_work_in_order(tmp_path):
     same = re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     said = outputs["maxtrain replay runs/one --steps 20:40"]
     counts = r"\d+ numbers and \d+ arrays"
-    assert re.sub(counts, "", said) == re.sub(counts, "", same[0]) and len(outputs) == 17
+    assert re.sub(counts, "", said) == re.sub(counts, "", same[0]) and len(outputs) == 18
     assert (
         "pack(lengths, max_tokens=256)"
         in outputs["maxtrain probe config=small.py --what max_tokens model.max_length=256"]

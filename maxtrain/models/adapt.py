@@ -1,9 +1,10 @@
 """Puts adapters into a model, and their changes into its weights."""
 
 import dataclasses
+import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,16 @@ from maxtrain.config.schema import LoraConfig
 from maxtrain.models.init import Initializer
 from maxtrain.models.linear import ExpertLinear, Linear
 from maxtrain.models.lora import Adapter, AdapterParam, lengths
+from maxtrain.models.quantized import (
+    CODES,
+    SCALES,
+    QuantizedKernel,
+    kernel_of,
+    require_whole_blocks,
+    whole,
+)
 from maxtrain.models.stack import Stack
+from maxtrain.ops.quantized import Quantized
 
 
 def products(stack: Stack) -> Iterator[tuple[str, Linear | ExpertLinear]]:
@@ -26,7 +36,8 @@ def products(stack: Stack) -> Iterator[tuple[str, Linear | ExpertLinear]]:
 
 
 def attach(stack: Stack, lora: LoraConfig, init: Initializer, key: Key[Array, ""]) -> None:
-    """Gives the products that the config names new adapters.
+    """Gives the products that the config names new adapters, and quantises their kernels if it says
+    so.
 
     Args:
         stack: the layers.
@@ -35,7 +46,7 @@ def attach(stack: Stack, lora: LoraConfig, init: Initializer, key: Key[Array, ""
         key: that they are drawn from; each from a part of it, by its path.
 
     Raises:
-        ConfigError: a pattern that is in the path of no product.
+        ConfigError: a pattern that is in the path of no product, or blocks that do not divide inputs.
     """
     assert lora.rank is not None
     named = sorted(products(stack))
@@ -46,13 +57,25 @@ def attach(stack: Stack, lora: LoraConfig, init: Initializer, key: Key[Array, ""
                 f"model.lora.targets: {pattern} is found in the path of no product. "
                 f"Set it to a part of one of these: {', '.join(names)}."
             )
+    adapted = {}
     for name, module in named:
-        if not any(re.search(pattern, name) for pattern in lora.targets):
-            continue
-        axes = module.kernel.get_metadata("axes")
+        if any(re.search(pattern, name) for pattern in lora.targets):
+            adapted[name] = module
+    if lora.base != "full":
+        _quantize(adapted, lora)
+    for name, module in adapted.items():
         own = jax.random.fold_in(key, zlib.crc32(name.encode()))
-        kernel = module.kernel[...]
-        module.adapter = Adapter(kernel, axes, module.num_inputs, lora, init, own)
+        kernel = kernel_of(module.kernel)
+        module.adapter = Adapter(kernel, module.kernel_axes, module.num_inputs, lora, init, own)
+
+
+def _quantize(adapted: Mapping[str, Linear | ExpertLinear], lora: LoraConfig) -> None:
+    """Replaces the kernels of these products by what the config keeps of them."""
+    sizes = {name: math.prod(module.input_shape) for name, module in adapted.items()}
+    require_whole_blocks(sizes, lora)
+    for module in adapted.values():
+        kernel = kernel_of(module.kernel)
+        module.kernel = QuantizedKernel(kernel, module.kernel_axes, module.num_inputs, lora)
 
 
 def split_adapters(variables: nnx.State) -> tuple[nnx.State, nnx.State]:
@@ -72,13 +95,24 @@ def with_magnitudes(variables: nnx.State) -> nnx.State:
     for path, variable in flat.items():
         if path[-2:] != ("adapter", "magnitude"):
             continue
-        kernel = flat[*path[:-2], "kernel"].get_value()
         value = variable.get_value()
+        kernel = _kernel_beside(flat, path[:-2])
         stacked = value.ndim - len(variable.get_metadata("axes"))
         summed = tuple(range(stacked, stacked + kernel.ndim - value.ndim))
         measure = jax.jit(lengths, static_argnums=1, out_shardings=value.sharding)
         flat[path] = variable.replace(measure(kernel, summed))
     return nnx.from_flat_state(flat)
+
+
+def _kernel_beside(flat: Mapping[tuple, nnx.Variable], product: tuple) -> Array:
+    """The kernel of a product among variables by path."""
+    kernel = flat.get((*product, "kernel"))
+    if kernel is not None:
+        return kernel.get_value()
+    codes = flat[*product, "kernel", CODES]
+    scales = flat[*product, "kernel", SCALES]
+    arrays = Quantized(codes.get_value(), scales.get_value())
+    return jax.jit(whole, static_argnums=1)(arrays, codes.get_metadata("stands_for"))
 
 
 def without_adapters(lora: LoraConfig) -> LoraConfig:

@@ -6,6 +6,7 @@ from flax import nnx
 
 from maxtrain.config.schema import ModelConfig
 from maxtrain.models.families import FAMILIES
+from maxtrain.models.quantized import weights_of
 from maxtrain.models.specs import StackSpec
 
 
@@ -41,8 +42,9 @@ def product_weights(params: nnx.State, config: ModelConfig) -> int:
     goes to."""
     count = 0
     for path, variable in nnx.to_flat_state(params):
-        if path[-1] == "kernel" or (config.tie_embeddings and path[-1] == "embedding"):
-            size = variable.get_value().size
+        is_matrix = "kernel" in path[-2:]
+        if is_matrix or (config.tie_embeddings and path[-1] == "embedding"):
+            size = weights_of(variable)
             if "exp" in variable.get_metadata("axes"):
                 size = size // config.moe.num_experts * config.moe.experts_per_token
             count += size

@@ -101,7 +101,7 @@ class Decoder(nnx.Module):
         """The head, or the embedding table turned around."""
         if self.head is None:
             return self.embedding[...].T
-        return self.head.kernel[...]
+        return self.head.weights()
 
     def __call__(
         self, tokens: Ids, segment_ids: Ids | None = None, positions: Ids | None = None

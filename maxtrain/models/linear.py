@@ -1,6 +1,7 @@
 """The weights of matrix products: a kernel, perhaps a bias, and the recipe of the product."""
 
 import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,7 +10,9 @@ from jaxtyping import Array, Float, Key
 from maxtrain.models.init import Initializer, Role
 from maxtrain.models.lora import Adapter
 from maxtrain.models.lora_bank import AdapterBank
+from maxtrain.models.quantized import Kernel, QuantizedKernel, kernel_of
 from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.quantized import quantized_dot
 from maxtrain.parallel.sharding import Axes
 
 
@@ -38,9 +41,11 @@ class Linear(nnx.Module):
         role: Role = "hidden",
         bias: bool = False,
     ):
-        axes: Axes = (*inputs, *outputs)
-        shape = (*inputs.values(), *outputs.values())
-        self.kernel = init.matrix(key, shape, axes, role)
+        self.kernel_axes: Axes = (*inputs, *outputs)
+        self.input_shape = tuple(inputs.values())
+        self.output_shape = tuple(outputs.values())
+        shape = (*self.input_shape, *self.output_shape)
+        self.kernel: Kernel = init.matrix(key, shape, self.kernel_axes, role)
         # Assigned once: what is first None stays out of the module's parameters.
         vector = None
         if bias:
@@ -52,29 +57,44 @@ class Linear(nnx.Module):
 
     def weights(self) -> Float[Array, "..."]:
         """[*inputs, *outputs] of what the product is with, for whoever makes it in another way."""
+        kernel = kernel_of(self.kernel)
         if self.adapter is None:
-            return self.kernel[...]
+            return kernel
         assert isinstance(self.adapter, Adapter), "a bank has other weights for each row"
-        return self.adapter.adapted(self.kernel[...])
+        return self.adapter.adapted(kernel)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """[..., *inputs] -> [..., *outputs], of the recipe's type."""
-        input_shape = self.kernel.shape[: self.num_inputs]
-        output_shape = self.kernel.shape[self.num_inputs :]
-        num_inputs = math.prod(input_shape)
         leading = x.shape[: x.ndim - self.num_inputs]
-        matrix = self.kernel[...].reshape(num_inputs, math.prod(output_shape))
-        x = x.reshape(*leading, num_inputs)
-        out = dot(x, matrix, self.recipe)
+        x = x.reshape(*leading, math.prod(self.input_shape))
+        if isinstance(self.kernel, QuantizedKernel):
+            out = quantized_dot(x, self.kernel.matrices(), self.recipe)
+        else:
+            out = dot(x, self._matrix(), self.recipe)
         if isinstance(self.adapter, AdapterBank):
             out = self.adapter(x, out, self.recipe)
         elif self.adapter is not None:
-            out = self.adapter(x, out, matrix, self.recipe)
-        out = out.reshape(*leading, *output_shape)
+            out = self.adapter.added(x, out, self.recipe)
+            if self.adapter.magnitude is not None:
+                out = self.adapter.scaled(out, self._matrix())
+        out = out.reshape(*leading, *self.output_shape)
         if self.bias is not None:
             # In float32, so that the gradient of the bias is summed in it.
             out = out.astype(jnp.float32) + self.bias[...].astype(jnp.float32)
         return out.astype(self.recipe.result)
+
+    def _matrix(self) -> Float[Array, "i o"]:
+        """The kernel with its inputs as one dim, and its outputs."""
+        return kernel_of(self.kernel).reshape(
+            math.prod(self.input_shape), math.prod(self.output_shape)
+        )
+
+
+class ExpertPart(NamedTuple):
+    """An array of all experts, and the logical names of its dims."""
+
+    value: Array
+    axes: Axes
 
 
 class ExpertLinear(nnx.Module):
@@ -101,8 +121,9 @@ class ExpertLinear(nnx.Module):
     ):
         self.kernel_axes: Axes = ("exp", *inputs, *outputs)
         self.bias_axes: Axes = ("exp", *outputs)
-        shape = (num_experts, *inputs.values(), *outputs.values())
-        self.kernel = init.matrix(key, shape, self.kernel_axes, role)
+        self.input_shape = tuple(inputs.values())
+        shape = (num_experts, *self.input_shape, *outputs.values())
+        self.kernel: Kernel = init.matrix(key, shape, self.kernel_axes, role)
         # Assigned once: what is first None stays out of the module's parameters.
         vectors = None
         if bias:
@@ -114,6 +135,30 @@ class ExpertLinear(nnx.Module):
 
     def weights(self) -> Float[Array, "E ..."]:
         """Of all experts' products, with what adapters do to them."""
+        kernel = kernel_of(self.kernel)
         if self.adapter is None:
-            return self.kernel[...]
-        return self.adapter.adapted(self.kernel[...])
+            return kernel
+        return self.adapter.adapted(kernel)
+
+    def parts(self) -> dict[str, ExpertPart]:
+        """What the products are made with, by names that `Moe` gives meaning to.
+
+        A kernel is what adapters make of it. Where it is quantised it stays so: what an adapter adds
+        is a product of its own then, whose scale is in b.
+        """
+        found = {}
+        if isinstance(self.kernel, QuantizedKernel):
+            assert self.adapter is not None
+            codes = self.kernel.codes
+            scales = self.kernel.scales
+            found["codes"] = ExpertPart(codes[...], codes.get_metadata("axes"))
+            found["scales"] = ExpertPart(scales[...], scales.get_metadata("axes"))
+            a = self.adapter.a
+            b = self.adapter.b
+            found["a"] = ExpertPart(a[...], a.get_metadata("axes"))
+            found["b"] = ExpertPart(self.adapter.scale * b[...], b.get_metadata("axes"))
+        else:
+            found["kernel"] = ExpertPart(self.weights(), self.kernel_axes)
+        if self.bias is not None:
+            found["bias"] = ExpertPart(self.bias[...], self.bias_axes)
+        return found

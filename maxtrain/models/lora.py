@@ -83,25 +83,32 @@ class Adapter(nnx.Module):
         self.num_experts_dims = len(experts)
         self.scale = scale_of(lora)
 
-    def __call__(
-        self, x: Float[Array, "*b i"], out: Float[Array, "*b o"], kernel: Array, recipe: Recipe
+    def added(
+        self, x: Float[Array, "*b i"], out: Float[Array, "*b o"], recipe: Recipe
     ) -> Float[Array, "*b o"]:
-        """The product with the adapter.
+        """The product with s (x A) B, float32.
 
         Args:
             x: what is multiplied, its inputs as one dim.
-            out: the product without it, float32.
-            kernel: [I, O], of which it is the product.
+            out: the product without it.
             recipe: of the product.
         """
         a, b = self._matrices()
         exact = Recipe.of(recipe.inputs)
-        out = out.astype(jnp.float32) + self.scale * dot(dot(x, a, exact), b, exact)
-        if self.magnitude is None:
-            return out
-        changed = kernel.astype(jnp.float32) + self.change()
-        constant = jax.lax.stop_gradient(lengths(changed, (0,)))
-        return out * _ratio(self.magnitude[...].reshape(-1), constant)
+        return out.astype(jnp.float32) + self.scale * dot(dot(x, a, exact), b, exact)
+
+    def scaled(
+        self, out: Float[Array, "*b o"], kernel: Float[Array, "i o"]
+    ) -> Float[Array, "*b o"]:
+        """The product with the lengths that magnitudes say.
+
+        Args:
+            out: with s (x A) B.
+            kernel: of the product.
+        """
+        assert self.magnitude is not None
+        changed = jax.lax.stop_gradient(kernel.astype(jnp.float32) + self.change())
+        return out * _ratio(self.magnitude[...].reshape(-1), lengths(changed, (0,)))
 
     def change(self) -> Float[Array, "*e i o"]:
         """s A B, float32, of one layer's product."""

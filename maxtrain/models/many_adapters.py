@@ -16,6 +16,7 @@ from maxtrain.models.families import FAMILIES
 from maxtrain.models.linear import ExpertLinear, Linear
 from maxtrain.models.lora import scale_of
 from maxtrain.models.lora_bank import AdapterBank
+from maxtrain.models.quantized import QuantizedKernel
 from maxtrain.models.specs import LatentSpec
 from maxtrain.models.stack import layer_names
 
@@ -132,6 +133,8 @@ def _bank(
     module: Linear, matrices: Sequence[Sequence[_Matrices | None]], sets: Sequence[AdapterSet]
 ) -> AdapterBank:
     """The bank of one product; `matrices` of each layer that is stacked there, and of each set."""
+    # Quantised weights have adapters of their own.
+    assert not isinstance(module.kernel, QuantizedKernel)
     is_stacked = module.kernel.ndim > len(module.kernel.get_metadata("axes"))
     kernels = module.kernel[...]
     if not is_stacked:

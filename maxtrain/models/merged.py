@@ -7,9 +7,10 @@ from flax import nnx
 from jaxtyping import Array
 
 from maxtrain.config.schema import InitConfig
-from maxtrain.models.adapt import products, split_adapters, without_adapters
+from maxtrain.models.adapt import products, without_adapters
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.linear import ExpertLinear, Linear
+from maxtrain.models.quantized import kernel_dtype
 
 
 def merged(model: Decoder) -> Decoder:
@@ -27,28 +28,29 @@ def merged(model: Decoder) -> Decoder:
     def build() -> Decoder:
         return Decoder(config, model.spec, model.precision, InitConfig(), nnx.Rngs(params=0))
 
-    graphdef, _ = nnx.split(nnx.eval_shape(build))
-    base, _ = split_adapters(nnx.state(model))
-    weights = dict(nnx.to_flat_state(base))
-    for path, module in products(model.layers):
+    graphdef, abstract = nnx.split(nnx.eval_shape(build))
+    kept = dict(nnx.to_flat_state(nnx.state(model)))
+    adapted = {}
+    for name, module in products(model.layers):
         if module.adapter is not None:
-            kernel = (*_path(path, weights), "kernel")
-            weights[kernel] = weights[kernel].replace(_taken_in(module))
+            adapted[f"{name}.kernel"] = module
+    weights = {}
+    for path, variable in nnx.to_flat_state(abstract):
+        module = adapted.get(".".join(map(str, path)))
+        if module is None:
+            weights[path] = kept[path]
+        else:
+            weights[path] = variable.replace(_taken_in(module))
     return nnx.merge(graphdef, nnx.from_flat_state(weights))
-
-
-def _path(name: str, weights: dict) -> tuple:
-    """The path of a product among those of weights, whose parts are names or numbers."""
-    for path in weights:
-        if ".".join(map(str, path[:-1])) == name:
-            return path[:-1]
-    raise AssertionError(name)
 
 
 def _taken_in(module: Linear | ExpertLinear) -> Array:
     """The kernel of a product, of each layer if they are stacked."""
     graphdef, state = nnx.split(module)
-    stacked = module.kernel.ndim - len(module.kernel.get_metadata("axes"))
+    assert module.adapter is not None
+    a = module.adapter.a
+    stacked = a.ndim - len(a.get_metadata("axes"))
+    dtype = kernel_dtype(module.kernel)
 
     def weights(state: nnx.State) -> Array:
         return nnx.merge(graphdef, state).weights()
@@ -57,6 +59,6 @@ def _taken_in(module: Linear | ExpertLinear) -> Array:
         weights = jax.vmap(weights)
 
     def rounded(state: nnx.State) -> Array:
-        return weights(state).astype(module.kernel.dtype)
+        return weights(state).astype(dtype)
 
     return jax.jit(rounded)(state)

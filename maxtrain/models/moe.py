@@ -31,8 +31,11 @@ from maxtrain.ops.experts import (
     grouped_dot,
     order_by_expert,
     order_by_place,
+    quantized_expert_dot,
+    quantized_grouped_dot,
 )
 from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantized import Quantized
 from maxtrain.ops.routing import (
     Routing,
     capacity_of,
@@ -93,7 +96,7 @@ LOAD = Summary(
 )
 
 
-# By names such as `up.kernel` and `down.bias`.
+# By names such as `up.kernel` and `down.bias`; see `ExpertLinear.parts`.
 _Weights = dict[str, Array]
 
 
@@ -243,11 +246,9 @@ class Moe(nnx.Module):
         weights = {}
         axes = {}
         for name, linear in (("gate", self.gate), ("up", self.up), ("down", self.down)):
-            weights[f"{name}.kernel"] = linear.weights()
-            axes[f"{name}.kernel"] = linear.kernel_axes
-            if linear.bias is not None:
-                weights[f"{name}.bias"] = linear.bias[...]
-                axes[f"{name}.bias"] = linear.bias_axes
+            for part, (value, part_axes) in linear.parts().items():
+                weights[f"{name}.{part}"] = value
+                axes[f"{name}.{part}"] = part_axes
         share = functools.partial(_share, self.spec, self.recipe, capacity)
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
@@ -314,7 +315,7 @@ def _by_all(
     of_experts = (is_chosen * taken.weights.reshape(x.shape[0], -1, 1)).sum(1)
 
     def product(inputs: Array, name: str) -> Array:
-        out = expert_dot(inputs, weights[f"{name}.kernel"], recipe)
+        out = _product(inputs, weights, name, recipe, expert_dot, quantized_expert_dot)
         bias = weights.get(f"{name}.bias")
         if bias is not None:
             bias = bias.astype(jnp.float32)
@@ -344,13 +345,22 @@ def _by_chosen(
         block = capacity
         order = order_by_place(taken.experts, taken.places, E, capacity)
 
+    kernel = moe.routing.kernel
+    assert kernel != "eager"
+
+    def grouped(inputs: Array, matrices: Array, recipe: Recipe) -> Array:
+        return grouped_dot(inputs, matrices, order, block, kernel, recipe)
+
+    def quantized(inputs: Array, stored: Quantized, recipe: Recipe) -> Array:
+        return quantized_grouped_dot(inputs, stored, order, block, kernel, recipe)
+
     def product(inputs: Array, name: str) -> Array:
-        kernel = weights[f"{name}.kernel"]
         if capacity is None:
-            out = grouped_dot(inputs, kernel, order, block, moe.routing.kernel, recipe)
+            out = _product(inputs, weights, name, recipe, grouped, quantized)
         else:
             of_experts = inputs.reshape(E, -1, inputs.shape[-1])
-            out = expert_dot(of_experts, kernel, recipe).reshape(inputs.shape[0], -1)
+            out = _product(of_experts, weights, name, recipe, expert_dot, quantized_expert_dot)
+            out = out.reshape(inputs.shape[0], -1)
         bias = weights.get(f"{name}.bias")
         if bias is not None:
             out = add_bias(out, bias, order, block).astype(recipe.result)
@@ -358,6 +368,32 @@ def _by_chosen(
 
     out = _hidden_and_out(moe, dispatch(x, order), product)
     return combine(out, taken.weights.reshape(-1, num_choices), order)
+
+
+def _product(
+    x: Array,
+    weights: _Weights,
+    name: str,
+    recipe: Recipe,
+    with_matrices: Callable[[Array, Array, Recipe], Array],
+    with_quantized: Callable[[Array, Quantized, Recipe], Array],
+) -> Array:
+    """x times the weights of a name. Where these are quantised, what the adapter adds is a product
+    of its own.
+
+    Args:
+        with_matrices, with_quantized: make the product with weights as they are, and as they are
+            stored.
+    """
+    kernel = weights.get(f"{name}.kernel")
+    if kernel is not None:
+        return with_matrices(x, kernel, recipe)
+    stored = Quantized(weights[f"{name}.codes"], weights[f"{name}.scales"])
+    out = with_quantized(x, stored, recipe)
+    exact = Recipe.of(recipe.inputs)
+    low = with_matrices(x, weights[f"{name}.a"], exact)
+    added = with_matrices(low, weights[f"{name}.b"], exact)
+    return (out.astype(jnp.float32) + added).astype(recipe.result)
 
 
 def _hidden_and_out(moe: MoeSpec, x: Array, product: Callable[[Array, str], Array]) -> Array:

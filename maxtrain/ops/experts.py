@@ -9,6 +9,7 @@ expert. Memory: [N C + E block, D] and as much of hidden units.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from maxtrain.ops.dot import PRODUCT, Recipe
 from maxtrain.ops.einsum import contract
+from maxtrain.ops.quantized import Quantized, again, dequantize
 
 Kernel = Literal["blocks", "ragged"]
 
@@ -214,10 +216,21 @@ def _product(x: Array, w: Array, order: Order, block: int, kernel: Kernel) -> Ar
             precision=_precision(x),
             preferred_element_type=jnp.float32,
         )
-    num_experts, num_inputs, num_outputs = w.shape
+
+    def matrix_of(expert: Array) -> Array:
+        return w[expert]
+
+    return _by_blocks(x, matrix_of, w.shape[2], order, block)
+
+
+def _by_blocks(
+    x: Array, matrix_of: Callable[[Array], Array], num_outputs: int, order: Order, block: int
+) -> Array:
+    """[M, I] to [M, O], float32, with the matrix [I, O] of each expert when its turn comes."""
+    num_inputs = x.shape[1]
 
     def of_expert(expert: Array, out: Array) -> Array:
-        matrix = w[expert]
+        matrix = matrix_of(expert)
 
         def of_block(number: Array, out: Array) -> Array:
             row = order.starts[expert] + number * block
@@ -228,7 +241,7 @@ def _product(x: Array, w: Array, order: Order, block: int, kernel: Kernel) -> Ar
         return jax.lax.fori_loop(0, order.blocks[expert], of_block, out)
 
     out = jnp.zeros((x.shape[0], num_outputs), jnp.float32)
-    return jax.lax.fori_loop(0, num_experts, of_expert, out)
+    return jax.lax.fori_loop(0, order.starts.size, of_expert, out)
 
 
 def _outer_product(x: Array, g: Array, order: Order, block: int, kernel: Kernel) -> Array:
@@ -297,3 +310,86 @@ def _expert_backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, Arr
 
 
 expert_dot.defvjp(_expert_forward, _expert_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def quantized_grouped_dot(
+    x: Float[Array, "M I"],
+    weights: Quantized,
+    order: Order,
+    block: int,
+    kernel: Kernel,
+    recipe: Recipe,
+) -> Float[Array, "M O"]:
+    """`grouped_dot` with quantised weights [E, I, O], which have no gradient. With "blocks" those of
+    one expert at a time are there in full."""
+    out = _quantized_product(x.astype(recipe.inputs), weights, order, block, kernel, False)
+    return out.astype(recipe.result)
+
+
+def _quantized_forward(
+    x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, recipe: Recipe
+) -> tuple[Array, tuple]:
+    out = quantized_grouped_dot(x, weights, order, block, kernel, recipe)
+    return checkpoint_name(out, PRODUCT), (weights, order, jnp.zeros((), x.dtype))
+
+
+def _quantized_backward(
+    block: int, kernel: Kernel, recipe: Recipe, saved: tuple, g: Array
+) -> tuple[Array, None, None]:
+    weights, order, like_x = saved
+    weights, g = again(weights, g.astype(recipe.gradient))
+    dx = _quantized_product(g, weights, order, block, kernel, True)
+    return dx.astype(like_x.dtype), None, None
+
+
+quantized_grouped_dot.defvjp(_quantized_forward, _quantized_backward)
+
+
+def _quantized_product(
+    x: Array, weights: Quantized, order: Order, block: int, kernel: Kernel, is_turned: bool
+) -> Array:
+    """`_product` with quantised weights, or with each expert's matrix turned around."""
+
+    def matrix_of(expert: Array) -> Array:
+        one = Quantized(weights.codes[expert], weights.scales[expert])
+        matrix = dequantize(one, x.dtype)
+        if is_turned:
+            matrix = matrix.T
+        return matrix
+
+    if kernel == "ragged":
+        matrices = dequantize(weights, x.dtype)
+        if is_turned:
+            matrices = matrices.swapaxes(1, 2)
+        return _product(x, matrices, order, block, kernel)
+    num_outputs = weights.scales.shape[-1]
+    if is_turned:
+        num_outputs = weights.num_inputs
+    return _by_blocks(x, matrix_of, num_outputs, order, block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def quantized_expert_dot(
+    x: Float[Array, "E R I"], weights: Quantized, recipe: Recipe
+) -> Float[Array, "E R O"]:
+    """`expert_dot` with quantised weights, which have no gradient."""
+    matrices = dequantize(weights, recipe.inputs)
+    out = contract("eri,eio->ero", x.astype(recipe.inputs), matrices)
+    return out.astype(recipe.result)
+
+
+def _quantized_expert_forward(x: Array, weights: Quantized, recipe: Recipe) -> tuple[Array, tuple]:
+    out = checkpoint_name(quantized_expert_dot(x, weights, recipe), PRODUCT)
+    return out, (weights, jnp.zeros((), x.dtype))
+
+
+def _quantized_expert_backward(recipe: Recipe, saved: tuple, g: Array) -> tuple[Array, None]:
+    weights, like_x = saved
+    weights, g = again(weights, g)
+    matrices = dequantize(weights, recipe.gradient)
+    dx = contract("ero,eio->eri", g.astype(recipe.gradient), matrices)
+    return dx.astype(like_x.dtype), None
+
+
+quantized_expert_dot.defvjp(_quantized_expert_forward, _quantized_expert_backward)

@@ -16,6 +16,7 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import TrainConfig
 from maxtrain.models.adapt import is_adapter
 from maxtrain.models.buffer import Buffer
+from maxtrain.models.quantized import is_quantized
 from maxtrain.objectives.objective import POLICY, Models
 from maxtrain.training.optimizer import map_variables, paths
 
@@ -41,7 +42,8 @@ def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
         params: all of the policy's; only their paths are read.
 
     Raises:
-        ConfigError: a pattern that no path has, or nothing is left to train.
+        ConfigError: a pattern that no path has, quantised weights that would train, or nothing is
+            left to train.
     """
     named = paths(params)
     names = list(named)
@@ -52,6 +54,13 @@ def frozen_paths(config: TrainConfig, params: nnx.State) -> frozenset[str]:
         frozen -= adapters
         frozen -= _matching("train.only", config.only, names)
     frozen |= _matching("train.freeze", config.freeze, names)
+    quantized = [name for name in names if is_quantized(named[name]) and name not in frozen]
+    if quantized:
+        form = named[quantized[0]].get_metadata("stands_for").form
+        raise ConfigError(
+            f"train.only={list(config.only)} names {quantized[0]}, and weights that are kept as "
+            f"{form} do not train. Name other parameters, or set model.lora.base=full."
+        )
     if len(frozen) == len(names):
         raise ConfigError(
             f"train.only={list(config.only)} and train.freeze={list(config.freeze)} leave no "

@@ -17,6 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int, PyTree
 
 from maxtrain.config.schema import InitConfig, LossScaleConfig, ModelConfig, PrecisionConfig
+from maxtrain.models.quantized import (
+    axes_on,
+    count_weights,
+    is_quantized,
+    require_blocks_of_experts,
+)
 from maxtrain.models.registry import build_model, logical_axes
 from maxtrain.objectives.objective import POLICY
 from maxtrain.parallel.sharding import named_sharding, spread
@@ -179,7 +185,11 @@ def _shard(tree: Any, mesh: Mesh) -> Any:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         value = x.get_value()
-        sharding = named_sharding(mesh, logical_axes(x), value.shape, name)
+        axes = logical_axes(x)
+        if is_quantized(x):
+            own = axes_on(x, mesh.shape)
+            axes = axes[: len(axes) - len(own)] + own
+        sharding = named_sharding(mesh, axes, value.shape, name)
         return x.replace(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
 
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=_is_variable)
@@ -194,6 +204,7 @@ def abstract_model(
         ConfigError: a dim that the mesh does not divide.
     """
     graphdef, params = nnx.split(nnx.eval_shape(lambda: build_model(model, precision)))
+    require_blocks_of_experts(params, mesh.shape)
     return graphdef, _shard(params, mesh)
 
 
@@ -242,8 +253,8 @@ def trained_summary(abstract: TrainState) -> str:
     listed = ", ".join(names[:_MOST_NAMED])
     if len(names) > _MOST_NAMED:
         listed += f" and {len(names) - _MOST_NAMED:,} more"
-    trained = sum(x.size for x in jax.tree.leaves(abstract.trainable))
-    total = sum(x.size for x in jax.tree.leaves(policy_params(abstract)))
+    trained = count_weights(abstract.trainable)
+    total = count_weights(policy_params(abstract))
     return f"trains {trained:,} of {total:,} parameters: {listed}; the others are frozen"
 
 

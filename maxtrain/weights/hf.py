@@ -31,6 +31,7 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, free_keys, read_config, read_json
 from maxtrain.models.families.family import Family
+from maxtrain.models.quantized import SCALES, quantized_among, stored_kernels, with_whole_kernels
 from maxtrain.models.specs import MlpSpec, head_dim
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import non_finite_names
@@ -86,7 +87,8 @@ def load_weights(
     """The parameters of a Hugging Face directory as arrays.
 
     Args:
-        params: the model's, as shapes with shardings; values are rounded to their dtypes.
+        params: the model's, as shapes with shardings; values are rounded to their dtypes. Kernels
+            that are quantised are whole on the devices only until the next one is read.
         directory: as for `load_pretrained`.
         config: of the model that `params` belong to.
         tell: gets a table of what was loaded, and of what was not used.
@@ -102,8 +104,9 @@ def load_weights(
     _check_same_model(config, read_config(directory), directory)
     family = FAMILIES[config.family]
     table = family.table(config)
-    flat, treedef = jax.tree.flatten(params)
-    leaves = dict(zip(leaf_names(params), flat))
+    quantized = stored_kernels(params)
+    stored = dict(zip(leaf_names(params), jax.tree.leaves(params), strict=True))
+    leaves = with_whole_kernels(stored, quantized)
     assert leaves.keys() == {name for entry in table for name in entry.ours}
     with contextlib.ExitStack() as held:
         files = _open(directory, family, held)
@@ -111,22 +114,23 @@ def load_weights(
         count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
         arrays: dict[str, jax.Array] = {}
-        for entries in _read_together(table, flat):
-            arrays |= _load(entries, files, leaves, threads)
-    loaded = jax.tree.unflatten(treedef, [arrays[name] for name in leaves])
+        for entries in _read_together(table, list(leaves.values()), bool(quantized)):
+            arrays |= quantized_among(_load(entries, files, leaves, threads), quantized)
+    treedef = jax.tree.structure(params)
+    loaded = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
     _require_finite(loaded, table, directory)
     tell(_describe(directory, files, table, leaves))
     return loaded
 
 
 def _read_together(
-    table: Sequence[Entry], leaves: Sequence[jax.ShapeDtypeStruct]
+    table: Sequence[Entry], leaves: Sequence[jax.ShapeDtypeStruct], is_quantized: bool
 ) -> Iterator[Sequence[Entry]]:
     """Entries that are in this host's memory at one time: the files are then read from their
     beginning to their end. On an accelerator's host that is one entry; the arrays of CPUs are in its
-    memory anyway."""
+    memory anyway, unless some of them are quantised as they come."""
     platforms = {device.platform for leaf in leaves for device in leaf.sharding.device_set}
-    if platforms == {"cpu"}:
+    if platforms == {"cpu"} and not is_quantized:
         yield table
         return
     for entry in table:
@@ -217,7 +221,9 @@ def _require_finite(params: nnx.State, table: Sequence[Entry], directory: Path) 
     bad = non_finite_names(params)
     if not bad:
         return
-    there = next(entry.pattern() for entry in table if bad[0] in entry.ours)
+    # Of a quantised kernel, it is in the scales.
+    name = bad[0].removesuffix(f".{SCALES}")
+    there = next(entry.pattern() for entry in table if name in entry.ours)
     more = ""
     if len(bad) > 1:
         more = f" and {len(bad) - 1:,} more"

@@ -24,6 +24,13 @@ from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.schema import CheckpointConfig, ModelConfig
 from maxtrain.models.adapt import split_adapters, with_magnitudes, without_adapters
+from maxtrain.models.quantized import (
+    CODES,
+    StoredKernel,
+    quantized_among,
+    stored_kernels,
+    with_whole_kernels,
+)
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.agreement import gather
 from maxtrain.training.optimizer import paths
@@ -197,16 +204,23 @@ def starting_variables(
         return load_weights(variables, directory, model, tell)
     commit, record = read_step(path)
     _require_same_model(path, record, config, model)
+    names = _names_in_checkpoints(variables)
     leaves, treedef = jax.tree.flatten(variables)
-    wanted = dict(zip(_names_in_checkpoints(variables), leaves, strict=True))
+    wanted = dict(zip(names, leaves, strict=True))
     arrays_there = all_arrays(path, commit)
     of_model = ("params.", "buffers.")
     there = {name: array for name, array in arrays_there.items() if name.startswith(of_model)}
+    quantized = {}
+    for name, kernel in stored_kernels(variables).items():
+        # A run whose base is quantised has what takes the place of the kernel.
+        if f"params.{name}.{CODES}" not in there:
+            quantized[f"params.{name}"] = kernel
+    wanted = with_whole_kernels(wanted, quantized)
     loaded = _compare(path, wanted, there, config, tell)
-    arrays = _restore(path, loaded, config)
-    if arrays.keys() != wanted.keys():
-        arrays = dict(zip(wanted, jax.tree.leaves(fresh()), strict=True)) | arrays
-    return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+    arrays = _restore(path, loaded, config, quantized)
+    if arrays.keys() != set(names):
+        arrays = dict(zip(names, jax.tree.leaves(fresh()), strict=True)) | arrays
+    return jax.tree.unflatten(treedef, [arrays[name] for name in names])
 
 
 def _has_adapters(path: Path | None, config: CheckpointConfig, model: ModelConfig) -> bool:
@@ -254,14 +268,22 @@ def _require_agreement(path: Path | None, config: CheckpointConfig) -> None:
 
 
 def _restore(
-    path: Path, loaded: dict[str, jax.ShapeDtypeStruct], config: CheckpointConfig
+    path: Path,
+    loaded: dict[str, jax.ShapeDtypeStruct],
+    config: CheckpointConfig,
+    quantized: Mapping[str, StoredKernel],
 ) -> dict[str, Any]:
-    """The arrays of a step that were asked for."""
+    """The arrays of a step that were asked for; kernels that are quantised one after another, and in
+    the place of each its codes and scales."""
+    together = {name: leaf for name, leaf in loaded.items() if name not in quantized}
+    alone = [{name: leaf} for name, leaf in loaded.items() if name in quantized]
     checkpoints = Checkpoints(path.parent, CheckpointConfig())
     try:
-        if not loaded:
-            return {}
-        arrays, _ = checkpoints.restore(loaded, int(path.name), partial=True)
+        arrays = {}
+        for asked in (together, *alone):
+            if asked:
+                found, _ = checkpoints.restore(asked, int(path.name), partial=True)
+                arrays |= quantized_among(found, quantized)
         return arrays
     except DamagedError as damage:
         # Of another run, whose checkpoints are not ours to put aside.

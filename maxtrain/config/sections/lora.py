@@ -11,6 +11,7 @@ _ADAPTED = UsedBy(
     {"model.lora.rank": AllBut(None)},
     "{key}={value} is not used with {cause}. Set model.lora.rank=16, or leave it out.",
 )
+_QUANTIZED = UsedBy({"model.lora.base": ("int8", "nf4")})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +46,34 @@ class LoraConfig:
         "also train the length of each output's weights, apart from their direction (DoRA)",
         used_by=_ADAPTED,
     )
+    base: Literal["full", "int8", "nf4"] = key(
+        "full",
+        "weights of products with adapters: full: in precision.params; int8: in 8 bits; "
+        "nf4: in 4 bits (QLoRA)",
+        used_by=_ADAPTED,
+    )
+    base_block: int = key(
+        64,
+        "inputs of a product whose quantised weights share a scale",
+        low=1,
+        high=1 << 16,
+        used_by=(_ADAPTED, _QUANTIZED),
+    )
 
 
 def lora_problems(lora: LoraConfig) -> Iterator[str]:
-    """Patterns that are none."""
+    """Patterns that are none, and blocks that do not fill bytes."""
     if lora.rank is None:
         return
     if not lora.targets:
         yield (
             "model.lora.targets=[] names no product, and model.lora.rank is set. "
             "Name some, such as model.lora.targets='[attention]', or set model.lora.rank=null."
+        )
+    if lora.base == "nf4" and lora.base_block % 2:
+        yield (
+            f"model.lora.base_block={lora.base_block} must be even with model.lora.base=nf4, which "
+            f"stores two weights in a byte. Set model.lora.base_block={lora.base_block + 1}."
         )
     for pattern in lora.targets:
         try:
