@@ -119,29 +119,23 @@ def special_beginning(tokenizer: Tokenizer) -> list[int]:
     return []
 
 
-def read_run_config(directory: str | Path, step: int | None = None) -> RunConfig:
-    """The config that a run was last launched with.
+def read_run_config(directory: str | Path) -> RunConfig:
+    """The config that a run was last launched with; UserError: `directory` is not a run, or
+    something is wrong with it."""
+    return load_config([_own_config(directory)])
 
-    Args:
-        directory: of the run.
-        step: whose weights are to be used; None: the newest one. The config says of `model` what
-            these weights were trained as, even if a later launch said otherwise.
+
+def config_of_step(directory: str | Path, step: int | None) -> RunConfig:
+    """The config that a run was last launched with, whose `model` is what the weights of a step
+    (None: the newest) were trained as, even if the launch said otherwise.
 
     Raises:
-        UserError: `directory` is not a run, or something is wrong with it.
+        UserError: as of `read_run_config`, or the step can't be read.
     """
-    run = Path(directory).expanduser()
-    if not (run / "config.yaml").exists():
-        others = sorted(run.parent.glob("*/config.yaml"))[:5]
-        known = ", ".join(str(path.parent) for path in others) or "runs/quickstart"
-        raise UsageError(
-            f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}."
-        )
-    require_own_config(run)
-    words = [f"config={run / 'config.yaml'}"]
+    words = [_own_config(directory)]
     config = load_config(words)
-    steps = complete(run / "checkpoints")
-    wanted = step_of(run, step)
+    steps = complete(Path(directory).expanduser() / "checkpoints")
+    wanted = step_of(directory, step)
     if wanted not in steps:
         return config
     changed = changed_meaning(config.model, read_record(steps[wanted]))
@@ -150,6 +144,19 @@ def read_run_config(directory: str | Path, step: int | None = None) -> RunConfig
     for key, (_, of_step) in changed.items():
         words.append(f"model.{key}={json.dumps(of_step)}")
     return load_config(words)
+
+
+def _own_config(directory: str | Path) -> str:
+    """The argument config= for the config of a run; UserError: `directory` is not a run."""
+    run = Path(directory).expanduser()
+    if not (run / "config.yaml").exists():
+        others = sorted(run.parent.glob("*/config.yaml"))[:5]
+        known = ", ".join(str(path.parent) for path in others) or "runs/quickstart"
+        raise UsageError(
+            f"RUN={run}: has no config.yaml. Name the directory of a run, such as {known}."
+        )
+    require_own_config(run)
+    return f"config={run / 'config.yaml'}"
 
 
 def step_of(directory: str | Path, step: int | None) -> int | None:
@@ -180,7 +187,7 @@ def load_run(
         UserError: `directory` is not a run, or something is wrong with its config, its checkpoints
             or its data.
     """
-    config = read_run_config(directory, step)
+    config = config_of_step(directory, step)
     tokenizer = load_tokenizer(tokenizer_place(directory, config))
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])

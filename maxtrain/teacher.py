@@ -157,7 +157,7 @@ def find_teacher(place: str, asked_by: str) -> Teacher:
         raise ConfigError(
             f"{name} has no complete checkpoint there. Wait for one, or name another step or run."
         )
-    config = read_run_config(run, step)
+    config = read_run_config(run)
     return Teacher(name, run, config.model, config.precision, config, step)
 
 

@@ -23,7 +23,12 @@ from maxtrain.config.load import load_config, load_with_notes
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.import_weights import import_weights as import_run
 from maxtrain.inputs import open_training_data, with_vocabulary
-from maxtrain.model_source import load_run, read_run_config, tokenizer_place
+from maxtrain.model_source import (
+    config_of_step,
+    load_run,
+    read_run_config,
+    tokenizer_place,
+)
 from maxtrain.models.families.directory import MODELS
 from maxtrain.serve.chat import Chat
 from maxtrain.train import run_from_config
@@ -123,7 +128,7 @@ def test_weights_are_read_as_what_they_were_saved_as(source, tmp_path):
     model, _ = load_run(run)
     assert model.config.rope_theta == 10_000.0
     assert model.config.attention == "eager"
-    assert read_run_config(run).model == model.config
+    assert config_of_step(run, 0).model == model.config
 
 
 @pytest.mark.long
