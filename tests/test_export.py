@@ -352,6 +352,7 @@ def test_a_chat_template_is_carried_along_or_missed(tmp_path):
     assert (tmp_path / "again/chat_template.jinja").read_text() == "{{ messages }}"
 
 
+@pytest.mark.long
 def test_tokens_that_end_an_answer_are_those_of_generation_and_of_the_template(
     pretrained_directory, tmp_path
 ):

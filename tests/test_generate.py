@@ -461,6 +461,7 @@ def test_one_text_is_printed_as_it_comes(run, command, monkeypatch):
     assert "".join(parts) == text[: text.index(stop)]
 
 
+@pytest.mark.long
 def test_a_conversation_is_never_cut(pretrained_directory, command, monkeypatch):
     """The model reads 256 tokens."""
     asked = ["--hf", pretrained_directory, "--chat", "--chat-template", "chatml"]

@@ -115,6 +115,7 @@ def test_tokens_that_end_an_answer_are_those_of_the_directory(pretrained_directo
     assert {7, 9} <= set(ours.stop_ids)
 
 
+@pytest.mark.long
 def test_weights_are_read_as_what_they_were_saved_as(source, tmp_path):
     """config.yaml is that of the last launch, and an older version let it say something else."""
     run = tmp_path / "run"
@@ -456,6 +457,7 @@ def test_what_reads_back_otherwise_is_no_run(source, tmp_path, monkeypatch):
     assert names(tmp_path) == ["source"]
 
 
+@pytest.mark.long
 def test_numbers_of_float16_are_rounded_once(source, tmp_path):
     halves = as_float16(source)
     import_run(source, tmp_path / "run", "bfloat16")

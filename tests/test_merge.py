@@ -273,6 +273,7 @@ def test_what_adapters_of_a_run_do_is_merged_too(tmp_path, tiny_run, monkeypatch
     assert np.abs(first[name] - last[name]).max() > 1e-3
 
 
+@pytest.mark.long
 def test_tensors_of_a_run_that_stay_exact_are_written_so(tmp_path):
     """Biases of DeepSeek's routers are float32 in a model of any type."""
     shutil.copytree(PARITY / "deepseek_v3", tmp_path / "source")

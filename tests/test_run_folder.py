@@ -307,6 +307,7 @@ def test_rollbacks_that_nobody_can_mean_are_refused(folder, run, capsys, text, p
     )
 
 
+@pytest.mark.long
 def test_a_config_of_another_run_is_not_generated_with(folder, run, capsys):
     shutil.copyfile(folder / "runs" / "other" / "config.yaml", run / "config.yaml")
     assert generate.main([str(run), "--prompt", "the"]) == 74

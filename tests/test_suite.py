@@ -72,8 +72,7 @@ def test_a_worker_that_ends_early_ends_the_tests_with_a_message(tmp_path, last, 
 
 ALWAYS = [
     "tests/test_train.py::test_two_processes_are_as_one",
-    "tests/test_train.py::test_interrupted_and_killed_is_as_never_stopped",
-    "tests/test_supervise.py::test_a_run_that_dies_at_several_places_ends_with_the_same_numbers",
+    "tests/test_supervise.py::test_a_run_that_is_killed_is_started_again_and_ends_with_the_same_numbers",
 ]
 
 
@@ -123,7 +122,7 @@ def test_make_test_leaves_out_the_long_tests_and_nothing_else():
 
 
 def test_make_test_visits_every_room():
-    """And has a job of two processes, a kill and a resume, and a supervised restart."""
+    """And has a job of two processes, and a kill, a supervised restart and a resume."""
     packages = set()
     for core in ("data_pipeline", "maxtrain"):
         for path in (ROOT / core).rglob("*.py"):

@@ -245,6 +245,7 @@ def test_bfloat16_activations_are_near_float32(model):
         assert np.linalg.norm(ours - theirs) < 0.05 * np.linalg.norm(theirs)
 
 
+@pytest.mark.long
 def test_packed_documents_do_not_see_each_other_in_bfloat16():
     """Other words in the other documents change no bit of a document's hidden states, and its
     states are near those that it has alone."""

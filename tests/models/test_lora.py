@@ -234,7 +234,8 @@ def test_outputs_whose_weights_are_all_0_stay_0_and_finite():
 
     def loss(state, kernel):
         adapter = nnx.merge(graphdef, state)
-        out = adapter(x, x @ kernel, kernel, Recipe.of("float32"))
+        out = adapter.added(x, x @ kernel, Recipe.of("float32"))
+        out = adapter.scaled(out, kernel)
         return jnp.square(out - 1).sum(), (out, adapter.adapted(kernel))
 
     (_, outputs), gradients = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(state, kernel)

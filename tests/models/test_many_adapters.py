@@ -88,7 +88,7 @@ def alone(model, prompt, row):
     return text
 
 
-@pytest.mark.parametrize("is_stacked", [True, False])
+@pytest.mark.parametrize("is_stacked", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_each_row_is_as_with_its_adapters_alone(folders, is_stacked):
     """Without adapters, and with each set of them, in one batch."""
     model = base()
@@ -108,6 +108,7 @@ def test_each_row_is_as_with_its_adapters_alone(folders, is_stacked):
         np.testing.assert_allclose(text.logprobs, other.logprobs, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cache_tokens", [None, 512])
 def test_texts_share_only_what_was_read_with_the_same_adapters(folders, cache_tokens):
     engine = Engine(

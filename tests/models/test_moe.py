@@ -192,6 +192,7 @@ def test_the_same_scanned_unrolled_and_recomputed(remat, scan):
     assert_same_gradients(wanted, found, 5e-6)
 
 
+@pytest.mark.long
 def test_padding_goes_to_no_expert_and_changes_nothing():
     config = tiny(routing=RoutingConfig(balance=0.5, z_loss=0.1))
     one, wanted = grads_of(config)

@@ -160,6 +160,7 @@ def adapter_gradients(model):
     return float(value), {path: np.asarray(v[...]) for path, v in paths(grads).items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("case", "block"), [(None, 8), *FAMILIES])
 def test_gradients_are_those_with_whole_weights(case, block, form):
@@ -237,6 +238,7 @@ def test_it_counts_parameters_and_not_bytes():
     assert count_weights(whole_model) == sum(x.size for x in jax.tree.leaves(whole_model))
 
 
+@pytest.mark.long
 def test_magnitudes_are_lengths_of_the_quantised_weights():
     model = build(with_base("nf4", magnitudes=True))
     up = getattr(model.layers, "0").mlp.up
@@ -369,6 +371,7 @@ def test_blocks_that_do_not_divide_the_inputs_are_refused(options, message):
         build(with_base(options.pop("form"), config, **options))
 
 
+@pytest.mark.long
 def test_blocks_that_the_mesh_does_not_divide_are_on_every_device():
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     _, abstract = abstract_model(with_base("int8", block=16), EXACT, mesh)

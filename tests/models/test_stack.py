@@ -230,6 +230,7 @@ def test_biases_are_vectors_without_weight_decay():
         assert (np.asarray(variable[...]) != 0).all() == is_matrix, path
 
 
+@pytest.mark.long
 def test_biases_learn_as_mup_says():
     init = InitConfig(mup_base_width=4, mup_base_head_dim=1, mup_base_depth=3)
     factors = learning_rate_factors(nnx.state(build(init=init)), init, MODEL)

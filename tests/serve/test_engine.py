@@ -518,6 +518,7 @@ def test_texts_in_pages_are_those_in_rings(case, sampling):
     assert engine.num_active == engine.num_waiting == 0
 
 
+@pytest.mark.long
 def test_texts_wait_for_pages_and_none_is_given_up():
     """Room for two of them at a time, though there are four slots."""
     model = tiny()
@@ -534,6 +535,7 @@ def test_texts_wait_for_pages_and_none_is_given_up():
     assert {g.reason for g in texts} == {"length"}
 
 
+@pytest.mark.long
 def test_what_texts_have_in_common_is_in_the_same_pages(monkeypatch):
     """Four times the same prompt of two pages and a half: the first of them is read whole, the
     others from the last whole page on, in pages of which each needs one of its own."""
@@ -617,6 +619,7 @@ def test_a_long_prompt_does_not_keep_others_waiting():
     assert len(long.ids) == 4
 
 
+@pytest.mark.long
 def test_a_text_that_is_cancelled_while_it_is_read_leaves_its_slot():
     model = tiny()
     engine = Engine(model, slots=2, chunk=4, piece=16)

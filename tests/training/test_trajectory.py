@@ -121,7 +121,7 @@ def thorough(*case):
 @pytest.mark.parametrize(
     ("case", "axes", "accumulation", "changes"),
     [
-        ("llama3", {"fsdp": 1}, 1, {}),
+        thorough("llama3", {"fsdp": 1}, 1, {}),
         thorough("llama3", {"data": 2, "fsdp": 1, "tensor": 2}, 2, {"scan_layers": False}),
         thorough("llama_tied_mha", {"fsdp": 2}, 2, {"remat": "full"}),
         thorough("qwen3", {"fsdp": 1}, 1, {"attention": "eager"}),

@@ -157,6 +157,7 @@ def test_llama_cpp_computes_the_same(case, place, tmp_path):
     assert largest_difference(tmp_path / "half.gguf", expected, ids) < 2e-2
 
 
+@pytest.mark.long
 def test_the_comparison_would_notice_heads_in_another_order(place, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_tensors, "TURNS_NEIGHBOURS", "none")
     ids = some_ids()
@@ -484,7 +485,7 @@ TOKENIZERS = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("llama-bpe", "default") else pytest.mark.long)
+        pytest.param(name, marks=() if name == "default" else pytest.mark.long)
         for name in TOKENIZERS
     ],
 )

@@ -282,6 +282,7 @@ def test_what_has_no_form_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_experts_have_no_magnitudes_in_files_either(tmp_path):
     lora = dataclasses.replace(LORA, magnitudes=True)
     model = build("mixtral", lora)
@@ -296,6 +297,7 @@ def test_experts_have_no_magnitudes_in_files_either(tmp_path):
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.long
 def test_adapters_alone_are_all_that_was_trained():
     model = build()
     require_base_as_it_was(model, TrainConfig(), ())
