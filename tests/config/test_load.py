@@ -383,6 +383,7 @@ VALUES = {
 }
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=80)
 @given(values=st.fixed_dictionaries(VALUES))
 def test_resolved_yaml_comes_back_equal(tmp_path_factory, values):

@@ -158,6 +158,7 @@ def gradients_of(model):
     return {path: np.asarray(v[...], np.float64) for path, v in paths(grads(state)).items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [None, *(pytest.param(c, marks=pytest.mark.long) for c in ("deepseek_v3", "mixtral"))],

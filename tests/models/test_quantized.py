@@ -121,6 +121,7 @@ def test_it_begins_as_the_model_of_the_quantised_weights_bit_for_bit(form):
     assert 1e-4 < difference < {"int8": 0.02, "nf4": 0.3}[form]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("magnitudes", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("case", "block"), [("llama3", 8), *FAMILIES])

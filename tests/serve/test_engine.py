@@ -129,6 +129,7 @@ def test_every_family_says_what_it_says_without_a_cache(case):
         np.testing.assert_allclose(generation.logprobs, logprobs, atol=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling",
     [

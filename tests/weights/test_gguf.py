@@ -139,6 +139,7 @@ def gelu_of_llama_cpp(monkeypatch):
     monkeypatch.setitem(mlp._ACTIVATIONS, "gelu_tanh", looked_up)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", FEW)
 @pytest.mark.usefixtures("gelu_of_llama_cpp")
 def test_llama_cpp_computes_the_same(case, place, tmp_path):
