@@ -142,7 +142,10 @@ def config_of_step(directory: str | Path, step: int | None) -> RunConfig:
     if not changed:
         return config
     for key, (_, of_step) in changed.items():
-        words.append(f"model.{key}={json.dumps(of_step)}")
+        value = of_step
+        if not isinstance(of_step, str):
+            value = json.dumps(of_step)
+        words.append(f"model.{key}={value}")
     return load_config(words)
 
 

@@ -27,9 +27,9 @@ __all__ = [
 ]  # fmt: skip
 SETTINGS = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# What transformers keeps beside a tokenizer.json.
 # Says, among other things, which tokens end an answer.
 GENERATION = "generation_config.json"
+# What transformers keeps beside a tokenizer.json.
 BESIDE = (SETTINGS, CHAT_TEMPLATE, GENERATION, "special_tokens_map.json")
 _MODEL = "tokenizer.model"
 

@@ -159,7 +159,9 @@ def _bank(
             if own.magnitude is not None:
                 kernel = np.asarray(kernels[layer], np.float32).reshape(num_inputs, num_outputs)
                 changed = kernel + scale[layer, number] * (own.a @ own.b)
-                factor[layer, number] = own.magnitude / np.linalg.norm(changed, axis=0)
+                length = np.linalg.norm(changed, axis=0)
+                # No factor changes an output whose weights are all 0.
+                np.divide(own.magnitude, length, out=factor[layer, number], where=length > 0)
     if not is_stacked:
         a = a[0]
         b = b[0]

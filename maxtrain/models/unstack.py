@@ -6,12 +6,14 @@ that is nothing beside the product of a whole batch, and twice the time of a pro
 """
 
 import dataclasses
+import re
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Int
 
 from maxtrain.config.schema import InitConfig
+from maxtrain.models.adapt import products
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.specs import StackSpec
 from maxtrain.models.stack import layer_names
@@ -38,16 +40,20 @@ def unstacked(model: Decoder) -> Decoder:
     # The last layer is a period that occurs once.
     apart = StackSpec(period=layers[-1:], repeats=1, prefix=layers[:-1])
     spec = dataclasses.replace(model.spec, stack=apart)
-    config = dataclasses.replace(model.config, scan_layers=False)
+    # Where each layer is now, and where it was: its name, and its number in the stack of that name.
+    moves: dict[str, tuple[str, int | None]] = {}
+    for new, old in zip(layer_names(apart), layer_names(stack), strict=True):
+        moves[new.name] = (old.name, old.repeat)
+    lora = model.config.lora
+    if lora.rank is not None:
+        # Patterns may name a place in the stack, and layers have other names now.
+        lora = dataclasses.replace(lora, targets=_adapted(model, moves))
+    config = dataclasses.replace(model.config, scan_layers=False, lora=lora)
 
     def build() -> Decoder:
         return Decoder(config, spec, model.precision, InitConfig(), nnx.Rngs(params=0))
 
     graphdef, abstract = nnx.split(nnx.eval_shape(build))
-    # Where each layer is now, and where it was: its name, and its number in the stack of that name.
-    moves: dict[str, tuple[str, int | None]] = {}
-    for new, old in zip(layer_names(apart), layer_names(stack), strict=True):
-        moves[new.name] = (old.name, old.repeat)
     arrays = dict(nnx.to_flat_state(nnx.state(model)))
     left = dict.fromkeys(arrays, 0)
     for path, _ in nnx.to_flat_state(abstract):
@@ -68,6 +74,19 @@ def unstacked(model: Decoder) -> Decoder:
             jax.block_until_ready(value)
             array.delete()
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
+
+
+def _adapted(model: Decoder, moves: dict[str, tuple[str, int | None]]) -> tuple[str, ...]:
+    """Patterns of the products that have adapters, by the new names of their layers."""
+    found = []
+    for path, module in products(model.layers):
+        if module.adapter is None:
+            continue
+        _, place, product = path.split(".", 2)
+        for new, (old, _) in moves.items():
+            if old == place:
+                found.append(f"^{re.escape(f'layers.{new}.{product}')}$")
+    return tuple(found)
 
 
 def _source(path: tuple, moves: dict[str, tuple[str, int | None]]) -> tuple[tuple, int | None]:

@@ -196,8 +196,8 @@ class Engine:
             self._waiting.remove(generation)
         for slot in self._slots:
             if slot.generation is generation:
-                # What was read has not been looked at.
-                slot.is_spoiled = slot.is_reading
+                # What was read has not been looked at before there is a new token.
+                slot.is_spoiled = not generation.ids
                 slot.leave()
 
     @property
@@ -309,18 +309,14 @@ class Engine:
         is_row_kept = np.array([slot not in slots for slot in self._slots])
         is_page_kept = None
         if self._pages is not None:
-            is_page_kept = np.ones(self._pages.count, bool)
+            users = np.zeros(self._pages.count, np.int32)
             for slot in slots:
-                is_page_kept[self._own_pages(slot)] = False
+                users[slot.pages] += 1
+            # What others have as well is cleared with the last of them.
+            is_page_kept = users < self._pages.num_users
         self._caches = programs.clear(self._room(), self._caches, is_row_kept, is_page_kept)
         for slot in slots:
             self._forget(slot)
-
-    def _own_pages(self, slot: Slot) -> list[int]:
-        """Those that it has written to: all behind the first that it shares with others, which had
-        them first, with finite numbers in them."""
-        assert self._pages is not None
-        return [page for page in slot.pages if not self._pages.is_shared(page)]
 
     # Reading prompts.
 
@@ -328,17 +324,19 @@ class Engine:
         """Gives free slots to texts that wait, in their order. One that begins like a prompt that is
         being read waits until that is read."""
         postponed: list[Generation] = []
-        while self._waiting and self.num_active < len(self._slots):
-            generation = self._waiting.popleft()
-            ids = generation.ids_to_read
-            source = self._best_source(ids, generation.adapter)
-            if self._is_being_read(ids, generation.adapter, source.shared):
-                postponed.append(generation)
-            elif not self._seat(generation, ids, source):
-                # There are no pages for it; it is not overtaken.
-                postponed.append(generation)
-                break
-        self._waiting.extendleft(reversed(postponed))
+        try:
+            while self._waiting and self.num_active < len(self._slots):
+                generation = self._waiting.popleft()
+                ids = generation.ids_to_read
+                source = self._best_source(ids, generation.adapter)
+                if self._is_being_read(ids, generation.adapter, source.shared):
+                    postponed.append(generation)
+                elif not self._seat(generation, ids, source):
+                    # There are no pages for it; it is not overtaken.
+                    postponed.append(generation)
+                    break
+        finally:
+            self._waiting.extendleft(reversed(postponed))
 
     def _is_being_read(self, ids: Int[np.ndarray, " N"], adapter: int, shared: int) -> bool:
         """Whether more of these than are remembered are in a prompt that is being read."""
@@ -420,6 +418,7 @@ class Engine:
         slot.generation = generation
         self._num_taken += 1
         slot.taken = self._num_taken
+        slot.read = self._num_read
         return True
 
     def _free_slot(self, source: _Source) -> Slot:
@@ -440,7 +439,7 @@ class Engine:
         too few are free, slots that are nobody's forget what they remember, the oldest first.
 
         Returns:
-            False: there are too few; nothing has changed, but that more is free.
+            False: there are too few, even then; nothing has changed.
         """
         assert self._pages is not None
         shared: list[int] = []
@@ -449,12 +448,12 @@ class Engine:
         self._pages.share(shared)
         count = num_pages(generation.num_columns(self.max_length)) - len(shared)
         idle = [other for other in self._slots if other.generation is None]
+        if self._pages.num_free_after([other.pages for other in idle]) < count:
+            self._pages.give_back(shared)
+            return False
         for other in sorted(idle, key=lambda other: (other is not slot, other.taken)):
             if other is slot or self._pages.num_free < count:
                 self._forget(other)
-        if self._pages.num_free < count:
-            self._pages.give_back(shared)
-            return False
         slot.pages = [*shared, *self._pages.take(count)]
         return True
 
@@ -469,7 +468,7 @@ class Engine:
             length = self._next_length(reading[0])
             most = _MOST_READ
             if others_wait:
-                most = max(1, self._piece // length)
+                most = min(_MOST_READ, max(1, self._piece // length))
             together = [slot for slot in reading if self._next_length(slot) == length]
             self._read_pieces(together[:most], length)
             if others_wait:
@@ -531,6 +530,8 @@ class Engine:
         for row, slot in slots.items():
             count = min(len(slot.pages), table.shape[1])
             table[row, :count] = slot.pages[:count]
+            # Nobody sees what is behind; of its own pages it is finite if the row is.
+            table[row, count:] = slot.pages[0]
         return table
 
     def _copy(self, source: Slot, target: Slot) -> None:

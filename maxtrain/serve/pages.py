@@ -1,6 +1,9 @@
 """Which pages of the caches are whose: the host's side of `maxtrain.models.cache`."""
 
+from collections.abc import Sequence
+
 import numpy as np
+from jaxtyping import Int
 
 from maxtrain.models.cache import PAGE
 
@@ -27,9 +30,17 @@ class Pages:
     def num_free(self) -> int:
         return len(self._free)
 
-    def is_shared(self, page: int) -> bool:
-        """Whether several texts have it."""
-        return bool(self._num_users[page] > 1)
+    @property
+    def num_users(self) -> Int[np.ndarray, " P"]:
+        """How many texts have each page."""
+        return self._num_users
+
+    def num_free_after(self, given_back: Sequence[list[int]]) -> int:
+        """How many would be free if these were given back."""
+        users = self._num_users.copy()
+        for pages in given_back:
+            users[pages] -= 1
+        return int((users == 0).sum())
 
     def take(self, count: int) -> list[int]:
         """So many pages that are nobody's; there must be as many."""

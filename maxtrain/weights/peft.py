@@ -179,6 +179,8 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
     """The section `model.lora` that the adapters of a directory are of."""
     path = directory / CONFIG
     there = read_json(path)
+    if there.get("peft_type") != "LORA":
+        raise ConfigError(f"{path}: peft_type={there.get('peft_type')} must be LORA. Use others.")
     rank = there.get("r")
     alpha = there.get("lora_alpha")
     is_rank = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1

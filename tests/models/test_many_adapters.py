@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from data_pipeline.errors import DataError, UsageError
+from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import LoraConfig, ModelConfig, MoeConfig, PrecisionConfig
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.many_adapters import AdapterSet, with_banks
@@ -152,6 +152,25 @@ def test_a_model_with_adapters_of_its_own_gets_no_others(folders):
         side_by_side(folders, adapted(0))
 
 
+@pytest.mark.long
+def test_an_output_without_weights_stays_without(folders):
+    """Padded units of released models have none."""
+    graphdef, variables = nnx.split(jax.jit(lambda: build_model(BASE, EXACT, 0))())
+    flat = dict(nnx.to_flat_state(variables))
+    path = ("layers", "0", "mlp", "up", "kernel")
+    flat[path] = flat[path].replace(flat[path].get_value().at[..., 3].set(0))
+    found = read_set(folders[2], "one", BASE)
+    arrays = dict(found.arrays)
+    name = "layers.0.mlp.up.adapter.b"
+    arrays[name] = arrays[name].copy()
+    arrays[name][..., 3] = 0
+    base_of = nnx.merge(graphdef, nnx.from_flat_state(flat))
+    engine = Engine(with_banks(base_of, [found._replace(arrays=arrays)]), slots=1)
+    text = engine.submit([1, 2, 3], 4, GREEDY, adapter=1)
+    engine.run()
+    assert text.reason == "length"
+
+
 def test_adapters_of_experts_are_refused(tmp_path):
     """Their products are of all rows at once."""
     config = dataclasses.replace(
@@ -182,6 +201,9 @@ def test_files_that_are_none_are_refused(folders, tmp_path):
         (tmp_path / "adapter_config.json").write_text(json.dumps(settings | changes))
         save_file(renamed, tmp_path / "adapter_model.safetensors")
 
+    written({"peft_type": "IA3"}, tensors)
+    with pytest.raises(ConfigError, match=r"peft_type=IA3 must be LORA\. Use others"):
+        read_set(tmp_path, "one", BASE)
     written({"r": 0}, tensors)
     with pytest.raises(DataError, match="r=0 must be a whole number"):
         read_set(tmp_path, "one", BASE)

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from maxtrain.config.schema import LoraConfig, ModelConfig, PrecisionConfig
+from maxtrain.models.adapt import products, split_adapters
+from maxtrain.models.registry import build_model
 from maxtrain.models.unstack import unstacked
+from maxtrain.training.partition import join
 from maxtrain.weights.hf import load_pretrained
 
 PARITY = Path(__file__).parents[1] / "data" / "parity"
@@ -46,3 +50,27 @@ def test_says_the_same_and_gives_the_stacked_arrays_up(case):
         assert arrays[path].unsafe_buffer_pointer() in places, path
     assert any(path[0] == "layers" for path in arrays.keys() - set(alive))
     np.testing.assert_allclose(forward(apart, TOKENS), expected, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("base", ["full", "int8"])
+def test_adapters_of_a_place_stay_with_its_layers(base):
+    """A pattern that names a place in the stack; afterwards layers have other names."""
+    config = ModelConfig(
+        vocab_size=160,
+        num_layers=3,
+        embed_dim=16,
+        mlp_dim=32,
+        num_heads=2,
+        num_kv_heads=2,
+        lora=LoraConfig(rank=2, targets=(r"layers\.0\.attention\.q",), base=base, base_block=16),
+    )
+    model = jax.jit(lambda: build_model(config, PrecisionConfig(compute="float32"), 0))()
+    graphdef, variables = nnx.split(model)
+    others, adapters = split_adapters(variables)
+    adapters = jax.tree.map(lambda x: x + 0.3, adapters)
+    model = nnx.merge(graphdef, join(others, adapters))
+    expected = forward(model, TOKENS)
+    apart = unstacked(model)
+    np.testing.assert_allclose(forward(apart, TOKENS), expected, atol=1e-5)
+    assert sum(module.adapter is not None for _, module in products(apart.layers)) == 3

@@ -715,3 +715,85 @@ def test_latents_are_read_by_a_kernel_that_generation_has(monkeypatch):
     text = engine.submit([3, 4, 5], 4, GREEDY)
     engine.run()
     assert text.reason == "length"
+
+
+def spoil(engine, rows):
+    """What these slots keep is not finite from now on."""
+    pages = sorted({page for row in rows for page in engine._slots[row].pages})
+    engine._caches = jax.tree.map(lambda x: x.at[:, jnp.array(pages)].set(jnp.nan), engine._caches)
+
+
+@pytest.mark.long
+def test_a_text_that_is_not_finite_fails_no_other_in_pages():
+    """It has the first page, and the text beside it is shorter."""
+    model = tiny()
+    engine = Engine(model, slots=2, chunk=4, piece=32, cache_tokens=12 * PAGE)
+    bad = engine.submit(LONG, 40, GREEDY)
+    good = engine.submit(PROMPTS[4], 60, GREEDY)
+    while not (bad.ids and good.ids):
+        engine.step()
+    assert 0 in engine._slots[0].pages
+    spoil(engine, [0])
+    engine.run()
+    assert bad.reason == "failed"
+    assert good.ids == without_cache_of(model, PROMPTS[4], 60)
+
+
+@pytest.mark.long
+def test_pages_that_several_failed_texts_had_are_clean_for_others():
+    model = tiny()
+    engine = Engine(model, slots=3, chunk=4, piece=32, cache_tokens=12 * PAGE)
+    bad = [engine.submit(LONG, 20, RANDOM, row=row) for row in range(3)]
+    while not all(text.ids for text in bad):
+        engine.step()
+    spoil(engine, [0, 1, 2])
+    engine.run()
+    assert {text.reason for text in bad} == {"failed"}
+    others = [engine.submit(prompt, 8, GREEDY) for prompt in PROMPTS]
+    engine.run()
+    for prompt, text in zip(PROMPTS, others, strict=True):
+        assert text.ids == without_cache_of(model, prompt, 8)
+
+
+def test_texts_that_wait_for_a_prompt_stay_where_another_finds_no_room(monkeypatch):
+    """One waits for a prompt that is being read, and the next one needs larger caches."""
+    model = tiny()
+    engine = Engine(model, slots=3, chunk=4, piece=16)
+    first = engine.submit(PROMPTS[5], 4, GREEDY)
+    alike = engine.submit([*PROMPTS[5][:50], 5], 4, GREEDY)
+    large = engine.submit([*LONG, *LONG[:50]], 4, GREEDY)
+    working = programs.enlarge
+
+    def failing(*arguments):
+        monkeypatch.setattr(programs, "enlarge", working)
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(programs, "enlarge", failing)
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine.run()
+    assert large.reason == "failed"
+    assert first.ids == without_cache(model, PROMPTS[5], 4)[0]
+    assert alike.ids == without_cache(model, [*PROMPTS[5][:50], 5], 4)[0]
+
+
+@pytest.mark.long
+def test_a_text_that_pages_can_not_hold_yet_costs_no_memory_of_others(monkeypatch):
+    model = tiny()
+    counted = count_read(monkeypatch)
+    engine = Engine(model, slots=3, chunk=4, piece=32, cache_tokens=7 * PAGE)
+    engine.submit(LONG[:130], 2, GREEDY)
+    engine.run()
+    busy = engine.submit(PROMPTS[4], 200, GREEDY)
+    engine.step()
+    large = engine.submit([*LONG[50:], *LONG[:100]], 30, GREEDY)
+    engine.step()
+    assert engine.num_waiting == 1
+    engine.cancel(large)
+    before = sum(counted)
+    engine.submit([*LONG[:130], 4], 2, GREEDY)
+    engine.step()
+    engine.step()
+    assert sum(counted) - before <= 2
+    engine.cancel(busy)
+    engine.run()
