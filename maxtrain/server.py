@@ -99,8 +99,8 @@ def _parse(argv: Sequence[str], prog: str) -> argparse.Namespace:
         "--cache-tokens",
         type=int,
         metavar="N",
-        help="room for so many tokens of all texts together, in pages that texts share (default: "
-        "each slot has room for the longest text)",
+        help="room for so many tokens of all texts together, in pages that texts share; no text can "
+        "be longer (default: each slot has room for the longest text)",
     )
     add(
         "--max-body",

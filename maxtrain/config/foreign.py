@@ -14,7 +14,7 @@ _SAME = "it means the same"
 _TOKENIZER = "the tokenizer belongs to the data: give it to `prepare`, and the shards remember it"
 _WHOLE = "rows of a whole step, over all devices: times the devices and the accumulation steps"
 _NO_STAGES = "pipelines are not there yet; layers are split over mesh.fsdp and mesh.tensor"
-_NO_EXPERTS = "mixture of experts is not there yet"
+_NO_EXPERTS = "experts are not split over devices yet; their hidden units are, over mesh.tensor"
 _NO_CONTEXT = (
     "rows are not split over devices yet; a longer row needs model.remat=full, or more of mesh.fsdp"
 )
@@ -50,6 +50,8 @@ _MAXTEXT = (
         "dtype",
     ),
     ("log_interval", _SAME, "log_period"),
+    ("model.moe.num_experts", "of a family that has experts", "num_experts model.num_experts"),
+    ("model.moe.experts_per_token", _SAME, "num_experts_per_tok"),
     (
         "config",
         "take a shipped one, such as config=llama3_8b, or write your own file",
@@ -105,7 +107,7 @@ _MAXTEXT = (
     (
         "",
         _NO_EXPERTS,
-        "ici_expert_parallelism dcn_expert_parallelism num_experts num_experts_per_tok",
+        "ici_expert_parallelism dcn_expert_parallelism",
     ),
     (
         "",
@@ -400,9 +402,26 @@ _LEVANTER = (
     ("data.seq_length", "model.max_length is the most the model is meant for", "train_seq_len"),
     ("model.remat", "full, dots, dots_no_batch or none", "model.gradient_checkpointing"),
 )
+_PEFT = (
+    ("model.lora.rank", _SAME, "lora_r lora_rank model.lora.r"),
+    ("model.lora.alpha", _SAME, "lora_alpha model.lora.lora_alpha"),
+    (
+        "model.lora.targets",
+        r"regular expressions that are found in paths such as layers.0.attention.q",
+        "target_modules lora_target_modules model.lora.target_modules",
+    ),
+    ("model.lora.scaling", "root is what use_rslora=True is there", "use_rslora"),
+    ("model.lora.magnitudes", _SAME, "use_dora"),
+    (
+        "model.lora.base",
+        "int8 or nf4",
+        "load_in_8bit load_in_4bit bnb_4bit_quant_type model.lora.quant model.lora.quantization",
+    ),
+    ("", "adapters have no dropout", "lora_dropout model.lora.dropout"),
+)
 _OURS_SOME_DAY = (
     ("", _NO_STAGES, "mesh.stage mesh.stages mesh.pipeline mesh.pp"),
-    ("", _NO_EXPERTS, "mesh.expert mesh.experts mesh.ep model.num_experts"),
+    ("", _NO_EXPERTS, "mesh.expert mesh.experts mesh.ep"),
     ("", _NO_CONTEXT, "mesh.context mesh.sequence mesh.cp mesh.sp"),
 )
 
@@ -434,6 +453,7 @@ _STACKS = {
     "nanoGPT": _NANOGPT,
     "torchtitan": _TORCHTITAN,
     "Levanter": _LEVANTER,
+    "PEFT": _PEFT,
 }
 
 

@@ -84,10 +84,10 @@ def test_names_that_are_ours_too_need_no_entry():
     ("name", "missing"),
     [
         ("mesh.stage", "pipelines are not there yet"),
-        ("mesh.expert", "mixture of experts is not there yet"),
+        ("mesh.expert", "experts are not split over devices yet"),
         ("mesh.context", "rows are not split over devices yet"),
         ("ici_pipeline_parallelism", "pipelines are not there yet"),
-        ("dcn_expert_parallelism", "mixture of experts is not there yet"),
+        ("dcn_expert_parallelism", "experts are not split over devices yet"),
         ("parallelism.context_parallel_degree", "rows are not split over devices yet"),
     ],
 )
