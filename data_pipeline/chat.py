@@ -43,7 +43,7 @@ __all__ = [
     "render_all",
     "render_spans",
 ]
-_CHATML = """
+CHATML = """
 {%- if tools %}{{ raise_exception('chatml has no form for tools') }}{% endif %}
 {%- for message in messages %}
 {%- if message.tool_calls %}{{ raise_exception('chatml has no form for tool_calls') }}{% endif %}
@@ -127,7 +127,7 @@ def _find_source(
     """Text of the template, and the file that has it, unless `settings` have. DataError: there is
     none, or it can't be read."""
     if spec == "chatml":
-        return _CHATML, []
+        return CHATML, []
     if spec:
         return _read_source(Path(spec)), [Path(spec)]
     if tokenizer:

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from data_pipeline.chat import CHATML
 from data_pipeline.errors import StorageError, UsageError, run_command
 from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import Tokenizer
@@ -219,7 +220,7 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         "--chat-template",
         metavar="FILE",
         type=Path,
-        help="chat template to copy (default: the one beside the tokenizer of RUN's data, if any)",
+        help="chat template to copy, or chatml (default: the one beside the tokenizer of RUN's data, if any)",
     )
     asked = parser.parse_args(argv)
     check_step(asked.step)
@@ -241,9 +242,11 @@ def _formats_of_options() -> dict[str, list[str]]:
 
 
 def _read_template(path: Path | None) -> bytes | None:
-    """A chat template as it is; UsageError: it can't be read."""
+    """A chat template as it is, or that of chatml; UsageError: it can't be read."""
     if path is None:
         return None
+    if str(path) == "chatml":
+        return CHATML.encode()
     try:
         content = path.expanduser().read_bytes()
         content.decode()

@@ -39,7 +39,7 @@ from maxtrain.serve.engine import Engine
 from maxtrain.serve.protocol import Served
 from maxtrain.serve.sampling import Sampling
 from maxtrain.serve.worker import Worker
-from maxtrain.weights.peft import read_set
+from maxtrain.weights.peft import base_of, read_set
 
 KEY = "MAXTRAIN_API_KEY"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -236,7 +236,10 @@ def _with_adapters(model: Decoder, given: Sequence[str]) -> Decoder:
     sets = []
     for name_and_place in given:
         name, _, place = name_and_place.partition("=")
-        sets.append(read_set(Path(place), f"--adapter {name}", model.config))
+        found = read_set(Path(place), f"--adapter {name}", model.config)
+        made_for = base_of(Path(place)) or "a model that its files do not name"
+        print(f"{name}: adapters of rank {found.lora.rank}, made for {made_for}", file=sys.stderr)
+        sets.append(found)
     return with_banks(model, sets)
 
 

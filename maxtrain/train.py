@@ -375,9 +375,12 @@ def describe(progress: Progress, job: Job) -> None:
     where = f"{len(devices)} x {devices[0].device_kind}"
     if axes:
         where += f" ({axes})"
+    weights = f"{config.precision.params} weights"
+    if config.model.lora.rank is not None and config.model.lora.base != "full":
+        weights += f", {config.model.lora.base} where adapters are"
     progress.message(
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
-        f"{config.precision.compute} on {config.precision.params} weights; devices: {where}"
+        f"{config.precision.compute} on {weights}; devices: {where}"
     )
     if job.abstract.frozen[POLICY]:
         progress.message(trained_summary(job.abstract))

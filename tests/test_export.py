@@ -536,3 +536,8 @@ def test_a_model_config_is_written_and_read_as_itself(tmp_path, place):
         model = build_model(changed, PrecisionConfig(), 1)
         write(model, place, tmp_path / family)
         assert read_config(tmp_path / family) == changed
+
+
+def test_chatml_is_a_template_by_its_name():
+    template = job._read_template(Path("chatml"))
+    assert template is not None and b"<|im_start|>" in template

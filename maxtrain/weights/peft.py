@@ -167,6 +167,11 @@ def read_set(directory: Path, name: str, config: ModelConfig) -> AdapterSet:
     return AdapterSet(name, adapted.lora, arrays)
 
 
+def base_of(directory: Path) -> str | None:
+    """The model that adapters are for, as their files name it; None: they don't."""
+    return read_json(directory.expanduser() / CONFIG).get("base_model_name_or_path")
+
+
 def _abstract_adapters(config: ModelConfig) -> nnx.State:
     """The adapters of a model of this config, as shapes for the first device."""
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])

@@ -113,6 +113,7 @@ def served(folder, adapters):
     yield served
     code, _, errors = served.end()
     assert code == 0 and "Traceback" not in errors, errors
+    assert f"tuned: adapters of rank 2, made for {folder}" in errors
 
 
 @pytest.fixture(scope="module")
