@@ -220,7 +220,8 @@ def _parse(argv: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
         "--chat-template",
         metavar="FILE",
         type=Path,
-        help="chat template to copy, or chatml (default: the one beside the tokenizer of RUN's data, if any)",
+        help="chat template to copy, or chatml (default: the one beside the tokenizer of RUN's "
+        "data, if any)",
     )
     asked = parser.parse_args(argv)
     check_step(asked.step)

@@ -202,15 +202,20 @@ def _lora_of(directory: Path, config: ModelConfig) -> LoraConfig:
         magnitudes=bool(there.get("use_dora")),
     )
     everywhere = paths(_abstract_adapters(dataclasses.replace(config, lora=lora)))
+    kernels = _of_kernels(config)
+    plain = set()
+    for name in everywhere:
+        product, _, part = name.rpartition(".adapter.")
+        if part == "a" and _is_plain(kernels[f"{product}.kernel"]):
+            plain.add(name)
     # The products that have each tensor.
     products = {}
-    for name, variable in everywhere.items():
-        product, _, part = name.rpartition(".adapter.")
-        if part == "a" and _is_plain(_of_kernels(config)[f"{product}.kernel"]):
-            (entry,) = _table(config, {name})
-            their_names = entry.names([variable.get_value().shape])
-            products |= dict.fromkeys(map(present_name, their_names), product)
-            products |= dict.fromkeys(their_names, product)
+    for entry in _table(config, plain):
+        (name,) = entry.ours
+        their_names = entry.names([everywhere[name].get_value().shape])
+        product = name.removesuffix(".adapter.a")
+        products |= dict.fromkeys(map(present_name, their_names), product)
+        products |= dict.fromkeys(their_names, product)
     stored = _read(directory / TENSORS)
     if any(".experts." in name for name in stored):
         raise UsageError(
