@@ -75,13 +75,12 @@ def logits(model, tokens):
 
 
 FAMILIES = [
-    "llama3",
-    *(pytest.param(case, marks=pytest.mark.long) for case in ("deepseek_v3", "qwen2")),
+    *(pytest.param(case, marks=pytest.mark.long) for case in ("llama3", "deepseek_v3", "qwen2")),
     *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3_moe", "gpt_oss", "gemma3")),
 ]
 
 
-@pytest.mark.parametrize("magnitudes", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.parametrize("magnitudes", [True, False])
 @pytest.mark.parametrize("case", FAMILIES)
 def test_the_model_is_that_of_the_changed_weights(case, magnitudes):
     """Attention, dense blocks, experts, with biases and without; and with a cache, where latents are

@@ -88,7 +88,8 @@ def alone(model, prompt, row):
     return text
 
 
-@pytest.mark.parametrize("is_stacked", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("is_stacked", [False, True])
 def test_each_row_is_as_with_its_adapters_alone(folders, is_stacked):
     """Without adapters, and with each set of them, in one batch."""
     model = base()

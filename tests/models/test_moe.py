@@ -101,12 +101,9 @@ def assert_same_gradients(one, other, tolerance=2e-5):
         )
 
 
-@pytest.mark.parametrize("kernel", ["blocks", pytest.param("ragged", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, pytest.param(SHARED, marks=pytest.mark.long)],
-    ids=["qwen3_moe", "qwen2_moe"],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", ["blocks", "ragged"])
+@pytest.mark.parametrize("changes", [{}, SHARED], ids=["qwen3_moe", "qwen2_moe"])
 def test_fast_kernels_equal_the_oracle(kernel, changes):
     slow, wanted = grads_of(tiny(routing=RoutingConfig(kernel="eager", z_loss=0.01), **changes))
     fast, found = grads_of(tiny(routing=RoutingConfig(kernel=kernel, z_loss=0.01), **changes))

@@ -5,6 +5,7 @@ first tokens of the parity case that they are for.
 """
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 
@@ -33,6 +34,7 @@ EXACT = PrecisionConfig(compute="float32")
 LORA = LoraConfig(rank=3, alpha=6.0)
 
 
+@functools.cache
 def build(case="llama3", lora=LORA):
     """A model of a family, with random numbers in its adapters."""
     config = dataclasses.replace(read_config(PARITY / case), lora=lora)

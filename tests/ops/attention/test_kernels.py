@@ -96,7 +96,10 @@ CASES = {
 # themselves before a product, at most two of its factors; `bounds` is the sum of the products'
 # absolute values.
 @KERNEL
-@pytest.mark.parametrize(("dtype", "unit"), [("float32", 1e-6), ("bfloat16", 2.0**-7)])
+@pytest.mark.parametrize(
+    ("dtype", "unit"),
+    [("float32", 1e-6), pytest.param("bfloat16", 2.0**-7, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_equations_forward_and_backward(case, dtype, unit, kernel):
     B, T, N, K, S, offset = CASES[case]

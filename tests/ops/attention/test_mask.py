@@ -91,12 +91,15 @@ SHAPES = {
     "cache": (2, 5, 4, 2, 37, 19),
     "one token of a cache": (2, 1, 4, 2, 37, 30),
 }
+RARE_SHAPES = [name for name in SHAPES if name not in ("odd", "cache")]
 
 
 @pytest.mark.parametrize(
     ("window", "with_sinks"), [(None, False), (1, False), (None, True), (4, True)]
 )
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", ["odd", "cache", *(pytest.param(name, marks=pytest.mark.long) for name in RARE_SHAPES)]
+)
 def test_the_oracle_is_its_equation(shape, window, with_sinks):
     B, T, N, K, S, start = SHAPES[shape]
     q, k, v, sinks, _ = example(B, T, N, K, S)
@@ -129,10 +132,10 @@ def test_the_oracle_is_its_equation(shape, window, with_sinks):
         (60, 50, True, "float32"),
         (515, None, True, "float32"),
         (515, 1, False, "float32"),
-        (515, 128, True, "float32"),
+        pytest.param(515, 128, True, "float32", marks=pytest.mark.long),
         (515, 129, False, "float32"),
-        (515, 300, True, "float32"),
-        (515, 5000, False, "float32"),
+        pytest.param(515, 300, True, "float32", marks=pytest.mark.long),
+        pytest.param(515, 5000, False, "float32", marks=pytest.mark.long),
         (515, 200, True, "bfloat16"),
     ],
 )
