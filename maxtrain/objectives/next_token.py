@@ -18,7 +18,8 @@ from maxtrain.objectives.objective import (
     num_tokens,
     with_layers,
 )
-from maxtrain.ops.cross_entropy import cross_entropy, num_chunks
+from maxtrain.ops.chunks import num_chunks
+from maxtrain.ops.cross_entropy import cross_entropy
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import batch_shards

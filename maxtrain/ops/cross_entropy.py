@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
 
@@ -125,17 +126,6 @@ def token_nll(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
-def num_chunks(length: int, rows: int, chunk: int) -> int:
-    """Smallest number of equal parts of `length` columns with at most `chunk` tokens each (0: no
-    bound), in a device's rows."""
-    if chunk == 0:
-        return 1
-    for n in range(1, length):
-        if length % n == 0 and rows * length // n <= chunk:
-            return n
-    return length
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _chunked(
     hidden: Array,
@@ -151,7 +141,7 @@ def _chunked(
         loss = plain_cross_entropy(x, head, target, weight, weight_of_z, z_scale, form)
         return jax.tree.map(jnp.add, total, loss), None
 
-    parts = _split(form.chunks, hidden, targets, weights, mask)
+    parts = split_sequence(form.chunks, hidden, targets, weights, mask)
     total, _ = jax.lax.scan(one, _zero(hidden), parts)
     return total
 
@@ -159,16 +149,6 @@ def _chunked(
 def _zero(hidden: Array) -> TokenLoss:
     rows = jnp.zeros(hidden.shape[:1], jnp.float32)
     return TokenLoss(jnp.zeros((), jnp.float32), rows, rows)
-
-
-def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
-    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices, only the
-    sequence is cut."""
-    parts = []
-    for x in arrays:
-        B = x.shape[0]
-        parts.append(x.reshape(B, chunks, -1, *x.shape[2:]).swapaxes(0, 1))
-    return tuple(parts)
 
 
 def _forward(
@@ -217,10 +197,9 @@ def _forward(
         return (total, dhead), dx
 
     start = (_zero(hidden), jnp.zeros(head.shape, jnp.float32))
-    parts = _split(form.chunks, hidden, targets, weights, mask)
+    parts = split_sequence(form.chunks, hidden, targets, weights, mask)
     (total, dhead), dx = jax.lax.scan(one, start, parts)
-    dx = dx.swapaxes(0, 1).reshape(hidden.shape)
-    return total, (dx, dhead.astype(head.dtype))
+    return total, (join_sequence(dx), dhead.astype(head.dtype))
 
 
 def _backward(form: Form, saved: tuple[Array, Array], g: TokenLoss) -> tuple:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxtrain.ops.chunks import join_sequence, split_sequence
 from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
 from maxtrain.ops.dot import Recipe, dot
 from maxtrain.ops.einsum import contract
@@ -132,7 +133,7 @@ def _chunked(
         )
         return jax.tree.map(jnp.add, total, here), None
 
-    parts = _split(form.chunks, student.hidden, teacher.hidden, weights, mask)
+    parts = split_sequence(form.chunks, student.hidden, teacher.hidden, weights, mask)
     total, _ = jax.lax.scan(one, _zero(weights), parts)
     return total
 
@@ -140,15 +141,6 @@ def _chunked(
 def _zero(weights: Array) -> TokenDivergence:
     rows = jnp.zeros(weights.shape[:1], jnp.float32)
     return TokenDivergence(jnp.zeros((), jnp.float32), rows, rows)
-
-
-def _split(chunks: int, *arrays: Array) -> tuple[Array, ...]:
-    """Each [B, T, ...] as [chunks, B, T / chunks, ...]; rows stay on their devices."""
-    parts = []
-    for x in arrays:
-        rows = x.shape[0]
-        parts.append(x.reshape(rows, chunks, -1, *x.shape[2:]).swapaxes(0, 1))
-    return tuple(parts)
 
 
 class _Logits(NamedTuple):
@@ -207,9 +199,9 @@ def _forward(
         return (jax.tree.map(jnp.add, total, here), dhead), dx
 
     start = (_zero(weights), jnp.zeros(student.head.shape, jnp.float32))
-    parts = _split(form.chunks, student.hidden, teacher.hidden, weights, mask)
+    parts = split_sequence(form.chunks, student.hidden, teacher.hidden, weights, mask)
     (total, dhead), dx = jax.lax.scan(one, start, parts)
-    dx = dx.swapaxes(0, 1).reshape(student.hidden.shape)
+    dx = join_sequence(dx)
     return total, (dx.astype(student.hidden.dtype), dhead.astype(student.head.dtype))
 
 

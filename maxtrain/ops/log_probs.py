@@ -1,0 +1,141 @@
+"""Log-probabilities of given tokens, to be differentiated, without all logits at once.
+
+For losses that are functions of the log-probabilities of tokens, such as those of preferences and
+of policies. Where a loss is a weighted sum with weights that are known beforehand, cross_entropy.py
+is cheaper: it has three products with the head, and this has four, since the gradient of a token is
+known only when all tokens have been looked at.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxtrain.ops.chunks import join_sequence, split_sequence
+from maxtrain.ops.cross_entropy import soft_capped, soft_capped_slope
+from maxtrain.ops.dot import Recipe, dot
+from maxtrain.ops.einsum import contract
+
+
+class TokenLogProbs(NamedTuple):
+    """Of each token, nats, float32; both may be differentiated."""
+
+    # log p(target).
+    log_probs: Float[Array, "B T"]
+    # -sum p log p, of the whole distribution.
+    entropy: Float[Array, "B T"]
+
+
+class Form(NamedTuple):
+    """What is known when the program is compiled; see `token_log_probs`."""
+
+    chunks: int
+    dtype: str
+    logits: str = "float32"
+    softcap: float | None = None
+    temperature: float = 1.0
+
+
+def token_log_probs(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B T"],
+    *,
+    chunks: int,
+    dtype: str,
+    logits: str = "float32",
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> TokenLogProbs:
+    """The log-probability of each target, and the entropy of the distribution that it is of.
+
+    Args:
+        hidden: last hidden states [B, T, D].
+        head: output matrix [D, V].
+        targets: token ids [B, T].
+        chunks: parts that the sequence is cut in; divides T.
+        dtype: inputs of the matrix products; softmax and sums are float32.
+        logits: what logits are rounded to before the softmax.
+        softcap: of the logits, as of `soft_capped`; None: there is none.
+        temperature: divides the logits: that of the distribution that was sampled from.
+    """
+    form = Form(chunks, dtype, logits, softcap, temperature)
+    return _chunked(hidden, head, targets, form)
+
+
+def plain_token_log_probs(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLogProbs:
+    """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
+    `token_log_probs`."""
+    logits = soft_capped(dot(hidden, head, Recipe.of(form.dtype)), form.softcap)
+    logits = logits.astype(form.logits).astype(jnp.float32) / form.temperature
+    return _looked_up(jax.nn.log_softmax(logits), targets)
+
+
+def _looked_up(log_p: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> TokenLogProbs:
+    is_target = jnp.arange(log_p.shape[-1]) == targets[..., None]
+    of_target = jnp.where(is_target, log_p, 0).sum(-1)
+    entropy = -(jnp.exp(log_p) * log_p).sum(-1)
+    return TokenLogProbs(of_target, entropy)
+
+
+class _Logits(NamedTuple):
+    """Before they are rounded, which the slope of a softcap is taken of; and what the softmax is
+    taken of."""
+
+    exact: Float[Array, "B T V"]
+    tempered: Float[Array, "B T V"]
+
+
+def _logits(x: Array, low_head: Array, form: Form) -> _Logits:
+    exact = soft_capped(contract("btd,dv->btv", x.astype(form.dtype), low_head), form.softcap)
+    rounded = exact.astype(form.logits).astype(jnp.float32)
+    return _Logits(exact, rounded / form.temperature)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _chunked(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLogProbs:
+    low = head.astype(form.dtype)
+
+    def one(part: tuple[Array, Array]) -> TokenLogProbs:
+        x, target = part
+        return _looked_up(jax.nn.log_softmax(_logits(x, low, form).tempered), target)
+
+    found = jax.lax.map(one, split_sequence(form.chunks, hidden, targets))
+    return jax.tree.map(join_sequence, found)
+
+
+def _forward(
+    hidden: Array, head: Array, targets: Array, form: Form
+) -> tuple[TokenLogProbs, tuple[Array, Array, Array]]:
+    return _chunked(hidden, head, targets, form), (hidden, head, targets)
+
+
+def _backward(form: Form, saved: tuple[Array, Array, Array], g: TokenLogProbs) -> tuple:
+    """Logits are computed again: keeping them is what chunks are there to avoid."""
+    hidden, head, targets = saved
+    low = head.astype(form.dtype)
+
+    def one(dhead: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, target, of_log_probs, of_entropy = part
+        logits = _logits(x, low, form)
+        log_p = jax.nn.log_softmax(logits.tempered)
+        p = jnp.exp(log_p)
+        hit = (jnp.arange(log_p.shape[-1]) == target[..., None]).astype(jnp.float32)
+        entropy = -(p * log_p).sum(-1, keepdims=True)
+        dlogits = of_log_probs[..., None] * (hit - p)
+        dlogits -= of_entropy[..., None] * p * (log_p + entropy)
+        dlogits /= form.temperature
+        if form.softcap is not None:
+            dlogits *= soft_capped_slope(logits.exact, form.softcap)
+        dlogits = dlogits.astype(form.dtype)
+        dx = contract("btv,dv->btd", dlogits, low).astype(hidden.dtype)
+        return dhead + contract("btd,btv->dv", x.astype(form.dtype), dlogits), dx
+
+    parts = split_sequence(form.chunks, hidden, targets, g.log_probs, g.entropy)
+    dhead, dx = jax.lax.scan(one, jnp.zeros(head.shape, jnp.float32), parts)
+    return join_sequence(dx), dhead.astype(head.dtype), None
+
+
+_chunked.defvjp(_forward, _backward)
