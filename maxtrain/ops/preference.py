@@ -1,0 +1,222 @@
+"""Losses of pairs of answers, of which one was preferred, as functions of log-probabilities.
+
+What is compared is how much more likely the policy finds an answer than the reference does: the
+log-ratio of an answer, summed over its targets. A loss that is called free of a reference uses the
+policy's own log-probabilities.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Answers(NamedTuple):
+    """Of one answer of each pair."""
+
+    # Summed over its targets, by the policy, nats.
+    log_prob: Float[Array, "*p"]
+    # By the reference.
+    reference: Float[Array, "*p"]
+    # How many targets it has, at least 1.
+    length: Float[Array, "*p"]
+
+    @property
+    def log_ratio(self) -> Float[Array, "*p"]:
+        """log(policy / reference)."""
+        return self.log_prob - self.reference
+
+    @property
+    def mean_log_ratio(self) -> Float[Array, "*p"]:
+        """The log-ratio of a target, on average."""
+        return self.log_ratio / self.length
+
+    @property
+    def mean_log_prob(self) -> Float[Array, "*p"]:
+        """The log-probability of a target, on average."""
+        return self.log_prob / self.length
+
+
+class Strength(NamedTuple):
+    """Numbers of the losses; each says which it reads.
+
+    Attributes:
+        beta: how far the policy may go from the reference: the larger, the less far.
+        label_smoothing: the share of pairs whose labels are taken to be wrong.
+        margin: by how much an answer should win, where a loss knows such.
+    """
+
+    beta: float
+    label_smoothing: float = 0.0
+    margin: float = 0.0
+
+
+Loss = Callable[[Answers, Answers, Strength], Float[Array, "*p"]]
+
+
+def sigmoid(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """DPO: -log sigmoid(beta * difference of the log-ratios); with label smoothing, cDPO.
+
+    Source: Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7; cDPO: Mitchell,
+        https://ericmitchell.ai/cdpo.pdf.
+    """
+    return _smoothed(strength.beta * (chosen.log_ratio - rejected.log_ratio), strength)
+
+
+def sigmoid_norm(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """DPO of log-ratios that are means over an answer's targets; with label smoothing as `sigmoid`.
+
+    Source: Lambert et al., https://arxiv.org/abs/2411.15124, section 5.
+    """
+    difference = chosen.mean_log_ratio - rejected.mean_log_ratio
+    return _smoothed(strength.beta * difference, strength)
+
+
+def robust(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """rDPO: DPO without the bias that wrong labels bring; a label smoothing below 0.5.
+
+    Source: Chowdhury et al., https://arxiv.org/abs/2403.00409.
+    """
+    scaled = strength.beta * (chosen.log_ratio - rejected.log_ratio)
+    wrong = strength.label_smoothing
+    clean = -(1 - wrong) * jax.nn.log_sigmoid(scaled)
+    flipped = -wrong * jax.nn.log_sigmoid(-scaled)
+    return (clean - flipped) / (1 - 2 * wrong)
+
+
+def hinge(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """SLiC: max(0, 1 - beta * difference of the log-ratios).
+
+    Source: Zhao et al., https://arxiv.org/abs/2305.10425; with a reference as in Liu et al.,
+        https://arxiv.org/abs/2309.06657.
+    """
+    return jax.nn.relu(1 - strength.beta * (chosen.log_ratio - rejected.log_ratio))
+
+
+def ipo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """(difference of the mean log-ratios - 1 / (2 beta))^2.
+
+    Source: Azar et al., https://arxiv.org/abs/2310.12036, equation 17, of means over an answer's
+        targets, as its authors computed it.
+    """
+    difference = chosen.mean_log_ratio - rejected.mean_log_ratio
+    return (difference - 1 / (2 * strength.beta)) ** 2
+
+
+def exo_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """Reverse KL of the policy's choice between both from the labels'; a label smoothing above 0.
+
+    Source: Ji et al., https://arxiv.org/abs/2402.00856, equation 16.
+    """
+    scaled = strength.beta * (chosen.log_ratio - rejected.log_ratio)
+    log_win = jax.nn.log_sigmoid(scaled)
+    log_lose = jax.nn.log_sigmoid(-scaled)
+    of_win = jnp.exp(log_win) * (log_win - jnp.log1p(-strength.label_smoothing))
+    of_lose = jnp.exp(log_lose) * (log_lose - jnp.log(strength.label_smoothing))
+    return of_win + of_lose
+
+
+def nca_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """Noise-contrastive: keeps the likelihood of the chosen answer from falling.
+
+    Source: Chen et al., https://arxiv.org/abs/2402.05369, with two answers.
+    """
+    of_chosen = strength.beta * chosen.log_ratio
+    of_rejected = strength.beta * rejected.log_ratio
+    wins = jax.nn.log_sigmoid(of_chosen)
+    loses = jax.nn.log_sigmoid(-of_chosen) + jax.nn.log_sigmoid(-of_rejected)
+    return -wins - 0.5 * loses
+
+
+def bco_pair(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """A classifier of each answer on its own, without the shift by a mean reward.
+
+    Source: Jung et al., https://arxiv.org/abs/2404.04656.
+    """
+    of_chosen = jax.nn.log_sigmoid(strength.beta * chosen.log_ratio)
+    of_rejected = jax.nn.log_sigmoid(-strength.beta * rejected.log_ratio)
+    return -of_chosen - of_rejected
+
+
+def sppo_hard(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """Self-play with a sure winner: squares around +-1 / (2 beta).
+
+    Source: Wu et al., https://arxiv.org/abs/2405.00675, equation 4.7 with probabilities 1 and 0.
+    """
+    half = 0.5 / strength.beta
+    return (chosen.log_ratio - half) ** 2 + (rejected.log_ratio + half) ** 2
+
+
+def apo_zero(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """Raises the chosen answer and lowers the rejected one; for answers better than the policy's.
+
+    Source: D'Oosterlinck et al., https://arxiv.org/abs/2408.06266, equation 7.
+    """
+    of_chosen = 1 - jax.nn.sigmoid(strength.beta * chosen.log_ratio)
+    return of_chosen + jax.nn.sigmoid(strength.beta * rejected.log_ratio)
+
+
+def apo_down(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """Lowers both, the rejected one more; for chosen answers worse than the policy's.
+
+    Source: D'Oosterlinck et al., https://arxiv.org/abs/2408.06266, equation 8.
+    """
+    of_chosen = jax.nn.sigmoid(strength.beta * chosen.log_ratio)
+    difference = chosen.log_ratio - rejected.log_ratio
+    return of_chosen + 1 - jax.nn.sigmoid(strength.beta * difference)
+
+
+def simpo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """-log sigmoid(beta * difference of the mean log-probabilities - margin); free of a reference.
+
+    Source: Meng et al., https://arxiv.org/abs/2405.14734, equation 6; the margin is their gamma.
+    """
+    difference = chosen.mean_log_prob - rejected.mean_log_prob
+    return _smoothed(strength.beta * difference - strength.margin, strength)
+
+
+def orpo(chosen: Answers, rejected: Answers, strength: Strength) -> Float[Array, "*p"]:
+    """-beta * log sigmoid(log of the odds ratio); free of a reference.
+
+    The whole of ORPO has the cross-entropy of the chosen answers beside it, which the objective
+    adds. Odds are those of the mean probability of a target.
+
+    Source: Hong et al., https://arxiv.org/abs/2403.07691, equation 7; beta is their lambda.
+    """
+    log_odds = _log_odds(chosen.mean_log_prob) - _log_odds(rejected.mean_log_prob)
+    return -strength.beta * jax.nn.log_sigmoid(log_odds)
+
+
+LOSSES: dict[str, Loss] = {
+    "sigmoid": sigmoid,
+    "sigmoid_norm": sigmoid_norm,
+    "robust": robust,
+    "hinge": hinge,
+    "ipo": ipo,
+    "exo_pair": exo_pair,
+    "nca_pair": nca_pair,
+    "bco_pair": bco_pair,
+    "sppo_hard": sppo_hard,
+    "apo_zero": apo_zero,
+    "apo_down": apo_down,
+    "simpo": simpo,
+    "orpo": orpo,
+}
+# Those in which the reference does not occur.
+FREE_OF_REFERENCE = frozenset({"simpo", "orpo"})
+
+
+def _smoothed(scaled: Float[Array, "*p"], strength: Strength) -> Float[Array, "*p"]:
+    """-log sigmoid of a scaled difference, where some labels are wrong."""
+    loss = -(1 - strength.label_smoothing) * jax.nn.log_sigmoid(scaled)
+    return loss - strength.label_smoothing * jax.nn.log_sigmoid(-scaled)
+
+
+def _log_odds(log_prob: Float[Array, "*p"]) -> Float[Array, "*p"]:
+    """log(p / (1 - p)) of a log-probability below 0; of a probability of 1, the largest that
+    float32 tells from it."""
+    nearest = -float(jnp.finfo(jnp.float32).epsneg)
+    log_prob = jnp.minimum(log_prob, nearest)
+    return log_prob - jnp.log(-jnp.expm1(log_prob))
