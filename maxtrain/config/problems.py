@@ -15,6 +15,7 @@ from maxtrain.config.schema import RunConfig
 from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import teacher_problems
+from maxtrain.config.sections.dpo import packing_problems, smoothing_problems
 from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.lora import lora_problems
 from maxtrain.config.sections.loss import probability_problems
@@ -93,6 +94,19 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
         idle, "distill.teacher", "distill.temperature", "distill.weight", "distill.kind"
     )
     yield from teacher_problems(config.objective, config.distill)
+    yield from idle_among(
+        idle,
+        "dpo.loss_type",
+        "dpo.beta",
+        "dpo.label_smoothing",
+        "dpo.margin",
+        "dpo.sft_weight",
+        "dpo.reference",
+    )
+    yield from smoothing_problems(config.objective, config.dpo)
+    yield from packing_problems(
+        config.objective, config.data.packing, config.data.attend_across_documents
+    )
     yield from updates.mean_problems(config)
     yield from idle_among(
         idle,

@@ -13,6 +13,7 @@ from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.sections.anomaly import ANOMALIES, AnomalyConfig
 from maxtrain.config.sections.checkpoint import CheckpointConfig
 from maxtrain.config.sections.distill import DistillConfig
+from maxtrain.config.sections.dpo import DpoConfig
 from maxtrain.config.sections.health import IntegrityConfig, WatchdogConfig
 from maxtrain.config.sections.init import InitConfig
 from maxtrain.config.sections.lora import LoraConfig
@@ -32,6 +33,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "DistillConfig",
+    "DpoConfig",
     "EvalConfig",
     "GroupConfig",
     "InitConfig",
@@ -97,9 +99,10 @@ class RunConfig:
         "seeded: records have hashes of parameters and batch; "
         "full: also use only programs that repeat bit for bit",
     )
-    objective: Literal["next_token", "distill"] = key(
+    objective: Literal["next_token", "distill", "dpo"] = key(
         "next_token",
-        "the loss: cross-entropy of the next token; distill: also the divergence from a teacher",
+        "the loss: cross-entropy of the next token; distill: and divergence from a teacher; "
+        "dpo: of preferences",
     )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
@@ -107,6 +110,7 @@ class RunConfig:
     loss: LossConfig = key(LossConfig(), "more terms of the loss")
     train: TrainConfig = key(TrainConfig(), "which parameters train")
     distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
+    dpo: DpoConfig = key(DpoConfig(), "preferences, with objective=dpo")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
     regularization: RegularizationConfig = key(
         RegularizationConfig(), "dropout and other noise in training"

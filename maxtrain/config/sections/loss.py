@@ -14,6 +14,11 @@ _ADVERSARIAL = UsedBy(
 )
 
 
+_OF_NEXT_TOKEN = UsedBy(
+    {"objective": ("next_token", "distill")},
+    "{key}={value} is not used with {cause}. Leave it out.",
+)
+
 _ROUTER_NOISE = UsedBy(
     {"regularization.router_noise": AllBut("none")},
     "{key}={value} is not used with {cause}. Set regularization.router_noise=gaussian, or leave it "
@@ -30,12 +35,14 @@ class LossConfig:
         "share of a target's probability that is spread over all entries of the vocabulary",
         low=0,
         high=1,
+        used_by=_OF_NEXT_TOKEN,
     )
     z_loss: float = key(
         0.0,
         "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4",
         low=0,
         high=1000,
+        used_by=_OF_NEXT_TOKEN,
     )
     adversarial: float = key(
         0.0,
@@ -57,7 +64,9 @@ class LossConfig:
         high=1000,
         used_by=_ADVERSARIAL,
     )
-    by_source: bool = key(False, "record the loss of each training source's rows too")
+    by_source: bool = key(
+        False, "record the loss of each training source's rows too", used_by=_OF_NEXT_TOKEN
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,6 +87,10 @@ class OptimizerConfig:
         "tokens",
         "what the loss is averaged over: targets, documents (each with the same weight), or all "
         "positions, also those without a target",
+        used_by=UsedBy(
+            {"objective": ("next_token", "distill")},
+            "{key}={value} is not used with {cause}. Leave it out.",
+        ),
     )
     ema_decay: float | None = key(
         None,

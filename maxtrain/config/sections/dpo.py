@@ -1,0 +1,118 @@
+"""The section `dpo`, and what must hold inside it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from data_pipeline.config_key import UsedBy, key
+
+_DPO = UsedBy(
+    {"objective": ("dpo",)},
+    "{key}={value} is not used with {cause}. Set objective=dpo, or leave it out.",
+)
+_SMOOTHED = UsedBy({"dpo.loss_type": ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")})
+_WITH_MARGIN = UsedBy({"dpo.loss_type": ("simpo",)})
+_WITH_REFERENCE = UsedBy(
+    {
+        "dpo.loss_type": (
+            "sigmoid",
+            "sigmoid_norm",
+            "robust",
+            "hinge",
+            "ipo",
+            "exo_pair",
+            "nca_pair",
+            "bco_pair",
+            "sppo_hard",
+            "apo_zero",
+            "apo_down",
+        )
+    },
+    "{key}={value} is not used with {cause}, which is free of a reference. Leave it out.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DpoConfig:
+    """How a model learns from pairs of answers, of which one was preferred."""
+
+    loss_type: Literal[
+        "sigmoid",
+        "sigmoid_norm",
+        "robust",
+        "hinge",
+        "ipo",
+        "exo_pair",
+        "nca_pair",
+        "bco_pair",
+        "sppo_hard",
+        "apo_zero",
+        "apo_down",
+        "simpo",
+        "orpo",
+    ] = key(
+        "sigmoid",
+        "sigmoid: DPO, or cDPO with label_smoothing; robust: rDPO; simpo, orpo: without a reference",
+        used_by=_DPO,
+    )
+    beta: float = key(
+        0.1,
+        "the larger, the less far the policy goes from the reference; simpo: usual: 2; "
+        "orpo: weight of the odds ratio",
+        above=0,
+        high=1000,
+        used_by=_DPO,
+    )
+    label_smoothing: float = key(
+        0.0,
+        "share of pairs whose labels are taken to be wrong",
+        low=0,
+        high=0.49,
+        used_by=(_DPO, _SMOOTHED),
+    )
+    margin: float = key(
+        0.0,
+        "by how much a chosen answer should win",
+        low=0,
+        high=1000,
+        used_by=(_DPO, _WITH_MARGIN),
+    )
+    sft_weight: float | None = key(
+        None,
+        "weight of the cross-entropy of the chosen answers; null: 1 with orpo, else 0",
+        low=0,
+        high=1000,
+        used_by=_DPO,
+    )
+    reference: str | None = key(
+        None,
+        "reference: a run or a Hugging Face directory; null: the model without its adapters, or "
+        "checkpoint.init_from",
+        path="local",
+        used_by=(_DPO, _WITH_REFERENCE),
+    )
+
+
+def smoothing_problems(objective: str, dpo: DpoConfig) -> Iterator[str]:
+    """A loss that takes the logarithm of the share of wrong labels."""
+    if objective == "dpo" and dpo.loss_type == "exo_pair" and dpo.label_smoothing == 0:
+        yield (
+            "dpo.label_smoothing=0.0 must be above 0 with dpo.loss_type=exo_pair, which takes its "
+            "logarithm. Set dpo.label_smoothing=0.001."
+        )
+
+
+def packing_problems(objective: str, packing: str, attend_across_documents: bool) -> Iterator[str]:
+    """Batches whose rows do not hold whole pairs."""
+    if objective != "dpo":
+        return
+    if packing == "stream":
+        yield (
+            "data.packing=stream cuts documents, and objective=dpo needs whole pairs. "
+            "Set data.packing=bins, balanced or pad."
+        )
+    if attend_across_documents:
+        yield (
+            "data.attend_across_documents=True lets an answer see another one, and objective=dpo "
+            "compares them. Leave it out."
+        )

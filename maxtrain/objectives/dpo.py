@@ -1,0 +1,191 @@
+"""Preferences: of two answers to a prompt, the chosen one becomes more likely than the rejected one.
+
+A row holds pairs as documents of their own, one after the other: documents 2 k - 1 and 2 k of a row
+are the chosen and the rejected answer of a pair, each behind its prompt, and the loss mask is 1 for
+the tokens of answers. So pairs are packed as any documents are, and a row depends on nothing in
+other rows.
+
+Source: Rafailov et al., https://arxiv.org/abs/2305.18290; each loss names its own in
+    ops/preference.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from maxtrain.config.schema import DpoConfig, RegularizationConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.objectives.next_token import NO_NOISE, chunks_of, noisy_forward
+from maxtrain.objectives.objective import (
+    LAYERS,
+    POLICY,
+    Batch,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    num_tokens,
+    with_layers,
+)
+from maxtrain.ops.log_probs import token_log_probs
+from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
+
+REFERENCE = "reference"
+
+
+class Pairs(NamedTuple):
+    """The pairs of each row; of those that are none, numbers without a meaning."""
+
+    chosen: Answers
+    rejected: Answers
+    # Both answers have targets.
+    are_there: Bool[Array, "B P"]
+
+
+def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
+    """The mean over pairs of a loss of preferences, plus `sft_weight` times the cross-entropy of
+    the chosen answers, which is a mean over their tokens.
+
+    Recorded beside `nll`, which is of the targets of all answers:
+        reward_chosen, reward_rejected: beta * log(policy / reference), nats; with a loss that is
+            free of a reference, beta * the mean log-probability of a target.
+        reward_margin: the difference of both.
+        reward_accuracy: the share of pairs in which the chosen answer has the higher reward.
+        chosen_nll: nats per target of the chosen answers.
+        entropy: of the policy's distributions at the targets, nats.
+
+    Args:
+        config: which loss, and its numbers.
+        regularization: what is random where the batch has keys.
+    """
+    loss_of_pairs = LOSSES[config.loss_type]
+    needs_reference = config.loss_type not in FREE_OF_REFERENCE
+    strength = Strength(config.beta, config.label_smoothing, config.margin)
+    sft_weight = config.sft_weight
+    if sft_weight is None:
+        sft_weight = float(config.loss_type == "orpo")
+    factors = {"preference": 1.0, "chosen": sft_weight, LAYERS: 1.0}
+    recorded = (
+        Quantity("preference", "nats per pair"),
+        Quantity("reward_chosen", "nats per answer"),
+        Quantity("reward_rejected", "nats per answer"),
+        Quantity("reward_margin", "nats per pair"),
+        Quantity("reward_accuracy", "share of pairs"),
+        Quantity("chosen_nll", "nats per target"),
+        Quantity("entropy", "nats per target"),
+    )
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        mask = batch["loss_mask"].astype(jnp.float32)
+        lengths = _by_pair(mask, batch)
+        are_there = (lengths > 0).all(-1)
+        of_chosen = jnp.where(are_there, lengths[..., 0], 0.0)
+        return {
+            "preference": are_there.sum().astype(jnp.float32),
+            "chosen": of_chosen.sum(),
+            LAYERS: num_tokens(batch),
+        }
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        policy = models[POLICY]
+        mask = batch["loss_mask"].astype(jnp.float32)
+        out = noisy_forward(policy, batch, regularization)
+        found = _log_probs(policy, out.hidden, batch)
+        reference = jnp.zeros_like(mask)
+        if needs_reference:
+            model = models[REFERENCE]
+            hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+            reference = jax.lax.stop_gradient(_log_probs(model, hidden, batch).log_probs)
+        pairs = _pairs(found.log_probs, reference, mask, batch)
+        each = loss_of_pairs(pairs.chosen, pairs.rejected, strength)
+        preference = jnp.where(pairs.are_there, each, 0.0).sum()
+        chosen_nll = -jnp.where(pairs.are_there, pairs.chosen.log_prob, 0.0).sum()
+        loss = scales["preference"] * preference + scales["chosen"] * chosen_nll
+        count = pairs.are_there.sum().astype(jnp.float32)
+        chosen_targets = jnp.where(pairs.are_there, pairs.chosen.length, 0.0).sum()
+        sums = {
+            "nll": Sum(-(found.log_probs * mask).sum(), mask.sum()),
+            "preference": Sum(preference, count),
+            "chosen_nll": Sum(chosen_nll, chosen_targets),
+            "entropy": Sum((found.entropy * mask).sum(), mask.sum()),
+        }
+        sums |= _rewards(pairs, needs_reference, config.beta)
+        sums = jax.lax.stop_gradient(sums)
+        return with_layers(loss, sums, out, scales)
+
+    models: tuple[str, ...] = (POLICY,)
+    if needs_reference:
+        models = (POLICY, REFERENCE)
+    return Objective(
+        factors, denominators, forward, models=models, recorded=recorded, evaluated=recorded
+    )
+
+
+def _log_probs(model: Decoder, hidden: Array, batch: Batch):
+    return token_log_probs(
+        hidden,
+        model.output_matrix(),
+        batch["targets"],
+        chunks=chunks_of(batch, model),
+        dtype=model.precision.compute,
+        logits=model.precision.output,
+        softcap=model.spec.logit_softcap,
+    )
+
+
+def _by_pair(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B P 2"]:
+    """Sums over documents, by pair: first the chosen answer's, then the rejected one's.
+
+    A row has T // 2 pairs at most, since each document has a token.
+    """
+    most = values.shape[1] // 2
+
+    def of_row(values: Array, segments: Array) -> Array:
+        sums = jax.ops.segment_sum(values, segments, 2 * most + 2)
+        return sums[1 : 2 * most + 1].reshape(most, 2)
+
+    return jax.vmap(of_row)(values, batch["segment_ids"])
+
+
+def _pairs(
+    log_probs: Float[Array, "B T"],
+    reference: Float[Array, "B T"],
+    mask: Float[Array, "B T"],
+    batch: Batch,
+) -> Pairs:
+    of_policy = _by_pair(log_probs * mask, batch)
+    of_reference = _by_pair(reference * mask, batch)
+    lengths = _by_pair(mask, batch)
+    # Of an answer without targets nothing is used, but it may not divide by 0.
+    divisors = jnp.maximum(lengths, 1.0)
+    answers = []
+    for place in range(2):
+        answers.append(
+            Answers(of_policy[..., place], of_reference[..., place], divisors[..., place])
+        )
+    return Pairs(answers[0], answers[1], (lengths > 0).all(-1))
+
+
+def _rewards(pairs: Pairs, needs_reference: bool, beta: float) -> dict[str, Sum]:
+    """What is recorded of the rewards that the policy stands for."""
+    if needs_reference:
+        chosen = beta * pairs.chosen.log_ratio
+        rejected = beta * pairs.rejected.log_ratio
+    else:
+        chosen = beta * pairs.chosen.mean_log_prob
+        rejected = beta * pairs.rejected.mean_log_prob
+    count = pairs.are_there.sum().astype(jnp.float32)
+
+    def over_pairs(values: Array) -> Sum:
+        return Sum(jnp.where(pairs.are_there, values, 0.0).sum(), count)
+
+    return {
+        "reward_chosen": over_pairs(chosen),
+        "reward_rejected": over_pairs(rejected),
+        "reward_margin": over_pairs(chosen - rejected),
+        "reward_accuracy": over_pairs((chosen > rejected).astype(jnp.float32)),
+    }
