@@ -35,6 +35,7 @@ from maxtrain.evaluate_text import (
     table_of,
     together,
 )
+from maxtrain.frozen_model import find_model
 from maxtrain.model_source import (
     add_model_arguments,
     check_model_arguments,
@@ -54,7 +55,6 @@ from maxtrain.observe.metrics import as_json
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.teacher import find_teacher
 from maxtrain.training.evaluate import evaluate, make_eval_step, not_finite
 
 _ROWS, _LENGTH = 8, 1024  # of a batch, unless a run or the command says so
@@ -98,7 +98,7 @@ def evaluate_sets(
     }
     graphdef, of_model = nnx.split(model)
     objective = next_token()
-    graphdefs = {POLICY: graphdef}
+    graphdefs: dict[str, nnx.GraphDef | None] = {POLICY: graphdef}
     params = {POLICY: of_model}
     if comparison is not None:
         objective = comparison.objective
@@ -156,7 +156,7 @@ def _open_teacher(
     Raises:
         ConfigError: its tokens are others than the model's, or rows are too long for it.
     """
-    teacher = find_teacher(asked.teacher, "--teacher ")
+    teacher = find_model(TEACHER, asked.teacher, "--teacher ")
     teacher.require_same_tokens(model.config.vocab_size or 0)
     teacher.require_same_tokenizer(tokenizer.sha256)
     teacher.require_length(length)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from flax import nnx
 
 from maxtrain.finish import completions
-from maxtrain.objectives.objective import POLICY
 from maxtrain.run import Run
 from maxtrain.signals import StopRequested
 from maxtrain.training.state import eval_params
@@ -128,7 +127,7 @@ class Sample(Hook):
             return
         run.progress.phase("completing the prompts")
         with run.clock.during("eval"):
-            model = nnx.merge(run.job.graphdefs[POLICY], eval_params(run.state))
+            model = nnx.merge(run.job.policy_graphdef, eval_params(run.state))
             texts = completions(run.config, run.data.tokenizer, model)
         for prompt, text in zip(run.config.observe.prompts, texts):
             run.progress.sample(after.step, prompt, text)

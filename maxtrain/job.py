@@ -25,12 +25,12 @@ from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
+from maxtrain.frozen_model import FrozenModel, find_for
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.adapt import split_adapters
 from maxtrain.models.init import learning_rate_factors
 from maxtrain.models.registry import build_model
-from maxtrain.objectives.distill import TEACHER
-from maxtrain.objectives.objective import POLICY, Batch, Objective
+from maxtrain.objectives.objective import POLICY, REFERENCE, Batch, Objective
 from maxtrain.objectives.registry import Settings, make_objective
 from maxtrain.observe.launches import usual_devices
 from maxtrain.observe.metrics import require_free_names
@@ -41,7 +41,6 @@ from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.teacher import Teacher, find_teacher
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import frozen_paths, split, split_buffers
@@ -75,7 +74,7 @@ class Parts:
     mesh: jax.sharding.Mesh
     num_steps: int
     # Of each model: "policy" is the one that trains.
-    graphdefs: dict[str, nnx.GraphDef]
+    graphdefs: dict[str, nnx.GraphDef | None]
     objective: Objective
     optimizer: optax.GradientTransformation
     loss_scale: LossScaleConfig | None
@@ -83,7 +82,14 @@ class Parts:
     # What the policy's layers record.
     of_layers: tuple[Quantity, ...]
     # Whose parameters are among the frozen ones of the state; None: there is none.
-    teacher: Teacher | None
+    frozen_model: FrozenModel | None
+
+    @property
+    def policy_graphdef(self) -> nnx.GraphDef:
+        """The structure of the model that trains."""
+        graphdef = self.graphdefs[POLICY]
+        assert graphdef is not None
+        return graphdef
 
     @property
     def recorded(self) -> tuple[Quantity, ...]:
@@ -99,12 +105,12 @@ class Parts:
     def initial_state(
         self,
         tell: Callable[[str], object] = lambda table: None,
-        teacher: nnx.State | None = None,
+        frozen: nnx.State | None = None,
     ) -> TrainState:
         """The state before the first step.
 
         Its weights are from elsewhere if the config says so, and then told of; else random ones.
-        `teacher` as of `with_teacher`.
+        `frozen` as of `with_frozen_model`.
         """
         config = self.config
         if config.checkpoint.init_from is None:
@@ -115,7 +121,7 @@ class Parts:
                 raise ConfigError(
                     f"init: the initial weights are not finite, first those of {bad[0]}. {mend}."
                 )
-            return self.with_teacher(state, teacher)
+            return self.with_frozen_model(state, frozen)
 
         def random_variables() -> nnx.State:
             return policy_variables(self._random_state())
@@ -130,18 +136,19 @@ class Parts:
         )
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)
-        return self.with_teacher(state, teacher)
+        return self.with_frozen_model(state, frozen)
 
-    def with_teacher(self, state: TrainState, teacher: nnx.State | None = None) -> TrainState:
-        """The state of a checkpoint, or a new one, with the teacher that no checkpoint holds.
+    def with_frozen_model(self, state: TrainState, frozen: nnx.State | None = None) -> TrainState:
+        """The state of a checkpoint, or a new one, with the frozen model that no checkpoint holds.
 
-        `teacher`: its parameters; None: they are read.
+        `frozen`: its parameters; None: they are read.
         """
-        if self.teacher is None:
+        if self.frozen_model is None:
             return state
-        if teacher is None:
-            teacher = self.teacher.load(self.abstract.frozen[TEACHER])
-        return with_frozen(state, {TEACHER: teacher})
+        role = self.frozen_model.role
+        if frozen is None:
+            frozen = self.frozen_model.load(self.abstract.frozen[role])
+        return with_frozen(state, {role: frozen})
 
     @property
     def _init_seed(self) -> int:
@@ -283,9 +290,9 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool 
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
-    if parts.teacher is not None:
-        parts.teacher.require_same_tokenizer(tokenizer)
-        parts.teacher.require_length(max(row_lengths(fitted).values()))
+    if parts.frozen_model is not None:
+        parts.frozen_model.require_same_tokenizer(tokenizer)
+        parts.frozen_model.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
 
 
@@ -323,15 +330,15 @@ def make_parts(
     settings = Settings(
         config.loss,
         config.distill,
+        config.dpo,
         config.regularization,
         config.optimizer.normalize,
         num_sources,
     )
     objective = make_objective(config.objective, settings)
-    teacher = None
-    if TEACHER in objective.models:
-        teacher = find_teacher(config.distill.teacher or "", "distill.teacher=")
-        teacher.require_same_tokens(config.model.vocab_size or 0)
+    frozen_model = find_for(objective, config)
+    if frozen_model is not None:
+        frozen_model.require_same_tokens(config.model.vocab_size or 0)
     loss_scale = resolve(config.loss_scale, config.precision.compute)
     with jax.set_mesh(mesh):
         graphdef, variables = abstract_model(config.model, config.precision, mesh)
@@ -344,11 +351,13 @@ def make_parts(
         optimizer = make_optimizer(config.optimizer, config.schedule, num_steps, trainable, factors)
         zero = config.optimizer.zero
         abstract = abstract_state(trainable, optimizer, mesh, loss_scale, zero, frozen, buffers)
-        graphdefs = {POLICY: graphdef}
-        if teacher is not None:
-            structure, shapes = teacher.abstract(mesh)
-            graphdefs[TEACHER] = structure
-            abstract = with_frozen(abstract, {TEACHER: shapes})
+        graphdefs: dict[str, nnx.GraphDef | None] = {POLICY: graphdef}
+        if frozen_model is not None:
+            structure, shapes = frozen_model.abstract(mesh)
+            graphdefs[frozen_model.role] = structure
+            abstract = with_frozen(abstract, {frozen_model.role: shapes})
+        elif REFERENCE in objective.models:
+            graphdefs[REFERENCE] = None
         of_layers = nnx.merge(graphdef, variables).recorded()
         require_free_names((*objective.recorded, *of_layers, *objective.evaluated))
     return Parts(
@@ -361,7 +370,7 @@ def make_parts(
         loss_scale,
         abstract,
         of_layers,
-        teacher,
+        frozen_model,
     )
 
 
@@ -380,10 +389,11 @@ def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
     for package in ("maxtrain", "jax", "jaxlib", "numpy", "grain"):
         fields[package] = importlib.metadata.version(package)
     fields["data"] = job.data.fingerprint_at(job.data.plan.num_steps)
-    if job.teacher is not None:
-        fields["teacher"] = f"step {job.teacher.step}, {job.teacher.function()}"
-        if job.teacher.run is None:
-            fields["files of the teacher"] = sampled_hash(job.teacher.directory)
+    frozen = job.frozen_model
+    if frozen is not None:
+        fields[frozen.role] = f"step {frozen.step}, {frozen.function()}"
+        if frozen.run is None:
+            fields[f"files of the {frozen.role}"] = sampled_hash(frozen.directory)
     weights = Path(job.config.checkpoint.init_from or "").expanduser()
     if saved is None and (weights / "config.json").exists():
         fields["files of checkpoint.init_from"] = sampled_hash(weights)

@@ -22,6 +22,7 @@ from data_pipeline.errors import DataError, DifferentError, UsageError, run_comm
 from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
+from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
 from maxtrain.job import Job, open_job
 from maxtrain.observe.launches import (
     launch_differences,
@@ -32,7 +33,6 @@ from maxtrain.observe.launches import (
 )
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
-from maxtrain.teacher import require_same_teacher, teacher_digest
 from maxtrain.training.state import TrainState, policy_variables, saved_part
 
 
@@ -104,7 +104,8 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
-        require_same_teacher(job.config.distill.teacher, teacher_digest(job.teacher, state), record)
+        found = frozen_digests(job.frozen_model, state)
+        require_same_frozen_model(job.frozen_model, found, record)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
         now = launch_record(config, job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
@@ -168,7 +169,7 @@ def _start(
             findings.damaged[step] = wrong
     checkpoints.close()
     if begin in saved:
-        return job.with_teacher(state)
+        return job.with_frozen_model(state)
     return job.initial_state()
 
 

@@ -18,11 +18,11 @@ from maxtrain.checkpoint.listing import latest_record
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import Rollback, went_with, write_rollbacks
 from maxtrain.config import to_yaml
+from maxtrain.frozen_model import frozen_digests, recorded_digests, require_same_frozen_model
 from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
 from maxtrain.models.cost import product_weights, token_flops
-from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.anomaly import Finding
 from maxtrain.observe.metrics import Stopwatch
@@ -38,7 +38,6 @@ from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
 from maxtrain.signals import StopRequest, StopRequested
-from maxtrain.teacher import DIGEST, require_same_teacher, teacher_digest
 from maxtrain.training.evaluate import not_finite
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
@@ -128,8 +127,8 @@ class Run:
         self.unevaluated: list[str] = []
         self.evaluated_again: list[str] = []
         self.save_is_postponed = False
-        # Digest of the teacher of objective=distill; None: there has been none.
-        self._teacher: str | None = None
+        # Digests of frozen models beside the policy, by their roles; those of earlier launches, too.
+        self._frozen_digests: dict[str, str] = {}
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
@@ -150,10 +149,10 @@ class Run:
 
     # The beginning
 
-    def restore(self, record: dict[str, Any] | None, teacher: nnx.State | None = None) -> None:
+    def restore(self, record: dict[str, Any] | None, frozen: nnx.State | None = None) -> None:
         """Begins at the checkpoint of this record; None: with imported weights, or random ones.
 
-        `teacher`: the parameters of the teacher, if there is one and they are in memory already.
+        `frozen`: the parameters of the frozen model, if there is one and they are in memory already.
         """
         self._unseen = []
         self.recorder.restore(record, self.rollbacks)
@@ -172,30 +171,29 @@ class Run:
                 self.folder.note_discarded_after(self.step)
             self.checkpoints.discard_after(record["step"] if record else -1)
         if record is None:
-            self._make_initial_state(teacher)
+            self._make_initial_state(frozen)
         else:
-            self._restore_arrays(record, teacher)
-        self._teacher = teacher_digest(self.job.teacher, self.state)
-        require_same_teacher(self.config.distill.teacher, self._teacher, record)
-        if self._teacher is None:
-            # A run may learn from it again later.
-            self._teacher = (record or {}).get(DIGEST)
+            self._restore_arrays(record, frozen)
+        found = frozen_digests(self.job.frozen_model, self.state)
+        require_same_frozen_model(self.job.frozen_model, found, record)
+        # A run may learn from one of before again later.
+        self._frozen_digests = recorded_digests(record) | found
 
-    def _make_initial_state(self, teacher: nnx.State | None) -> None:
+    def _make_initial_state(self, frozen: nnx.State | None) -> None:
         weights = self.config.checkpoint.init_from
         doing = f"reading weights from {weights}" if weights else "making the initial weights"
         self.progress.phase(doing)
         with self.clock.during("compile"):
-            self.state = self.job.initial_state(self.progress.message, teacher)
+            self.state = self.job.initial_state(self.progress.message, frozen)
 
-    def _restore_arrays(self, record: dict[str, Any], teacher: nnx.State | None) -> None:
+    def _restore_arrays(self, record: dict[str, Any], frozen: nnx.State | None) -> None:
         step = self.step
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
             failpoints.hit("restore", step)
             self._require_same_frozen(step)
             state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
-            self.state = self.job.with_teacher(state, teacher)
+            self.state = self.job.with_frozen_model(state, frozen)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
         if self.data.start == record["cursor"]:
             self.progress.message(
@@ -537,11 +535,13 @@ class Run:
             f"{self.config.anomaly.max_rollbacks}).",
             style="yellow",
         )
-        # The teacher stays: its run may have deleted that checkpoint by now.
-        teacher = self.state.frozen.get(TEACHER)
+        # The frozen model stays: its run may have deleted that checkpoint by now.
+        frozen = None
+        if self.job.frozen_model is not None:
+            frozen = self.state.frozen[self.job.frozen_model.role]
         # There may be no room for two.
         jax.tree.map(lambda x: x.delete(), saved_part(self.state))
-        self.restore(record, teacher)
+        self.restore(record, frozen)
         self.clock.lap()
         self.recorder.open_logs(self.step, self.evaluated_again, self.folder.id)
 
@@ -603,9 +603,7 @@ class Run:
             "kept": self.job.kept,
             "config": to_yaml(self.config),
         }
-        if self._teacher is not None:
-            record[DIGEST] = self._teacher
-        return record
+        return record | self._frozen_digests
 
     def newest(self) -> str:
         """A sentence about the newest checkpoint."""

@@ -41,8 +41,7 @@ from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.models.quantized import count_weights
-from maxtrain.objectives.distill import TEACHER
-from maxtrain.objectives.objective import POLICY, Batch
+from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
@@ -289,7 +288,7 @@ def conclude(run: Run) -> None:
     if jax.process_index() == 0:
         model = None
         if jax.process_count() == 1:  # else this process does not hold all of the model
-            model = nnx.merge(job.graphdefs[POLICY], eval_params(run.state))
+            model = nnx.merge(job.policy_graphdef, eval_params(run.state))
         finish(
             job.config,
             job.data,
@@ -384,14 +383,16 @@ def describe(progress: Progress, job: Job) -> None:
     )
     if job.abstract.frozen[POLICY]:
         progress.message(trained_summary(job.abstract))
-    if job.teacher is not None:
-        teacher = job.teacher
-        size = count_weights(job.abstract.frozen[TEACHER]) / 1e6
+    frozen = job.frozen_model
+    if frozen is not None:
+        size = count_weights(job.abstract.frozen[frozen.role]) / 1e6
         progress.message(
-            f"teacher: {teacher.model.family}, {size:,.2f} M parameters, "
-            f"{teacher.precision.compute} on {teacher.precision.params} weights; "
-            f"of {teacher.describe()}"
+            f"{frozen.role}: {frozen.model.family}, {size:,.2f} M parameters, "
+            f"{frozen.precision.compute} on {frozen.precision.params} weights; "
+            f"of {frozen.describe()}"
         )
+    elif REFERENCE in job.objective.models:
+        progress.message(f"{REFERENCE}: the model without its adapters")
     if config.init.mup_base_width:
         progress.message(
             f"muP: initial weights and learning rates for a width of {config.model.embed_dim} as "

@@ -60,7 +60,7 @@ FLOORS = {
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
     **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
-    **dict.fromkeys(["maxtrain.model_source", "maxtrain.teacher"], 6),
+    **dict.fromkeys(["maxtrain.model_source", "maxtrain.frozen_model"], 6),
     **dict.fromkeys(["maxtrain.merging", "maxtrain.serve"], 5),
     **dict.fromkeys(
         [

@@ -11,15 +11,16 @@ import pytest
 from flax import nnx
 
 from data_pipeline.errors import ConfigError, DamagedError, StorageError
-from maxtrain import evaluate, replay, teacher
+from maxtrain import evaluate, frozen_model, replay
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig, MeshConfig
+from maxtrain.frozen_model import find_model
 from maxtrain.model_source import load_run
+from maxtrain.objectives.distill import TEACHER
 from maxtrain.observe.metrics import TAKEN, read_metrics
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.parallel.mesh import make_mesh
-from maxtrain.teacher import find_teacher
 from maxtrain.train import main
 from maxtrain.weights.hf_export import write_config, write_weights
 
@@ -147,10 +148,10 @@ def test_the_same_weights_in_another_function_are_another_teacher(config, capfd)
         teacher_config.write_text(kept)
     told = capfd.readouterr().err
     assert "has other settings of `model` or `precision` in its config" in told
-    before = find_teacher(str(runs / "teacher"), "distill.teacher=").function()
+    before = find_model(TEACHER, str(runs / "teacher"), "distill.teacher=").function()
     teacher_config.write_text(kept.replace("scan_layers: true", "scan_layers: false"))
     try:
-        assert find_teacher(str(runs / "teacher"), "distill.teacher=").function() == before
+        assert find_model(TEACHER, str(runs / "teacher"), "distill.teacher=").function() == before
     finally:
         teacher_config.write_text(kept)
     assert train(config, "student", *distillation(config, "eval_at_start=true")) == 0
@@ -193,18 +194,18 @@ def test_a_hugging_face_directory_is_the_same_teacher_in_its_own_precision(confi
     hashes = []
     with jax.set_mesh(mesh):
         for directory in (run, tmp_path):
-            found = find_teacher(str(directory), "distill.teacher=")
+            found = find_model(TEACHER, str(directory), "distill.teacher=")
             assert found.precision.compute == "float32"
             _, params = found.abstract(mesh)
             hashes.append(hash_text(digests(found.load(params))))
     assert hashes[0] == hashes[1]
     write_config(tmp_path, model.config, "bfloat16", tokenizer)
-    assert find_teacher(str(tmp_path), "distill.teacher=").precision.params == "bfloat16"
+    assert find_model(TEACHER, str(tmp_path), "distill.teacher=").precision.params == "bfloat16"
 
 
 def test_a_teacher_with_other_tokens_or_shorter_rows_is_refused(config):
     place = str(config.parent / "runs" / "teacher")
-    found = find_teacher(place, "distill.teacher=")
+    found = find_model(TEACHER, place, "distill.teacher=")
     vocabulary = found.model.vocab_size
     with pytest.raises(ConfigError, match=f"Set model.vocab_size={vocabulary} if the data's"):
         found.require_same_tokens(vocabulary + 8)
@@ -216,10 +217,10 @@ def test_a_teacher_with_other_tokens_or_shorter_rows_is_refused(config):
 
 def test_what_is_no_teacher_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match=r"Name a directory with config\.yaml or config\.json"):
-        find_teacher(str(tmp_path / "missing"), "distill.teacher=")
+        find_model(TEACHER, str(tmp_path / "missing"), "distill.teacher=")
     step = config.parent / "runs" / "teacher" / "checkpoints" / "00000005"
     with pytest.raises(ConfigError, match="Wait for one, or name another step"):
-        find_teacher(str(step), "distill.teacher=")
+        find_model(TEACHER, str(step), "distill.teacher=")
 
 
 def test_a_damaged_teacher_is_not_put_aside(config, monkeypatch):
@@ -229,8 +230,8 @@ def test_a_damaged_teacher_is_not_put_aside(config, monkeypatch):
     def damaged(*_):
         raise DamagedError(place, "a file of it is cut off")
 
-    monkeypatch.setattr(teacher, "restore_variables", damaged)
-    found = find_teacher(str(place), "distill.teacher=")
+    monkeypatch.setattr(frozen_model, "restore_variables", damaged)
+    found = find_model(TEACHER, str(place), "distill.teacher=")
     _, params = found.abstract(make_mesh(MeshConfig(fsdp=1), jax.devices()[:1]))
     with pytest.raises(StorageError, match=r"is cut off\. Name another step of it"):
         found.load(params)

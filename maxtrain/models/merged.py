@@ -1,4 +1,4 @@
-"""A model whose weights have taken in what its adapters do."""
+"""A model whose weights have taken in what its adapters do, and a model without its adapters."""
 
 import dataclasses
 
@@ -42,6 +42,14 @@ def merged(model: Decoder) -> Decoder:
         else:
             weights[path] = variable.replace(_taken_in(module))
     return nnx.merge(graphdef, nnx.from_flat_state(weights))
+
+
+def adapters_off(model: Decoder) -> Decoder:
+    """The model as it is without its adapters, of the same arrays."""
+    other = nnx.merge(*nnx.split(model))
+    for _, product in products(other.layers):
+        product.adapter = None
+    return other
 
 
 def _taken_in(module: Linear | ExpertLinear) -> Array:

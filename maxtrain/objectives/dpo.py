@@ -21,6 +21,7 @@ from maxtrain.objectives.next_token import NO_NOISE, chunks_of, noisy_forward
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
+    REFERENCE,
     Batch,
     Models,
     Objective,
@@ -33,8 +34,6 @@ from maxtrain.ops.log_probs import token_log_probs
 from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
-
-REFERENCE = "reference"
 
 
 class Pairs(NamedTuple):

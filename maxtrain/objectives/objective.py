@@ -20,6 +20,8 @@ from maxtrain.ops.sums import Sum
 
 # The model that is trained; every other one is frozen as a whole.
 POLICY = "policy"
+# What the policy is compared with.
+REFERENCE = "reference"
 # inputs, targets, segment_ids, positions, loss_mask, each [B, T]; source [B]; in training also
 # keys [B], of what is random; steps [B], the number of the step; and embedding_offset [B, T, D]
 # where an objective wants one

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from maxtrain.config.schema import DistillConfig, LossConfig, RegularizationConfig
+from maxtrain.config.schema import DistillConfig, DpoConfig, LossConfig, RegularizationConfig
 from maxtrain.objectives.adversarial import adversarial
 from maxtrain.objectives.distill import distill
+from maxtrain.objectives.dpo import dpo
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
 
@@ -15,6 +16,7 @@ class Settings(NamedTuple):
 
     loss: LossConfig
     distill: DistillConfig
+    dpo: DpoConfig
     regularization: RegularizationConfig
     # As of `next_token`.
     normalize: str
@@ -39,9 +41,14 @@ def _distill(settings: Settings) -> Objective:
     )
 
 
+def _dpo(settings: Settings) -> Objective:
+    return dpo(settings.dpo, settings.regularization)
+
+
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
     "next_token": _next_token,
     "distill": _distill,
+    "dpo": _dpo,
 }
 
 

@@ -11,6 +11,7 @@ from data_pipeline.errors import DataError
 from maxtrain.objectives.objective import Batch, Objective
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.hardware import compiler_options
+from maxtrain.training.partition import merged_models
 
 # Batches that are under way at a time.
 _AHEAD = 8
@@ -18,15 +19,17 @@ _AHEAD = 8
 EvalStep = Callable[[Mapping[str, nnx.State], Batch], dict[str, Sum]]
 
 
-def make_eval_step(graphdefs: Mapping[str, nnx.GraphDef], objective: Objective) -> EvalStep:
+def make_eval_step(graphdefs: Mapping[str, nnx.GraphDef | None], objective: Objective) -> EvalStep:
     """Jitted (params, batch) -> the sums that the objective evaluates, by name.
 
-    Structures and parameters are those of each model that the objective needs, by its name.
+    Structures and parameters are those of each model that the objective needs, by its name; a
+    structure of None: the policy without its adapters.
     """
 
+    needed = {name: graphdefs[name] for name in objective.models}
+
     def step(params: Mapping[str, nnx.State], batch: Batch) -> dict[str, Sum]:
-        models = {name: nnx.merge(graphdefs[name], params[name]) for name in objective.models}
-        return objective.evaluate(models, batch)
+        return objective.evaluate(merged_models(needed, params), batch)
 
     return jax.jit(step, compiler_options=compiler_options(jax.default_backend()))
 

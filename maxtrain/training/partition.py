@@ -16,6 +16,8 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.schema import TrainConfig
 from maxtrain.models.adapt import is_adapter
 from maxtrain.models.buffer import Buffer
+from maxtrain.models.decoder import Decoder
+from maxtrain.models.merged import adapters_off
 from maxtrain.models.quantized import is_quantized
 from maxtrain.objectives.objective import POLICY, Models
 from maxtrain.training.optimizer import map_variables, paths
@@ -136,14 +138,14 @@ def join(*parts: nnx.State) -> nnx.State:
 
 
 def models_from(
-    graphdefs: Mapping[str, nnx.GraphDef],
+    graphdefs: Mapping[str, nnx.GraphDef | None],
     frozen: Mapping[str, nnx.State] | None = None,
     buffers: nnx.State | None = None,
 ) -> Callable[[nnx.State], Models]:
     """A function from the parameters that train to all models that an objective sees.
 
     Args:
-        graphdefs: the structure of each model.
+        graphdefs: the structure of each model; None: it is the policy without its adapters.
         frozen: the frozen parameters of the policy, and all of every other model; None: there are
             none.
         buffers: of the policy; None: it has none.
@@ -152,13 +154,28 @@ def models_from(
         frozen = only_policy()
     if buffers is None:
         buffers = nothing()
-    others = {}
-    for name, params in frozen.items():
-        if name != POLICY:
-            others[name] = nnx.merge(graphdefs[name], params)
 
     def models(trainable: nnx.State) -> Models:
         policy = join(trainable, frozen[POLICY], buffers)
-        return {POLICY: nnx.merge(graphdefs[POLICY], policy), **others}
+        others = {name: params for name, params in frozen.items() if name != POLICY}
+        return merged_models(graphdefs, {POLICY: policy, **others})
 
+    return models
+
+
+def merged_models(
+    graphdefs: Mapping[str, nnx.GraphDef | None], params: Mapping[str, nnx.State]
+) -> dict[str, Decoder]:
+    """All models that an objective sees.
+
+    Args:
+        graphdefs: the structure of each model; None: it is the policy without its adapters.
+        params: the variables of each model that has a structure.
+    """
+    models = {}
+    for name, graphdef in graphdefs.items():
+        if graphdef is not None:
+            models[name] = nnx.merge(graphdef, params[name])
+    for name in graphdefs.keys() - models.keys():
+        models[name] = adapters_off(models[POLICY])
     return models

@@ -101,7 +101,7 @@ def gradients(
 
 def make_train_step(
     abstract: TrainState,
-    graphdefs: Mapping[str, nnx.GraphDef],
+    graphdefs: Mapping[str, nnx.GraphDef | None],
     objective: Objective,
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
@@ -119,7 +119,7 @@ def make_train_step(
     exactly as it went in.
 
     Args:
-        graphdefs: the structure of each model that the objective sees.
+        graphdefs: the structure of each model that the objective sees; see `models_from`.
         accumulation, accumulate: number of micro-batches, and the type in which their gradients are
             summed up.
         seed: of what is random. Row r of the batch of step s draws from fold_in(fold_in(seed, s),

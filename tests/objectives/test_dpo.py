@@ -12,8 +12,8 @@ from flax import nnx
 
 from maxtrain.config.schema import DpoConfig
 from maxtrain.models.registry import build_model
-from maxtrain.objectives.dpo import REFERENCE, dpo
-from maxtrain.objectives.objective import POLICY
+from maxtrain.objectives.dpo import dpo
+from maxtrain.objectives.objective import POLICY, REFERENCE
 
 pytestmark = pytest.mark.usefixtures("optax_dtypes")
 BETA = 0.7

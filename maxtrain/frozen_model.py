@@ -1,7 +1,8 @@
-"""The teacher of objective=distill: found, held against the run, and read onto its mesh.
+"""A frozen model beside the one that trains: the teacher of objective=distill, or the reference of
+objective=dpo. It is found, held against the run, and read onto its mesh.
 
 It is never saved with the run. Checkpoints hold a digest of its arrays and of what is computed with
-them instead, so that a run goes on with the teacher that it began with.
+them instead, so that a run goes on with the one that it began with.
 """
 
 import dataclasses
@@ -21,26 +22,27 @@ from maxtrain.config.schema import ModelConfig, PrecisionConfig, RunConfig
 from maxtrain.model_source import read_run_config, restore_variables, step_of, tokenizer_place
 from maxtrain.models.families.directory import FREE, read_config, read_json
 from maxtrain.objectives.distill import TEACHER
+from maxtrain.objectives.objective import REFERENCE, Objective
 from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.training.state import TrainState, abstract_model
 from maxtrain.weights.hf import load_weights
 
-# In the record of a checkpoint: the digest of the teacher.
-DIGEST = "teacher"
-
 
 @dataclasses.dataclass(frozen=True)
-class Teacher:
-    """What a teacher is, before any of its weights are read.
+class FrozenModel:
+    """What such a model is, before any of its weights are read.
 
     Attributes:
+        role: what objectives call it: TEACHER or REFERENCE. The record of a checkpoint holds its
+            digest by this name.
         name: what asks for it, such as `distill.teacher=DIR`.
         directory: of the run, or with the weights of Hugging Face.
         model, precision: its own.
         run, step: the config of the run, and the checkpoint; None: it is no run of maxtrain.
     """
 
+    role: str
     name: str
     directory: Path
     model: ModelConfig
@@ -56,7 +58,7 @@ class Teacher:
 
     def function(self) -> str:
         """What is computed with its arrays, as a hash: a change of its config may be another
-        teacher with the same weights."""
+        model with the same weights."""
         model = dataclasses.asdict(self.model)
         decides = {key: value for key, value in model.items() if key not in FREE}
         text = json.dumps([decides, dataclasses.asdict(self.precision)], sort_keys=True)
@@ -75,7 +77,7 @@ class Teacher:
         except ConfigError as error:
             raise ConfigError(
                 f"{self.name} can't be used on these devices: {error} "
-                "The keys named are the teacher's."
+                "The keys named are its own, not the run's."
             ) from error
 
     def require_same_tokens(self, vocab_size: int) -> None:
@@ -85,7 +87,7 @@ class Teacher:
                 f"{self.name} has a vocabulary of {self.model.vocab_size:,} "
                 f"entries, and the model has {vocab_size:,}: their distributions can't be "
                 f"compared. Set model.vocab_size={self.model.vocab_size} if the data's tokenizer "
-                "is the teacher's, or choose another teacher."
+                f"is that of the {self.role}, or choose another {self.role}."
             )
 
     def require_same_tokenizer(self, sha256: str) -> None:
@@ -97,7 +99,7 @@ class Teacher:
             raise ConfigError(
                 f"{self.name} has another tokenizer than the data, so that ids "
                 f"would mean different text. Prepare the data with `--tokenizer {place}`, or "
-                "choose another teacher."
+                f"choose another {self.role}."
             )
 
     def require_length(self, length: int) -> None:
@@ -106,7 +108,8 @@ class Teacher:
             raise ConfigError(
                 f"{self.name} is meant for at most {self.model.max_length:,} "
                 f"tokens (its max_length), and rows have {length:,}. "
-                f"Set data.seq_length={self.model.max_length} or less, or choose another teacher."
+                f"Set data.seq_length={self.model.max_length} or less, or choose another "
+                f"{self.role}."
             )
 
     def load(self, params: nnx.State) -> nnx.State:
@@ -127,10 +130,42 @@ class Teacher:
             ) from damage
 
 
-def find_teacher(place: str, asked_by: str) -> Teacher:
-    """The teacher in a directory; of a run without a step the newest checkpoint.
+def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
+    """The frozen model that an objective of a run needs; None: it needs none, or its reference is
+    the policy without adapters.
+
+    Raises:
+        ConfigError: there is none where the config says, or it says nothing.
+        UserError: something is wrong with its config.
+    """
+    if TEACHER in objective.models:
+        return find_model(TEACHER, config.distill.teacher or "", "distill.teacher=")
+    if REFERENCE not in objective.models:
+        return None
+    if config.dpo.reference is not None:
+        return find_model(REFERENCE, config.dpo.reference, "dpo.reference=")
+    if config.model.lora.rank is not None:
+        if config.train.only:
+            raise ConfigError(
+                f"train.only={list(config.train.only)} trains more than adapters, so that the model "
+                "without adapters changes and is no reference. Set dpo.reference to the model that "
+                "the run begins with, or leave train.only out."
+            )
+        return None
+    if config.checkpoint.init_from is None:
+        raise ConfigError(
+            f"objective=dpo with dpo.loss_type={config.dpo.loss_type} compares the policy with a "
+            "reference, and there is none. Set model=DIR or checkpoint.init_from to the model that "
+            "is to learn, or dpo.reference to another one, or dpo.loss_type=simpo."
+        )
+    return find_model(REFERENCE, config.checkpoint.init_from, "checkpoint.init_from=")
+
+
+def find_model(role: str, place: str, asked_by: str) -> FrozenModel:
+    """The model in a directory; of a run without a step the newest checkpoint.
 
     Args:
+        role: TEACHER or REFERENCE.
         place: a run of maxtrain, RUN/checkpoints/STEP, or a Hugging Face directory.
         asked_by: the key or option that names it.
 
@@ -141,7 +176,8 @@ def find_teacher(place: str, asked_by: str) -> Teacher:
     name = f"{asked_by}{place}"
     directory = Path(place).expanduser().absolute()
     if (directory / "config.json").exists():
-        return Teacher(name, directory, read_config(directory), _stored_precision(directory))
+        precision = _stored_precision(directory)
+        return FrozenModel(role, name, directory, read_config(directory), precision)
     run = directory
     asked = None
     if directory.name.isdecimal() and directory.parent.name == "checkpoints":
@@ -158,37 +194,49 @@ def find_teacher(place: str, asked_by: str) -> Teacher:
             f"{name} has no complete checkpoint there. Wait for one, or name another step or run."
         )
     config = read_run_config(run)
-    return Teacher(name, run, config.model, config.precision, config, step)
+    return FrozenModel(role, name, run, config.model, config.precision, config, step)
 
 
-def teacher_digest(teacher: Teacher | None, state: TrainState) -> str | None:
-    """One digest of all of the teacher's arrays in the state, and of what is computed with them,
-    the same on every mesh; None: there is none."""
-    if teacher is None:
-        return None
-    arrays = hash_text(digests(state.frozen[TEACHER]))
-    return f"{arrays}-{teacher.function()}"
+def frozen_digests(frozen: FrozenModel | None, state: TrainState) -> dict[str, str]:
+    """By its role, one digest of all of the model's arrays in the state, and of what is computed
+    with them, the same on every mesh; empty: there is none."""
+    if frozen is None:
+        return {}
+    arrays = hash_text(digests(state.frozen[frozen.role]))
+    return {frozen.role: f"{arrays}-{frozen.function()}"}
 
 
-def require_same_teacher(
-    name: str | None, digest: str | None, record: Mapping[str, Any] | None
+def recorded_digests(record: Mapping[str, Any] | None) -> dict[str, str]:
+    """What `frozen_digests` gave when the checkpoint with this record was made."""
+    found = {}
+    for role in (TEACHER, REFERENCE):
+        if role in (record or {}):
+            found[role] = (record or {})[role]
+    return found
+
+
+def require_same_frozen_model(
+    frozen: FrozenModel | None, digests: Mapping[str, str], record: Mapping[str, Any] | None
 ) -> None:
-    """ConfigError: a checkpoint with this record was made with another teacher.
+    """ConfigError: a checkpoint with this record was made with another model in the same role.
 
     Args:
-        name: `distill.teacher`.
-        digest: of `teacher_digest`.
+        frozen: that of the run.
+        digests: of `frozen_digests`.
         record: of the checkpoint that a run goes on from; None: there is none.
     """
-    before = (record or {}).get(DIGEST)
-    if before is None or digest is None or before == digest:
-        return
-    raise ConfigError(
-        f"distill.teacher={name} has other {_what_differs(before, digest)} (digest {digest}) than "
-        f"the teacher that this run has learnt from until now (digest {before}). Set "
-        "distill.teacher to that one, such as RUN/checkpoints/STEP, or set run_name to a new name "
-        "to start afresh."
-    )
+    before = recorded_digests(record)
+    for role, digest in digests.items():
+        assert frozen is not None
+        if before.get(role, digest) == digest:
+            continue
+        key = frozen.name.partition("=")[0]
+        raise ConfigError(
+            f"{frozen.name} has other {_what_differs(before[role], digest)} (digest {digest}) than "
+            f"the {role} that this run has learnt from until now (digest {before[role]}). Set "
+            f"{key} to that one, such as RUN/checkpoints/STEP, or set run_name to a new name to "
+            "start afresh."
+        )
 
 
 def _what_differs(before: str, now: str) -> str:
