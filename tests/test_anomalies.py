@@ -201,10 +201,10 @@ def dying(original, call, before):
     "owner, name, call, before",
     [
         (run_module, "write_rollbacks", 1, True),
-        (run_module, "write_rollbacks", 1, False),
+        pytest.param(run_module, "write_rollbacks", 1, False, marks=pytest.mark.slow),
         (Checkpoints, "discard_after", 1, False),
-        (Checkpoints, "restore", 1, False),
-        (recorder, "MetricsLog", 2, True),
+        pytest.param(Checkpoints, "restore", 1, False, marks=pytest.mark.slow),
+        pytest.param(recorder, "MetricsLog", 2, True, marks=pytest.mark.slow),
     ],
     ids=["found", "written", "discarded", "restored", "logs"],
 )
@@ -260,7 +260,9 @@ def test_a_real_kill_between_the_list_and_the_checkpoints(config, taken_back):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy, first", [("skip", 10), ("rollback", 8)])
+@pytest.mark.parametrize(
+    "policy, first", [pytest.param("skip", 10, marks=pytest.mark.slow), ("rollback", 8)]
+)
 def test_tokens_of_an_earlier_batch_are_left_out_as_if_it_had_been_known(
     config, capsys, policy, first
 ):

@@ -39,7 +39,7 @@ def test_train_step_prints_a_row_for_each_variant(monkeypatch, capsys):
     assert "times as fast as float32" in shown
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
     small = dataclasses.replace(
         train_step.MODEL, num_layers=1, embed_dim=64, mlp_dim=64, num_heads=2, num_kv_heads=2
@@ -60,7 +60,7 @@ def test_checks_are_held_against_a_bare_step(monkeypatch, capsys):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_experts_print_a_row_for_each_balance_and_each_kernel(capsys):
     small = ["--tokens", "512", "--embed-dim", "64", "--width", "16", "--repeats", "1"]
     with jax.numpy_dtype_promotion("standard"):

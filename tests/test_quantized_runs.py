@@ -112,6 +112,7 @@ def test_it_goes_on_replays_and_begins_with_a_run_to_the_same_bits(config):
     assert saved_digests(runs / "from_run" / "checkpoints")[12] == expected
 
 
+@pytest.mark.slow
 def test_all_commands_see_the_adapted_model(config, capfd):
     run = str(config.parent / "runs" / "nf4")
     assert evaluate.main([run, "--json"]) == 0
@@ -167,6 +168,7 @@ def test_a_merge_takes_the_run_with_its_adapters(config, tmp_path):
         np.testing.assert_allclose(array, expected[name], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_magnitudes_it_begins_as_without(config):
     runs = config.parent / "runs"
     begins = f"checkpoint.init_from={config.parent / 'hf'}"

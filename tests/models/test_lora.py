@@ -75,8 +75,11 @@ def logits(model, tokens):
 
 
 FAMILIES = [
-    *(pytest.param(case, marks=pytest.mark.long) for case in ("llama3", "deepseek_v3", "qwen2")),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3_moe", "gpt_oss", "gemma3")),
+    *(pytest.param(case, marks=pytest.mark.long) for case in ("llama3", "qwen2")),
+    *(
+        pytest.param(case, marks=pytest.mark.slow)
+        for case in ("deepseek_v3", "qwen3_moe", "gpt_oss", "gemma3")
+    ),
 ]
 
 
@@ -160,7 +163,7 @@ def gradients_of(model):
 @pytest.mark.long
 @pytest.mark.parametrize(
     "case",
-    [None, *(pytest.param(c, marks=pytest.mark.long) for c in ("deepseek_v3", "mixtral"))],
+    [None, *(pytest.param(c, marks=pytest.mark.slow) for c in ("deepseek_v3", "mixtral"))],
 )
 def test_gradients_are_those_of_the_weights_by_the_chain_rule(case):
     """Of W + s A B: dA = s dW B^T and dB = s A^T dW."""

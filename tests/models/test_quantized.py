@@ -51,7 +51,7 @@ FORMS = (pytest.param("int8", marks=pytest.mark.long), "nf4")
 # With blocks that divide the inputs of all its products.
 FAMILIES = [
     pytest.param("mixtral", 8, marks=pytest.mark.long),
-    pytest.param("deepseek_v3", 4, marks=pytest.mark.long),
+    pytest.param("deepseek_v3", 4, marks=pytest.mark.slow),
     pytest.param("gpt_oss", 8, marks=pytest.mark.slow),
     pytest.param("qwen3_moe", 8, marks=pytest.mark.slow),
     pytest.param("gemma3", 8, marks=pytest.mark.slow),
@@ -122,8 +122,8 @@ def test_it_begins_as_the_model_of_the_quantised_weights_bit_for_bit(form):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("magnitudes", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("magnitudes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
 @pytest.mark.parametrize(("case", "block"), [("llama3", 8), *FAMILIES])
 def test_the_model_is_that_of_the_changed_weights(case, block, form, magnitudes):
     """With a cache, too, where latents are multiplied by the weights themselves."""
