@@ -8,6 +8,7 @@ largest use of memory is known, and begins when the kernel has forgotten the fil
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -21,13 +22,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file
 
 from benchmarks.checkpoint import forget, read_in_chunks
 from data_pipeline.tokenizer import ByteTokenizer
+from maxtrain import import_weights as imports
 from maxtrain.config.schema import MeshConfig, ModelConfig, ObserveConfig, PrecisionConfig
 from maxtrain.import_weights import import_weights
 from maxtrain.models.families import FAMILIES
@@ -111,25 +115,55 @@ def memory(name: str) -> int:
     raise ValueError(name)
 
 
+def touch(num_bytes: int) -> None:
+    """Has the kernel use so much memory and give it back. A virtual machine gets memory that it has not
+    used lately from its host, at a fraction of a disk's speed: what is timed is to pay for none."""
+    command = [sys.executable, "-S", "-c", f"b'1' * {num_bytes}"]
+    subprocess.run(command, check=True)
+
+
+@contextlib.contextmanager
+def timed(name: str, seconds: dict[str, float]) -> Iterator[None]:
+    """Notes how long a step of the import takes."""
+    step = getattr(imports, name)
+
+    def with_clock(*args: Any) -> Any:
+        begin = time.perf_counter()
+        result = jax.block_until_ready(step(*args))
+        seconds[name] = time.perf_counter() - begin
+        return result
+
+    with mock.patch.object(imports, name, with_clock):
+        yield
+
+
 def one(what: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> dict[str, float]:
     """In a process of its own: seconds, and memory beyond what it had before, of reading the weights
-    or of the whole import."""
+    or of the whole import, with the seconds of the steps of that."""
     # As the command does: programs that were compiled before are kept.
     start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
     mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     config = read_config(directory)
     precision = PrecisionConfig(params=dtype, compute=dtype)
     _, abstract = abstract_model(config, precision, mesh)
+    size = sum(leaf.size for leaf in jax.tree.leaves(abstract)) * jnp.dtype(dtype).itemsize
     jax.block_until_ready(jax.jit(jnp.sum)(jnp.ones(8)))
+    steps: dict[str, float] = {}
+    touch(3 * size)
     before = memory("VmRSS")
     begin = time.perf_counter()
-    if what == "load":
-        jax.block_until_ready(load_weights(abstract, directory, config))
+    if what == "safetensors":
+        # As it is: neither transposed nor stacked, rounded or looked at.
+        held = [load_file(path) for path in tensor_files(directory)]
+    elif what == "load":
+        held = jax.block_until_ready(load_weights(abstract, directory, config))
     else:
-        import_weights(directory, directory.with_name("run"), dtype)
+        with timed("_write", steps), timed("_read_back", steps):
+            held = import_weights(directory, directory.with_name("run"), dtype)
     seconds = time.perf_counter() - begin
-    size = sum(leaf.size for leaf in jax.tree.leaves(abstract)) * jnp.dtype(dtype).itemsize
-    return {"seconds": seconds, "memory": (memory("VmHWM") - before) / size}
+    most = memory("VmHWM") - before
+    del held
+    return {"seconds": seconds, "memory": most / size} | steps
 
 
 def in_a_process(what: str, directory: Path, dtype: str) -> dict[str, float]:
@@ -146,35 +180,50 @@ def in_a_process(what: str, directory: Path, dtype: str) -> dict[str, float]:
 def plain_seconds(directory: Path) -> float:
     """One sequential read of all files of tensors, after the kernel has forgotten them."""
     forget(directory)
+    touch(sum(path.stat().st_size for path in tensor_files(directory)))
     begin = time.perf_counter()
     for path in tensor_files(directory):
         read_in_chunks(path)
     return time.perf_counter() - begin
 
 
+def middle(runs: Sequence[dict[str, float]], name: str) -> float:
+    """The median of a number over several runs."""
+    return statistics.median(run[name] for run in runs)
+
+
 def rows(asked: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """Lines of Markdown, one for each case."""
-    yield "| tensors | files | parameters | MB | plain read, s | load, s | of the rate | import, s | memory |"
-    yield "|:--|--:|:--|--:|--:|--:|--:|--:|--:|"
-    for stored, dtype, num_files in CASES:
+    """Lines of Markdown, one for each case. A reading is compared with the mean of the plain reads
+    before and after it, since a machine may be busier at one time than at another."""
+    columns = ["tensors", "files", "parameters", "MB", "plain read, s", "safetensors, s", "load, s"]
+    columns += ["of the rate", "memory", "import, s", "saving, s", "reading back, s", "memory"]
+    yield f"| {' | '.join(columns)} |"
+    yield "|:--|--:|:--|" + "--:|" * 10
+    cases = CASES
+    if asked.case is not None:
+        cases = CASES[asked.case : asked.case + 1]
+    for stored, dtype, num_files in cases:
         directory = folder / "model"
         config = model_of(asked.mb * 10**6, jnp.dtype(stored).itemsize, asked.width)
         write_model(directory, config, stored, num_files)
         size = sum(path.stat().st_size for path in tensor_files(directory))
-        plain, loads, wholes = [], [], []
+        plain, shares, others, loads, wholes = [], [], [], [], []
         for _ in range(asked.rounds):
-            plain.append(plain_seconds(directory))
-            loads.append(in_a_process("load", directory, dtype))
+            before = plain_seconds(directory)
+            load = in_a_process("load", directory, dtype)
+            after = plain_seconds(directory)
+            shares.append((before + after) / 2 / load["seconds"])
+            plain += [before, after]
+            loads.append(load)
+            others.append(in_a_process("safetensors", directory, dtype))
             wholes.append(in_a_process("import", directory, dtype))
-        of_plain = statistics.median(plain)
-        of_load = statistics.median(load["seconds"] for load in loads)
-        of_whole = statistics.median(whole["seconds"] for whole in wholes)
-        most = max(run["memory"] for run in loads + wholes)
-        found = len(tensor_files(directory))
-        yield (
-            f"| {stored} | {found} | {dtype} | {size / 1e6:,.0f} | {of_plain:.2f} | {of_load:.2f} | "
-            f"{of_plain / of_load:.0%} | {of_whole:.2f} | {most:.2f} |"
-        )
+        cells = [stored, str(len(tensor_files(directory))), dtype, f"{size / 1e6:,.0f}"]
+        cells += [f"{statistics.median(plain):.2f}", f"{middle(others, 'seconds'):.2f}"]
+        cells += [f"{middle(loads, 'seconds'):.2f}", f"{statistics.median(shares):.0%}"]
+        cells.append(f"{max(load['memory'] for load in loads):.2f}")
+        cells += [f"{middle(wholes, name):.2f}" for name in ("seconds", "_write", "_read_back")]
+        cells.append(f"{max(whole['memory'] for whole in wholes):.2f}")
+        yield f"| {' | '.join(cells)} |"
         shutil.rmtree(directory)
 
 
@@ -185,6 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--width", type=int, default=_WIDTH, help="of the model (default: %(default)s)")
     add("--rounds", type=int, default=3, help="of each reading (default: %(default)s)")
     add("--directory", type=Path, help="where to write (default: the system's temporary directory)")
+    add("--case", type=int, choices=range(len(CASES)), help="one case alone, by its number")
     add("--one", nargs=2, metavar=("WHAT", "DTYPE"), help=argparse.SUPPRESS)
     asked = parser.parse_args(argv)
     if asked.one:

@@ -93,9 +93,10 @@ def import_weights(
         variables = load_weights(abstract, directory, model, tell)
         count = sum(leaf.size for leaf in jax.tree.leaves(variables))
         digests = tree_digests(variables)
+        _write(staged, config, tokenizer, variables)
+        # What the compiler takes for it stays taken, and what saving takes does not.
         tokens = some_tokens(model)
         expected = np.asarray(logits(graphdef, variables, tokens))
-        _write(staged, config, tokenizer, variables)
         # There may be no room for both.
         forget_arrays(variables)
         del variables

@@ -30,6 +30,7 @@ from maxtrain.merging.tensors import merged
 from maxtrain.staging import publishing, require_free
 from maxtrain.weights.codec import LazyArray, Part
 from maxtrain.weights.hf_export import write_tensors
+from maxtrain.weights.memory_order import in_c_order
 
 PROVENANCE = "merge.json"
 _MOST_NAMED = 20
@@ -177,7 +178,8 @@ def _merge_one(
     del part
     arrays = {}
     for place, model in models.items():
-        array = np.ascontiguousarray(model.tensors[name].whole())
+        array = model.tensors[name].whole()
+        array = in_c_order(array, array.dtype)
         read[place].update(name.encode())
         read[place].update(array.reshape(-1).view(np.uint8).data)
         arrays[place] = array.astype(np.float32)

@@ -1,6 +1,7 @@
 """Whether arrays hold nothing but finite numbers, found out where they lie."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,12 @@ def begin_finite(tree: PyTree[Array]) -> Bool[Array, " leaves"]:
     """As `finite_leaves`, for arrays at rest: on the device, without waiting for it; whole on every
     device."""
     return _program(jax.default_backend())(jax.tree.leaves(tree))
+
+
+def compiler_of_finite(tree: PyTree[jax.ShapeDtypeStruct]) -> Callable[[], object]:
+    """What compiles the program of `begin_finite` for arrays of these shapes and shardings, in any
+    thread, so that a later call finds it there."""
+    return _program(jax.default_backend()).lower(jax.tree.leaves(tree)).compile
 
 
 def non_finite_names(tree: PyTree[Array]) -> list[str]:

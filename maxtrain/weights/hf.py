@@ -34,7 +34,7 @@ from maxtrain.models.families.family import Family
 from maxtrain.models.quantized import SCALES, quantized_among, stored_kernels, with_whole_kernels
 from maxtrain.models.specs import MlpSpec, head_dim
 from maxtrain.ops.digest import leaf_names
-from maxtrain.ops.finite import non_finite_names
+from maxtrain.ops.finite import compiler_of_finite, non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import Entry, LazyArray, Part, Shape
@@ -113,9 +113,12 @@ def load_weights(
         _check_tensors(directory, files, family.ignored, table, leaves)
         count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
+        # While the disk is read.
+        compiling = threads.submit(compiler_of_finite(params))
         arrays: dict[str, jax.Array] = {}
         for entries in _read_together(table, list(leaves.values()), bool(quantized)):
             arrays |= quantized_among(_load(entries, files, leaves, threads), quantized)
+        compiling.result()
     treedef = jax.tree.structure(params)
     loaded = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
     _require_finite(loaded, table, directory)

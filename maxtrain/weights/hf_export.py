@@ -40,6 +40,7 @@ from maxtrain.models.families.directory import read_json
 from maxtrain.ops.digest import leaf_names
 from maxtrain.serve.chat import Chat, ends_of_generation
 from maxtrain.weights.codec import Entry, LazyArray, Part, tensors_in_order
+from maxtrain.weights.memory_order import in_c_order
 
 # What a file calls a type.
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -193,14 +194,13 @@ def _write_shard(
         file.write(struct.pack("<Q", len(text)))
         file.write(text)
         for name, tensor in tensors.items():
-            with np.errstate(over="ignore"):
-                numbers = tensor.whole().astype(jnp.dtype(dtypes[name]))
+            numbers = in_c_order(tensor.whole(), jnp.dtype(dtypes[name]))
             if not np.isfinite(numbers).all():
                 raise DataError(
                     f"{name} holds NaN or infinity in {dtypes[name]}, so nobody could use it. "
                     "Take another checkpoint with --step, or --dtype float32."
                 )
-            content = np.ascontiguousarray(numbers).reshape(-1).view(np.uint8).data
+            content = numbers.reshape(-1).view(np.uint8).data
             file.write(content)
             if written is not None:
                 written(name, content)

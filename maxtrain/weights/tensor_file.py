@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,18 +21,13 @@ from safetensors import SafetensorError, safe_open
 from data_pipeline.errors import DataError, blame_storage
 from maxtrain.models.families.directory import AGAIN
 from maxtrain.weights.codec import Part, Shape
+from maxtrain.weights.memory_order import copy_numbers
 
 # Types of the format by what a file calls them.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-# Bytes of the buffer, which the second cache of a core holds beside what is written.
-_BUFFER_BYTES = 1 << 20
-# Bytes that one thread reads at a time.
-_BLOCK_BYTES = 1 << 24
-# Rows of a buffer end in a gap: columns of rows that are a power of two apart would share a few
-# lines of the cache.
-_GAP_BYTES = 64
-# Pieces of memory that one call of the system fills, at most.
-_MOST_PIECES = 1024
+# Bytes that one thread reads at a time: few, so that what all threads ask for is one long read to
+# the kernel, which reads ahead.
+_BLOCK_BYTES = 1 << 21
 
 
 class StoredTensor(NamedTuple):
@@ -154,7 +149,7 @@ def _read(tensor: StoredTensor, part: Part, out: np.ndarray) -> None:
     whole_rows = len(columns) == matrix.shape[1]
     if whole_rows and target.dtype == _dtype(tensor) and target.flags.c_contiguous:
         begin = matrix.offset + rows.start * _row_bytes(matrix)
-        _fill(matrix, [target.reshape(-1).view(np.uint8)], begin)
+        _fill(matrix, target.reshape(-1).view(np.uint8), begin)
         return
     _read_by_buffer(matrix, rows, columns, target)
 
@@ -162,52 +157,26 @@ def _read(tensor: StoredTensor, part: Part, out: np.ndarray) -> None:
 def _read_by_buffer(tensor: StoredTensor, rows: range, columns: range, out: np.ndarray) -> None:
     """Rows of a matrix, a few at a time, whose columns are then put where they belong."""
     row_bytes = _row_bytes(tensor)
-    width = tensor.shape[1]
-    at_once = min(max(1, _BUFFER_BYTES // max(1, row_bytes)), _MOST_PIECES, len(rows))
-    buffer = _buffer(at_once, width, _dtype(tensor))
-    rounded = buffer
-    if out.dtype != buffer.dtype:
-        rounded = _buffer(at_once, width, out.dtype)
+    at_once = min(max(1, _BLOCK_BYTES // max(1, row_bytes)), len(rows))
+    buffer = np.empty((at_once, tensor.shape[1]), _dtype(tensor))
     for start in range(0, len(rows), at_once):
-        count = min(at_once, len(rows) - start)
-        pieces = [row.view(np.uint8) for row in buffer[:count]]
-        _fill(tensor, pieces, tensor.offset + (rows.start + start) * row_bytes)
-        wanted = slice(columns.start, columns.stop)
-        if rounded is not buffer:
-            _round(buffer[:count, wanted], rounded[:count, wanted])
-        out[start : start + count] = rounded[:count, wanted]
+        few = buffer[: len(rows) - start]
+        _fill(
+            tensor, few.reshape(-1).view(np.uint8), tensor.offset + (rows.start + start) * row_bytes
+        )
+        copy_numbers(few[:, columns.start : columns.stop], out[start : start + at_once])
 
 
-def _buffer(rows: int, width: int, dtype: np.dtype) -> np.ndarray:
-    """A matrix whose rows have a gap between them."""
-    return np.empty((rows, width + _GAP_BYTES // dtype.itemsize), dtype)[:, :width]
-
-
-def _round(numbers: np.ndarray, out: np.ndarray) -> None:
-    """Puts numbers into memory of another type; what is too large for it becomes infinity."""
-    if numbers.dtype == jnp.bfloat16 and out.dtype == np.float32:
-        # The upper half of its bits, ten times as fast.
-        words = out.view(np.uint32)
-        words[...] = numbers.view(np.uint16)
-        np.left_shift(words, 16, out=words)
-        return
-    with np.errstate(over="ignore", invalid="ignore"):
-        out[...] = numbers
-
-
-def _fill(tensor: StoredTensor, pieces: list[np.ndarray], offset: int) -> None:
-    """Fills pieces of memory, one after the other, with the bytes of a file from `offset` on."""
-    left: list[Any] = [memoryview(piece) for piece in pieces if len(piece)]
+def _fill(tensor: StoredTensor, memory: np.ndarray, offset: int) -> None:
+    """Fills memory with the bytes of a file from `offset` on."""
+    left = memoryview(memory)
     while left:
         try:
-            count = os.preadv(tensor.descriptor, left[:_MOST_PIECES], offset)
+            count = os.preadv(tensor.descriptor, [left], offset)
         except OSError as error:
             blame_storage(str(tensor.path), error)
             raise
         if not count:
             raise DataError(f"{tensor.path}: ends in the middle of a tensor. {AGAIN}.")
         offset += count
-        while left and count >= len(left[0]):
-            count -= len(left.pop(0))
-        if count:
-            left[0] = left[0][count:]
+        left = left[count:]

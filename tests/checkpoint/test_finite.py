@@ -2,6 +2,7 @@
 found by verify."""
 
 import json
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoints import main
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import tree_digests
-from maxtrain.ops.finite import non_finite_names
+from maxtrain.ops.finite import compiler_of_finite, non_finite_names
 
 
 def state(value=1.0, dtype="float32"):
@@ -101,3 +102,15 @@ def test_names_of_arrays_that_are_not_finite():
         "f": jnp.int32(1),
     }
     assert non_finite_names(tree) == ["b.c", "d"]
+
+
+def test_program_that_was_compiled_before_the_arrays_are_there(caplog):
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {"a": jax.ShapeDtypeStruct((3, 11), "float32", sharding=here)}
+    array = jax.device_put(np.full((3, 11), np.nan, np.float32), here)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        compiler_of_finite(shapes)()
+        assert "Finished XLA compilation" in caplog.text
+        caplog.clear()
+        assert non_finite_names({"a": array}) == ["a"]
+    assert "Finished XLA compilation" not in caplog.text

@@ -14,6 +14,7 @@ from data_pipeline.errors import DataError, StorageError, UsageError
 from data_pipeline.extras import load_package
 from maxtrain.weights.codec import LazyArray, Part, slices
 from maxtrain.weights.gguf.field import Field
+from maxtrain.weights.memory_order import in_c_order
 
 # How numbers are stored, with llama.cpp's number of a file that is mostly so.
 QUANTS = {
@@ -132,7 +133,7 @@ def _write_tensor(file: Any, name: str, plan: Plan) -> int:
 
 def _stored(name: str, rows: np.ndarray, quant: str) -> np.ndarray:
     """Rows as they are stored; DataError: one is not finite so."""
-    rows = np.ascontiguousarray(rows, np.float32)
+    rows = in_c_order(rows, np.dtype(np.float32))
     with np.errstate(over="ignore"):
         if quant == "bf16":
             rounded = rows.astype(jnp.dtype("bfloat16"))
