@@ -59,7 +59,7 @@ FLOORS = {
     **dict.fromkeys(
         ["maxtrain.probe", "maxtrain.replay", "maxtrain.compare", "maxtrain.checkpoints"], 6
     ),
-    **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain"], 6),
+    **dict.fromkeys(["maxtrain.evaluate", "maxtrain.posttrain", "maxtrain.rl"], 6),
     **dict.fromkeys(["maxtrain.model_source", "maxtrain.frozen_model"], 6),
     **dict.fromkeys(["maxtrain.merging", "maxtrain.serve"], 5),
     **dict.fromkeys(
@@ -89,7 +89,13 @@ FLOORS = {
     "benchmarks": 8,
 }
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
-ROOMS_WITHOUT_JAX = ("data_pipeline", "maxtrain.config", "configs")
+ROOMS_WITHOUT_JAX = (
+    "data_pipeline",
+    "maxtrain.config",
+    "configs",
+    "maxtrain.rl.advantages",
+    "maxtrain.rl.rewards",
+)
 
 # Calls that touch a device, the environment, the file system, the terminal or another package's
 # settings.
