@@ -1,0 +1,47 @@
+"""The reward `exact`: the answer is the text of a column."""
+
+import unicodedata
+from collections.abc import Sequence
+
+from maxtrain.rl.rewards.answers import extract
+from maxtrain.rl.rewards.contract import Reward, column_of
+
+
+def exact(
+    column: str = "answer",
+    reward: float = 1.0,
+    policy: Sequence[str] = ("all",),
+    ignore_case: bool = False,
+) -> Reward:
+    """A reward for completions whose answer is the text of a column, after both are normalised:
+    NFKC, and white space as single spaces.
+
+    Args:
+        column: the column with the answers; None there: the reward does not apply.
+        reward: for an equal text; any other gives 0.
+        policy: where completions have their answers, see `extract`.
+        ignore_case: whether A is a.
+    """
+    extract("", policy)
+
+    def normalized(text: str) -> str:
+        text = " ".join(unicodedata.normalize("NFKC", text).split())
+        if ignore_case:
+            return text.casefold()
+        return text
+
+    def score(
+        prompts: list, completions: list[str], completion_ids: list[list[int]], **columns: list
+    ) -> list[float | None]:
+        rewards = []
+        for text, gold in zip(completions, column_of(columns, column, "exact")):
+            answer = extract(text, policy)
+            if gold is None:
+                rewards.append(None)
+            elif answer is not None and normalized(answer) == normalized(str(gold)):
+                rewards.append(reward)
+            else:
+                rewards.append(0.0)
+        return rewards
+
+    return score

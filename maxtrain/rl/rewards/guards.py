@@ -1,0 +1,78 @@
+"""What is refused before a parser of mathematics sees it: texts that are no mathematics, and those
+that would take it for ever. What still passes is ended by its time limit."""
+
+import re
+
+_LONGEST = 300
+_MOST_DIGITS = 150
+_LONGEST_NUMBER = 50
+_LARGEST_EXPONENT = 500
+_LARGEST_FACTORIAL = 170
+_DEEPEST = 20
+
+_POWER = r"(?:\^|\*\*)"
+# A power in an exponent, or a power of a power without brackets: 9^{9^9}, 9^9^9, 9**9**9.
+_TOWER = re.compile(
+    rf"{_POWER}\s*[{{(][^{{}}()]*(?:{_POWER}|!)|{_POWER}\s*[{{(]?\s*[\w.]+\s*[}})]?\s*{_POWER}"
+)
+_EXPONENT = re.compile(rf"{_POWER}\s*[{{(]?\s*[+-]?\s*(\d+)")
+_FACTORIAL_OF_NUMBER = re.compile(r"(\d+)\s*!")
+_FACTORIAL_OF_MORE = re.compile(r"[)}\]!]\s*!")
+# Words of a formula; any other word of three letters or more says that a text is none.
+_KNOWN_WORDS = frozenset(
+    "sqrt cbrt sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan asin acos atan log exp abs "
+    "max min det gcd lcm mod inf oo alpha beta gamma delta theta lambda mu phi psi omega sigma rho tau "
+    "and cup cap frac".split()
+)
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
+_PLACE_OF_COMMAND = re.compile(r"\\(?:begin|end)\s*\{[a-z*]*\}(?:\{[clr|]*\})?")
+_NOT_MATHEMATICS = re.compile(r"__|[\"`;@#?]|\\(?:input|include|write|def|let|catcode|csname)")
+
+
+def has_words(text: str) -> bool:
+    """Whether a text has words that no formula has, so that it is prose, or a name."""
+    bare = _PLACE_OF_COMMAND.sub(" ", text)
+    return any(word.lower() not in _KNOWN_WORDS for word in _WORD.findall(bare))
+
+
+def refusal(text: str) -> str:
+    """Why a text is not handed to a parser; "" if it may be."""
+    if len(text) > _LONGEST:
+        return f"{len(text)} characters"
+    numbers = re.findall(r"\d+", text)
+    if sum(map(len, numbers)) > _MOST_DIGITS:
+        return f"over {_MOST_DIGITS} digits"
+    if any(len(number) > _LONGEST_NUMBER for number in numbers):
+        return f"a number of over {_LONGEST_NUMBER} digits"
+    if _NOT_MATHEMATICS.search(text):
+        return "characters that no formula has"
+    if _depth(text) > _DEEPEST:
+        return f"brackets over {_DEEPEST} deep"
+    return _too_large(text)
+
+
+def _too_large(text: str) -> str:
+    """Why the value of a formula may be too large to be computed; "" if nothing says so."""
+    if _TOWER.search(text):
+        return "a power in an exponent"
+    if any(int(exponent) > _LARGEST_EXPONENT for exponent in _EXPONENT.findall(text)):
+        return f"an exponent above {_LARGEST_EXPONENT}"
+    factorials = text.replace("!=", "")
+    if any(int(n) > _LARGEST_FACTORIAL for n in _FACTORIAL_OF_NUMBER.findall(factorials)):
+        return f"the factorial of a number above {_LARGEST_FACTORIAL}"
+    if _FACTORIAL_OF_MORE.search(factorials) and re.search(r"\d", text):
+        return "the factorial of an expression"
+    return ""
+
+
+def _depth(text: str) -> int:
+    """How deep brackets of any kind are nested, at most."""
+    deepest = 0
+    depth = 0
+    for character in text:
+        if character in "({[":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")}]":
+            depth -= 1
+    return deepest

@@ -1,0 +1,271 @@
+"""Rewards by name, and several of them over a batch."""
+
+import collections
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from data_pipeline.errors import ConfigError
+from maxtrain.rl.rewards import gsm8k, pattern, unsloth_compat, user
+from maxtrain.rl.rewards.code import code
+from maxtrain.rl.rewards.contract import Batch, Reward, Scored, checked
+from maxtrain.rl.rewards.dotted import is_dotted
+from maxtrain.rl.rewards.exact import exact
+from maxtrain.rl.rewards.length import length, overlong
+from maxtrain.rl.rewards.mathematics import math
+from maxtrain.rl.rewards.pooled import required, scored
+from maxtrain.rl.rewards.workers import RewardWorkers
+
+# Names that stand for several rewards, which may also be named one by one: gsm8k.correctness.
+PROFILES: dict[str, dict[str, Reward]] = {
+    "gsm8k": {
+        "correctness": gsm8k.correctness,
+        "integer": gsm8k.integer,
+        "strict_format": gsm8k.strict_format,
+        "soft_format": gsm8k.soft_format,
+        "tags": gsm8k.tags,
+    },
+    "unsloth_compat": {
+        each.__name__: each
+        for each in (
+            unsloth_compat.correctness_reward_func,
+            unsloth_compat.int_reward_func,
+            unsloth_compat.strict_format_reward_func,
+            unsloth_compat.soft_format_reward_func,
+            unsloth_compat.xmlcount_reward_func,
+        )
+    },
+}
+# Those that are made with options and run in this process, and those that run in the pool.
+SIMPLE: dict[str, Callable[..., Reward]] = {
+    "exact": exact,
+    "length": length,
+    "overlong": overlong,
+}
+
+
+def _pattern(
+    pool: RewardWorkers | None,
+    regex: str,
+    where: str = "whole",
+    reward: float = 1.0,
+    on_failure: float | None = 0.0,
+) -> Callable[[Batch], list[Scored]]:
+    """A reward for completions that match a regular expression, in which `.` also matches newlines:
+    as a whole, at their beginning or anywhere; any other gives 0."""
+    workers = required(pool, "pattern")
+    pattern.check_options(regex, where)
+
+    def score(batch: Batch) -> list[Scored]:
+        items = [(text, regex, where) for text in batch.completions]
+        results = workers.run("maxtrain.rl.rewards.pattern:matches", items)
+        return scored(results, lambda matched: reward * bool(matched), on_failure)
+
+    return score
+
+
+POOLED: dict[str, Callable[..., Callable[[Batch], list[Scored]]]] = {
+    "math": math,
+    "pattern": _pattern,
+    "code": code,
+}
+
+
+class NamedReward(NamedTuple):
+    """A reward with its name in records, and its weight."""
+
+    name: str
+    score: Callable[[Batch], list[Scored]]
+    weight: float
+
+
+class Scores(NamedTuple):
+    """Rewards of a batch of N rows by R rewards.
+
+    values: NaN where a reward does not apply.
+    names: of the rewards.
+    weights: of the rewards.
+    outcomes: by the name of a reward, how many rows had which outcome.
+    details: by the name of a reward, the first words about what went wrong, if anything did.
+    """
+
+    values: Float[np.ndarray, "R N"]
+    names: tuple[str, ...]
+    weights: tuple[float, ...]
+    outcomes: dict[str, dict[str, int]]
+    details: dict[str, str]
+
+
+class RewardSet:
+    """Several rewards.
+
+    Args:
+        names: names of ours (`names_of_ours`), or dotted paths of users' functions,
+            `package.module:function` or `package.module.function`.
+        options: keyword arguments of a reward, by the name that it has in `names`.
+        weights: one for each of `names`; None: 1 each. That of a profile is of each of its rewards.
+        pool: where `math`, `pattern`, `code` and rewards of users run.
+        num_generations: rows of a group, which follow each other.
+
+    Raises:
+        ConfigError: a name, an option or a weight makes no sense.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+        weights: Sequence[float] | None = None,
+        pool: RewardWorkers | None = None,
+        num_generations: int = 1,
+    ):
+        options = dict(options or {})
+        if weights is None:
+            weights = [1.0] * len(names)
+        _check(names, options, weights)
+        self._pool = pool
+        self._users = [name for name in names if not _is_ours(name)]
+        self.rewards: list[NamedReward] = []
+        for name, weight in zip(names, weights):
+            made = _made(name, options.get(name, {}), pool, num_generations)
+            self.rewards += [NamedReward(*each, float(weight)) for each in made]
+        times = collections.Counter(reward.name for reward in self.rewards)
+        if repeated := [name for name in times if times[name] > 1]:
+            raise ConfigError(
+                f"the reward {repeated[0]} is named twice. Name it once, with a larger weight."
+            )
+
+    def check(self) -> None:
+        """ConfigError: the function of a user cannot be imported. To be called before a run
+        begins."""
+        for path in self._users:
+            user.check(path, required(self._pool, path))
+
+    def __call__(
+        self,
+        prompts: list,
+        completions: list[str],
+        completion_ids: list[list[int]],
+        columns: Mapping[str, list],
+    ) -> Scores:
+        """The rewards of the rows.
+
+        Raises:
+            ConfigError: a column is missing, or has not as many entries as there are rows.
+            DataError: a reward returned what is no list of as many numbers.
+        """
+        batch = Batch(prompts, completions, completion_ids, columns)
+        _check_rows(batch)
+        values = np.empty((len(self.rewards), len(completions)), np.float64)
+        outcomes = {}
+        details = {}
+        for row, reward in zip(values, self.rewards):
+            found = reward.score(batch)
+            row[:] = [np.nan if each.value is None else each.value for each in found]
+            outcomes[reward.name] = dict(collections.Counter(each.outcome for each in found))
+            said = [each.detail for each in found if each.detail]
+            if said:
+                details[reward.name] = said[0]
+        names = tuple(reward.name for reward in self.rewards)
+        weights = tuple(reward.weight for reward in self.rewards)
+        return Scores(values, names, weights, outcomes, details)
+
+
+def names_of_ours() -> list[str]:
+    """All names that are no dotted paths of users."""
+    parts = [f"{profile}.{part}" for profile, parts in PROFILES.items() for part in parts]
+    return [*PROFILES, *parts, *SIMPLE, *POOLED]
+
+
+def _is_ours(name: str) -> bool:
+    return name in names_of_ours()
+
+
+def _made(
+    name: str, options: Mapping[str, Any], pool: RewardWorkers | None, num_generations: int
+) -> list[tuple[str, Callable[[Batch], list[Scored]]]]:
+    """The rewards that a name stands for, each with its own name."""
+    profile, _, part = name.partition(".")
+    if _is_ours(name) and profile in PROFILES:
+        if options:
+            raise ConfigError(f"the reward {name} has no options. Remove {', '.join(options)}.")
+        parts = list(PROFILES[profile])
+        if part:
+            parts = [part]
+        return [_in_process(f"{profile}.{each}", PROFILES[profile][each]) for each in parts]
+    if name in SIMPLE:
+        _check_options(name, SIMPLE[name], options, ())
+        return [_in_process(name, SIMPLE[name](**options))]
+    if name in POOLED:
+        _check_options(name, POOLED[name], options, (pool,))
+        return [(name, POOLED[name](pool, **options))]
+    given = (name, pool, num_generations)
+    _check_options(name, user.user, options, given)
+    return [(name, user.user(*given, **options))]
+
+
+def _in_process(name: str, reward: Reward) -> tuple[str, Callable[[Batch], list[Scored]]]:
+    return name, functools.partial(_scored_here, name, reward)
+
+
+def _scored_here(name: str, reward: Reward, batch: Batch) -> list[Scored]:
+    return checked(name, batch.call(reward), len(batch.completions))
+
+
+def _check(
+    names: Sequence[str], options: Mapping[str, Mapping[str, Any]], weights: Sequence[float]
+) -> None:
+    if not names:
+        raise ConfigError("there is no reward. Name one, such as gsm8k.")
+    for name in names:
+        if not _is_ours(name) and (not is_dotted(name) or name.split(".")[0] in PROFILES):
+            raise ConfigError(
+                f"there is no reward {name!r}. Name one of {', '.join(names_of_ours())}, or a "
+                "function of yours by its dotted path, such as my_rewards:brevity."
+            )
+    if unused := sorted(set(options) - set(names)):
+        raise ConfigError(
+            f"there are options for {unused[0]}, which is not among the rewards "
+            f"{', '.join(names)}. Name it there, or remove its options."
+        )
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"there are {len(weights)} weights for {len(names)} rewards: one for each is wanted. "
+            "Set as many, or none for 1 each."
+        )
+
+
+def _check_options(
+    name: str, factory: Callable, options: Mapping[str, Any], given: tuple[Any, ...]
+) -> None:
+    """ConfigError: a reward does not take these options, or lacks one."""
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(*given, **options)
+    except TypeError as error:
+        known = ", ".join(list(signature.parameters)[len(given) :])
+        raise ConfigError(
+            f"the options of the reward {name}: {error}. Its options are {known}."
+        ) from error
+
+
+def _check_rows(batch: Batch) -> None:
+    rows = len(batch.completions)
+    lists = {"prompts": batch.prompts, "completion_ids": batch.completion_ids}
+    for name in batch.columns:
+        if name in Batch._fields:
+            raise ConfigError(
+                f"the dataset has a column {name!r}, which is an argument of every reward. Rename "
+                "the column."
+            )
+    for name, values in (lists | dict(batch.columns)).items():
+        if len(values) != rows:
+            raise ConfigError(
+                f"{name} has {len(values)} entries for {rows} completions: every row needs one. "
+                "Repeat those of a prompt for each of its completions."
+            )

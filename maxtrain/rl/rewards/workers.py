@@ -1,0 +1,428 @@
+"""Processes in which functions run that may hang, crash or take all memory: a slow or dead item
+costs only itself.
+
+A limit is enforced by killing the process, since nothing within Python can end every call: the
+power `9**9**9` is one call of C, which no signal handler and no thread interrupts. How the
+processes are made is in worker_process.py.
+"""
+
+import array
+import collections
+import json
+import multiprocessing.connection
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+from data_pipeline.errors import ConfigError
+from maxtrain.rl.rewards import worker_process
+
+OK = "ok"
+# The item took more than its seconds, or the batch's deadline came while it ran.
+TIMEOUT = "timeout"
+# The process ended: a signal, no memory, an exit.
+CRASH = "crash"
+# It was never begun: the deadline had come, or there are no processes.
+SKIPPED = "skipped"
+# The function raised an exception.
+ERROR = "error"
+OUTCOMES = (OK, TIMEOUT, CRASH, SKIPPED, ERROR)
+
+# Seconds in which the server has to answer; the first time, it imports modules before.
+_ANSWER_SECONDS = 60.0
+# Seconds in which a worker has to import a function.
+_LOAD_SECONDS = 60.0
+# Seconds in which a worker that waits for requests has to take one.
+_SEND_SECONDS = 5
+# Times in a row that processes may not start before no more are tried.
+_ATTEMPTS = 3
+_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from maxtrain.rl.rewards.worker_process import serve; "
+    "serve({fd}, {parent}, {preload!r}, {memory_bytes})"
+)
+
+
+class Result(NamedTuple):
+    """What became of an item: an outcome of OUTCOMES, the value if it is "ok", and words about what
+    went wrong."""
+
+    outcome: str
+    value: Any = None
+    detail: str = ""
+
+
+class _LostError(Exception):
+    """The server of workers does not answer, or could not be started."""
+
+
+class _Worker:
+    """A process that does one item at a time."""
+
+    def __init__(self, pid: int, connection: Connection):
+        self.pid = pid
+        self.connection = connection
+        self.loaded: tuple[str, ...] = ()  # the functions that it has imported
+        self.done = 0  # items that it has done
+        self.item: int | None = None  # what it works on; None while it imports or waits
+        self.ends = 0.0  # when it has to be ready
+
+
+class _Server:
+    """The process that forks workers, and kills them."""
+
+    def __init__(self, preload: Sequence[str], memory_bytes: int):
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(_ANSWER_SECONDS)
+        program = _PROGRAM.format(
+            path=sys.path,
+            fd=theirs.fileno(),
+            parent=os.getpid(),
+            preload=list(preload),
+            memory_bytes=memory_bytes,
+        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                # Ctrl-C goes to this process alone, whose end is noticed.
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._control.close()
+            raise _LostError(f"no process can be started ({error})") from error
+        finally:
+            theirs.close()
+        self.close = weakref.finalize(self, _end, self._control, self._process, os.getpid())
+
+    def fork(self) -> _Worker:
+        """A new worker."""
+        ours, theirs = socket.socketpair()
+        # A worker that was stopped takes no request, and must not stop this process.
+        limit = struct.pack("ll", _SEND_SECONDS, 0)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        try:
+            with theirs:
+                pid = self._ask(worker_process.FORK, 0, [theirs.fileno()])
+            if not pid:
+                raise _LostError("no process can be forked")
+        except _LostError:
+            ours.close()
+            raise
+        return _Worker(pid, Connection(ours.detach()))
+
+    def kill(self, worker: _Worker) -> None:
+        """Kills a worker and what it started."""
+        worker.connection.close()
+        self._ask(worker_process.KILL, worker.pid, [])
+
+    def _ask(self, command: bytes, target: int, fds: list[int]) -> int:
+        size = worker_process.ANSWER.size
+        message = worker_process.COMMAND.pack(command, target)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        if not fds:
+            rights = []
+        try:
+            self._control.sendmsg([message], rights)
+            answer = self._control.recv(size)
+        except OSError as error:
+            raise _LostError(f"the server of workers does not answer ({error})") from error
+        if len(answer) < size:
+            raise _LostError("the server of workers has ended")
+        (pid,) = worker_process.ANSWER.unpack(answer)
+        return pid
+
+
+def _end(control: socket.socket, process: subprocess.Popen, owner: int) -> None:
+    """Ends a server, which ends its workers. A fork of its owner leaves it alone."""
+    control.close()
+    if os.getpid() != owner:
+        return
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+class RewardWorkers:
+    """A pool of processes for functions that may hang or crash. Use as `with RewardWorkers() as
+    workers:`, or close it; the processes also end with this one, however it ends.
+
+    It never raises because of a process: where none can be started, every item is "skipped". It may
+    be used from several threads, one of which runs at a time.
+
+    Args:
+        workers: how many items run at once.
+        seconds: limit of an item.
+        deadline: limit of a whole batch, in seconds; what has not begun by then is skipped.
+        memory_bytes: address space of a worker; 0: no limit. Packages of arrays ask for much more
+            than they use.
+        recycle: items after which a worker is replaced, since packages keep what they computed.
+        preload: modules that are imported once for all workers, or functions (`module:function`)
+            that are called once. They must not start threads.
+    """
+
+    def __init__(
+        self,
+        workers: int = 2,
+        *,
+        seconds: float = 5.0,
+        deadline: float = 120.0,
+        memory_bytes: int = 4 << 30,
+        recycle: int = 1000,
+        preload: Sequence[str] = (),
+    ):
+        for name, value in (("workers", workers), ("recycle", recycle)):
+            if value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1. Set {name}=1 or more.")
+        for name, value in (("seconds", seconds), ("deadline", deadline)):
+            if not value > 0:
+                raise ConfigError(f"{name}={value} must be above 0. Set {name}=5, for example.")
+        self.size = workers
+        self.seconds = seconds
+        self.deadline = deadline
+        self.replaced = 0  # workers that were killed, died or were recycled
+        self._memory_bytes = memory_bytes
+        self._recycle = recycle
+        self._preload = tuple(preload)
+        self._server: _Server | None = None
+        self._workers: list[_Worker] = []
+        self._failures = 0
+        self._lost = ""
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "RewardWorkers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers that are there now."""
+        return [worker.pid for worker in self._workers]
+
+    @property
+    def server_pid(self) -> int | None:
+        """The process that forks them, if it was started."""
+        if self._server is None:
+            return None
+        return self._server._process.pid
+
+    def close(self) -> None:
+        """Ends all processes. They start again with the next batch."""
+        with self._lock:
+            self._drop()
+
+    def run(
+        self,
+        function: str,
+        items: Sequence[tuple],
+        *,
+        seconds: float | None = None,
+        deadline: float | None = None,
+        imports: Sequence[str] = (),
+    ) -> list[Result]:
+        """Calls a function for each item, several at once.
+
+        Args:
+            function: its dotted path.
+            items: the arguments of each call, of types that can be pickled.
+            seconds, deadline: limits; None: those of the pool. Importing the function is no part of
+                an item's seconds.
+            imports: dotted paths of other functions that are imported with it.
+
+        Returns:
+            A result for each item, in their order. Values are what JSON has.
+        """
+        seconds = seconds or self.seconds
+        with self._lock:
+            batch = _Batch((function, *imports), items, seconds)
+            self._start()
+            limit = time.monotonic() + (deadline or self.deadline)
+            while batch.waiting or self._busy():
+                now = time.monotonic()
+                if now >= limit or self._lost:
+                    break
+                try:
+                    self._hand_out(batch, now)
+                    self._collect(batch, limit)
+                except _LostError as error:
+                    self._recover(batch, error)
+            self._interrupt(batch)
+            return batch.finished(self._lost)
+
+    def _busy(self) -> list[_Worker]:
+        return [worker for worker in self._workers if worker.ends]
+
+    def _start(self) -> None:
+        """All workers are there; otherwise `_lost` says why not."""
+        if self._failures >= _ATTEMPTS:
+            return
+        self._lost = ""
+        try:
+            if self._server is None:
+                self._server = _Server(self._preload, self._memory_bytes)
+            while len(self._workers) < self.size:
+                self._workers.append(self._server.fork())
+            self._failures = 0
+        except _LostError as error:
+            self._fail(error)
+
+    def _fail(self, error: _LostError) -> None:
+        """After this, there are no processes until the next batch, or never again."""
+        self._failures += 1
+        self._drop()
+        self._lost = str(error)
+
+    def _drop(self) -> None:
+        for worker in self._workers:
+            worker.connection.close()
+        self._workers = []
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _replace(self, worker: _Worker) -> None:
+        """A new worker instead of this one, which is killed. _LostError: the server has ended."""
+        assert self._server is not None
+        self._workers.remove(worker)
+        self.replaced += 1
+        self._server.kill(worker)
+        self._workers.append(self._server.fork())
+
+    def _recover(self, batch: "_Batch", error: _LostError) -> None:
+        """The server has ended, and with it what its workers did: all of them start anew."""
+        for worker in self._busy():
+            if worker.item is not None:
+                batch.note(worker.item, Result(CRASH, detail=str(error)))
+        self.replaced += len(self._workers)
+        batch.servers_lost += 1
+        if batch.servers_lost >= _ATTEMPTS:
+            self._fail(error)
+            return
+        self._drop()
+        self._start()
+
+    def _hand_out(self, batch: "_Batch", now: float) -> None:
+        """Gives what is waiting to workers that have nothing to do."""
+        for worker in list(self._workers):
+            if worker.ends or not batch.waiting:
+                continue
+            if worker.done >= self._recycle:
+                self._replace(worker)
+                continue
+            if worker.loaded != batch.functions:
+                arguments = None
+                worker.item = None
+                worker.ends = now + _LOAD_SECONDS
+            else:
+                worker.item = batch.waiting.popleft()
+                arguments = batch.items[worker.item]
+                worker.ends = now + batch.seconds
+            try:
+                worker.connection.send_bytes(batch.request(arguments))
+            except OSError:
+                # It had died, or was stopped, before it got the item, which another one may do.
+                batch.give_back(worker.item)
+                self._replace(worker)
+
+    def _collect(self, batch: "_Batch", limit: float) -> None:
+        """Waits until a worker is ready, has died, or is out of time, and notes what it did."""
+        busy = self._busy()
+        if not busy:
+            return
+        first = min(limit, *(worker.ends for worker in busy))
+        patience = max(0.0, first - time.monotonic())
+        ready = multiprocessing.connection.wait([worker.connection for worker in busy], patience)
+        for worker in busy:
+            if worker.connection in ready:
+                self._receive(worker, batch)
+            elif time.monotonic() >= worker.ends:
+                self._kill(worker, batch, Result(TIMEOUT, detail=f"took over {batch.seconds:g} s"))
+
+    def _receive(self, worker: _Worker, batch: "_Batch") -> None:
+        try:
+            outcome, value, detail = json.loads(worker.connection.recv_bytes())
+        except (EOFError, OSError, ValueError):
+            self._kill(worker, batch, Result(CRASH, detail="the process of the item ended"))
+            return
+        worker.ends = 0.0
+        if worker.item is None and outcome == OK:
+            worker.loaded = batch.functions
+            return
+        worker.done += 1
+        batch.note(worker.item, Result(outcome, value, detail))
+        worker.item = None
+
+    def _kill(self, worker: _Worker, batch: "_Batch", result: Result) -> None:
+        batch.note(worker.item, result)
+        self._replace(worker)
+
+    def _interrupt(self, batch: "_Batch") -> None:
+        """The deadline has come: what still runs is killed."""
+        for worker in self._busy():
+            if worker.item is not None:
+                batch.note(worker.item, Result(TIMEOUT, detail="the batch's deadline came"))
+        try:
+            for worker in self._busy():
+                self._replace(worker)
+        except _LostError:
+            self._drop()
+
+
+class _Batch:
+    """The items of one call of `run`, and what became of them."""
+
+    def __init__(self, functions: tuple[str, ...], items: Sequence[tuple], seconds: float):
+        # The one that is called, and those that are imported with it.
+        self.functions = functions
+        self.items = items
+        self.seconds = seconds
+        self.waiting = collections.deque(range(len(items)))
+        self._results: list[Result | None] = [None] * len(items)
+        self.servers_lost = 0
+        self._given_back: set[int] = set()
+        self._failed_loads = 0
+
+    def request(self, arguments: tuple | None) -> bytes:
+        """What a worker is sent: the arguments of a call; None: the functions are to be
+        imported."""
+        return pickle.dumps((self.functions, arguments))
+
+    def give_back(self, item: int | None) -> None:
+        """An item that did not reach its worker; twice: it is lost."""
+        if item is None:
+            return
+        if item in self._given_back:
+            self._results[item] = Result(CRASH, detail="no process took the item")
+            return
+        self._given_back.add(item)
+        self.waiting.appendleft(item)
+
+    def note(self, item: int | None, result: Result) -> None:
+        """What became of an item; None: of importing the function, without which there is nothing
+        to be done."""
+        if item is not None:
+            self._results[item] = result
+            return
+        self._failed_loads += 1
+        # A worker that was killed while it imported says nothing about the function.
+        if result.outcome == ERROR or self._failed_loads >= _ATTEMPTS:
+            while self.waiting:
+                self._results[self.waiting.popleft()] = result
+
+    def finished(self, lost: str) -> list[Result]:
+        skipped = Result(SKIPPED, detail=lost or "the batch's deadline came before it")
+        return [result or skipped for result in self._results]
