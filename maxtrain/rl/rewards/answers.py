@@ -2,10 +2,10 @@
 find 24 in `<reasoning>48/2=24</reasoning><answer>72</answer>`."""
 
 import re
-import unicodedata
 from collections.abc import Sequence
 
 from data_pipeline.errors import ConfigError
+from maxtrain.rl.rewards.letters import plain
 
 # What is looked for, in this order; the first that is there has the answer.
 POLICY = ("answer", "boxed", "hash", "number")
@@ -77,7 +77,7 @@ def after_hashes(text: str) -> str | None:
 def last_number(text: str) -> str | None:
     """The last number, with a sign, a dollar, a denominator or a percent sign that belong to it."""
     found = None
-    for match in _NUMBER.finditer(unicodedata.normalize("NFKC", text).replace("\u2212", "-")):
+    for match in _NUMBER.finditer(plain(text)):
         found = match[0]
     if found is None:
         return None

@@ -1,10 +1,10 @@
 """The reward `exact`: the answer is the text of a column."""
 
-import unicodedata
 from collections.abc import Sequence
 
 from maxtrain.rl.rewards.answers import extract
 from maxtrain.rl.rewards.contract import Reward, column_of
+from maxtrain.rl.rewards.letters import plain
 
 
 def exact(
@@ -14,7 +14,7 @@ def exact(
     ignore_case: bool = False,
 ) -> Reward:
     """A reward for completions whose answer is the text of a column, after both are normalised:
-    NFKC, and white space as single spaces.
+    the compatibility forms of Unicode (see `plain`), and white space as single spaces.
 
     Args:
         column: the column with the answers; None there: the reward does not apply.
@@ -25,7 +25,7 @@ def exact(
     extract("", policy)
 
     def normalized(text: str) -> str:
-        text = " ".join(unicodedata.normalize("NFKC", text).split())
+        text = " ".join(plain(text).split())
         if ignore_case:
             return text.casefold()
         return text

@@ -3,10 +3,11 @@
 """
 
 import re
-import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
+
+from maxtrain.rl.rewards.letters import plain
 
 # Longer texts are no numbers that people write.
 _LONGEST = 300
@@ -89,10 +90,8 @@ class Numeral(NamedTuple):
 
 def normalized(text: str) -> str:
     """A text with one way to write signs, spaces and delimiters of formulas."""
-    text = unicodedata.normalize("NFKC", text).replace("\u2212", "-").replace("\u2013", "-")
-    text = text.replace(r"\left", "").replace(r"\right", "").replace(r"\$", "$")
+    text = plain(text).replace(r"\left", "").replace(r"\right", "").replace(r"\$", "$")
     text = text.replace(r"\%", "%").replace("{,}", ",")
-    # NFKC makes a degree sign of neither of these.
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\u00b0", " degrees ", text)
     text = _SPACES.sub(" ", text)
     text = text.strip()

@@ -48,7 +48,7 @@ def user(
     on_failure: float | None = None,
     seconds: float | None = None,
 ) -> Callable[[Batch], list[Scored]]:
-    """The reward of a dotted path.
+    """The reward of a dotted path. What the function prints is lost, unless it goes to stderr.
 
     Args:
         num_generations: rows of a group.

@@ -8,6 +8,7 @@ import pytest
 
 from data_pipeline.errors import ConfigError
 from maxtrain.rl.rewards.answers import extract
+from maxtrain.rl.rewards.letters import plain
 from maxtrain.rl.rewards.numerals import Numeral, read_number, same_number
 
 
@@ -82,6 +83,11 @@ def test_many_boxes_that_do_not_close_take_no_time():
         ("1e3", 1000),
         ("2.5E-1", Fraction(1, 4)),
         ("\uff11\uff12", 12),
+        ("\u0663", 3),
+        ("\u00bd", Fraction(1, 2)),
+        ("1\u00bd", Fraction(3, 2)),
+        ("3\u20444", Fraction(3, 4)),
+        ("12 cm\u00b2", 12),
         ("12 km", 12),
         ("12km", 12),
         ("12 km/h", 12),
@@ -114,6 +120,8 @@ def test_a_number_is_read_exactly(text, value):
         "1e999999999",
         "5 times",
         "5 x",
+        "5\u00b2",
+        "2\u00b9\u2070",
         "9" * 400,
         r"\frac{1}{0}",
         r"\frac{x}{2}",
@@ -122,6 +130,12 @@ def test_a_number_is_read_exactly(text, value):
 )
 def test_what_is_not_surely_a_number_is_none(text):
     assert read_number(text) is None
+
+
+def test_powers_and_fractions_of_unicode_keep_their_meaning():
+    assert plain("x\u00b2 + 2\u00b9\u2070 \u2212 1\u00bd") == "x^{2} + 2^{10} - 1 1/2"
+    assert plain("\uff15\uff0e") == "5."
+    assert plain(r"\frac{1}{2}^{3}") == r"\frac{1}{2}^{3}"
 
 
 @hypothesis.given(st.text("0123456789.,$%/\\{}()[] -+eE<>answerboxd#frac\n", max_size=40))

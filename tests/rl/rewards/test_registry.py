@@ -30,12 +30,12 @@ def score(names, completions, pool=None, **given):
 
 
 def test_exact_compares_normalised_texts():
-    golds = ["new  york", "A", "\uff21", None, "5"]
-    texts = ["new york\n", "a", "A", "x", "5.0"]
-    found = exact("gold")([""] * 5, texts, [[]] * 5, gold=golds)
-    assert found == [1.0, 0.0, 1.0, None, 0.0]
-    found = exact("gold", reward=2.0, ignore_case=True)([""] * 5, texts, [[]] * 5, gold=golds)
-    assert found == [2.0, 2.0, 2.0, None, 0.0]
+    golds = ["new  york", "A", "\uff21", None, "5", "52"]
+    texts = ["new york\n", "a", "A", "x", "5.0", "5\u00b2"]
+    found = exact("gold")([""] * 6, texts, [[]] * 6, gold=golds)
+    assert found == [1.0, 0.0, 1.0, None, 0.0, 0.0]
+    found = exact("gold", reward=2.0, ignore_case=True)([""] * 6, texts, [[]] * 6, gold=golds)
+    assert found == [2.0, 2.0, 2.0, None, 0.0, 0.0]
     tagged = exact("gold", policy=["answer"])
     assert tagged([""] * 2, ["<answer>A</answer>", "A"], [[]] * 2, gold=["A", "A"]) == [1.0, 0.0]
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from data_pipeline.errors import ConfigError, UsageError
-from maxtrain.rl.rewards import verify
+from maxtrain.rl.rewards import verify, workers
 from maxtrain.rl.rewards.guards import has_words, refusal
 from maxtrain.rl.rewards.verify import (
     CHECK,
@@ -119,6 +119,15 @@ def test_math_verify_is_asked_for(monkeypatch):
         Verifier(pool)
 
 
+def test_without_processes_numbers_are_judged_all_the_same(monkeypatch):
+    monkeypatch.setattr(verify, "require_package", lambda *names: None)
+    monkeypatch.setattr(workers.sys, "executable", "/no/such/python")
+    with RewardWorkers(1) as pool:
+        verdicts = Verifier(pool)(["72", "72", r"\sqrt{2}"], ["72.0", "7", r"\boxed{2^{1/2}}"])
+    assert [verdict.outcome for verdict in verdicts] == [CORRECT, WRONG, SKIPPED]
+    assert "no process can be started" in verdicts[2].detail
+
+
 @pytest.fixture(scope="module")
 def pool():
     pytest.importorskip("math_verify")
@@ -150,6 +159,8 @@ def pool():
         (r"3\sqrt{2}\text{ cm}", r"\sqrt{18}", CORRECT),
         # An equation may be asked for by its solution, and the reverse.
         ("5", "x=5", CORRECT),
+        ("25", "5\u00b2", CORRECT),
+        ("52", "5\u00b2", WRONG),
         # Not symmetric: the gold says in what form an interval is wanted.
         ("1 < x < 2", "(1, 2)", CORRECT),
         ("(1, 2)", "1 < x < 2", WRONG),
