@@ -1,14 +1,46 @@
-"""The reward `pattern`: a completion has a format that a regular expression says."""
+"""The reward `pattern`: a completion has a format that a regular expression says. It runs in the
+pool, since an expression may take exponential time."""
 
 import re
+from collections.abc import Callable
 
 from data_pipeline.errors import ConfigError
+from maxtrain.rl.rewards.contract import OK, Batch, Scored
+from maxtrain.rl.rewards.pooled import required
+from maxtrain.rl.rewards.workers import RewardWorkers
 
+MATCHES = "maxtrain.rl.rewards.pattern:matches"
 WHERE = ("whole", "begin", "anywhere")
 
 
-def check_options(regex: str, where: str) -> None:
-    """ConfigError: there is no such pattern."""
+def matches(completion: str, regex: str, where: str) -> bool:
+    """In a worker: whether a completion matches."""
+    expression = re.compile(regex, re.DOTALL)
+    if where == "whole":
+        return expression.fullmatch(completion) is not None
+    if where == "begin":
+        return expression.match(completion) is not None
+    return expression.search(completion) is not None
+
+
+def pattern(
+    pool: RewardWorkers | None,
+    regex: str,
+    where: str = "whole",
+    reward: float = 1.0,
+    on_failure: float | None = 0.0,
+) -> Callable[[Batch], list[Scored]]:
+    """A reward for completions that match a regular expression, in which `.` also matches newlines;
+    any other gives 0.
+
+    Args:
+        regex: the expression, as `re` of Python has it.
+        where: "whole": the whole completion matches; "begin": its beginning; "anywhere": a part.
+        reward: for a match.
+        on_failure: the reward of a completion for which the expression took too long; None: it does
+            not apply.
+    """
+    workers = required(pool, "pattern")
     if where not in WHERE:
         raise ConfigError(f"pattern.where={where} is not known. Set it to {', '.join(WHERE)}.")
     try:
@@ -19,13 +51,14 @@ def check_options(regex: str, where: str) -> None:
             "says how they are written."
         ) from error
 
+    def score(batch: Batch) -> list[Scored]:
+        items = [(text, regex, where) for text in batch.completions]
+        found = []
+        for result in workers.run(MATCHES, items):
+            if result.outcome == OK:
+                found.append(Scored(reward * result.value))
+            else:
+                found.append(Scored(on_failure, result.outcome, result.detail))
+        return found
 
-def matches(completion: str, regex: str, where: str) -> bool:
-    """Whether a completion matches; `.` also matches newlines. It runs in a worker, since an
-    expression may take exponential time."""
-    pattern = re.compile(regex, re.DOTALL)
-    if where == "whole":
-        return pattern.fullmatch(completion) is not None
-    if where == "begin":
-        return pattern.match(completion) is not None
-    return pattern.search(completion) is not None
+    return score

@@ -1,10 +1,7 @@
-"""Rewards whose rows are scored in the processes of a pool."""
-
-from collections.abc import Callable, Sequence
+"""What rewards have in common that run in the processes of a pool."""
 
 from data_pipeline.errors import ConfigError
-from maxtrain.rl.rewards.contract import OK, Scored
-from maxtrain.rl.rewards.workers import Result, RewardWorkers
+from maxtrain.rl.rewards.workers import RewardWorkers
 
 
 def required(pool: RewardWorkers | None, name: str) -> RewardWorkers:
@@ -15,16 +12,3 @@ def required(pool: RewardWorkers | None, name: str) -> RewardWorkers:
             "RewardSet(..., pool=RewardWorkers())."
         )
     return pool
-
-
-def scored(
-    results: Sequence[Result], value_of: Callable[[object], float], on_failure: float | None
-) -> list[Scored]:
-    """Results as rewards: `value_of` what a call returned, `on_failure` where none did."""
-    found = []
-    for result in results:
-        if result.outcome == OK:
-            found.append(Scored(value_of(result.value)))
-        else:
-            found.append(Scored(on_failure, result.outcome, result.detail))
-    return found

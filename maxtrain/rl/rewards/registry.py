@@ -10,14 +10,15 @@ import numpy as np
 from jaxtyping import Float
 
 from data_pipeline.errors import ConfigError
-from maxtrain.rl.rewards import gsm8k, pattern, unsloth_compat, user
+from maxtrain.rl.rewards import gsm8k, unsloth_compat, user
 from maxtrain.rl.rewards.code import code
 from maxtrain.rl.rewards.contract import Batch, Reward, Scored, checked
 from maxtrain.rl.rewards.dotted import is_dotted
 from maxtrain.rl.rewards.exact import exact
 from maxtrain.rl.rewards.length import length, overlong
 from maxtrain.rl.rewards.mathematics import math
-from maxtrain.rl.rewards.pooled import required, scored
+from maxtrain.rl.rewards.pattern import pattern
+from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.workers import RewardWorkers
 
 # Names that stand for several rewards, which may also be named one by one: gsm8k.correctness.
@@ -46,31 +47,9 @@ SIMPLE: dict[str, Callable[..., Reward]] = {
     "length": length,
     "overlong": overlong,
 }
-
-
-def _pattern(
-    pool: RewardWorkers | None,
-    regex: str,
-    where: str = "whole",
-    reward: float = 1.0,
-    on_failure: float | None = 0.0,
-) -> Callable[[Batch], list[Scored]]:
-    """A reward for completions that match a regular expression, in which `.` also matches newlines:
-    as a whole, at their beginning or anywhere; any other gives 0."""
-    workers = required(pool, "pattern")
-    pattern.check_options(regex, where)
-
-    def score(batch: Batch) -> list[Scored]:
-        items = [(text, regex, where) for text in batch.completions]
-        results = workers.run("maxtrain.rl.rewards.pattern:matches", items)
-        return scored(results, lambda matched: reward * bool(matched), on_failure)
-
-    return score
-
-
 POOLED: dict[str, Callable[..., Callable[[Batch], list[Scored]]]] = {
     "math": math,
-    "pattern": _pattern,
+    "pattern": pattern,
     "code": code,
 }
 
