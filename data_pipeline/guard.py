@@ -8,7 +8,7 @@ before the batch is used.
 import collections
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -115,6 +115,19 @@ class Verdict(NamedTuple):
     back: str = ""
 
 
+class GuardState(NamedTuple):
+    """What a guard remembers, as JSON; at most 15 KB, and 20 bytes for each step of patience.
+
+    found: steps at which something was found.
+    fills: shares of targets in the batches of the last steps.
+    seen: of the last batches, checksum in hexadecimal digits, place and step.
+    """
+
+    found: int
+    fills: list[float]
+    seen: list[list]
+
+
 class BatchGuard:
     """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or
     go back, if tokens repeat.
@@ -145,16 +158,16 @@ class BatchGuard:
         # Place and step, by content.
         self._seen: collections.OrderedDict[int, tuple[str, int]] = collections.OrderedDict()
 
-    def state(self) -> dict[str, Any]:
-        """All that it remembers, as JSON; at most 15 KB, and 20 bytes for each step of patience."""
+    def state(self) -> GuardState:
+        """All that it remembers."""
         seen = [[f"{content:x}", place, step] for content, (place, step) in self._seen.items()]
-        return {"found": self.found, "fills": list(self._fills), "seen": seen}
+        return GuardState(self.found, list(self._fills), seen)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: GuardState) -> None:
         """Remember what `state` says."""
-        self.found = state["found"]
-        self._fills.extend(state["fills"])
-        for content, place, step in state["seen"]:
+        self.found = state.found
+        self._fills.extend(state.fills)
+        for content, place, step in state.seen:
             self._seen[int(content, 16)] = (place, step)
 
     def repeats(self, content: int, place: str, step: int) -> bool:

@@ -37,7 +37,7 @@ from data_pipeline.packing import (
     pack_documents,
     phase,
 )
-from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Shape, Steps
+from data_pipeline.plan import Cursor, DataRead, Plan, PlanSource, Rows, Shape, Steps
 from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
@@ -271,6 +271,10 @@ class TrainingData(_Dataset):
         """The rows of whole documents of every source, for every row length."""
         for of_length in self.bins.values():
             yield from of_length
+
+    def read_until(self, step: int) -> DataRead:
+        """What is read before this step, for a checkpoint to remember."""
+        return DataRead(step, self.fingerprint_at(step), self.cursor_at(step), self.start)
 
     def cursor_at(self, step: int) -> dict[str, Any]:
         """Where the data stands before `step`, as JSON: what a checkpoint of that step needs to go
@@ -684,11 +688,11 @@ def resume_training(
     config: DataConfig,
     seed: int,
     steps: Steps,
-    saved: dict[str, Any] | None,
+    saved: DataRead | None,
     changes: Sequence[str] = (),
 ) -> TrainingData:
-    """The training data to go on with from a checkpoint whose record is `saved` (None: from the
-    start of a run).
+    """The training data to go on with from a checkpoint, before which `saved` was read (None: from
+    the start of a run).
 
     What it has before the checkpoint is what was read: since the start, or since the last accepted
     change. If it is not, the data goes on from the checkpoint's cursor, provided the config accepts
@@ -698,8 +702,8 @@ def resume_training(
     if saved is None:
         return open_training(config, seed, steps)
     starts: list[dict[str, Any] | None] = [None]
-    if saved.get("start"):
-        starts.append(saved["start"])
+    if saved.start:
+        starts.append(saved.start)
     refused = None
     data = None
     for start in starts:
@@ -709,15 +713,15 @@ def resume_training(
             # It may be a plan from the next start on, or from the checkpoint on.
             refused = refused or error
         else:
-            if saved["data"] == data.fingerprint_at(saved["step"]):
+            if saved.fingerprint == data.fingerprint_at(saved.step):
                 return data
     if config.accept_changes:
-        return open_training(config, seed, steps, saved["cursor"])
+        return open_training(config, seed, steps, saved.cursor)
     if refused:
         raise refused
     assert data is not None, "no plan and no error"
-    step = saved["step"]
-    causes = [*changes, *_other_tokens(data, saved["cursor"])] or ["no key says why"]
+    step = saved.step
+    causes = [*changes, *_other_tokens(data, saved.cursor)] or ["no key says why"]
     raise ConfigError(
         f"before step {step:,} this run has read other data than this config describes: "
         f"{'; '.join(causes)}. Set these keys back to go on as before (config.yaml has their "

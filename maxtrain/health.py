@@ -19,6 +19,7 @@ from maxtrain.checkpoint.rollback import Rollback, left_out
 from maxtrain.config.schema import AnomalyConfig
 from maxtrain.observe.anomaly import Anomalies, Finding
 from maxtrain.observe.progress import Progress
+from maxtrain.run_state import HealthState
 
 
 class Health:
@@ -58,11 +59,19 @@ class Health:
         self._data = data
         self._leaves = leaves
         self._progress = progress
-        self.restore(None, [])
+        self.restore(HealthState(), [], has_other_data=False)
 
-    def restore(self, record: Mapping[str, Any] | None, rollbacks: Sequence[Rollback]) -> None:
-        """As it was at a checkpoint with this record; None: as before the first step."""
-        saved = record or {}
+    def restore(
+        self, saved: HealthState, rollbacks: Sequence[Rollback], has_other_data: bool
+    ) -> None:
+        """As it was at a checkpoint.
+
+        Args:
+            saved: what the checkpoint has; that of a new run has nothing.
+            rollbacks: those of the run.
+            has_other_data: the run goes on from there with other data (data.accept_changes), and
+                no batch before has anything to do with what ends it.
+        """
         section = self._section
         self.guard = BatchGuard(
             section.zero_weight,
@@ -71,25 +80,21 @@ class Health:
             section.fill_patience,
             section.repeated,
         )
-        if "guard" in saved:
-            self.guard.restore(saved["guard"])
+        if saved.guard is not None:
+            self.guard.restore(saved.guard)
         self._anomalies = Anomalies(self._anomaly, self._leaves, self._data.describe_rows)
         self.left_out = left_out(rollbacks)
         self.skipped_in_row = 0
-        self.skipped = saved.get("skipped", 0)
+        self.skipped = saved.skipped
         self.ending = ""
-        ending = saved.get("ending", "")
-        if self._still_ends(ending, saved):
-            self.ending = ending
+        if not has_other_data and self._still_ends(saved.ending):
+            self.ending = saved.ending
 
-    def _still_ends(self, ending: str, saved: Mapping[str, Any]) -> bool:
-        """Whether what ended the run does so with this config, too: the ending names it.
+    def _still_ends(self, ending: str) -> bool:
+        """Whether what ended the run does so with this config, too: the ending names its cause.
 
-        Of evaluations others judge.
+        Whether evaluations still end it, `go_on_unless` is told.
         """
-        # Other data, by data.accept_changes.
-        if self._data.start == saved.get("cursor"):
-            return False
         if "(data.repeated)" in ending:
             return self._section.repeated == "stop"
         return "(eval.stop_patience" in ending or self._section.zero_weight == "stop"
@@ -100,9 +105,9 @@ class Health:
         if f"({cause}" in self.ending and not still:
             self.ending = ""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's record has to hold of it."""
-        return {"skipped": self.skipped, "guard": self.guard.state(), "ending": self.ending}
+    def state(self) -> HealthState:
+        """What a checkpoint has to remember of it."""
+        return HealthState(self.skipped, self.guard.state(), self.ending)
 
     def repeats(self, origins: Sequence[HostBatch], contents: Sequence[int]) -> list[bool]:
         """Of each batch, whether its tokens were read before from another place.

@@ -41,6 +41,7 @@ from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.run_state import RunState
 from maxtrain.teacher import Teacher, find_teacher
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
@@ -247,17 +248,19 @@ class Job(Parts):
         return prefetch(map(place, host), self.config.data.prefetch)
 
 
-def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool = False) -> Job:
+def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = False) -> Job:
     """Opens the data, then starts the devices.
 
     Args:
-        saved: the record of the checkpoint to go on from, if there is one.
+        saved: the run at the checkpoint to go on from, if there is one.
         as_launched: the config is that of a launch on record, which is as it is.
 
     Raises:
         UserError: data, config and devices do not fit together.
     """
-    kept = kept_settings(saved)
+    kept: dict[str, Any] = {}
+    if saved is not None:
+        kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
     asked = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
@@ -365,7 +368,7 @@ def make_parts(
     )
 
 
-def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
+def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     """What all processes must have in common before the first step.
 
     Where a host keeps the data is its own affair.
@@ -389,5 +392,5 @@ def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
         fields["files of checkpoint.init_from"] = sampled_hash(weights)
     fields["checkpoint"] = "none"
     if saved:
-        fields["checkpoint"] = f"step {saved['step']}"
+        fields["checkpoint"] = f"step {saved.step}"
     return fields

@@ -32,6 +32,7 @@ from maxtrain.observe.launches import (
 )
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
+from maxtrain.run_state import RunState
 from maxtrain.teacher import require_same_teacher, teacher_digest
 from maxtrain.training.state import TrainState, policy_variables, saved_part
 
@@ -97,14 +98,18 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     accepting = dataclasses.replace(
         config, data=dataclasses.replace(config.data, accept_changes=True)
     )
-    record = None
+    begun_at = None
+    teacher = None
     if begin in steps:
         _, record = steps[begin]
-    job = open_job(accepting, record, as_launched=True)
+        begun_at = RunState.from_record(record)
+        teacher = begun_at.teacher
+    job = open_job(accepting, begun_at, as_launched=True)
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
-        require_same_teacher(job.config.distill.teacher, teacher_digest(job.teacher, state), record)
+        digest = teacher_digest(job.teacher, state)
+        require_same_teacher(job.config.distill.teacher, digest, teacher)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
         now = launch_record(config, job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])

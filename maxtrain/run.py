@@ -5,7 +5,7 @@ makes a step, goes back, saves and stops.
 """
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -14,9 +14,9 @@ from flax import nnx
 from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError
 from data_pipeline.loader import Batch as HostBatch
 from maxtrain import failpoints
-from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.checkpoint.rollback import Rollback, went_with, write_rollbacks
+from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
 from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
@@ -37,8 +37,9 @@ from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
+from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
-from maxtrain.teacher import DIGEST, require_same_teacher, teacher_digest
+from maxtrain.teacher import require_same_teacher, teacher_digest
 from maxtrain.training.evaluate import not_finite
 from maxtrain.training.integrity import Integrity
 from maxtrain.training.norms import norm_names
@@ -150,36 +151,38 @@ class Run:
 
     # The beginning
 
-    def restore(self, record: dict[str, Any] | None, teacher: nnx.State | None = None) -> None:
-        """Begins at the checkpoint of this record; None: with imported weights, or random ones.
+    def restore(self, saved: RunState | None, teacher: nnx.State | None = None) -> None:
+        """Begins at the checkpoint that has this; None: with imported weights, or random ones.
 
         `teacher`: the parameters of the teacher, if there is one and they are in memory already.
         """
         self._unseen = []
-        self.recorder.restore(record, self.rollbacks)
-        self.health.restore(record, self.rollbacks)
-        self.validation.restore(record)
+        before = saved or RunState()
+        has_other_data = False
+        if saved is not None and self.data.start is not None:
+            has_other_data = self.data.start == saved.data.cursor
+        self.recorder.restore(before.recorder, self.rollbacks)
+        self.health.restore(before.health, self.rollbacks, has_other_data)
+        self.validation.restore(before.validation, has_other_data)
         self.health.go_on_unless(self.validation.why_stop(), STOP_PATIENCE)
-        self.step = record["step"] if record else 0
-        self.unevaluated = self._sets_to_read(record)
+        self.step = before.step
+        self.unevaluated = self._sets_to_read(saved)
         self.evaluated_again = [
-            name
-            for name in self.unevaluated
-            if record is None or name in record.get("unevaluated", [])
+            name for name in self.unevaluated if saved is None or name in saved.unevaluated
         ]
         if self.rollbacks:
             if jax.process_index() == 0:
                 self.folder.note_discarded_after(self.step)
-            self.checkpoints.discard_after(record["step"] if record else -1)
-        if record is None:
+            self.checkpoints.discard_after(saved.step if saved else -1)
+        if saved is None:
             self._make_initial_state(teacher)
         else:
-            self._restore_arrays(record, teacher)
+            self._restore_arrays(saved, teacher, has_other_data)
         self._teacher = teacher_digest(self.job.teacher, self.state)
-        require_same_teacher(self.config.distill.teacher, self._teacher, record)
+        require_same_teacher(self.config.distill.teacher, self._teacher, before.teacher)
         if self._teacher is None:
             # A run may learn from it again later.
-            self._teacher = (record or {}).get(DIGEST)
+            self._teacher = before.teacher
 
     def _make_initial_state(self, teacher: nnx.State | None) -> None:
         weights = self.config.checkpoint.init_from
@@ -188,7 +191,9 @@ class Run:
         with self.clock.during("compile"):
             self.state = self.job.initial_state(self.progress.message, teacher)
 
-    def _restore_arrays(self, record: dict[str, Any], teacher: nnx.State | None) -> None:
+    def _restore_arrays(
+        self, saved: RunState, teacher: nnx.State | None, has_other_data: bool
+    ) -> None:
         step = self.step
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
@@ -197,13 +202,13 @@ class Run:
             state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
             self.state = self.job.with_teacher(state, teacher)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
-        if self.data.start == record["cursor"]:
+        if has_other_data:
             self.progress.message(
                 f"What was read before step {step:,} is not what this config says: accepted, by "
                 f"data.accept_changes. The plan begins there.",
                 style="yellow",
             )
-        planned = record["num_steps"]
+        planned = saved.num_steps
         if planned != self.num_steps and step < self.num_steps:
             self.progress.message(
                 f"The run was planned for {planned:,} steps and has {self.num_steps:,} now: "
@@ -229,20 +234,20 @@ class Run:
             "Set both back, or begin another run with checkpoint.init_from."
         )
 
-    def _sets_to_read(self, record: dict[str, Any] | None) -> list[str]:
-        """Evaluation sets to read before anything else, at the first step or at a checkpoint with
-        this record."""
-        if record is None:
+    def _sets_to_read(self, saved: RunState | None) -> list[str]:
+        """Evaluation sets to read before anything else, at this checkpoint; None: at the first
+        step."""
+        if saved is None:
             if not self.config.eval_at_start:
                 return []
             return self.validation.due(0, last=True)
-        left_before = record.get("unevaluated", [])
+        left_before = list(saved.unevaluated)
         if self.step < self.num_steps and not self.health.ending:
             return left_before
         # No later step will read a set that is new, or whose text is another than it was.
         left = []
         if jax.process_index() == 0:
-            left = self._sets_never_read(record)
+            left = self._sets_never_read(saved)
         left = gather({"left": left}, _MOST_NAMES)[0]["left"]
         new = [name for name in left if name not in left_before]
         if new:
@@ -252,11 +257,11 @@ class Run:
             )
         return left
 
-    def _sets_never_read(self, record: dict[str, Any]) -> list[str]:
-        """Sets whose text, as it is now, this step was not evaluated on, by the checkpoint's record
-        and by metrics.jsonl."""
-        read_before = dict(record.get("read", {}))
-        for name in record.get("unevaluated", []):
+    def _sets_never_read(self, saved: RunState) -> list[str]:
+        """Sets whose text, as it is now, this step was not evaluated on, by its checkpoint and by
+        metrics.jsonl."""
+        read_before = dict(saved.validation.read)
+        for name in saved.unevaluated:
             read_before.pop(name, None)
         on_record = self.recorder.evaluated(self.step)
         left = []
@@ -512,8 +517,8 @@ class Run:
         first = max(1, found.step + 1 - num_left_out)
         rollback = {"step": found.step, "kind": found.kind, "left_out": [first, found.step]}
         rollbacks = [*self.rollbacks, rollback]
-        record = self._newest_record(rollbacks)
-        back = record["step"] if record else 0
+        saved = self._newest_state(rollbacks)
+        back = saved.step if saved else 0
         if back < self.data.plan.spans[0].step:
             raise DivergedError(
                 f"{found.message}\n  The run can't go back to step {back:,}, where the data was "
@@ -541,19 +546,18 @@ class Run:
         teacher = self.state.frozen.get(TEACHER)
         # There may be no room for two.
         jax.tree.map(lambda x: x.delete(), saved_part(self.state))
-        self.restore(record, teacher)
+        self.restore(saved, teacher)
         self.clock.lap()
         self.recorder.open_logs(self.step, self.evaluated_again, self.folder.id)
 
-    def _newest_record(self, rollbacks: list[Rollback]) -> dict[str, Any] | None:
-        """The record of the newest checkpoint of a run with these rollbacks."""
+    def _newest_state(self, rollbacks: list[Rollback]) -> RunState | None:
+        """The run at its newest checkpoint that went with these rollbacks."""
         self.checkpoints.wait()
-
-        def is_of_this_run(record: dict[str, Any]) -> bool:
-            return went_with(record, rollbacks)
-
-        directory, second = self.checkpoints.directory, self.checkpoints.second
-        return latest_record(directory, is_of_this_run, second)
+        return latest_state(
+            self.checkpoints.directory,
+            lambda saved: saved.went_with(rollbacks),
+            self.checkpoints.second,
+        )
 
     # Saving and stopping
 
@@ -581,31 +585,28 @@ class Run:
         with self.clock.during("save"):
             changing = changing_part(self.state)
             constant = constant_part(self.state)
-            if self.checkpoints.save(self.step, changing, self._record(), constant):
+            record = self.remembered().to_record()
+            if self.checkpoints.save(self.step, changing, record, constant):
                 self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
         return True
 
-    def _record(self) -> dict[str, Any]:
+    def remembered(self) -> RunState:
         """What a checkpoint holds beside the arrays: all that a run must remember."""
-        record = {
-            "run": self.folder.id,
-            "step": self.step,
-            "num_steps": self.num_steps,
-            **self.recorder.state(),
-            **self.health.state(),
-            "data": self.data.fingerprint_at(self.step),
-            "cursor": self.data.cursor_at(self.step),
-            "start": self.data.start,
-            **self.validation.state(),
-            "unevaluated": self.unevaluated,
-            "rollbacks": self.rollbacks,
-            "seed": self.config.seed,
-            "kept": self.job.kept,
-            "config": to_yaml(self.config),
-        }
-        if self._teacher is not None:
-            record[DIGEST] = self._teacher
-        return record
+        return RunState(
+            run=self.folder.id,
+            step=self.step,
+            num_steps=self.num_steps,
+            recorder=self.recorder.state(),
+            health=self.health.state(),
+            data=self.data.read_until(self.step),
+            validation=self.validation.state(),
+            unevaluated=self.unevaluated,
+            rollbacks=self.rollbacks,
+            seed=self.config.seed,
+            kept=self.job.kept,
+            config=to_yaml(self.config),
+            teacher=self._teacher,
+        )
 
     def newest(self) -> str:
         """A sentence about the newest checkpoint."""

@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from maxtrain.observe import launches, metrics
 from maxtrain.observe.attempts import attempts
 from maxtrain.observe.books import put_aside
 from maxtrain.observe.goodput import CLOCK
+from maxtrain.run_state import RunState, run_of
 
 FILE_NAME = "run.json"
 CONFIG = "config.yaml"
@@ -82,7 +83,7 @@ class RunFolder:
         of_metrics = metrics.metrics_owner(self.path)
         if of_metrics:
             yield metrics.FILE_NAME, of_metrics
-        ids = {path: str(read_record(path).get("run", "")) for path in self._steps}
+        ids = {path: run_of(read_record(path)) for path in self._steps}
         for path, of_step in ids.items():
             if of_step or (own and int(path.name) not in self._adopted):
                 yield str(path), of_step
@@ -197,9 +198,9 @@ def _read_identity(run: Path) -> dict[str, Any]:
     return content
 
 
-def require_trained(run: Path, record: Mapping[str, Any] | None) -> None:
+def require_trained(run: Path, saved: RunState | None) -> None:
     """ConfigError: the newest checkpoint of a run is one that `import` made, with weights alone."""
-    if record is not None and "imported" in record:
+    if saved is not None and saved.imported is not None:
         raise ConfigError(
             f"{run} holds imported weights, without the state of an optimizer or of data, so no run "
             f"can go on there. Set run_name to another name, and checkpoint.init_from={run}."

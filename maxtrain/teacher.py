@@ -7,9 +7,7 @@ them instead, so that a run goes on with the teacher that it began with.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -27,7 +25,6 @@ from maxtrain.training.state import TrainState, abstract_model
 from maxtrain.weights.hf import load_weights
 
 # In the record of a checkpoint: the digest of the teacher.
-DIGEST = "teacher"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,17 +167,14 @@ def teacher_digest(teacher: Teacher | None, state: TrainState) -> str | None:
     return f"{arrays}-{teacher.function()}"
 
 
-def require_same_teacher(
-    name: str | None, digest: str | None, record: Mapping[str, Any] | None
-) -> None:
-    """ConfigError: a checkpoint with this record was made with another teacher.
+def require_same_teacher(name: str | None, digest: str | None, before: str | None) -> None:
+    """ConfigError: a run would go on with another teacher than the one that it has had.
 
     Args:
         name: `distill.teacher`.
         digest: of `teacher_digest`.
-        record: of the checkpoint that a run goes on from; None: there is none.
+        before: likewise, at the checkpoint that the run goes on from; None: there was none.
     """
-    before = (record or {}).get(DIGEST)
     if before is None or digest is None or before == digest:
         return
     raise ConfigError(

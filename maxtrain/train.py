@@ -34,9 +34,9 @@ from data_pipeline.errors import (
 )
 from data_pipeline.loader import Batch as HostBatch
 from maxtrain import failpoints
-from maxtrain.checkpoint.listing import latest_record, second_of
+from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
-from maxtrain.checkpoint.rollback import read_rollbacks, went_with
+from maxtrain.checkpoint.rollback import read_rollbacks
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
@@ -116,13 +116,11 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
     second = second_of(folder / "checkpoints", config.checkpoint)
     run_folder = RunFolder(folder, second)
     rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
-    saved = latest_record(
-        folder / "checkpoints", lambda record: went_with(record, rollbacks), second
-    )
+    saved = latest_state(folder / "checkpoints", lambda found: found.went_with(rollbacks), second)
     require_trained(folder, saved)
     run_folder.require_checkpoints(config.checkpoint.start_over)
     if rollbacks is None:
-        rollbacks = (saved or {}).get("rollbacks", [])
+        rollbacks = list(saved.rollbacks) if saved else []
     with clock.during("start"):
         job = open_job(config, saved)
     config = job.config

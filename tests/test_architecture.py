@@ -38,6 +38,9 @@ FLOORS = {
     "maxtrain.models": 4,
     # Above the models that they are of, below the step that calls them.
     "maxtrain.objectives": 4.5,
+    # What a run remembers, which its parts and its checkpoints have in common.
+    "maxtrain.run_state": 4.5,
+    "maxtrain.checkpoint.rollback": 2,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         [
