@@ -271,9 +271,11 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
         notes = [note for note in (of_kept, of_warmup) if note]
     asked_for = asked
+    run_dir = Path(config.output_dir, config.run_name)
 
     def suffices(had: int, count: int) -> bool:
-        return fit_to_fewer(asked_for, had, count, usual_devices(config)) is not None
+        usual = usual_devices(run_dir, config.mesh.simulated_devices)
+        return fit_to_fewer(asked_for, had, count, usual) is not None
 
     cache = config.observe.compilation_cache
     had = distributed.start(config.mesh, cache, config.determinism == "full", suffices)

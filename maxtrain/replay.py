@@ -22,16 +22,17 @@ from data_pipeline.errors import DataError, DifferentError, UsageError, run_comm
 from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
+from maxtrain.config import to_yaml
 from maxtrain.job import Job, open_job
 from maxtrain.observe.launches import (
     launch_differences,
     launch_of,
     launch_record,
-    launched_config,
     read_launches,
 )
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
+from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
 from maxtrain.teacher import require_same_teacher, teacher_digest
 from maxtrain.training.state import TrainState, policy_variables, saved_part
@@ -111,7 +112,7 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
         digest = teacher_digest(job.teacher, state)
         require_same_teacher(job.config.distill.teacher, digest, teacher)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
-        now = launch_record(config, job.mesh, fingerprint, begin)
+        now = launch_record(to_yaml(config), job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
         _go(job, state, begin, end, without, records, saved, findings)
     differences = {}

@@ -11,9 +11,10 @@ import json
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from data_pipeline.errors import ConfigError, StorageError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint import rollback
 from maxtrain.checkpoint.listing import complete, read_record
+from maxtrain.config import RunConfig
+from maxtrain.config.load import load_config
 from maxtrain.observe import launches, metrics
 from maxtrain.observe.attempts import attempts
 from maxtrain.observe.books import put_aside
@@ -225,6 +228,19 @@ def require_own_config(run: Path) -> None:
     if folder.id and theirs not in ("", folder.id):
         rule = f"is of run {theirs}, and the checkpoints beside it are of run {folder.id}"
         raise StorageError(f"{run / CONFIG} {rule}. Bring back the one that belongs there.")
+
+
+def launched_config(
+    run: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The config of a launch on record, with overrides; None: that of the run's last one, from
+    RUN/config.yaml. UserError: it is not a valid config."""
+    if launch is None:
+        return load_config([f"config={run / CONFIG}", *overrides])
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, CONFIG)
+        path.write_text(launch["config"], encoding="utf-8")
+        return load_config([f"config={path}", *overrides])
 
 
 def config_owner(run: Path) -> str:

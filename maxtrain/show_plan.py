@@ -35,8 +35,9 @@ from maxtrain.inputs import (
     with_vocabulary,
 )
 from maxtrain.observe.human import count
-from maxtrain.observe.launches import launch_of, launched_config, read_launches
+from maxtrain.observe.launches import launch_of, read_launches
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.run_folder import launched_config
 from maxtrain.run_state import RunState
 
 _BARS = " ▁▂▃▄▅▆▇█"

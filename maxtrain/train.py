@@ -355,7 +355,7 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     other machines, too."""
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
-    record = launch_record(job.asked, job.mesh, data, step)
+    record = launch_record(to_yaml(job.asked), job.mesh, data, step)
     if job.units:
         record["units"] = job.units
     append_launch(run_folder.path, record | {RUN: run_folder.id})

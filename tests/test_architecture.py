@@ -399,6 +399,36 @@ def effects_at_import(project: Project) -> list[str]:
     return problems
 
 
+def annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    """Of arguments, results, and variables."""
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            found = [node.annotation]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = [node.returns]
+        yield from (annotation for annotation in found if annotation is not None)
+
+
+def root_config_below_the_jobs(project: Project) -> list[str]:
+    """What a part does not receive it cannot depend on."""
+    problems = []
+    for module in project.modules.values():
+        room = room_of(module.name)
+        if not module.name.startswith("maxtrain.") or room in (None, "maxtrain.config"):
+            continue
+        if FLOORS[room] >= FLOORS["maxtrain.job"]:
+            continue
+        for annotation in annotations(module.tree):
+            # Those in quotes, too.
+            if re.search(r"\bRunConfig\b", ast.unparse(annotation)):
+                problems.append(
+                    f"{module.path}:{annotation.lineno} takes or gives the root config, which only jobs do. "
+                    f"Hand it its own section, or the values that it reads."
+                )
+    return problems
+
+
 def unasserted_tests(project: Project) -> list[str]:
     problems = []
     for path, text in project.tests:
@@ -449,6 +479,7 @@ RULES = [
     undeclared_dependencies,
     imports_of_extras,
     effects_at_import,
+    root_config_below_the_jobs,
     unasserted_tests,
     forbidden_text,
 ]
@@ -570,6 +601,21 @@ BROKEN = [
     ),
     (effects_at_import, {"maxtrain/train.py": "def f(): ...\nf()"}, "move it into a function"),
     (
+        root_config_below_the_jobs,
+        {"maxtrain/observe/a.py": "def f(config: RunConfig | None): ..."},
+        "Hand it its own section",
+    ),
+    (
+        root_config_below_the_jobs,
+        {"maxtrain/training/a.py": "def f() -> 'schema.RunConfig': ..."},
+        "which only jobs do",
+    ),
+    (
+        root_config_below_the_jobs,
+        {"maxtrain/models/a.py": "class A:\n    config: RunConfig"},
+        "maxtrain/models/a.py:2",
+    ),
+    (
         unasserted_tests,
         {"tests/ops/test_a.py": "def test_it():\n    print(1)"},
         "test_it asserts nothing",
@@ -590,6 +636,8 @@ SOUND = {
         "import maxtrain.weights.hf\nfrom maxtrain import __version__\nif __name__ == '__main__':\n    print(__version__)"
     ),
     "maxtrain/weights/hf.py": "from typing import TYPE_CHECKING",
+    "maxtrain/config/help.py": "def describe(config: RunConfig): ...",
+    "maxtrain/job.py": "def open_job(config: RunConfig): ...",
     "maxtrain/cli.py": "def main():\n    from maxtrain import train",
     "benchmarks/data.py": "from data_pipeline.plan import A",
     "tests/ops/test_norm.py": "def test_a():\n    np.testing.assert_allclose(1, 1)\ndef test_b():\n    check_same(1)",
