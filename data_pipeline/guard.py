@@ -102,7 +102,7 @@ def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
     return int((of_rows * row_weights).sum()) & _MASK
 
 
-class Verdict(NamedTuple):
+class Response(NamedTuple):
     """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if
     it is not empty.
 
@@ -129,13 +129,13 @@ class GuardState(NamedTuple):
 
 
 class BatchGuard:
-    """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or
+    """Checks every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or
     go back, if tokens repeat.
 
     Found are: a batch without a target (which changes nothing); less than `min_fill` of the
     positions targets over `patience` steps; more than `max_empty_rows` of the rows without a
     target; and two batches of other rows with the same tokens. What it remembers is in `state`, so
-    that a run that goes on from a checkpoint is judged as one that never stopped.
+    that a run that goes on from a checkpoint is checked as one that never stopped.
     """
 
     _REMEMBERED = 256  # batches
@@ -179,8 +179,8 @@ class BatchGuard:
 
     def observe(
         self, step: int, targets: float, empty_rows: float, shape: tuple[int, int], repeated: bool
-    ) -> Verdict | None:
-        """Judge a step by the targets, the rows without one and the shape [B, T] of its global
+    ) -> Response | None:
+        """Check a step by the targets, the rows without one and the shape [B, T] of its global
         batch; None: all is well.
 
         DataError: it is not, and the policy is "raise".
@@ -213,14 +213,14 @@ class BatchGuard:
             raise DataError(f"{what}. {mend}, or set {decides} to stop or warn.")
         if policy == "stop":
             message = f"{what}; the run stops here. {mend}, or set {decides}=warn to go on."
-            return Verdict(True, message)
+            return Response(True, message)
         if policy != "warn":
-            return Verdict(False, f"{what}.", policy)
+            return Response(False, f"{what}.", policy)
         # After the first three, only the 4th, 8th, 16th, ... is told.
         is_power_of_two = self.found & (self.found - 1) == 0
         if self.found > 3 and not is_power_of_two:
-            return Verdict(False, "")
+            return Response(False, "")
         unchanged = "the run goes on"
         if targets <= 0:
             unchanged = "weights stay as they are"
-        return Verdict(False, f"{what}; {unchanged} ({self.found:,} such steps). {mend}.")
+        return Response(False, f"{what}; {unchanged} ({self.found:,} such steps). {mend}.")

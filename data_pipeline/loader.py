@@ -51,7 +51,7 @@ _STEPS_DESCRIBED = 32
 Parts = Part | dict[tuple[int, int], Part] | None
 
 
-class Batch(NamedTuple):
+class HostBatch(NamedTuple):
     """One host's batch of one step, and how many of its targets count.
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
@@ -102,7 +102,7 @@ class _Dataset:
         part: Part | None,
         names: Sequence[str],
         length: int,
-    ) -> Batch:
+    ) -> HostBatch:
         """The batch of a step: this host's part of the global batch, whose epochs begin at `phases`
         of their streams."""
         all_starts = phases + batch.row * length
@@ -136,15 +136,17 @@ class _Dataset:
         arrays["source"] = source.astype(np.int32)
         return _batch(step, arrays, batch, place, rows, first_column)
 
-    def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
+    def _iterate(
+        self, start: int, stop: int, read: Callable[[int], HostBatch]
+    ) -> Iterator[HostBatch]:
         """The batches that `read` gives for these steps, in order, read ahead by grain."""
         if self.config.workers:
             return self._iterate_workers(start, stop, read)
         return self._iterate_threads(start, stop, read)
 
     def _iterate_threads(
-        self, start: int, stop: int, read: Callable[[int], Batch]
-    ) -> Iterator[Batch]:
+        self, start: int, stop: int, read: Callable[[int], HostBatch]
+    ) -> Iterator[HostBatch]:
         """Read ahead by two threads of this process."""
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=self.config.prefetch)
         stream = grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options)
@@ -155,8 +157,8 @@ class _Dataset:
             iterator.close()
 
     def _iterate_workers(
-        self, start: int, stop: int, read: Callable[[int], Batch]
-    ) -> Iterator[Batch]:
+        self, start: int, stop: int, read: Callable[[int], HostBatch]
+    ) -> Iterator[HostBatch]:
         """Read ahead by processes."""
         workers = self.config.workers
         # grain's workers read its flags, and our programs do not parse those of absl.
@@ -408,7 +410,7 @@ class TrainingData(_Dataset):
         used = np.unique(self.places_at(step).row)
         return self.shape_at(step).batch_size - len(used)
 
-    def batch(self, step: int, part: Parts = None) -> Batch:
+    def batch(self, step: int, part: Parts = None) -> HostBatch:
         """This part of the batch of a step, its rows in this order: a pure function of (config,
         manifests, seed, step).
 
@@ -427,7 +429,7 @@ class TrainingData(_Dataset):
             self._corrupt(result.arrays, rows, held, span.seq_length)
         return result
 
-    def _read_balanced(self, step: int, batch: Rows, part: Part | None) -> Batch:
+    def _read_balanced(self, step: int, batch: Rows, part: Part | None) -> HostBatch:
         """This part of a balanced batch, which is made of these rows of one document each."""
         shape = self.shape_at(step)
         length = shape.seq_length
@@ -510,7 +512,7 @@ class TrainingData(_Dataset):
 
     def iterate(
         self, start_step: int, part: Parts = None, stop_step: int | None = None
-    ) -> Iterator[Batch]:
+    ) -> Iterator[HostBatch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read
         ahead by grain."""
         if stop_step is None:
@@ -550,7 +552,7 @@ class EvaluationData(_Dataset):
         if not shards.masked and self.num_tokens == self.manifest.num_targets:
             self.text_bytes = shards.text_bytes
 
-    def batch(self, step: int, part: Part | None = None) -> Batch:
+    def batch(self, step: int, part: Part | None = None) -> HostBatch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See
         `TrainingData.batch`."""
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
@@ -560,7 +562,9 @@ class EvaluationData(_Dataset):
         phases = np.full_like(row, -1)
         return self._read(step, batch, phases, part, ["held out"], self.config.seq_length)
 
-    def iterate(self, part: Part | None = None, num_batches: int | None = None) -> Iterator[Batch]:
+    def iterate(
+        self, part: Part | None = None, num_batches: int | None = None
+    ) -> Iterator[HostBatch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
         stop = self.num_batches
         if num_batches is not None:
@@ -578,8 +582,8 @@ def _eod_id(shards: TokenShards) -> int:
 
 
 def carry_errors(
-    stream: Iterator[Batch], steps: range, part: Callable[[int], Part]
-) -> Iterator[Batch]:
+    stream: Iterator[HostBatch], steps: range, part: Callable[[int], Part]
+) -> Iterator[HostBatch]:
     """The batches of a stream for these steps; where it can't be read, empty ones that carry the
     error, to the end.
 
@@ -604,7 +608,7 @@ def carry_errors(
                 "loss_mask": zeros.astype(np.float32),
                 "source": np.zeros(len(rows), np.int32),
             }
-            yield Batch(step, arrays, 0, "", 0, "", error)
+            yield HostBatch(step, arrays, 0, "", 0, "", error)
 
 
 def _batch(
@@ -614,10 +618,10 @@ def _batch(
     place: str,
     rows: np.ndarray,
     first_column: int,
-) -> Batch:
+) -> HostBatch:
     """The batch of a step with these arrays, which hold `rows` of it from `first_column` on; `read`
     is what the plan says of all of it."""
-    return Batch(
+    return HostBatch(
         step=step,
         arrays=arrays,
         num_targets=int(np.count_nonzero(arrays["loss_mask"] != 0)),

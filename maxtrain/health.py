@@ -13,8 +13,7 @@ from typing import Any
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import DivergedError
 from data_pipeline.guard import BatchGuard
-from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import TrainingData
+from data_pipeline.loader import HostBatch, TrainingData
 from maxtrain.checkpoint.rollback import Rollback, left_out
 from maxtrain.config.schema import AnomalyConfig
 from maxtrain.observe.anomaly import Anomalies, Finding
@@ -33,7 +32,7 @@ class Health:
         progress: where warnings are told.
 
     Attributes:
-        guard: judges batches by their targets.
+        guard: checks batches by their targets.
         left_out: steps that change nothing since the run went back, counted from 0 as batches are.
         skipped_in_row: non-finite steps, up to the last one that was looked at.
         skipped: steps of the whole run that changed nothing, likewise.
@@ -119,8 +118,10 @@ class Health:
             found.append(self.guard.repeats(content, origin.place, origin.step))
         return found
 
-    def judge(self, origin: HostBatch, value: Mapping[str, Any], repeats: bool) -> Finding | None:
-        """Judges one step, and tells what there is to warn of.
+    def check_step(
+        self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
+    ) -> Finding | None:
+        """Checks one step, and tells what there is to warn of.
 
         Args:
             origin: where its batch comes from.
@@ -145,7 +146,7 @@ class Health:
             self._progress.message(f"{found.message} {found.mend}.", style="yellow")
         if origin.step in self.left_out:
             return None
-        found = self._judge_batch(origin, value, repeats)
+        found = self._check_batch(origin, value, repeats)
         if found is not None:
             return found
         limit = self._anomaly.max_skipped
@@ -157,10 +158,10 @@ class Health:
             )
         return None
 
-    def _judge_batch(
+    def _check_batch(
         self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
     ) -> Finding | None:
-        """Judges a batch by its targets; a finding: the run must go back to before it."""
+        """Checks a batch by its targets; a finding: the run must go back to before it."""
         step = origin.step + 1
         targets = float(value["targets"])
         # Else the batch itself is damaged, and the step was not made.
@@ -169,18 +170,18 @@ class Health:
         shape = self._data.shape_at(origin.step)
         # Rows that balancing adds, so that all devices have as many, are nobody's fault.
         empty_rows = float(value["empty_rows"]) - self._data.num_unused_rows(origin.step)
-        verdict = self.guard.observe(step, targets, empty_rows, shape, repeats)
-        if verdict is None:
+        response = self.guard.observe(step, targets, empty_rows, shape, repeats)
+        if response is None:
             return None
-        if verdict.back:
-            message = f"{verdict.message} {self._data.describe_rows(step - 1)}"
+        if response.back:
+            message = f"{response.message} {self._data.describe_rows(step - 1)}"
             mend = (
                 "Look for the same text in several sources (prepare --dedupe), or set "
                 "data.repeated=warn"
             )
-            return Finding(step, "repeated", verdict.back, message, mend)
-        if verdict.message:
-            self._progress.message(verdict.message, style="yellow")
-            if verdict.stop:
-                self.ending = verdict.message
+            return Finding(step, "repeated", response.back, message, mend)
+        if response.message:
+            self._progress.message(response.message, style="yellow")
+            if response.stop:
+                self.ending = response.message
         return None

@@ -18,8 +18,7 @@ import optax
 from flax import nnx
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
+from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
 from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.across.steps import fit_warmup

@@ -1,6 +1,6 @@
 """What is written down of a run: the records of its steps, in every log.
 
-Steps come in with their metrics on the host, already judged (health.py). Nothing is decided here.
+Steps come in with their metrics on the host, already checked (health.py). Nothing is decided here.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import HostBatch
 from data_pipeline.plan import Plan
 from maxtrain.checkpoint.rollback import Rollback
 from maxtrain.config.schema import ANOMALIES

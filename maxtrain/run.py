@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError
-from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import HostBatch
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
@@ -354,7 +354,7 @@ class Run:
                 self.speed.peak = Peak(tflops, jax.local_devices()[0], dtype)
         return program
 
-    def judge(self, write: bool) -> None:
+    def check_steps(self, write: bool) -> None:
         """Looks at the steps that nobody has looked at yet, and writes a record of the last one if
         asked to.
 
@@ -382,7 +382,7 @@ class Run:
         raise RollBack(found)
 
     def look(self, write: bool) -> Finding | None:
-        """Fetches the metrics of the steps since the last look, judges and counts each, and writes
+        """Fetches the metrics of the steps since the last look, checks and counts each, and writes
         a record of the last one if asked to.
 
         Steps are fetched together, so that the device need not wait for the host after each.
@@ -391,7 +391,7 @@ class Run:
             An anomaly for which a step, and those after it, must not count.
 
         Raises:
-            DivergedError, DataError: see `Health.judge`.
+            DivergedError, DataError: see `Health.check_step`.
             DataError, UserError: see `compare_batches`.
         """
         if not self._unseen:
@@ -402,7 +402,7 @@ class Run:
         part = self.job.layout(origins[-1].step).identity
         repeats = self.health.repeats(origins, compare_batches(origins, part))
         for origin, value, is_repeated in zip(origins, values, repeats, strict=True):
-            found = self.health.judge(origin, value, is_repeated)
+            found = self.health.check_step(origin, value, is_repeated)
             if found:
                 return found
             self.recorder.add(origin, value, self.data.shape_at(origin.step))

@@ -32,7 +32,7 @@ from data_pipeline.errors import (
     StorageError,
     run_command,
 )
-from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import HostBatch
 from maxtrain import failpoints
 from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
@@ -185,7 +185,7 @@ def train_until_done(run: Run) -> None:
         TryAgainError: somebody asked to stop, and everything is saved; or memory has damaged the
             weights.
         KeyboardInterrupt: likewise, before there was anything to save.
-        DivergedError, DataError: see `Run.judge`, `Run.evaluate` and `Run.require_saved`.
+        DivergedError, DataError: see `Run.check_steps`, `Run.evaluate` and `Run.require_saved`.
     """
     if run.done():
         style = "yellow" if run.health.ending else "green"
@@ -273,7 +273,7 @@ def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
                 batch = failpoints.hit("data", run.step + 1, batch)
         except StopRequested:
             if run.step > begun_at:
-                run.judge(write=False)
+                run.check_steps(write=False)
                 run.write_ending()
             raise
         yield batch, origin

@@ -1,5 +1,5 @@
 """The guard: every invariant broken by hand gives a message with row, source, value and mend; a
-zero-weight batch is judged."""
+zero-weight batch is noticed."""
 
 import json
 
@@ -166,7 +166,7 @@ def test_warnings_come_with_growing_gaps():
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=30), st.data()
 )
 def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(steps, data):
-    def judge(guard, numbered):
+    def check(guard, numbered):
         return [
             guard.observe(
                 step, targets, 0, ONE, guard.repeats(content << 60, f"place {step % 3}", step)
@@ -177,9 +177,9 @@ def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(st
     numbered, options = list(enumerate(steps)), ("warn", 0.5, 1.0, 4, "warn")
     stop = data.draw(st.integers(0, len(steps)))
     whole, first, second = (BatchGuard(*options) for _ in range(3))
-    expected, before = judge(whole, numbered), judge(first, numbered[:stop])
+    expected, before = check(whole, numbered), check(first, numbered[:stop])
     second.restore(GuardState(**json.loads(json.dumps(first.state()._asdict()))))
-    assert before + judge(second, numbered[stop:]) == expected and second.state() == whole.state()
+    assert before + check(second, numbered[stop:]) == expected and second.state() == whole.state()
 
 
 def test_the_state_of_a_guard_is_small():
