@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from data_pipeline.config import DataConfig, SourceConfig
-from data_pipeline.loader import Batch, TrainingData, open_training
+from data_pipeline.loader import HostBatch, TrainingData, open_training
 from maxtrain.parallel.batches import BatchLayout, prefetch
 
 ROWS = 64
@@ -59,7 +59,7 @@ def rows(data: TrainingData) -> Iterator[str]:
     layout = BatchLayout(jax.make_mesh((1,), ("data",)), ROWS, LENGTH)
     ahead = data.config.prefetch
 
-    def place(batch: Batch) -> Arrays:
+    def place(batch: HostBatch) -> Arrays:
         return layout.to_global(batch.arrays)
 
     def one_by_one() -> Iterator[Arrays]:

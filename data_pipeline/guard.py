@@ -8,7 +8,7 @@ before the batch is used.
 import collections
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -102,7 +102,7 @@ def checksum(targets: np.ndarray, rows: np.ndarray, first: int) -> int:
     return int((of_rows * row_weights).sum()) & _MASK
 
 
-class Verdict(NamedTuple):
+class Response(NamedTuple):
     """What to do about a batch: `stop` the run in good order, or go on; tell the user `message`, if
     it is not empty.
 
@@ -115,14 +115,27 @@ class Verdict(NamedTuple):
     back: str = ""
 
 
+class GuardState(NamedTuple):
+    """What a guard remembers, as JSON; at most 15 KB, and 20 bytes for each step of patience.
+
+    found: steps at which something was found.
+    fills: shares of targets in the batches of the last steps.
+    seen: of the last batches, checksum in hexadecimal digits, place and step.
+    """
+
+    found: int
+    fills: list[float]
+    seen: list[list]
+
+
 class BatchGuard:
-    """Judges every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or
+    """Checks every step by its global batch: "raise" an error, "stop" in good order, or "warn"; or
     go back, if tokens repeat.
 
     Found are: a batch without a target (which changes nothing); less than `min_fill` of the
     positions targets over `patience` steps; more than `max_empty_rows` of the rows without a
     target; and two batches of other rows with the same tokens. What it remembers is in `state`, so
-    that a run that goes on from a checkpoint is judged as one that never stopped.
+    that a run that goes on from a checkpoint is checked as one that never stopped.
     """
 
     _REMEMBERED = 256  # batches
@@ -145,16 +158,16 @@ class BatchGuard:
         # Place and step, by content.
         self._seen: collections.OrderedDict[int, tuple[str, int]] = collections.OrderedDict()
 
-    def state(self) -> dict[str, Any]:
-        """All that it remembers, as JSON; at most 15 KB, and 20 bytes for each step of patience."""
+    def state(self) -> GuardState:
+        """All that it remembers."""
         seen = [[f"{content:x}", place, step] for content, (place, step) in self._seen.items()]
-        return {"found": self.found, "fills": list(self._fills), "seen": seen}
+        return GuardState(self.found, list(self._fills), seen)
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: GuardState) -> None:
         """Remember what `state` says."""
-        self.found = state["found"]
-        self._fills.extend(state["fills"])
-        for content, place, step in state["seen"]:
+        self.found = state.found
+        self._fills.extend(state.fills)
+        for content, place, step in state.seen:
             self._seen[int(content, 16)] = (place, step)
 
     def repeats(self, content: int, place: str, step: int) -> bool:
@@ -166,8 +179,8 @@ class BatchGuard:
 
     def observe(
         self, step: int, targets: float, empty_rows: float, shape: tuple[int, int], repeated: bool
-    ) -> Verdict | None:
-        """Judge a step by the targets, the rows without one and the shape [B, T] of its global
+    ) -> Response | None:
+        """Check a step by the targets, the rows without one and the shape [B, T] of its global
         batch; None: all is well.
 
         DataError: it is not, and the policy is "raise".
@@ -200,14 +213,14 @@ class BatchGuard:
             raise DataError(f"{what}. {mend}, or set {decides} to stop or warn.")
         if policy == "stop":
             message = f"{what}; the run stops here. {mend}, or set {decides}=warn to go on."
-            return Verdict(True, message)
+            return Response(True, message)
         if policy != "warn":
-            return Verdict(False, f"{what}.", policy)
+            return Response(False, f"{what}.", policy)
         # After the first three, only the 4th, 8th, 16th, ... is told.
         is_power_of_two = self.found & (self.found - 1) == 0
         if self.found > 3 and not is_power_of_two:
-            return Verdict(False, "")
+            return Response(False, "")
         unchanged = "the run goes on"
         if targets <= 0:
             unchanged = "weights stay as they are"
-        return Verdict(False, f"{what}; {unchanged} ({self.found:,} such steps). {mend}.")
+        return Response(False, f"{what}; {unchanged} ({self.found:,} such steps). {mend}.")

@@ -37,7 +37,7 @@ from data_pipeline.packing import (
     pack_documents,
     phase,
 )
-from data_pipeline.plan import Cursor, Plan, PlanSource, Rows, Shape, Steps
+from data_pipeline.plan import Cursor, DataRead, Plan, PlanSource, Rows, Shape, Steps
 from data_pipeline.shards import TOKENIZER, TokenShards
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
 from data_pipeline.workers import watched
@@ -51,7 +51,7 @@ _STEPS_DESCRIBED = 32
 Parts = Part | dict[tuple[int, int], Part] | None
 
 
-class Batch(NamedTuple):
+class HostBatch(NamedTuple):
     """One host's batch of one step, and how many of its targets count.
 
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
@@ -102,7 +102,7 @@ class _Dataset:
         part: Part | None,
         names: Sequence[str],
         length: int,
-    ) -> Batch:
+    ) -> HostBatch:
         """The batch of a step: this host's part of the global batch, whose epochs begin at `phases`
         of their streams."""
         all_starts = phases + batch.row * length
@@ -136,15 +136,17 @@ class _Dataset:
         arrays["source"] = source.astype(np.int32)
         return _batch(step, arrays, batch, place, rows, first_column)
 
-    def _iterate(self, start: int, stop: int, read: Callable[[int], Batch]) -> Iterator[Batch]:
+    def _iterate(
+        self, start: int, stop: int, read: Callable[[int], HostBatch]
+    ) -> Iterator[HostBatch]:
         """The batches that `read` gives for these steps, in order, read ahead by grain."""
         if self.config.workers:
             return self._iterate_workers(start, stop, read)
         return self._iterate_threads(start, stop, read)
 
     def _iterate_threads(
-        self, start: int, stop: int, read: Callable[[int], Batch]
-    ) -> Iterator[Batch]:
+        self, start: int, stop: int, read: Callable[[int], HostBatch]
+    ) -> Iterator[HostBatch]:
         """Read ahead by two threads of this process."""
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=self.config.prefetch)
         stream = grain.MapDataset.range(start, stop).map(read).to_iter_dataset(options)
@@ -155,8 +157,8 @@ class _Dataset:
             iterator.close()
 
     def _iterate_workers(
-        self, start: int, stop: int, read: Callable[[int], Batch]
-    ) -> Iterator[Batch]:
+        self, start: int, stop: int, read: Callable[[int], HostBatch]
+    ) -> Iterator[HostBatch]:
         """Read ahead by processes."""
         workers = self.config.workers
         # grain's workers read its flags, and our programs do not parse those of absl.
@@ -271,6 +273,10 @@ class TrainingData(_Dataset):
         """The rows of whole documents of every source, for every row length."""
         for of_length in self.bins.values():
             yield from of_length
+
+    def read_until(self, step: int) -> DataRead:
+        """What is read before this step, for a checkpoint to remember."""
+        return DataRead(step, self.fingerprint_at(step), self.cursor_at(step), self.start)
 
     def cursor_at(self, step: int) -> dict[str, Any]:
         """Where the data stands before `step`, as JSON: what a checkpoint of that step needs to go
@@ -404,7 +410,7 @@ class TrainingData(_Dataset):
         used = np.unique(self.places_at(step).row)
         return self.shape_at(step).batch_size - len(used)
 
-    def batch(self, step: int, part: Parts = None) -> Batch:
+    def batch(self, step: int, part: Parts = None) -> HostBatch:
         """This part of the batch of a step, its rows in this order: a pure function of (config,
         manifests, seed, step).
 
@@ -423,7 +429,7 @@ class TrainingData(_Dataset):
             self._corrupt(result.arrays, rows, held, span.seq_length)
         return result
 
-    def _read_balanced(self, step: int, batch: Rows, part: Part | None) -> Batch:
+    def _read_balanced(self, step: int, batch: Rows, part: Part | None) -> HostBatch:
         """This part of a balanced batch, which is made of these rows of one document each."""
         shape = self.shape_at(step)
         length = shape.seq_length
@@ -506,7 +512,7 @@ class TrainingData(_Dataset):
 
     def iterate(
         self, start_step: int, part: Parts = None, stop_step: int | None = None
-    ) -> Iterator[Batch]:
+    ) -> Iterator[HostBatch]:
         """Batches from `start_step` to before `stop_step` (None: the plan's end) in order, read
         ahead by grain."""
         if stop_step is None:
@@ -546,7 +552,7 @@ class EvaluationData(_Dataset):
         if not shards.masked and self.num_tokens == self.manifest.num_targets:
             self.text_bytes = shards.text_bytes
 
-    def batch(self, step: int, part: Part | None = None) -> Batch:
+    def batch(self, step: int, part: Part | None = None) -> HostBatch:
         """Batch number `step`; rows past the end of the set are padding of zero weight. See
         `TrainingData.batch`."""
         assert 0 <= step < self.num_batches, f"batch {step} is not in [0, {self.num_batches})"
@@ -556,7 +562,9 @@ class EvaluationData(_Dataset):
         phases = np.full_like(row, -1)
         return self._read(step, batch, phases, part, ["held out"], self.config.seq_length)
 
-    def iterate(self, part: Part | None = None, num_batches: int | None = None) -> Iterator[Batch]:
+    def iterate(
+        self, part: Part | None = None, num_batches: int | None = None
+    ) -> Iterator[HostBatch]:
         """The first `num_batches` batches (None: all) in order, read ahead by grain."""
         stop = self.num_batches
         if num_batches is not None:
@@ -574,8 +582,8 @@ def _eod_id(shards: TokenShards) -> int:
 
 
 def carry_errors(
-    stream: Iterator[Batch], steps: range, part: Callable[[int], Part]
-) -> Iterator[Batch]:
+    stream: Iterator[HostBatch], steps: range, part: Callable[[int], Part]
+) -> Iterator[HostBatch]:
     """The batches of a stream for these steps; where it can't be read, empty ones that carry the
     error, to the end.
 
@@ -600,7 +608,7 @@ def carry_errors(
                 "loss_mask": zeros.astype(np.float32),
                 "source": np.zeros(len(rows), np.int32),
             }
-            yield Batch(step, arrays, 0, "", 0, "", error)
+            yield HostBatch(step, arrays, 0, "", 0, "", error)
 
 
 def _batch(
@@ -610,10 +618,10 @@ def _batch(
     place: str,
     rows: np.ndarray,
     first_column: int,
-) -> Batch:
+) -> HostBatch:
     """The batch of a step with these arrays, which hold `rows` of it from `first_column` on; `read`
     is what the plan says of all of it."""
-    return Batch(
+    return HostBatch(
         step=step,
         arrays=arrays,
         num_targets=int(np.count_nonzero(arrays["loss_mask"] != 0)),
@@ -684,11 +692,11 @@ def resume_training(
     config: DataConfig,
     seed: int,
     steps: Steps,
-    saved: dict[str, Any] | None,
+    saved: DataRead | None,
     changes: Sequence[str] = (),
 ) -> TrainingData:
-    """The training data to go on with from a checkpoint whose record is `saved` (None: from the
-    start of a run).
+    """The training data to go on with from a checkpoint, before which `saved` was read (None: from
+    the start of a run).
 
     What it has before the checkpoint is what was read: since the start, or since the last accepted
     change. If it is not, the data goes on from the checkpoint's cursor, provided the config accepts
@@ -698,8 +706,8 @@ def resume_training(
     if saved is None:
         return open_training(config, seed, steps)
     starts: list[dict[str, Any] | None] = [None]
-    if saved.get("start"):
-        starts.append(saved["start"])
+    if saved.start:
+        starts.append(saved.start)
     refused = None
     data = None
     for start in starts:
@@ -709,15 +717,15 @@ def resume_training(
             # It may be a plan from the next start on, or from the checkpoint on.
             refused = refused or error
         else:
-            if saved["data"] == data.fingerprint_at(saved["step"]):
+            if saved.fingerprint == data.fingerprint_at(saved.step):
                 return data
     if config.accept_changes:
-        return open_training(config, seed, steps, saved["cursor"])
+        return open_training(config, seed, steps, saved.cursor)
     if refused:
         raise refused
     assert data is not None, "no plan and no error"
-    step = saved["step"]
-    causes = [*changes, *_other_tokens(data, saved["cursor"])] or ["no key says why"]
+    step = saved.step
+    causes = [*changes, *_other_tokens(data, saved.cursor)] or ["no key says why"]
     raise ConfigError(
         f"before step {step:,} this run has read other data than this config describes: "
         f"{'; '.join(causes)}. Set these keys back to go on as before (config.yaml has their "

@@ -23,7 +23,7 @@ import hashlib
 import math
 import runpy
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -132,6 +132,19 @@ class Cursor(NamedTuple):
     mixture: list[list]
     sources: dict[str, list]
     fingerprint: str
+
+
+class DataRead(NamedTuple):
+    """What a run has read until a step, as its checkpoint remembers it. Plain JSON.
+
+    `fingerprint` is that of all batches before the step; `cursor` the fields of a `Cursor` at the
+    step; `start` likewise where other data was accepted last, None if that never happened.
+    """
+
+    step: int
+    fingerprint: str
+    cursor: dict[str, Any]
+    start: dict[str, Any] | None
 
 
 class _SourceCursor(NamedTuple):

@@ -34,6 +34,7 @@ from maxtrain.checkpoint.frozen import (
 from maxtrain.checkpoint.integrity import FORMAT, defect, find_damage, read_commit, survey
 from maxtrain.checkpoint.listing import read_record
 from maxtrain.observe.lock import RunLock
+from maxtrain.run_state import best_steps
 
 # Entries of a list that are shown.
 _MOST_LISTED = 8
@@ -93,12 +94,12 @@ def show_list(directory: Path, console: Console) -> None:
     # The newest knows of all before it.
     best = {}
     if records:
-        best = records[max(records)].get("best", {})
+        best = best_steps(records[max(records)])
     for path in steps:
         why = defects[path]
         marks: list[str] = []
         if not why:
-            marks = [name for name, mark in best.items() if mark["step"] == int(path.name)]
+            marks = [name for name, step in best.items() if step == int(path.name)]
         table.add_row(*_cells(path, why, marks))
     for path in sorted(folder.glob("*.damaged-*")):
         if _step_of(path).isdecimal():
@@ -334,8 +335,8 @@ def _superfluous(
     steps = [path for path in found if not defect(path)]
     best = {}
     if steps:
-        best = read_record(steps[-1]).get("best", {})
-    kept = {mark["step"] for mark in best.values()}
+        best = best_steps(read_record(steps[-1]))
+    kept = set(best.values())
     going = []
     for path in steps[:-keep]:
         step = int(path.name)

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -206,26 +205,16 @@ def frozen_digests(frozen: FrozenModel | None, state: TrainState) -> dict[str, s
     return {frozen.role: f"{arrays}-{frozen.function()}"}
 
 
-def recorded_digests(record: Mapping[str, Any] | None) -> dict[str, str]:
-    """What `frozen_digests` gave when the checkpoint with this record was made."""
-    found = {}
-    for role in (TEACHER, REFERENCE):
-        if role in (record or {}):
-            found[role] = (record or {})[role]
-    return found
-
-
 def require_same_frozen_model(
-    frozen: FrozenModel | None, digests: Mapping[str, str], record: Mapping[str, Any] | None
+    frozen: FrozenModel | None, digests: Mapping[str, str], before: Mapping[str, str]
 ) -> None:
-    """ConfigError: a checkpoint with this record was made with another model in the same role.
+    """ConfigError: a run would go on with another model than the one that it has had in its role.
 
     Args:
         frozen: that of the run.
         digests: of `frozen_digests`.
-        record: of the checkpoint that a run goes on from; None: there is none.
+        before: likewise, at the checkpoint that the run goes on from.
     """
-    before = recorded_digests(record)
     for role, digest in digests.items():
         assert frozen is not None
         if before.get(role, digest) == digest:

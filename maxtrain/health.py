@@ -13,12 +13,12 @@ from typing import Any
 from data_pipeline.config import DataConfig
 from data_pipeline.errors import DivergedError
 from data_pipeline.guard import BatchGuard
-from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import TrainingData
+from data_pipeline.loader import HostBatch, TrainingData
 from maxtrain.checkpoint.rollback import Rollback, left_out
 from maxtrain.config.schema import AnomalyConfig
 from maxtrain.observe.anomaly import Anomalies, Finding
 from maxtrain.observe.progress import Progress
+from maxtrain.run_state import HealthState
 
 
 class Health:
@@ -32,7 +32,7 @@ class Health:
         progress: where warnings are told.
 
     Attributes:
-        guard: judges batches by their targets.
+        guard: checks batches by their targets.
         left_out: steps that change nothing since the run went back, counted from 0 as batches are.
         skipped_in_row: non-finite steps, up to the last one that was looked at.
         skipped: steps of the whole run that changed nothing, likewise.
@@ -58,11 +58,19 @@ class Health:
         self._data = data
         self._leaves = leaves
         self._progress = progress
-        self.restore(None, [])
+        self.restore(HealthState(), [], has_other_data=False)
 
-    def restore(self, record: Mapping[str, Any] | None, rollbacks: Sequence[Rollback]) -> None:
-        """As it was at a checkpoint with this record; None: as before the first step."""
-        saved = record or {}
+    def restore(
+        self, saved: HealthState, rollbacks: Sequence[Rollback], has_other_data: bool
+    ) -> None:
+        """As it was at a checkpoint.
+
+        Args:
+            saved: what the checkpoint has; that of a new run has nothing.
+            rollbacks: those of the run.
+            has_other_data: the run goes on from there with other data (data.accept_changes), and
+                no batch before has anything to do with what ends it.
+        """
         section = self._section
         self.guard = BatchGuard(
             section.zero_weight,
@@ -71,25 +79,21 @@ class Health:
             section.fill_patience,
             section.repeated,
         )
-        if "guard" in saved:
-            self.guard.restore(saved["guard"])
+        if saved.guard is not None:
+            self.guard.restore(saved.guard)
         self._anomalies = Anomalies(self._anomaly, self._leaves, self._data.describe_rows)
         self.left_out = left_out(rollbacks)
         self.skipped_in_row = 0
-        self.skipped = saved.get("skipped", 0)
+        self.skipped = saved.skipped
         self.ending = ""
-        ending = saved.get("ending", "")
-        if self._still_ends(ending, saved):
-            self.ending = ending
+        if not has_other_data and self._still_ends(saved.ending):
+            self.ending = saved.ending
 
-    def _still_ends(self, ending: str, saved: Mapping[str, Any]) -> bool:
-        """Whether what ended the run does so with this config, too: the ending names it.
+    def _still_ends(self, ending: str) -> bool:
+        """Whether what ended the run does so with this config, too: the ending names its cause.
 
-        Of evaluations others judge.
+        Whether evaluations still end it, `go_on_unless` is told.
         """
-        # Other data, by data.accept_changes.
-        if self._data.start == saved.get("cursor"):
-            return False
         if "(data.repeated)" in ending:
             return self._section.repeated == "stop"
         return "(eval.stop_patience" in ending or self._section.zero_weight == "stop"
@@ -100,9 +104,9 @@ class Health:
         if f"({cause}" in self.ending and not still:
             self.ending = ""
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's record has to hold of it."""
-        return {"skipped": self.skipped, "guard": self.guard.state(), "ending": self.ending}
+    def state(self) -> HealthState:
+        """What a checkpoint has to remember of it."""
+        return HealthState(self.skipped, self.guard.state(), self.ending)
 
     def repeats(self, origins: Sequence[HostBatch], contents: Sequence[int]) -> list[bool]:
         """Of each batch, whether its tokens were read before from another place.
@@ -114,8 +118,10 @@ class Health:
             found.append(self.guard.repeats(content, origin.place, origin.step))
         return found
 
-    def judge(self, origin: HostBatch, value: Mapping[str, Any], repeats: bool) -> Finding | None:
-        """Judges one step, and tells what there is to warn of.
+    def check_step(
+        self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
+    ) -> Finding | None:
+        """Checks one step, and tells what there is to warn of.
 
         Args:
             origin: where its batch comes from.
@@ -140,7 +146,7 @@ class Health:
             self._progress.message(f"{found.message} {found.mend}.", style="yellow")
         if origin.step in self.left_out:
             return None
-        found = self._judge_batch(origin, value, repeats)
+        found = self._check_batch(origin, value, repeats)
         if found is not None:
             return found
         limit = self._anomaly.max_skipped
@@ -152,10 +158,10 @@ class Health:
             )
         return None
 
-    def _judge_batch(
+    def _check_batch(
         self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
     ) -> Finding | None:
-        """Judges a batch by its targets; a finding: the run must go back to before it."""
+        """Checks a batch by its targets; a finding: the run must go back to before it."""
         step = origin.step + 1
         targets = float(value["targets"])
         # Else the batch itself is damaged, and the step was not made.
@@ -164,18 +170,18 @@ class Health:
         shape = self._data.shape_at(origin.step)
         # Rows that balancing adds, so that all devices have as many, are nobody's fault.
         empty_rows = float(value["empty_rows"]) - self._data.num_unused_rows(origin.step)
-        verdict = self.guard.observe(step, targets, empty_rows, shape, repeats)
-        if verdict is None:
+        response = self.guard.observe(step, targets, empty_rows, shape, repeats)
+        if response is None:
             return None
-        if verdict.back:
-            message = f"{verdict.message} {self._data.describe_rows(step - 1)}"
+        if response.back:
+            message = f"{response.message} {self._data.describe_rows(step - 1)}"
             mend = (
                 "Look for the same text in several sources (prepare --dedupe), or set "
                 "data.repeated=warn"
             )
-            return Finding(step, "repeated", verdict.back, message, mend)
-        if verdict.message:
-            self._progress.message(verdict.message, style="yellow")
-            if verdict.stop:
-                self.ending = verdict.message
+            return Finding(step, "repeated", response.back, message, mend)
+        if response.message:
+            self._progress.message(response.message, style="yellow")
+            if response.stop:
+                self.ending = response.message
         return None

@@ -49,7 +49,7 @@ def after_each_step(run: Run) -> list[Hook]:
     save = Save(run)
     looked_at_before = [evaluate, sample, save]
     return [
-        Judge(run, looked_at_before),
+        CheckSteps(run, looked_at_before),
         CheckCopies(run),
         evaluate,
         WriteEnding(run),
@@ -60,8 +60,8 @@ def after_each_step(run: Run) -> list[Hook]:
     ]
 
 
-class Judge(Hook):
-    """Fetches the metrics of the steps since the last look, judges them, and writes a training
+class CheckSteps(Hook):
+    """Fetches the metrics of the steps since the last look, checks them, and writes a training
     record.
 
     Fetching waits for the devices. So it is due only when a record is, or when something follows
@@ -76,7 +76,7 @@ class Judge(Hook):
         return after.is_logged or after.stop or any(hook.due(after) for hook in self._before)
 
     def __call__(self, after: AfterStep) -> None:
-        self._run.judge(write=after.is_logged)
+        self._run.check_steps(write=after.is_logged)
 
 
 class CheckCopies(Hook):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import HostBatch
 from maxtrain.parallel.agreement import gather, gather_bytes, raise_together
 
 

@@ -42,6 +42,7 @@ from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import RunFolder
+from maxtrain.run_state import imported_record
 from maxtrain.staging import publishing, require_free
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
@@ -163,12 +164,7 @@ def _write(
     identity = RunFolder(staged)
     identity.begin(lambda text: None)
     params, buffers = split_buffers(variables)
-    record = {
-        "run": identity.id,
-        "step": 0,
-        "imported": config.checkpoint.init_from,
-        "config": to_yaml(config),
-    }
+    record = imported_record(identity.id, config.checkpoint.init_from, to_yaml(config))
     checkpoints = Checkpoints(staged / "checkpoints", CheckpointConfig(asynchronous=False))
     try:
         state = {"params": params, "buffers": buffers}

@@ -15,6 +15,7 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
 from maxtrain.models.cost import sequence_cost
+from maxtrain.run_state import RunState
 
 # What of the section `data` decides which tokens are read; where they are does not.
 _DECIDES = re.compile(
@@ -25,11 +26,11 @@ _DECIDES = re.compile(
 
 
 def open_data(
-    config: RunConfig, saved: dict[str, Any] | None
+    config: RunConfig, saved: RunState | None
 ) -> tuple[TrainingData, dict[str, EvaluationData]]:
     """Training data with its plan solved, and the evaluation sets; all of one tokenizer.
 
-    `saved` is the record of the checkpoint to go on from: what was read before it must be what this
+    `saved` is the run at the checkpoint to go on from: what was read before it must be what this
     config says, unless the config accepts that it was not.
     """
     data = open_training_data(config, saved)
@@ -47,11 +48,15 @@ def open_data(
     return data, sets
 
 
-def open_training_data(config: RunConfig, saved: dict[str, Any] | None) -> TrainingData:
+def open_training_data(config: RunConfig, saved: RunState | None) -> TrainingData:
     """The training data of a run with its plan solved; `saved` as for `open_data`."""
-    changes = _changes_of_data(config, saved)
+    changes: list[str] = []
+    read = None
+    if saved is not None:
+        changes = _changes_of_data(config, saved.config)
+        read = saved.data
     section = data_section(config)
-    data = resume_training(section, data_seed(config), config.steps, saved, changes)
+    data = resume_training(section, data_seed(config), config.steps, read, changes)
     if config.model.vocab_size is not None:
         data.limit_vocabulary(config.model.vocab_size)
     return data
@@ -103,13 +108,14 @@ def data_seed(config: RunConfig) -> int:
     return config.data.seed
 
 
-def _changes_of_data(config: RunConfig, saved: dict[str, Any] | None) -> list[str]:
-    """Settings that decide what is read and are not those that a checkpoint was made with.
+def _changes_of_data(config: RunConfig, saved: str) -> list[str]:
+    """Settings that decide what is read and are not those of the config, as YAML, that a
+    checkpoint was made with.
 
     Both values, by their keys.
     """
     try:
-        before = yaml.safe_load((saved or {}).get("config", ""))
+        before = yaml.safe_load(saved)
     except yaml.YAMLError:
         before = None
     if not isinstance(before, dict) or not isinstance(before.get("data"), dict):

@@ -18,8 +18,7 @@ import optax
 from flax import nnx
 
 from data_pipeline.errors import ConfigError
-from data_pipeline.loader import Batch as HostBatch
-from data_pipeline.loader import EvaluationData, TrainingData, carry_errors
+from data_pipeline.loader import EvaluationData, HostBatch, TrainingData, carry_errors
 from maxtrain.config import RunConfig, fit_to_devices, fit_to_fewer, leaves
 from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.across.steps import fit_warmup
@@ -41,6 +40,7 @@ from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.run_state import RunState
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
 from maxtrain.training.partition import frozen_paths, split, split_buffers
@@ -254,17 +254,19 @@ class Job(Parts):
         return prefetch(map(place, host), self.config.data.prefetch)
 
 
-def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool = False) -> Job:
+def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = False) -> Job:
     """Opens the data, then starts the devices.
 
     Args:
-        saved: the record of the checkpoint to go on from, if there is one.
+        saved: the run at the checkpoint to go on from, if there is one.
         as_launched: the config is that of a launch on record, which is as it is.
 
     Raises:
         UserError: data, config and devices do not fit together.
     """
-    kept = kept_settings(saved)
+    kept: dict[str, Any] = {}
+    if saved is not None:
+        kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
     asked = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
@@ -275,9 +277,11 @@ def open_job(config: RunConfig, saved: dict[str, Any] | None, as_launched: bool 
         asked, of_warmup = _with_warmup_of_plan(asked, num_steps, kept)
         notes = [note for note in (of_kept, of_warmup) if note]
     asked_for = asked
+    run_dir = Path(config.output_dir, config.run_name)
 
     def suffices(had: int, count: int) -> bool:
-        return fit_to_fewer(asked_for, had, count, usual_devices(config)) is not None
+        usual = usual_devices(run_dir, config.mesh.simulated_devices)
+        return fit_to_fewer(asked_for, had, count, usual) is not None
 
     cache = config.observe.compilation_cache
     had = distributed.start(config.mesh, cache, config.determinism == "full", suffices)
@@ -374,7 +378,7 @@ def make_parts(
     )
 
 
-def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
+def launch_fields(job: Job, saved: RunState | None) -> dict[str, str]:
     """What all processes must have in common before the first step.
 
     Where a host keeps the data is its own affair.
@@ -399,5 +403,5 @@ def launch_fields(job: Job, saved: dict[str, Any] | None) -> dict[str, str]:
         fields["files of checkpoint.init_from"] = sampled_hash(weights)
     fields["checkpoint"] = "none"
     if saved:
-        fields["checkpoint"] = f"step {saved['step']}"
+        fields["checkpoint"] = f"step {saved.step}"
     return fields

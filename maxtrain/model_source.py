@@ -20,6 +20,7 @@ from maxtrain.config.schema import MeshConfig, RunConfig
 from maxtrain.models.decoder import Decoder
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import require_own_config
+from maxtrain.run_state import config_of
 from maxtrain.training.partition import join, split, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import load_pretrained
@@ -138,7 +139,7 @@ def config_of_step(directory: str | Path, step: int | None) -> RunConfig:
     wanted = step_of(directory, step)
     if wanted not in steps:
         return config
-    changed = changed_meaning(config.model, read_record(steps[wanted]))
+    changed = changed_meaning(config.model, config_of(read_record(steps[wanted])))
     if not changed:
         return config
     for key, (_, of_step) in changed.items():

@@ -48,7 +48,7 @@ from maxtrain.observe import human
 from maxtrain.observe.batch_advice import NEARLY, Advice, Data, fast_enough, fitting_data
 from maxtrain.observe.probe_report import Try, draw, table
 from maxtrain.observe.progress import Progress
-from maxtrain.observe.range_test import RangeTest, diverged, judge
+from maxtrain.observe.range_test import RangeTest, diverged, outcome
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import abstract_batch
 from maxtrain.parallel.libtpu import answer_libtpu
@@ -285,7 +285,7 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
         rule = f"the loss was finite for {len(finite)} steps only, from learning rate {low:.3g} on"
         raise DivergedError(f"{rule}. {mend}.")
     # A loss is that of the updates before it.
-    return judge(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])
+    return outcome(np.array(rates)[finite[:-1]], np.array(losses)[finite[1:]])
 
 
 def described_devices(topology: str) -> Sequence[Any]:

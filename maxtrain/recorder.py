@@ -1,6 +1,6 @@
 """What is written down of a run: the records of its steps, in every log.
 
-Steps come in with their metrics on the host, already judged (health.py). Nothing is decided here.
+Steps come in with their metrics on the host, already checked (health.py). Nothing is decided here.
 """
 
 import contextlib
@@ -14,16 +14,17 @@ import jax
 import numpy as np
 
 from data_pipeline.errors import DataError
-from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import HostBatch
 from data_pipeline.plan import Plan
 from maxtrain.checkpoint.rollback import Rollback
 from maxtrain.config.schema import ANOMALIES
-from maxtrain.observe.metrics import Kept, MetricsLog, read_metrics
+from maxtrain.observe.metrics import MetricsLog, read_metrics
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.speed import SpeedMeter
 from maxtrain.observe.tracking import Trackers
 from maxtrain.ops.digest import hash_text
 from maxtrain.parallel.memory import memory_in_use
+from maxtrain.run_state import RecorderState
 from maxtrain.training.norms import MEASURED
 
 # Of passes over a source, which are sums of floats.
@@ -78,43 +79,38 @@ class Recorder:
         # Which checkpoints remember, on process 0; open between `open_logs` and `close_logs`.
         self._metrics: MetricsLog | None = None
         self._is_open = False
-        self.restore(None, [])
+        self.restore(RecorderState(), [])
 
     # What a checkpoint remembers
 
-    def restore(self, record: Mapping[str, Any] | None, rollbacks: Sequence[Rollback]) -> None:
-        """As it was at a checkpoint with this record; None: as before the first step."""
-        saved = record or {}
+    def restore(self, saved: RecorderState, rollbacks: Sequence[Rollback]) -> None:
+        """As it was at a checkpoint that has `saved`; that of a new run has nothing."""
         self._rollbacks = rollbacks
-        self._tokens_seen = saved.get("tokens_seen", 0)
+        self._tokens_seen = saved.tokens_seen
         # Nats and targets since the last record, of all sources together.
-        self._sums = np.array(saved.get("since_record", (0.0, 0.0)), np.float64)
-        # Likewise of each source. Those of steps that were not finite are saved as words.
+        self._sums = np.array(saved.since_record, np.float64)
+        # Likewise of each source.
         nothing = np.zeros((2, len(self._plan.names)))
-        self._by_source = np.array(saved.get("by_source", nothing), np.float64)
-        # Other data, by data.accept_changes.
+        self._by_source = np.array(saved.by_source, np.float64)
+        # Nothing is known, or the sources were others, by data.accept_changes.
         if self._by_source.shape != nothing.shape:
             self._by_source = nothing
-        # Of the log, when the checkpoint was saved.
-        self._kept: Kept | None = None
-        if saved.get("metrics"):
-            self._kept = Kept(**saved["metrics"])
+        # How far the log went when the checkpoint was saved.
+        self._mark = saved.log
         self._speed.restart()
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's record has to hold of it."""
-        metrics = None
+    def state(self) -> RecorderState:
+        """What a checkpoint has to remember of it."""
+        log = None
         if self._metrics:
-            metrics = self._metrics.kept()._asdict()
-        by_source = []
-        for row in self._by_source.tolist():
-            by_source.append([x if math.isfinite(x) else str(x) for x in row])
-        return {
-            "metrics": metrics,
-            "tokens_seen": self._tokens_seen,
-            "since_record": self._sums.tolist(),
-            "by_source": by_source,
-        }
+            log = self._metrics.mark()
+        nats, targets = self._sums.tolist()
+        return RecorderState(
+            log=log,
+            tokens_seen=self._tokens_seen,
+            since_record=(nats, targets),
+            by_source=self._by_source.tolist(),
+        )
 
     # The logs
 
@@ -139,7 +135,7 @@ class Recorder:
         self.close_logs()
         if jax.process_index() == 0:
             # This makes the folder.
-            self._metrics = MetricsLog(self._folder, step, again, run, self._kept)
+            self._metrics = MetricsLog(self._folder, step, again, run, self._mark)
             for problem in self._metrics.problems:
                 self._progress.message(problem, style="bold red")
             self.end_at = self._metrics.end_at

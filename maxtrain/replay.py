@@ -22,17 +22,19 @@ from data_pipeline.errors import DataError, DifferentError, UsageError, run_comm
 from maxtrain.checkpoint.listing import array_digests, saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
+from maxtrain.config import to_yaml
 from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
 from maxtrain.job import Job, open_job
 from maxtrain.observe.launches import (
     launch_differences,
     launch_of,
     launch_record,
-    launched_config,
     read_launches,
 )
 from maxtrain.observe.metrics import read_metrics, same
 from maxtrain.ops.digest import digests, hash_text, tree_digests
+from maxtrain.run_folder import launched_config
+from maxtrain.run_state import RunState
 from maxtrain.training.state import TrainState, policy_variables, saved_part
 
 
@@ -97,17 +99,20 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     accepting = dataclasses.replace(
         config, data=dataclasses.replace(config.data, accept_changes=True)
     )
-    record = None
+    begun_at = None
+    frozen_models = {}
     if begin in steps:
         _, record = steps[begin]
-    job = open_job(accepting, record, as_launched=True)
+        begun_at = RunState.from_record(record)
+        frozen_models = begun_at.frozen_models
+    job = open_job(accepting, begun_at, as_launched=True)
     findings = Findings()
     with jax.set_mesh(job.mesh):
         state = _start(job, folder, begin, saved, findings)
         found = frozen_digests(job.frozen_model, state)
-        require_same_frozen_model(job.frozen_model, found, record)
+        require_same_frozen_model(job.frozen_model, found, frozen_models)
         fingerprint = job.data.fingerprint_at(job.data.plan.num_steps)
-        now = launch_record(config, job.mesh, fingerprint, begin)
+        now = launch_record(to_yaml(config), job.mesh, fingerprint, begin)
         without = left_out(read_rollbacks(folder) or [])
         _go(job, state, begin, end, without, records, saved, findings)
     differences = {}

@@ -5,20 +5,20 @@ makes a step, goes back, saves and stops.
 """
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import ConfigError, DivergedError, StorageError, TryAgainError
-from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import HostBatch
 from maxtrain import failpoints
-from maxtrain.checkpoint.listing import latest_record
+from maxtrain.checkpoint.listing import latest_state
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.checkpoint.rollback import Rollback, went_with, write_rollbacks
+from maxtrain.checkpoint.rollback import Rollback, write_rollbacks
 from maxtrain.config import to_yaml
-from maxtrain.frozen_model import frozen_digests, recorded_digests, require_same_frozen_model
+from maxtrain.frozen_model import frozen_digests, require_same_frozen_model
 from maxtrain.health import Health
 from maxtrain.hosts import compare_batches
 from maxtrain.job import Job
@@ -37,6 +37,7 @@ from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
 from maxtrain.run_folder import RunFolder
+from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import not_finite
 from maxtrain.training.integrity import Integrity
@@ -128,7 +129,7 @@ class Run:
         self.evaluated_again: list[str] = []
         self.save_is_postponed = False
         # Digests of frozen models beside the policy, by their roles; those of earlier launches, too.
-        self._frozen_digests: dict[str, str] = {}
+        self._frozen_models: dict[str, str] = {}
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
@@ -149,35 +150,37 @@ class Run:
 
     # The beginning
 
-    def restore(self, record: dict[str, Any] | None, frozen: nnx.State | None = None) -> None:
-        """Begins at the checkpoint of this record; None: with imported weights, or random ones.
+    def restore(self, saved: RunState | None, frozen: nnx.State | None = None) -> None:
+        """Begins at the checkpoint that has this; None: with imported weights, or random ones.
 
         `frozen`: the parameters of the frozen model, if there is one and they are in memory already.
         """
         self._unseen = []
-        self.recorder.restore(record, self.rollbacks)
-        self.health.restore(record, self.rollbacks)
-        self.validation.restore(record)
+        before = saved or RunState()
+        has_other_data = False
+        if saved is not None and self.data.start is not None:
+            has_other_data = self.data.start == saved.data.cursor
+        self.recorder.restore(before.recorder, self.rollbacks)
+        self.health.restore(before.health, self.rollbacks, has_other_data)
+        self.validation.restore(before.validation, has_other_data)
         self.health.go_on_unless(self.validation.why_stop(), STOP_PATIENCE)
-        self.step = record["step"] if record else 0
-        self.unevaluated = self._sets_to_read(record)
+        self.step = before.step
+        self.unevaluated = self._sets_to_read(saved)
         self.evaluated_again = [
-            name
-            for name in self.unevaluated
-            if record is None or name in record.get("unevaluated", [])
+            name for name in self.unevaluated if saved is None or name in saved.unevaluated
         ]
         if self.rollbacks:
             if jax.process_index() == 0:
                 self.folder.note_discarded_after(self.step)
-            self.checkpoints.discard_after(record["step"] if record else -1)
-        if record is None:
+            self.checkpoints.discard_after(saved.step if saved else -1)
+        if saved is None:
             self._make_initial_state(frozen)
         else:
-            self._restore_arrays(record, frozen)
+            self._restore_arrays(saved, frozen, has_other_data)
         found = frozen_digests(self.job.frozen_model, self.state)
-        require_same_frozen_model(self.job.frozen_model, found, record)
+        require_same_frozen_model(self.job.frozen_model, found, before.frozen_models)
         # A run may learn from one of before again later.
-        self._frozen_digests = recorded_digests(record) | found
+        self._frozen_models = {**before.frozen_models, **found}
 
     def _make_initial_state(self, frozen: nnx.State | None) -> None:
         weights = self.config.checkpoint.init_from
@@ -186,7 +189,9 @@ class Run:
         with self.clock.during("compile"):
             self.state = self.job.initial_state(self.progress.message, frozen)
 
-    def _restore_arrays(self, record: dict[str, Any], frozen: nnx.State | None) -> None:
+    def _restore_arrays(
+        self, saved: RunState, frozen: nnx.State | None, has_other_data: bool
+    ) -> None:
         step = self.step
         with self.clock.during("restore"):
             self.progress.phase(f"restoring step {step:,}")
@@ -195,13 +200,13 @@ class Run:
             state, _ = self.checkpoints.restore(saved_part(self.job.abstract), step)
             self.state = self.job.with_frozen_model(state, frozen)
         self.progress.message(f"Goes on from step {step:,} in {self.checkpoints.place(step)}.")
-        if self.data.start == record["cursor"]:
+        if has_other_data:
             self.progress.message(
                 f"What was read before step {step:,} is not what this config says: accepted, by "
                 f"data.accept_changes. The plan begins there.",
                 style="yellow",
             )
-        planned = record["num_steps"]
+        planned = saved.num_steps
         if planned != self.num_steps and step < self.num_steps:
             self.progress.message(
                 f"The run was planned for {planned:,} steps and has {self.num_steps:,} now: "
@@ -227,20 +232,20 @@ class Run:
             "Set both back, or begin another run with checkpoint.init_from."
         )
 
-    def _sets_to_read(self, record: dict[str, Any] | None) -> list[str]:
-        """Evaluation sets to read before anything else, at the first step or at a checkpoint with
-        this record."""
-        if record is None:
+    def _sets_to_read(self, saved: RunState | None) -> list[str]:
+        """Evaluation sets to read before anything else, at this checkpoint; None: at the first
+        step."""
+        if saved is None:
             if not self.config.eval_at_start:
                 return []
             return self.validation.due(0, last=True)
-        left_before = record.get("unevaluated", [])
+        left_before = list(saved.unevaluated)
         if self.step < self.num_steps and not self.health.ending:
             return left_before
         # No later step will read a set that is new, or whose text is another than it was.
         left = []
         if jax.process_index() == 0:
-            left = self._sets_never_read(record)
+            left = self._sets_never_read(saved)
         left = gather({"left": left}, _MOST_NAMES)[0]["left"]
         new = [name for name in left if name not in left_before]
         if new:
@@ -250,11 +255,11 @@ class Run:
             )
         return left
 
-    def _sets_never_read(self, record: dict[str, Any]) -> list[str]:
-        """Sets whose text, as it is now, this step was not evaluated on, by the checkpoint's record
-        and by metrics.jsonl."""
-        read_before = dict(record.get("read", {}))
-        for name in record.get("unevaluated", []):
+    def _sets_never_read(self, saved: RunState) -> list[str]:
+        """Sets whose text, as it is now, this step was not evaluated on, by its checkpoint and by
+        metrics.jsonl."""
+        read_before = dict(saved.validation.read)
+        for name in saved.unevaluated:
             read_before.pop(name, None)
         on_record = self.recorder.evaluated(self.step)
         left = []
@@ -347,7 +352,7 @@ class Run:
                 self.speed.peak = Peak(tflops, jax.local_devices()[0], dtype)
         return program
 
-    def judge(self, write: bool) -> None:
+    def check_steps(self, write: bool) -> None:
         """Looks at the steps that nobody has looked at yet, and writes a record of the last one if
         asked to.
 
@@ -375,7 +380,7 @@ class Run:
         raise RollBack(found)
 
     def look(self, write: bool) -> Finding | None:
-        """Fetches the metrics of the steps since the last look, judges and counts each, and writes
+        """Fetches the metrics of the steps since the last look, checks and counts each, and writes
         a record of the last one if asked to.
 
         Steps are fetched together, so that the device need not wait for the host after each.
@@ -384,7 +389,7 @@ class Run:
             An anomaly for which a step, and those after it, must not count.
 
         Raises:
-            DivergedError, DataError: see `Health.judge`.
+            DivergedError, DataError: see `Health.check_step`.
             DataError, UserError: see `compare_batches`.
         """
         if not self._unseen:
@@ -395,7 +400,7 @@ class Run:
         part = self.job.layout(origins[-1].step).identity
         repeats = self.health.repeats(origins, compare_batches(origins, part))
         for origin, value, is_repeated in zip(origins, values, repeats, strict=True):
-            found = self.health.judge(origin, value, is_repeated)
+            found = self.health.check_step(origin, value, is_repeated)
             if found:
                 return found
             self.recorder.add(origin, value, self.data.shape_at(origin.step))
@@ -510,8 +515,8 @@ class Run:
         first = max(1, found.step + 1 - num_left_out)
         rollback = {"step": found.step, "kind": found.kind, "left_out": [first, found.step]}
         rollbacks = [*self.rollbacks, rollback]
-        record = self._newest_record(rollbacks)
-        back = record["step"] if record else 0
+        saved = self._newest_state(rollbacks)
+        back = saved.step if saved else 0
         if back < self.data.plan.spans[0].step:
             raise DivergedError(
                 f"{found.message}\n  The run can't go back to step {back:,}, where the data was "
@@ -541,19 +546,18 @@ class Run:
             frozen = self.state.frozen[self.job.frozen_model.role]
         # There may be no room for two.
         jax.tree.map(lambda x: x.delete(), saved_part(self.state))
-        self.restore(record, frozen)
+        self.restore(saved, frozen)
         self.clock.lap()
         self.recorder.open_logs(self.step, self.evaluated_again, self.folder.id)
 
-    def _newest_record(self, rollbacks: list[Rollback]) -> dict[str, Any] | None:
-        """The record of the newest checkpoint of a run with these rollbacks."""
+    def _newest_state(self, rollbacks: list[Rollback]) -> RunState | None:
+        """The run at its newest checkpoint that went with these rollbacks."""
         self.checkpoints.wait()
-
-        def is_of_this_run(record: dict[str, Any]) -> bool:
-            return went_with(record, rollbacks)
-
-        directory, second = self.checkpoints.directory, self.checkpoints.second
-        return latest_record(directory, is_of_this_run, second)
+        return latest_state(
+            self.checkpoints.directory,
+            lambda saved: saved.went_with(rollbacks),
+            self.checkpoints.second,
+        )
 
     # Saving and stopping
 
@@ -581,29 +585,28 @@ class Run:
         with self.clock.during("save"):
             changing = changing_part(self.state)
             constant = constant_part(self.state)
-            if self.checkpoints.save(self.step, changing, self._record(), constant):
+            record = self.remembered().to_record()
+            if self.checkpoints.save(self.step, changing, record, constant):
                 self.progress.message(f"checkpoint: step {self.step:,}", style="dim")
         return True
 
-    def _record(self) -> dict[str, Any]:
+    def remembered(self) -> RunState:
         """What a checkpoint holds beside the arrays: all that a run must remember."""
-        record = {
-            "run": self.folder.id,
-            "step": self.step,
-            "num_steps": self.num_steps,
-            **self.recorder.state(),
-            **self.health.state(),
-            "data": self.data.fingerprint_at(self.step),
-            "cursor": self.data.cursor_at(self.step),
-            "start": self.data.start,
-            **self.validation.state(),
-            "unevaluated": self.unevaluated,
-            "rollbacks": self.rollbacks,
-            "seed": self.config.seed,
-            "kept": self.job.kept,
-            "config": to_yaml(self.config),
-        }
-        return record | self._frozen_digests
+        return RunState(
+            run=self.folder.id,
+            step=self.step,
+            num_steps=self.num_steps,
+            recorder=self.recorder.state(),
+            health=self.health.state(),
+            data=self.data.read_until(self.step),
+            validation=self.validation.state(),
+            unevaluated=self.unevaluated,
+            rollbacks=self.rollbacks,
+            seed=self.config.seed,
+            kept=self.job.kept,
+            config=to_yaml(self.config),
+            frozen_models=self._frozen_models,
+        )
 
     def newest(self) -> str:
         """A sentence about the newest checkpoint."""

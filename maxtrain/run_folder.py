@@ -11,9 +11,10 @@ import json
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from data_pipeline.errors import ConfigError, StorageError
 from data_pipeline.shards import write_atomic
 from maxtrain.checkpoint import rollback
 from maxtrain.checkpoint.listing import complete, read_record
+from maxtrain.config import RunConfig
+from maxtrain.config.load import load_config
 from maxtrain.observe import launches, metrics
 from maxtrain.observe.attempts import attempts
 from maxtrain.observe.books import put_aside
 from maxtrain.observe.goodput import CLOCK
+from maxtrain.run_state import RunState, run_of
 
 FILE_NAME = "run.json"
 CONFIG = "config.yaml"
@@ -82,7 +86,7 @@ class RunFolder:
         of_metrics = metrics.metrics_owner(self.path)
         if of_metrics:
             yield metrics.FILE_NAME, of_metrics
-        ids = {path: str(read_record(path).get("run", "")) for path in self._steps}
+        ids = {path: run_of(read_record(path)) for path in self._steps}
         for path, of_step in ids.items():
             if of_step or (own and int(path.name) not in self._adopted):
                 yield str(path), of_step
@@ -197,9 +201,9 @@ def _read_identity(run: Path) -> dict[str, Any]:
     return content
 
 
-def require_trained(run: Path, record: Mapping[str, Any] | None) -> None:
+def require_trained(run: Path, saved: RunState | None) -> None:
     """ConfigError: the newest checkpoint of a run is one that `import` made, with weights alone."""
-    if record is not None and "imported" in record:
+    if saved is not None and saved.imported is not None:
         raise ConfigError(
             f"{run} holds imported weights, without the state of an optimizer or of data, so no run "
             f"can go on there. Set run_name to another name, and checkpoint.init_from={run}."
@@ -224,6 +228,19 @@ def require_own_config(run: Path) -> None:
     if folder.id and theirs not in ("", folder.id):
         rule = f"is of run {theirs}, and the checkpoints beside it are of run {folder.id}"
         raise StorageError(f"{run / CONFIG} {rule}. Bring back the one that belongs there.")
+
+
+def launched_config(
+    run: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
+) -> RunConfig:
+    """The config of a launch on record, with overrides; None: that of the run's last one, from
+    RUN/config.yaml. UserError: it is not a valid config."""
+    if launch is None:
+        return load_config([f"config={run / CONFIG}", *overrides])
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary, CONFIG)
+        path.write_text(launch["config"], encoding="utf-8")
+        return load_config([f"config={path}", *overrides])
 
 
 def config_owner(run: Path) -> str:

@@ -25,7 +25,7 @@ from data_pipeline.errors import DataError, UsageError, UserError, run_command
 from data_pipeline.loader import TrainingData, open_training
 from data_pipeline.plan import Plan
 from data_pipeline.preview import describe_step
-from maxtrain.checkpoint.listing import complete, latest_record, read_record, second_of
+from maxtrain.checkpoint.listing import complete, latest_state, read_record, second_of
 from maxtrain.checkpoint.rollback import left_out, read_rollbacks
 from maxtrain.inputs import (
     data_section,
@@ -35,8 +35,10 @@ from maxtrain.inputs import (
     with_vocabulary,
 )
 from maxtrain.observe.human import count
-from maxtrain.observe.launches import launch_of, launched_config, read_launches
+from maxtrain.observe.launches import launch_of, read_launches
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.run_folder import launched_config
+from maxtrain.run_state import RunState
 
 _BARS = " ▁▂▃▄▅▆▇█"
 
@@ -91,7 +93,7 @@ def show(config: RunConfig, run: Path) -> None:
     UserError: what can't be planned.
     """
     console = Console(highlight=False)
-    data, _ = open_data(config, _newest_record(run, config))
+    data, _ = open_data(config, _newest_state(run, config))
     with_vocabulary(config, data.vocab_size)
     plan = data.plan
     console.print(Text(data.describe()), soft_wrap=True)
@@ -113,10 +115,10 @@ def show_step(options: PlanOptions, run: Path, step: int) -> None:
         console.print("A rollback has left this step out: none of its targets counts.")
 
 
-def _newest_record(run: Path, config: RunConfig) -> dict[str, Any] | None:
-    """The record of the checkpoint that a run goes on from; None: it has none."""
+def _newest_state(run: Path, config: RunConfig) -> RunState | None:
+    """The run at the checkpoint that it goes on from; None: it has none."""
     folder = run / "checkpoints"
-    return latest_record(folder, second=second_of(folder, config.checkpoint))
+    return latest_state(folder, second=second_of(folder, config.checkpoint))
 
 
 def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData, str]:
@@ -132,7 +134,7 @@ def step_data(options: PlanOptions, run: Path, step: int) -> tuple[TrainingData,
     recorded = _recorded_batches(run)
     if step > max(recorded, default=0):
         config = options.config
-        data = open_training_data(config, _newest_record(run, config))
+        data = open_training_data(config, _newest_state(run, config))
         _require_step(data, run, step)
         return data, "To be read, unless data or settings change before."
     return _data_as_read(options, run, step, recorded)
@@ -196,8 +198,8 @@ def _starts(run: Path, config: RunConfig, step: int) -> Iterator[dict[str, Any] 
     folder = run / "checkpoints"
     seen = []
     for path in reversed(complete(folder, second_of(folder, config.checkpoint)).values()):
-        record = read_record(path)
-        for start in (record.get("start"), record.get("cursor")):
+        read = RunState.from_record(read_record(path)).data
+        for start in (read.start, read.cursor):
             if start and start["step"] < step and start not in seen:
                 seen.append(start)
                 yield start

@@ -202,7 +202,7 @@ class Supervisor:
         No device gets more rows at a time than it had.
         """
         had = self._options.processes
-        devices = usual_devices(self._config)
+        devices = usual_devices(self._folder, self._config.mesh.simulated_devices)
         rest = [other for other in self._slots if other != slot]
         for count in range(len(rest), self._least - 1, -1):
             fewer = fit_to_fewer(self._config, had, count, devices)

@@ -32,11 +32,11 @@ from data_pipeline.errors import (
     StorageError,
     run_command,
 )
-from data_pipeline.loader import Batch as HostBatch
+from data_pipeline.loader import HostBatch
 from maxtrain import failpoints
-from maxtrain.checkpoint.listing import latest_record, second_of
+from maxtrain.checkpoint.listing import latest_state, second_of
 from maxtrain.checkpoint.manager import Checkpoints, put_aside
-from maxtrain.checkpoint.rollback import read_rollbacks, went_with
+from maxtrain.checkpoint.rollback import read_rollbacks
 from maxtrain.finish import finish
 from maxtrain.hooks import AfterStep, after_each_step
 from maxtrain.job import Job, launch_fields, open_job
@@ -115,13 +115,11 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
     second = second_of(folder / "checkpoints", config.checkpoint)
     run_folder = RunFolder(folder, second)
     rollbacks = [] if run_folder.starts_over else read_rollbacks(folder)
-    saved = latest_record(
-        folder / "checkpoints", lambda record: went_with(record, rollbacks), second
-    )
+    saved = latest_state(folder / "checkpoints", lambda found: found.went_with(rollbacks), second)
     require_trained(folder, saved)
     run_folder.require_checkpoints(config.checkpoint.start_over)
     if rollbacks is None:
-        rollbacks = (saved or {}).get("rollbacks", [])
+        rollbacks = list(saved.rollbacks) if saved else []
     with clock.during("start"):
         job = open_job(config, saved)
     config = job.config
@@ -186,7 +184,7 @@ def train_until_done(run: Run) -> None:
         TryAgainError: somebody asked to stop, and everything is saved; or memory has damaged the
             weights.
         KeyboardInterrupt: likewise, before there was anything to save.
-        DivergedError, DataError: see `Run.judge`, `Run.evaluate` and `Run.require_saved`.
+        DivergedError, DataError: see `Run.check_steps`, `Run.evaluate` and `Run.require_saved`.
     """
     if run.done():
         style = "yellow" if run.health.ending else "green"
@@ -274,7 +272,7 @@ def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
                 batch = failpoints.hit("data", run.step + 1, batch)
         except StopRequested:
             if run.step > begun_at:
-                run.judge(write=False)
+                run.check_steps(write=False)
                 run.write_ending()
             raise
         yield batch, origin
@@ -356,7 +354,7 @@ def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
     other machines, too."""
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
-    record = launch_record(job.asked, job.mesh, data, step)
+    record = launch_record(to_yaml(job.asked), job.mesh, data, step)
     if job.units:
         record["units"] = job.units
     append_launch(run_folder.path, record | {RUN: run_folder.id})

@@ -15,6 +15,7 @@ from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.parallel.agreement import raise_together
 from maxtrain.parallel.batches import BatchLayout
+from maxtrain.run_state import Best, ValidationState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
 
@@ -22,8 +23,8 @@ STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended 
 
 
 class Validation:
-    """The evaluation sets of a run. `best` has step and nll of each set's best evaluation, and is
-    saved with the run."""
+    """The evaluation sets of a run. `best` has each set's best evaluation, and is saved with
+    the run."""
 
     def __init__(self, job: Job, clock: Stopwatch, progress: Progress, stop: StopRequest):
         self._config, self._sets, self._clock, self._progress, self._stop = (
@@ -33,27 +34,30 @@ class Validation:
             progress,
             stop,
         )
-        self._plan, self._start = job.data.plan, job.data.start
+        self._plan = job.data.plan
         self._layouts = {
             n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
         }
         self._step = make_eval_step(job.graphdefs, job.objective)
         self._summed = [q.name for q in job.objective.evaluated if q.reduction == "sum"]
-        self.best: dict[str, dict[str, Any]] = {}
+        self.best: dict[str, Best] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
         self.read = {
             name: self._describe(name) for name in job.sets
         }  # what losses of each set are losses of
 
-    def restore(self, record: dict[str, Any] | None) -> None:
-        """As it was at a checkpoint with this record; None: as before the first step."""
-        saved = record or {}
-        self.best = dict(saved.get("best", {}))
-        goes_on_with_other_data = (
-            record is not None and self._start is not None and self._start == record.get("cursor")
-        )
-        self.stale = {} if goes_on_with_other_data else dict(saved.get("stale", {}))
-        for name, before in saved.get("read", {}).items():
+    def restore(self, saved: ValidationState, has_other_data: bool) -> None:
+        """As it was at a checkpoint.
+
+        Args:
+            saved: what the checkpoint has; that of a new run has nothing.
+            has_other_data: the run goes on from there with other data (data.accept_changes).
+        """
+        self.best = dict(saved.best)
+        self.stale = {}
+        if not has_other_data:
+            self.stale = dict(saved.stale)
+        for name, before in saved.read.items():
             now = self.read.get(name, before)
             if now != before:
                 rule = f"eval.sets.{name} was {before}, and is {now}"
@@ -64,9 +68,9 @@ class Validation:
                 self.best.pop(name, None)
                 self.stale.pop(name, None)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's record has to hold of it."""
-        return {"best": self.best, "stale": self.stale, "read": self.read}
+    def state(self) -> ValidationState:
+        """What a checkpoint has to remember of it."""
+        return ValidationState(dict(self.best), dict(self.stale), dict(self.read))
 
     def _describe(self, name: str) -> str:
         """Losses of a set can be compared where this is the same."""
@@ -87,7 +91,7 @@ class Validation:
         count = f"{self.stale[name]:,} evaluations" if self.stale[name] > 1 else "evaluation"
         since = f"the last {count} of eval.sets.{name} brought no lower loss"
         mend = "Set eval.stop_patience higher, or to null, to go on"
-        return f"{since} than {best['nll']:.4f} after step {best['step']:,} ({STOP_PATIENCE}={patience}). {mend}."
+        return f"{since} than {best.nll:.4f} after step {best.step:,} ({STOP_PATIENCE}={patience}). {mend}."
 
     def due(self, step: int, last: bool) -> list[str]:
         """Names of the sets that are to be read after this step: all after the last one."""
@@ -144,11 +148,11 @@ class Validation:
                 )
         except KeyboardInterrupt:
             return None
-        if (
-            math.isfinite(result["nll"])
-            and result["nll"] < self.best.get(name, {"nll": math.inf})["nll"]
-        ):
-            self.best[name] = {"step": step, "nll": result["nll"]}
+        nll = result["nll"]
+        best = self.best.get(name)
+        if math.isfinite(nll) and (best is None or nll < best.nll):
+            best = Best(step, nll)
+            self.best[name] = best
             self.stale[name] = 0
         else:
             self.stale[name] = self.stale.get(name, 0) + 1
@@ -157,6 +161,6 @@ class Validation:
         return {
             "set": name,
             **result,
-            "best_step": self.best.get(name, {}).get("step"),
+            "best_step": best.step if best else None,
             "data": self.read[name],
         }

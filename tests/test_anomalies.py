@@ -29,10 +29,11 @@ from maxtrain import run as run_module
 from maxtrain import train as job
 from maxtrain.checkpoint.listing import saved_steps
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.checkpoint.rollback import left_out, read_rollbacks, went_with, write_rollbacks
+from maxtrain.checkpoint.rollback import left_out, read_rollbacks, write_rollbacks
 from maxtrain.config import load_config
 from maxtrain.config.schema import CheckpointConfig
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.run_state import RunState
 
 STEPS, BAD = 24, 18
 REPOSITORY = Path(__file__).parents[1]
@@ -379,11 +380,10 @@ def test_a_parameter_that_is_not_finite_is_named(config, monkeypatch, capsys):
 @given(st.sets(st.integers(1, 30)), st.integers(0, 30), st.booleans())
 def test_a_checkpoint_is_of_the_run_if_it_left_out_the_same_steps_before_it(steps, at, known):
     later = [{"step": s, "kind": "dead", "left_out": [s, s]} for s in steps]
-    record = {"step": at, "rollbacks": later if known else []}
+    saved = RunState(step=at, rollbacks=later if known else [])
     assert left_out(later) == {s - 1 for s in steps}
-    assert went_with(record, later) == (known or not any(s <= at for s in steps)) and went_with(
-        record, None
-    )
+    assert saved.went_with(later) == (known or not any(s <= at for s in steps))
+    assert saved.went_with(None)
 
 
 def test_a_list_that_is_no_list_is_refused_with_a_mend(config, tmp_path):

@@ -38,6 +38,9 @@ FLOORS = {
     "maxtrain.models": 4,
     # Above the models that they are of, below the step that calls them.
     "maxtrain.objectives": 4.5,
+    # What a run remembers, which its parts and its checkpoints have in common.
+    "maxtrain.run_state": 4.5,
+    "maxtrain.checkpoint.rollback": 2,
     **dict.fromkeys(["maxtrain.training", "maxtrain.checkpoint", "maxtrain.observe"], 5),
     **dict.fromkeys(
         [
@@ -372,15 +375,7 @@ def executed_at_import(node: ast.AST) -> Iterator[ast.AST]:
 def effects_at_import(project: Project) -> list[str]:
     problems = []
     for module in project.modules.values():
-        aliases = {}
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Import):
-                aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                aliases |= {
-                    alias.asname or alias.name: f"{node.module}.{alias.name}"
-                    for alias in node.names
-                }
+        aliases = aliases_of(module)
         for node in executed_at_import(module.tree):
             called = dotted(node.func, aliases) if isinstance(node, ast.Call) else ""
             mentioned = dotted(node, aliases)
@@ -399,6 +394,94 @@ def effects_at_import(project: Project) -> list[str]:
             problems.append(
                 f"{module.path}:{node.lineno} {what} when imported. Importing does nothing: move it into a function."
             )
+    return problems
+
+
+def annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    """Of arguments, results, and variables."""
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            found = [node.annotation]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found = [node.returns]
+        yield from (annotation for annotation in found if annotation is not None)
+
+
+def root_config_below_the_jobs(project: Project) -> list[str]:
+    """What a part does not receive it cannot depend on."""
+    problems = []
+    for module in project.modules.values():
+        room = room_of(module.name)
+        if not module.name.startswith("maxtrain.") or room in (None, "maxtrain.config"):
+            continue
+        if FLOORS[room] >= FLOORS["maxtrain.job"]:
+            continue
+        for annotation in annotations(module.tree):
+            # Those in quotes, too.
+            if re.search(r"\bRunConfig\b", ast.unparse(annotation)):
+                problems.append(
+                    f"{module.path}:{annotation.lineno} takes or gives the root config, which only jobs do. "
+                    f"Hand it its own section, or the values that it reads."
+                )
+    return problems
+
+
+PRODUCTS = {"contract", "einsum", "matmul", "dot_general", "ragged_dot", "ragged_dot_general"}
+PRODUCTS |= {"tensordot", "vdot", "vecdot", "matvec", "vecmat", "inner"}
+ARRAYS = ("numpy", "jax.numpy", "jax.lax")
+
+
+def multiplies(node: ast.AST, aliases: dict[str, str]) -> bool:
+    """Whether a node names a product of matrices, or is one."""
+    if isinstance(node, ast.BinOp | ast.AugAssign):
+        return isinstance(node.op, ast.MatMult)
+    if not isinstance(node, ast.Name | ast.Attribute):
+        return False
+    package, _, name = dotted(node, aliases).rpartition(".")
+    if package in ARRAYS:
+        return name in PRODUCTS or name == "dot"
+    return package == "maxtrain.ops.einsum" and name == "contract"
+
+
+def aliases_of(module: Module) -> dict[str, str]:
+    """What imported names stand for, such as {"jnp": "jax.numpy"}."""
+    aliases = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            aliases |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            aliases |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
+    return aliases
+
+
+def products_that_are_no_dot(project: Project) -> list[str]:
+    """Only files that the docstring of ops/dot.py lists multiply matrices by other means."""
+    docstring = ""
+    if "maxtrain.ops.dot" in project.modules:
+        docstring = ast.get_docstring(project.modules["maxtrain.ops.dot"].tree) or ""
+    listed = set(re.findall(r"`(maxtrain/[\w/]+(?:\.py|/))`", docstring))
+    unused = set(listed)
+    problems = []
+    for module in project.modules.values():
+        if not module.name.startswith("maxtrain.") or module.name == "maxtrain.ops.dot":
+            continue
+        aliases = aliases_of(module)
+        found = [node for node in ast.walk(module.tree) if multiplies(node, aliases)]
+        covering = {entry for entry in listed if module.path.startswith(entry)}
+        if found:
+            unused -= covering
+        if found and not covering:
+            problems.append(
+                f"{module.path}:{found[0].lineno} multiplies matrices. A product with a weight is a `dot` (ops/dot.py); "
+                f"if this can be none, add the file to the list there, with the reason."
+            )
+    for entry in sorted(unused):
+        problems.append(
+            f"{entry} multiplies no matrices: remove it from the list in maxtrain/ops/dot.py."
+        )
     return problems
 
 
@@ -452,6 +535,8 @@ RULES = [
     undeclared_dependencies,
     imports_of_extras,
     effects_at_import,
+    root_config_below_the_jobs,
+    products_that_are_no_dot,
     unasserted_tests,
     forbidden_text,
 ]
@@ -573,6 +658,43 @@ BROKEN = [
     ),
     (effects_at_import, {"maxtrain/train.py": "def f(): ...\nf()"}, "move it into a function"),
     (
+        root_config_below_the_jobs,
+        {"maxtrain/observe/a.py": "def f(config: RunConfig | None): ..."},
+        "Hand it its own section",
+    ),
+    (
+        root_config_below_the_jobs,
+        {"maxtrain/training/a.py": "def f() -> 'schema.RunConfig': ..."},
+        "which only jobs do",
+    ),
+    (
+        root_config_below_the_jobs,
+        {"maxtrain/models/a.py": "class A:\n    config: RunConfig"},
+        "maxtrain/models/a.py:2",
+    ),
+    (
+        products_that_are_no_dot,
+        {"maxtrain/models/a.py": "def f(x, w):\n    return x @ w"},
+        "A product with a weight is a `dot`",
+    ),
+    (
+        products_that_are_no_dot,
+        {
+            "maxtrain/models/a.py": "import jax.numpy as np\nf = lambda x, w: np.einsum('i,ij', x, w)"
+        },
+        "add the file to the list there",
+    ),
+    (
+        products_that_are_no_dot,
+        {"maxtrain/models/a.py": "from maxtrain.ops.einsum import contract as c\nf = c"},
+        "multiplies matrices",
+    ),
+    (
+        products_that_are_no_dot,
+        {"maxtrain/ops/dot.py": '"""* `maxtrain/ops/a.py`: why"""', "maxtrain/ops/a.py": ""},
+        "remove it from the list",
+    ),
+    (
         unasserted_tests,
         {"tests/ops/test_a.py": "def test_it():\n    print(1)"},
         "test_it asserts nothing",
@@ -593,6 +715,11 @@ SOUND = {
         "import maxtrain.weights.hf\nfrom maxtrain import __version__\nif __name__ == '__main__':\n    print(__version__)"
     ),
     "maxtrain/weights/hf.py": "from typing import TYPE_CHECKING",
+    "maxtrain/config/help.py": "def describe(config: RunConfig): ...",
+    "maxtrain/ops/dot.py": '"""* `maxtrain/ops/einsum.py`: why"""',
+    "maxtrain/ops/einsum.py": "import jax.numpy as jnp\nf = jnp.einsum",
+    "maxtrain/models/mlp.py": "from maxtrain.ops.dot import dot\nf = dot",
+    "maxtrain/job.py": "def open_job(config: RunConfig): ...",
     "maxtrain/cli.py": "def main():\n    from maxtrain import train",
     "benchmarks/data.py": "from data_pipeline.plan import A",
     "tests/ops/test_norm.py": "def test_a():\n    np.testing.assert_allclose(1, 1)\ndef test_b():\n    check_same(1)",

@@ -66,7 +66,7 @@ def test_the_same_command_goes_on_with_the_defaults_of_then(whole, monkeypatch, 
         patch.setattr(
             job,
             "kept_settings",
-            lambda r: kept_settings(r and {k: v for k, v in r.items() if k != "kept"}),
+            lambda kept, config: kept_settings(None, config),
         )
         patch.setenv(failpoints.VARIABLE, "after_step:nan:20")
         assert train(folder, "half") == 75

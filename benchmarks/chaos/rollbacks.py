@@ -29,8 +29,8 @@ from benchmarks.chaos.victim import (
     put_away,
     wait_for,
 )
-from maxtrain.checkpoint.listing import latest_record
-from maxtrain.checkpoint.rollback import FILE_NAME, Rollback, read_rollbacks, went_with
+from maxtrain.checkpoint.listing import latest_state
+from maxtrain.checkpoint.rollback import FILE_NAME, Rollback, read_rollbacks
 
 NOISE = [chr(code) for code in range(0x100, 0x800)]
 # Steps that read noise, and a step whose batch has a NaN.
@@ -178,10 +178,10 @@ class Victim:
             behind = (rollback["left_out"][0] - 1) // self.scene.interval * self.scene.interval
             self.counted = min(self.counted, behind)
         self.known = len(found)
-        record = latest_record(self.run / "checkpoints", lambda record: went_with(record, found))
+        state = latest_state(self.run / "checkpoints", lambda state: state.went_with(found))
         newest = 0
-        if record:
-            newest = record["step"]
+        if state:
+            newest = state.step
         if newest < self.counted:
             problems.append(f"goes on from step {newest}, and {self.counted} had counted")
         self.counted = newest

@@ -8,7 +8,7 @@ from typing import Any
 from data_pipeline.chat import MARKS, ChatError, Conversation, Template, load_template, render_all
 from data_pipeline.errors import UsageError
 from data_pipeline.sources import jsonl
-from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, judge
+from data_pipeline.sources.document import EMPTY, Document, Format, Options, Piece, checked_document
 from data_pipeline.strict_json import loads
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -134,10 +134,10 @@ def _clean(value: Any, template: Template, problems: list[str]) -> Any:
         return [_clean(item, template, problems) for item in value]
     if not isinstance(value, str):
         return value
-    judged = judge(value, "", 0)
-    if judged.problem and judged.problem != EMPTY:
-        problems.append(judged.problem)
-        value = judged.text or ""
+    checked = checked_document(value, "", 0)
+    if checked.problem and checked.problem != EMPTY:
+        problems.append(checked.problem)
+        value = checked.text or ""
     if MARKS.search(value):
         problems.append("a noncharacter, U+FDD0 or U+FDD1")
         value = MARKS.sub("\ufffd", value)

@@ -1,4 +1,4 @@
-"""What all formats share: finding files, pieces of files, judging text. Knows neither tokenizers
+"""What all formats share: finding files, pieces of files, checking text. Knows neither tokenizers
 nor shards."""
 
 import glob
@@ -241,7 +241,7 @@ def decode(raw: bytes, path: str, line: int = 1, keep_mark: bool = False) -> Doc
     if not keep_mark:
         body = raw.removeprefix(BOM)
     try:
-        document = judge(body.decode(), path, line)
+        document = checked_document(body.decode(), path, line)
     except UnicodeDecodeError as error:
         at = line + body.count(b"\n", 0, error.start)
         mended = body.decode(errors="replace").replace("\0", "\ufffd")
@@ -251,7 +251,7 @@ def decode(raw: bytes, path: str, line: int = 1, keep_mark: bool = False) -> Doc
     return document
 
 
-def judge(text: str, path: str, line: int) -> Document:
+def checked_document(text: str, path: str, line: int) -> Document:
     """Find what is wrong with text and mend it: NUL, lone surrogates (as JSON can spell them),
     nothing but whitespace."""
     if "\0" in text:

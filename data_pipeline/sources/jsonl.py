@@ -18,8 +18,8 @@ from data_pipeline.sources.document import (
     Format,
     Options,
     Piece,
+    checked_document,
     find_files,
-    judge,
     line_start,
     load_package,
     open_piece,
@@ -181,7 +181,7 @@ def _parse(raw: bytes, key: str) -> Document:
     if not isinstance(text, str):
         problem = f"key {key!r} is not a string"
         return Document(None, "", problem, detail=list_keys(record, "--key"))
-    document = judge(text, "", 0)
+    document = checked_document(text, "", 0)
     if document.text is not None and not is_utf8(raw):
         return document._replace(problem="not UTF-8")
     return document

@@ -21,7 +21,7 @@ from zlib_ng.zlib_ng import crc32
 
 from data_pipeline import strict_json
 from data_pipeline.errors import StorageError
-from maxtrain.checkpoint.record import wrong_type
+from maxtrain.run_state import wrong_type
 
 # Format 1 had only the sizes of files.
 # Format 2 did not say whether arrays are finite, nor of which run they are.

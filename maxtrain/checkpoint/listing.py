@@ -16,6 +16,7 @@ from maxtrain.checkpoint.formats import migrate
 from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.integrity import damaged, read_commit, survey
 from maxtrain.config.schema import CheckpointConfig
+from maxtrain.run_state import RunState
 
 
 def second_of(directory: Path, config: CheckpointConfig) -> Path | None:
@@ -125,6 +126,22 @@ def array_digests(commit: dict[str, Any]) -> dict[str, str]:
         for name, array in commit.get("arrays", {}).items()
         if "digest" in array
     }
+
+
+def latest_state(
+    directory: Path,
+    accept: Callable[[RunState], bool] | None = None,
+    second: Path | None = None,
+) -> RunState | None:
+    """The run at its newest complete checkpoint; arguments and errors as of `latest_record`."""
+
+    def will_do(record: dict[str, Any]) -> bool:
+        return accept is None or accept(RunState.from_record(record))
+
+    record = latest_record(directory, will_do, second)
+    if record is None:
+        return None
+    return RunState.from_record(record)
 
 
 def read_record(path: Path) -> dict[str, Any]:

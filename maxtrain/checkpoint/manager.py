@@ -60,6 +60,7 @@ from maxtrain.config.schema import CheckpointConfig
 from maxtrain.ops.digest import Digester, by_name, digests, leaf_names
 from maxtrain.ops.finite import begin_finite, non_finite_names
 from maxtrain.parallel.agreement import await_first, gather, raise_together, report
+from maxtrain.run_state import best_steps
 
 _VERSIONS = {
     "maxtrain": maxtrain.__version__,
@@ -690,7 +691,7 @@ class Checkpoints:
             self._make_it_count(step, commit)
         if self._on_commit:
             self._on_commit(step)
-        self._best = {mark["step"] for mark in json.loads(record).get("best", {}).values()}
+        self._best = set(best_steps(json.loads(record)).values())
         self._retire()
         self.copy_newest()
 

@@ -100,14 +100,8 @@ def left_out(rollbacks: Sequence[Rollback]) -> frozenset[int]:
     return frozenset(steps)
 
 
-def went_with(record: Mapping[str, Any], rollbacks: Sequence[Rollback] | None) -> bool:
-    """Whether the checkpoint of this record left out, of the steps before it, what the run does.
-
-    A run without a list of rollbacks (None) can't say otherwise: True.
-    """
-    if rollbacks is None:
-        return True
-    step = record["step"]
-    theirs = {left for left in left_out(record.get("rollbacks", ())) if left < step}
-    ours = {left for left in left_out(rollbacks) if left < step}
-    return theirs == ours
+def same_left_out(theirs: Sequence[Rollback], ours: Sequence[Rollback], step: int) -> bool:
+    """Whether both leave out the same of the first `step` steps."""
+    out_of_theirs = {left for left in left_out(theirs) if left < step}
+    out_of_ours = {left for left in left_out(ours) if left < step}
+    return out_of_theirs == out_of_ours

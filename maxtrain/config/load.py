@@ -287,8 +287,8 @@ def _require_no_problems(config: RunConfig, problems: list[ValueProblem]) -> Non
     refused = [problem.key for problem in problems]
     # Without a file nothing is the user's.
     if "" not in refused:
-        judged = [str(problem) for problem in problems_of(config)]
-        texts += _without_keys(judged, refused)
+        found = [str(problem) for problem in problems_of(config)]
+        texts += _without_keys(found, refused)
     if len(texts) > MAX_LISTED:
         more = len(texts) - MAX_LISTED
         texts = [*texts[:MAX_LISTED], f"And {more:,} problems more. Mend these first."]

@@ -18,20 +18,18 @@ from maxtrain.config.sections.schedule import TO_THE_LOWEST
 _LOSS_SCALE = {"initial": 2.0**32, "window": 5}
 
 
-def kept_settings(record: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Settings that a run keeps, by dotted path, as the record of its checkpoint says; none for a
-    new run.
+def kept_settings(kept: Mapping[str, Any] | None, config: str) -> dict[str, Any]:
+    """Settings that a run keeps, by dotted path, as its checkpoint says.
 
-    A record without them is of an older version. Later ones hand them on, so that a run does not
-    lose them on its way.
+    Args:
+        kept: what the checkpoint has; later ones hand it on, so that a run does not lose it on its
+            way. None: the checkpoint is of an older version, which did not say.
+        config: of the run, as YAML.
     """
-    if record is None:
-        return {}
-    if "kept" in record:
-        return dict(record["kept"])
+    if kept is not None:
+        return dict(kept)
     try:
-        saved = yaml.safe_load(record.get("config", ""))
-        return _settings_of(saved)
+        return _settings_of(yaml.safe_load(config))
     except (yaml.YAMLError, KeyError, TypeError):
         # Of a version that had no such keys.
         return {}

@@ -9,8 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import yaml
 import maxtrain
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
-from maxtrain.config.load import load_config
 from maxtrain.observe.books import Book, encode
 
 FILE_NAME = "launches.jsonl"
@@ -57,11 +55,11 @@ _APART = re.compile(
 )
 
 
-def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str, Any]:
+def launch_record(config: str, mesh: Any, data: str, step: int) -> dict[str, Any]:
     """What is launched, on what, by which versions, as JSON.
 
     Args:
-        asked: the config.
+        config: what the run was asked to be, as YAML.
         mesh: a jax.sharding.Mesh of all processes' devices, which are started by now.
         data: identity of the data.
         step: the number of finished steps that the launch begins with.
@@ -70,6 +68,7 @@ def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":
         kind = _cpu()
+    settings = yaml.safe_load(config)
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         versions[name] = importlib.metadata.version(name)
@@ -80,14 +79,14 @@ def launch_record(asked: RunConfig, mesh: Any, data: str, step: int) -> dict[str
         "versions": versions,
         "git": git_revision(Path(maxtrain.__file__).parents[1]),
         "flags": _flags(),
-        "kernels": {"attention": asked.model.attention},
+        "kernels": {"attention": settings["model"]["attention"]},
         "devices": {"platform": devices[0].platform, "kind": kind, "count": len(devices)},
         "mesh": dict(mesh.shape),
         "processes": len({device.process_index for device in devices}),
-        "determinism": asked.determinism,
-        "seed": asked.seed,
+        "determinism": settings["determinism"],
+        "seed": settings["seed"],
         "data": data,
-        "config": to_yaml(asked),
+        "config": config,
     }
 
 
@@ -111,32 +110,22 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
     return LAUNCHES.read(run_dir)
 
 
-def usual_devices(config: RunConfig) -> int:
-    """Devices of each process, by the run's last launch; 1 if there was none."""
-    launches = read_launches(Path(config.output_dir, config.run_name))
+def usual_devices(run_dir: Path, simulated: int | None) -> int:
+    """Devices of each process: as many as are simulated, or else as the run's last launch had; 1 if
+    there was none."""
+    if simulated:
+        return simulated
+    launches = read_launches(run_dir)
     usual = 1
     if launches:
         last = launches[-1]
         usual = last["devices"]["count"] // max(1, last["processes"])
-    return config.mesh.simulated_devices or usual
+    return usual
 
 
 def launch_of(launches: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
     """The launch that did the step with this number (from 1) last; None if none is known."""
     return next((launch for launch in reversed(launches) if launch["step"] < step), None)
-
-
-def launched_config(
-    run_dir: Path, launch: Mapping[str, Any] | None, overrides: Sequence[str] = ()
-) -> RunConfig:
-    """The config of a launch, with overrides; None: that of the run's last one, from
-    RUN/config.yaml. UserError: it is not a valid config."""
-    if launch is None:
-        return load_config([f"config={run_dir / 'config.yaml'}", *overrides])
-    with tempfile.TemporaryDirectory() as temporary:
-        path = Path(temporary, "config.yaml")
-        path.write_text(launch["config"], encoding="utf-8")
-        return load_config([f"config={path}", *overrides])
 
 
 def launch_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, tuple[str, str]]:

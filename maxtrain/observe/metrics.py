@@ -29,7 +29,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from zlib_ng.zlib_ng import crc32
 
@@ -38,6 +38,7 @@ from data_pipeline.errors import DataError
 from data_pipeline.shards import write_atomic
 from maxtrain.observe.books import put_aside
 from maxtrain.ops.quantity import Quantity
+from maxtrain.run_state import LogMark
 
 FILE_NAME = "metrics.jsonl"
 _NOT_IN_JSON = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -56,14 +57,6 @@ TAKEN = frozenset(
 )
 KINDS = ("train", "eval", "end", "norms")
 _HEADER = "run"  # the kind of the first line
-
-
-class Kept(NamedTuple):
-    """What a checkpoint remembers of the records up to it, so that it is noticed if they are not
-    there any more."""
-
-    records: int
-    crc32: str  # of their lines
 
 
 class MetricsLog:
@@ -92,7 +85,7 @@ class MetricsLog:
         resume_step: int = 0,
         again: Sequence[str] = (),
         run: str = "",
-        kept: Kept | None = None,
+        kept: LogMark | None = None,
     ):
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +103,7 @@ class MetricsLog:
         self.end_at = next(
             (record["step"] for record in reversed(before) if record["kind"] == "end"), None
         )
-        if kept and Kept(len(lines[: kept.records]), _crc(lines[: kept.records])) != kept:
+        if kept and LogMark(len(lines[: kept.records]), _crc(lines[: kept.records])) != kept:
             self.problems.append(_gap(path, before, resume_step, kept))
         header = [_line({"kind": _HEADER, "step": 0, "run": run})] if run else []
         write_atomic(path, "".join([*header, *lines]).encode())
@@ -131,9 +124,9 @@ class MetricsLog:
         self._records += 1
         self._crc = crc32(line.encode(), self._crc)
 
-    def kept(self) -> Kept:
+    def mark(self) -> LogMark:
         """Of all records that are there now."""
-        return Kept(self._records, f"{self._crc:08x}")
+        return LogMark(self._records, f"{self._crc:08x}")
 
     def close(self) -> None:
         """Close the file."""
@@ -208,7 +201,7 @@ def _comes_again(record: Mapping[str, Any], resume_step: int, again: Sequence[st
     return bool(again) and (record["kind"] == "end" or record.get("set") in again)
 
 
-def _gap(path: Path, records: Sequence[Mapping[str, Any]], resume_step: int, kept: Kept) -> str:
+def _gap(path: Path, records: Sequence[Mapping[str, Any]], resume_step: int, kept: LogMark) -> str:
     """What to say of records that are not those that were there when a checkpoint was saved."""
     if len(records) >= kept.records:
         return f"{path}: records up to step {resume_step:,} are not those that were there when it was saved."

@@ -52,7 +52,7 @@ def diverged(losses: list[float]) -> bool:
     return bool(means[-1] - least > max((means[0] - least) / 2, means[0] / 20))
 
 
-def judge(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
+def outcome(rates: np.ndarray, losses: np.ndarray) -> RangeTest:
     """The outcome of a range test.
 
     Args:

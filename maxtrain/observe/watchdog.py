@@ -2,7 +2,7 @@
 
 The stopwatch knows what the run does and since when. How long that may take is set in the config,
 or follows from the usual time of the steps between two records. If no thread of this process gets
-Python's lock, a second process ends it by SIGABRT; see judge.py.
+Python's lock, a second process ends it by SIGABRT; see outer_watchdog.py.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from pathlib import Path
 
 from data_pipeline.errors import TryAgainError
 from maxtrain.config.schema import WatchdogConfig
-from maxtrain.observe import judge
+from maxtrain.observe import outer_watchdog
 from maxtrain.observe.goodput import Ledger
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.parallel.agreement import Board
 
-_TICK = judge.TICK
+_TICK = outer_watchdog.TICK
 # Seconds between two signs of life.
 _BEAT = 3.0
 # Beats between two lines of the ledger.
@@ -71,7 +71,7 @@ class Watchdog:
         if self._stacks:
             # By its number, since sys.stderr may be something else.
             faulthandler.enable(file=2)
-        words = [sys.executable, "-IS", judge.__file__, str(os.getpid())]
+        words = [sys.executable, "-IS", outer_watchdog.__file__, str(os.getpid())]
         self._judge = subprocess.Popen(words, stdin=subprocess.PIPE, bufsize=0)
         if self._judge.stdin:
             self._tell_judge = self._judge.stdin.write
@@ -134,7 +134,7 @@ class Watchdog:
             limit_of_judge = 0.0
             if not math.isinf(limit):
                 limit_of_judge = limit + _PATIENCE
-            # The judge was killed, or the run is at its end.
+            # The outer watchdog was killed, or the run is at its end.
             with contextlib.suppress(OSError, ValueError):
                 self._tell_judge(b"%g\n" % limit_of_judge)
 

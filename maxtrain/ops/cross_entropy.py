@@ -169,7 +169,7 @@ def _forward(
         total, dhead = carry
         x, target, weight, weight_of_z = part
         x = x.astype(form.dtype)
-        logits = soft_capped(contract("btd,dv->btv", x, low), form.softcap)
+        logits = soft_capped(dot(x, low, Recipe.of(form.dtype)), form.softcap)
         capped = logits
         logits = logits.astype(form.logits).astype(jnp.float32)
         hit = (jnp.arange(logits.shape[-1]) == target[..., None]).astype(jnp.float32)

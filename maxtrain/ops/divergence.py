@@ -151,7 +151,7 @@ class _Logits(NamedTuple):
 
 
 def _logits(hidden: Array, low_head: Array, numbers: Numbers) -> _Logits:
-    exact = contract("btd,dv->btv", hidden.astype(numbers.compute), low_head)
+    exact = dot(hidden, low_head, Recipe.of(numbers.compute))
     exact = soft_capped(exact, numbers.softcap)
     return _Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
 

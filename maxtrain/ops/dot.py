@@ -4,6 +4,27 @@ Plain autodiff of `x.astype(bf16) @ w.astype(bf16)` rounds what it accumulates, 
 the fast kernels. Here both operands are rounded once, each product accumulates in float32, and what
 is kept for the backward pass is the rounded activation and the unrounded weight (which is alive
 anyway). The forms of products that CPUs have kernels for are those of ops/einsum.py.
+
+Every product of activations with a weight is a `dot`, but for those of the files below: nothing
+else in maxtrain multiplies matrices (tests/test_architecture.py holds it to this list).
+
+* `maxtrain/ops/einsum.py`: what `dot` is made of.
+* `maxtrain/ops/quantized.py`: the weight is codes, which have no gradient, and are turned into
+  numbers again in the backward pass.
+* `maxtrain/ops/experts.py`: a weight for each group of rows, forward and backward; and what adds
+  the bias of each row's expert in one order.
+* `maxtrain/ops/cross_entropy.py`, `maxtrain/ops/divergence.py`, `maxtrain/ops/log_probs.py`: a loss
+  over chunks of positions makes the gradients of the head chunk by chunk, before the backward
+  pass. The logits are a `dot`.
+* `maxtrain/ops/attention/`: both factors are activations.
+* `maxtrain/models/latent.py`: keys and values stay in the cache as latents, so that the weight of
+  each head is multiplied with its queries and its results instead. Nothing is differentiated.
+* `maxtrain/models/lora_bank.py`: each row has a weight of its own, its adapter's. Nothing is
+  differentiated.
+* `maxtrain/models/lora.py`, `maxtrain/models/many_adapters.py`: both factors are weights, A and B of
+  an adapter, whose product is added to a kernel.
+* `maxtrain/models/moe.py`: sums what experts made, weighted by how much each was chosen.
+* `maxtrain/parallel/hardware.py`: measures how fast this device multiplies.
 """
 
 import dataclasses

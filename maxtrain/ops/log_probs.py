@@ -89,7 +89,7 @@ class _Logits(NamedTuple):
 
 
 def _logits(x: Array, low_head: Array, form: Form) -> _Logits:
-    exact = soft_capped(contract("btd,dv->btv", x.astype(form.dtype), low_head), form.softcap)
+    exact = soft_capped(dot(x, low_head, Recipe.of(form.dtype)), form.softcap)
     rounded = exact.astype(form.logits).astype(jnp.float32)
     return _Logits(exact, rounded / form.temperature)
 

@@ -68,7 +68,7 @@ class BatchLayout:
 def abstract_batch(mesh: Mesh, batch_size: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
     """A global batch as shapes with shardings, for programs that are only compiled.
 
-    See data_pipeline.loader.Batch.
+    See data_pipeline.loader.HostBatch.
     """
     shape = (batch_size, length)
     whole = named_sharding(mesh, ("activation_batch", "activation_length"), shape, "batch")

@@ -33,6 +33,7 @@ from maxtrain.models.quantized import (
 )
 from maxtrain.ops.digest import leaf_names
 from maxtrain.parallel.agreement import gather
+from maxtrain.run_state import RunState, config_of
 from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.weights.hf import differing_keys, load_weights
@@ -67,19 +68,19 @@ def own_tokenizer(run: str | Path) -> Path | None:
     return None
 
 
-def changed_meaning(model: ModelConfig, record: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def changed_meaning(model: ModelConfig, saved: str) -> dict[str, tuple[Any, Any]]:
     """What this model would take the weights of a step for, and what they were trained as.
 
     Args:
         model: that is to have the weights.
-        record: of the step.
+        saved: the config of the step, as YAML.
 
     Returns:
         The keys that differ, by their paths below `model`, with both values. What shapes of arrays
         show is left to whoever reads the arrays, and what a run may choose is no difference.
     """
     try:
-        config = yaml.safe_load(record.get("config", ""))
+        config = yaml.safe_load(saved)
     except yaml.YAMLError:
         return {}
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
@@ -100,19 +101,19 @@ def changed_meaning(model: ModelConfig, record: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def require_same_meaning(model: ModelConfig, record: Mapping[str, Any] | None) -> None:
+def require_same_meaning(model: ModelConfig, saved: RunState | None) -> None:
     """ConfigError: a run would go on with another model than the one that it has trained.
 
     Args:
         model: of the run as it is launched now.
-        record: of the checkpoint that it goes on from; None: it begins.
+        saved: the checkpoint that it goes on from; None: it begins.
     """
-    if record is None:
+    if saved is None:
         return
     problems = []
-    for key, (ours, theirs) in changed_meaning(model, record).items():
+    for key, (ours, theirs) in changed_meaning(model, saved.config).items():
         problems.append(
-            f"model.{key}={ours} must be {theirs}, as until step {record['step']:,} of this run, "
+            f"model.{key}={ours} must be {theirs}, as until step {saved.step:,} of this run, "
             f"whose weights would mean something else. Set model.{key}={theirs}, or set run_name "
             "to a new name to start afresh."
         )
@@ -228,7 +229,7 @@ def _has_adapters(path: Path | None, config: CheckpointConfig, model: ModelConfi
     if path is None:
         return False
     _, record = read_step(path)
-    theirs = yaml.safe_load(record.get("config", "")) or {}
+    theirs = yaml.safe_load(config_of(record)) or {}
     there = theirs.get("model", {}).get("lora", {})
     if there.get("rank") is None:
         return False
@@ -317,8 +318,9 @@ def _require_same_model(
     """Raises ConfigError for keys of the model that differ; with `init_partial`, shapes say enough
     of those that make them."""
     there = {}
-    if "config" in record:
-        there = yaml.safe_load(record["config"]).get("model", {})
+    saved = config_of(record)
+    if saved:
+        there = yaml.safe_load(saved).get("model", {})
     problems = [
         f"model.{key}={ours} must be {theirs}, as in {path}. Set model.{key}={theirs}."
         for key, (ours, theirs) in differing_keys(model, there).items()

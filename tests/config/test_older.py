@@ -8,24 +8,22 @@ def config(*overrides: str):
     return load_config(["config=quickstart", *overrides])
 
 
-def record(text: str, steps: str = "320") -> dict:
-    """Of a checkpoint by the version before, with these values."""
+def saved(text: str, steps: str = "320") -> str:
+    """The config of a checkpoint by the version before, with these values."""
     schedule = f"schedule: {{warmup_steps: 400, {text}}}"
-    return {
-        "config": f"steps: {steps}\n{schedule}\nloss_scale: {{initial: 4294967296.0, window: 5}}"
-    }
+    return f"steps: {steps}\n{schedule}\nloss_scale: {{initial: 4294967296.0, window: 5}}"
 
 
-OLD = kept_settings(record("min_learning_rate: 3.0e-05"))
+OLD = kept_settings(None, saved("min_learning_rate: 3.0e-05"))
 
 
 def test_a_new_run_and_one_that_was_begun_with_todays_defaults_keep_nothing():
-    assert kept_settings(None) == kept_settings({"kept": {}, "config": to_yaml(config())}) == {}
+    assert kept_settings({}, to_yaml(config())) == {}
     assert with_kept(config(), {}) == (config(), "")
 
 
 def test_what_a_run_keeps_is_handed_on():
-    assert kept_settings({"kept": OLD, "config": to_yaml(config())}) == OLD
+    assert kept_settings(OLD, to_yaml(config())) == OLD
 
 
 def test_a_floor_that_was_a_rate_stays_that_rate_and_is_said_if_it_is_another():
@@ -58,24 +56,18 @@ def test_the_loss_scale_stays_for_float16_and_only_there():
 
 def test_values_that_were_set_then_are_not_kept_but_for_the_floor():
     kept = kept_settings(
-        {
-            "config": "steps: 5\nschedule: {min_learning_rate: 1.0e-04}\nloss_scale: {initial: 8.0, window: 9}"
-        }
+        None,
+        "steps: 5\nschedule: {min_learning_rate: 1.0e-04}\nloss_scale: {initial: 8.0, window: 9}",
     )
     assert kept == {"schedule.min_learning_rate": 1e-4}
 
 
 def test_a_warmup_that_was_cut_off_is_kept_where_only_the_plan_had_the_steps():
-    assert (
-        kept_settings(record("min_learning_rate: 3.0e-05", "auto"))["schedule.warmup_steps"] == 400
-    )
+    kept = kept_settings(None, saved("min_learning_rate: 3.0e-05", "auto"))
+    assert kept["schedule.warmup_steps"] == 400
     assert "schedule.warmup_steps" not in OLD
 
 
 def test_a_config_that_says_none_of_this_keeps_nothing():
-    assert (
-        kept_settings({"config": "a: 1"})
-        == kept_settings({"config": "]"})
-        == kept_settings({})
-        == {}
-    )
+    for config_of_then in ("a: 1", "]", ""):
+        assert kept_settings(None, config_of_then) == {}

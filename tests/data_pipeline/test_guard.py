@@ -1,5 +1,5 @@
 """The guard: every invariant broken by hand gives a message with row, source, value and mend; a
-zero-weight batch is judged."""
+zero-weight batch is noticed."""
 
 import json
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from data_pipeline import guard
 from data_pipeline.errors import DataError
-from data_pipeline.guard import BatchGuard, check_batch, checksum
+from data_pipeline.guard import BatchGuard, GuardState, check_batch, checksum
 
 SHAPE = (3, 6)
 
@@ -166,7 +166,7 @@ def test_warnings_come_with_growing_gaps():
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), min_size=1, max_size=30), st.data()
 )
 def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(steps, data):
-    def judge(guard, numbered):
+    def check(guard, numbered):
         return [
             guard.observe(
                 step, targets, 0, ONE, guard.repeats(content << 60, f"place {step % 3}", step)
@@ -177,9 +177,9 @@ def test_a_guard_that_goes_on_from_its_state_judges_as_one_that_never_stopped(st
     numbered, options = list(enumerate(steps)), ("warn", 0.5, 1.0, 4, "warn")
     stop = data.draw(st.integers(0, len(steps)))
     whole, first, second = (BatchGuard(*options) for _ in range(3))
-    expected, before = judge(whole, numbered), judge(first, numbered[:stop])
-    second.restore(json.loads(json.dumps(first.state())))
-    assert before + judge(second, numbered[stop:]) == expected and second.state() == whole.state()
+    expected, before = check(whole, numbered), check(first, numbered[:stop])
+    second.restore(GuardState(**json.loads(json.dumps(first.state()._asdict()))))
+    assert before + check(second, numbered[stop:]) == expected and second.state() == whole.state()
 
 
 def test_the_state_of_a_guard_is_small():
@@ -187,7 +187,7 @@ def test_the_state_of_a_guard_is_small():
     for step in range(5000):
         guard.repeats(step * 2**50, f"{step * 2**45:016x}", step)
         guard.observe(step, step % 40 / 3, 0, ONE, False)
-    assert len(json.dumps(guard.state())) < 15_000 + 22 * 1000
+    assert len(json.dumps(guard.state()._asdict())) < 15_000 + 22 * 1000
 
 
 @settings(max_examples=200, deadline=None)

@@ -31,7 +31,7 @@ def record(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "3")
     monkeypatch.setattr("sys.argv", ["train.py", "config=a b"])
     mesh = make_mesh(MeshConfig(data=2, fsdp=4))
-    return launch_record(RunConfig(seed=7, determinism="full"), mesh, "abc", 20)
+    return launch_record(to_yaml(RunConfig(seed=7, determinism="full")), mesh, "abc", 20)
 
 
 def test_a_record_says_what_makes_numbers(record):

@@ -106,14 +106,14 @@ def test_a_log_knows_whether_its_records_are_those_that_were_saved(tmp_path):
     log = MetricsLog(tmp_path, run="a")
     for step in (1, 2):
         log.append(step, {"loss": float("nan"), "set": "é"})
-    kept = log.kept()
+    kept = log.mark()
     log.append(3, {"loss": 1.0})
     log.close()
     assert metrics_owner(tmp_path) == "a" and kept.records == 2
     for again in (MetricsLog(tmp_path, 3, kept=kept), MetricsLog(tmp_path, 2, kept=kept)):
         again.close()
         assert again.problems == []
-    assert again.kept() == kept
+    assert again.mark() == kept
     lost = MetricsLog(tmp_path, 1, kept=kept)
     lost.close()
     assert (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data_pipeline.errors import DataError
-from maxtrain.observe.range_test import diverged, judge
+from maxtrain.observe.range_test import diverged, outcome
 
 
 def descend(curvature, steps=200, low=1e-6, high=1e3, noise=0.0):
@@ -26,7 +26,7 @@ def test_the_suggestion_for_a_quadratic_is_stable_and_not_timid(curvature, noise
     rates, losses = descend(curvature, noise=noise)
     stable = 2 / curvature
     assert rates[-1] < 30 * stable, "it stops soon after it has diverged"
-    test = judge(rates, losses)
+    test = outcome(rates, losses)
     assert stable / 10 < test.suggestion < stable
     assert test.suggestion == test.lowest / 2 and test.steepest < test.lowest
 
@@ -47,4 +47,4 @@ def test_a_loss_that_never_falls_has_no_suggestion():
             DataError,
             match=r"did not fall between rates 1e-05 and 1\. Let it begin lower with --low",
         ):
-            judge(rates, losses)
+            outcome(rates, losses)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from maxtrain.config.schema import WatchdogConfig
-from maxtrain.observe import judge, watchdog
+from maxtrain.observe import outer_watchdog, watchdog
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.watchdog import Watchdog
 from maxtrain.parallel.agreement import Board
@@ -65,7 +65,7 @@ with Watchdog(WatchdogConfig(save_seconds=float(sys.argv[5])), folder, clock, "r
                 return jax.lax.psum(x, "data")
 
             total(jnp.ones(2)).block_until_ready()
-        time.sleep(2.5)  # so that the judge knows the limit
+        time.sleep(2.5)  # so that the outer watchdog knows the limit
         for _ in range(2):  # for ever, with Python's lock
             libc.pthread_mutex_lock(lock)
 """
@@ -221,11 +221,13 @@ def test_the_judge_waits_as_long_as_it_was_told_last(monkeypatch, events, killed
     def ready(*_):
         return ([], [], []) if events and events[0] == "tick" and events.pop(0) else ([0], [], [])
 
-    monkeypatch.setattr(judge.select, "select", ready)
-    monkeypatch.setattr(judge.os, "read", lambda *_: events.pop(0).encode() if events else b"")
-    monkeypatch.setattr(judge.os, "kill", lambda *what: kills.append(what))
-    monkeypatch.setattr(judge.os, "getppid", lambda: parent)
-    judge.judge(7)
+    monkeypatch.setattr(outer_watchdog.select, "select", ready)
+    monkeypatch.setattr(
+        outer_watchdog.os, "read", lambda *_: events.pop(0).encode() if events else b""
+    )
+    monkeypatch.setattr(outer_watchdog.os, "kill", lambda *what: kills.append(what))
+    monkeypatch.setattr(outer_watchdog.os, "getppid", lambda: parent)
+    outer_watchdog.end_when_stuck(7)
     assert kills == ([(7, signal.SIGABRT)] if killed else []) and not events
 
 

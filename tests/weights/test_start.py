@@ -22,6 +22,7 @@ from maxtrain.config.schema import (
 )
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.run_state import RunState
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.start import changed_meaning, require_same_meaning, starting_variables
 
@@ -148,8 +149,8 @@ def test_all_processes_start_from_the_same_step(run, monkeypatch):
         start(run)
 
 
-def record_of(model):
-    return {"step": 4, "config": to_yaml(RunConfig(model=model))}
+def saved_with(model):
+    return RunState(step=4, config=to_yaml(RunConfig(model=model)))
 
 
 EXPERTS = dataclasses.replace(MODEL, family="mixtral", lora=LoraConfig(rank=2))
@@ -173,9 +174,9 @@ EXPERTS = dataclasses.replace(MODEL, family="mixtral", lora=LoraConfig(rank=2))
 )
 def test_what_a_run_may_choose_is_no_other_meaning(changes):
     other = dataclasses.replace(EXPERTS, **changes)
-    assert changed_meaning(other, record_of(EXPERTS)) == {}
-    assert changed_meaning(EXPERTS, record_of(other)) == {}
-    require_same_meaning(other, record_of(EXPERTS))
+    assert changed_meaning(other, saved_with(EXPERTS).config) == {}
+    assert changed_meaning(EXPERTS, saved_with(other).config) == {}
+    require_same_meaning(other, saved_with(EXPERTS))
 
 
 def test_a_run_that_would_mean_something_else_by_its_weights_is_refused():
@@ -183,7 +184,7 @@ def test_a_run_that_would_mean_something_else_by_its_weights_is_refused():
     moe = dataclasses.replace(EXPERTS.moe, experts_per_token=1)
     other = dataclasses.replace(EXPERTS, norm_eps=1e-6, lora=lora, moe=moe)
     with pytest.raises(ConfigError) as error:
-        require_same_meaning(other, record_of(EXPERTS))
+        require_same_meaning(other, saved_with(EXPERTS))
     told = str(error.value)
     assert "model.norm_eps=1e-06 must be 1e-05, as until step 4 of this run" in told
     for mend in ("norm_eps=1e-05", "lora.alpha=16.0", "lora.scaling=rank"):
@@ -191,8 +192,8 @@ def test_a_run_that_would_mean_something_else_by_its_weights_is_refused():
     assert "Set model.moe.experts_per_token=2" in told
 
 
-@pytest.mark.parametrize("record", [{}, {"config": "[1"}, {"config": "model: 3"}, {"config": YAML}])
-def test_what_an_older_record_does_not_say_is_no_difference(record):
-    assert changed_meaning(MODEL, record) == {}
-    require_same_meaning(MODEL, {"step": 4, **record})
+@pytest.mark.parametrize("saved", ["", "[1", "model: 3", YAML])
+def test_what_an_older_config_does_not_say_is_no_difference(saved):
+    assert changed_meaning(MODEL, saved) == {}
+    require_same_meaning(MODEL, RunState(step=4, config=saved))
     require_same_meaning(MODEL, None)

@@ -1,9 +1,9 @@
-"""Ends a process of which no thread gets to work any more, because one keeps Python's lock: `python
-judge.py PID`.
+"""Ends a process in which no Python thread can run any more, because one of them holds Python's lock:
+`python outer_watchdog.py PID`.
 
-That process writes a line to stdin every second: in how many seconds the next one must come; 0:
-whenever. Only time that the judge itself had counts, so that a pause of the whole machine, or of
-the terminal's job, is none.
+That process writes a number to stdin every second: within how many seconds it will write the next
+one; 0: no limit. Only time in which this watchdog itself was running counts, so a pause of the whole
+machine, or of the terminal's job, does not.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ TICK = 1.0  # seconds
 _LAST = 20.0  # seconds for the stacks to be written down
 
 
-def judge(pid: int) -> None:
+def end_when_stuck(pid: int) -> None:
     """Returns when the process has closed its end of the pipe, as at its end, or is ended from
     here."""
     limit = waited = 0.0
@@ -40,4 +40,4 @@ def judge(pid: int) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the other process
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    judge(int(sys.argv[1]))
+    end_when_stuck(int(sys.argv[1]))
