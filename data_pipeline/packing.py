@@ -4,7 +4,8 @@
 targets and the token before each as input. The phase differs by epoch, so rows are cut elsewhere
 each time, and every token is a target exactly once per epoch. `pack_documents`: a row has the
 documents that `bins` gives it, one after the other, then padding. `fold_documents` puts documents
-that have a row each into rows that they share.
+that have a row each into rows that they share; documents that belong together (pairs) have one row
+before, and stay together. Each document is a segment of its own.
 
 The segment of a position is the document of its TARGET: the end-of-document token that ends one
 document is, as input, the begin mark of the next and sits in its segment; a row of documents begins
@@ -181,9 +182,12 @@ def fold_documents(
     """Put documents that have a row each into rows that they share, and build the arrays of a
     batch, as `pack` does.
 
+    A row may have several documents that belong together: they are moved as one, and each begins a
+    segment.
+
     Args:
-        documents: inputs, targets and loss_mask [n, t] of `pack_documents`.
-        sizes: int64 [n], targets of each document.
+        documents: inputs, targets, loss_mask and segment_ids [n, t] of `pack_documents`.
+        sizes: int64 [n], targets of each of these rows.
         row, column: int64 [n], where each begins.
         shape: rows and positions of the batch; what no document fills is padding.
         restart_positions, attend_across_documents, columns: as for `pack`.
@@ -199,8 +203,13 @@ def fold_documents(
         return np.ascontiguousarray(array.reshape(shape)[:, columns])
 
     _, end, _ = columns.indices(length)
-    begins = np.zeros(shape, bool)
-    begins[row, column] = not attend_across_documents
+    begins_before = np.zeros(documents["segment_ids"].shape, bool)
+    if width:
+        begins_before[:, 0] = not attend_across_documents
+    begins_before[:, 1:] = np.diff(documents["segment_ids"], axis=1) > 0
+    begins = np.zeros(num_rows * length, bool)
+    begins[to_where] = begins_before.ravel()[from_where]
+    begins = begins.reshape(shape)
     counts = np.bincount(row, sizes, num_rows).astype(np.int64)
     return _batch(
         folded("inputs"),

@@ -117,10 +117,13 @@ def row_arrays(
     training reads it.
 
     Rows of whole documents are planned, and the plan kept beside the manifest, as training does;
-    long documents are cut.
+    long documents are cut, and long groups of documents left out.
     DataError: there is no such row.
     """
     source = np.array([0])
+    if packing == "stream" and shards.group > 1:
+        what = f"{shards.path} holds {shards.manifest.unit}s, which windows of a stream would tear"
+        raise DataError(f"--packing stream: {what} apart. Give --packing bins or pad.")
     if packing == "stream":
         _check_row(shards, row, length, count_rows(shards.num_tokens, length))
         start = phase(seed, shards.uid, epoch, shards.num_tokens) + row * length
@@ -128,7 +131,10 @@ def row_arrays(
         windows = Windows(source, np.array([start]), np.array([count]))
         batch = pack([shards], windows, length, True, False)
     else:
-        bins = open_bins(shards, length, packing, "truncate")
+        on_long = "truncate"
+        if shards.group > 1:
+            on_long = "skip"
+        bins = open_bins(shards, length, packing, on_long)
         _check_row(shards, row, length, bins.num_rows)
         batch = pack_documents([shards], [bins], source, np.array([row]), length, True, False)
     return {name: array[0] for name, array in batch.items()}

@@ -47,6 +47,8 @@ class TokenShards:
         self.cache = cache
         self.num_tokens = manifest.num_tokens
         self.num_documents = manifest.num_documents
+        self.group = manifest.group
+        self.num_groups = manifest.num_groups
         self.text_bytes = manifest.text_bytes
         self.vocab_size = manifest.tokenizer["vocab_size"]
         self.uid = manifest.uid
