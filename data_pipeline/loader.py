@@ -58,7 +58,8 @@ class Batch(NamedTuple):
     of this host's b rows, and source (int32 [b]): the number of each row's source among the plan's
     names, or that of its first document; 0 where the batch is of an evaluation set, or the row is
     empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected document
-    of its k-th pair.
+    of its k-th pair. Of data whose documents have a number each, there is also value (float32
+    [b, T]): that of each position's document, 0 in padding.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -84,6 +85,8 @@ class _Dataset:
         self.vocab_size = sources[0].vocab_size
         # Documents that belong together.
         self.group = sources[0].group
+        # Whether batches have an array `value`.
+        self.valued = sources[0].valued
         self._sizes = np.array([source.num_tokens for source in sources])
 
     def limit_vocabulary(self, entries: int) -> None:
@@ -538,7 +541,7 @@ class EvaluationData(_Dataset):
     """
 
     def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
-        _check_groups(config, {str(shards.path): shards})
+        _check_documents(config, {str(shards.path): shards})
         # Rows that are made for each step are for training: here, all documents are at hand.
         packing = config.packing
         if packing == "balanced":
@@ -589,14 +592,14 @@ def _eod_id(shards: TokenShards) -> int:
 
 
 def carry_errors(
-    stream: Iterator[Batch], steps: range, part: Callable[[int], Part]
+    stream: Iterator[Batch], steps: range, part: Callable[[int], Part], valued: bool = False
 ) -> Iterator[Batch]:
     """The batches of a stream for these steps; where it can't be read, empty ones that carry the
     error, to the end.
 
     One of several hosts that raised alone would leave the others waiting for it: it takes part
     until all can agree to stop. `part` is what this host holds of the batch of a step, its columns
-    with both ends.
+    with both ends; `valued`: batches have an array `value`.
     """
     read = 0
     try:
@@ -615,6 +618,8 @@ def carry_errors(
                 "loss_mask": zeros.astype(np.float32),
                 "source": np.zeros(len(rows), np.int32),
             }
+            if valued:
+                arrays["value"] = zeros.astype(np.float32)
             yield Batch(step, arrays, 0, "", 0, "", error)
 
 
@@ -665,7 +670,7 @@ def open_training(
         _check_corruption(config, next(iter(shards.values())).vocab_size)
     names = sorted(shards)
     ordered = [shards[name] for name in names]
-    _check_groups(config, {f"data.sources.{name}": shards[name] for name in names})
+    _check_documents(config, {f"data.sources.{name}": shards[name] for name in names})
     lengths = {config.seq_length}
     lengths.update(stage.seq_length or config.seq_length for stage in config.stages)
     packing = config.packing
@@ -690,9 +695,9 @@ def open_training(
     return TrainingData(config, plan, ordered, bins, cursor)
 
 
-def _check_groups(config: DataConfig, data: dict[str, TokenShards]) -> None:
+def _check_documents(config: DataConfig, data: dict[str, TokenShards]) -> None:
     """ConfigError: documents that belong together would be torn apart or joined, or are mixed with
-    others."""
+    others; or numbers of documents would be of parts of them, or are mixed with none."""
     if not data:
         return
     (first, ours), *others = data.items()
@@ -701,6 +706,18 @@ def _check_groups(config: DataConfig, data: dict[str, TokenShards]) -> None:
             what = f"{where} holds {_units(theirs)}, but {first} {_units(ours)}"
             rule = "and a batch is read in one way"
             raise ConfigError(f"{what}, {rule}. Leave one of them out.")
+        if theirs.valued != ours.valued:
+            valued, other = first, where
+            if theirs.valued:
+                valued, other = where, first
+            what = f"{valued} has a number for each document (label or margin), but {other} none"
+            mend = "Prepare both with or both without, or leave one of them out"
+            raise ConfigError(f"{what}, and a batch is read in one way. {mend}.")
+    if ours.valued and config.packing == "stream":
+        rule = "which belongs to the whole document and not to a window of a stream"
+        mend = "Set data.packing=bins, pad or balanced"
+        what = f"{first} has a number for each document"
+        raise ConfigError(f"data.packing=stream, but {what}, {rule}. {mend}.")
     if ours.group == 1:
         return
     what = f"{first} holds {_units(ours)}"

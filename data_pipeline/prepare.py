@@ -82,7 +82,7 @@ _STATE = ".prepare.json"
 # What is only needed while OUT is made.
 _WORK = ".prepare"
 _FILES = (
-    r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan"
+    r"tokens-\d+\.(bin|idx|mask|val|crc)|bins-\d+(\.\w+)?\.plan"
     r"|manifest\.json|tokenizer\.json|prepare\.json"
 )
 _BESIDE = "|".join(map(re.escape, BESIDE))

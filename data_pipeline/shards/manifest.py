@@ -35,7 +35,7 @@ class ShardEntry:
     sha256 of the .crc.
 
     A shard with a .mask counts its set bits, `targets`, and those of them at documents' first
-    tokens; None: it has no .mask.
+    tokens; None: it has no .mask. `has_values`: it has a .val.
     """
 
     path: str
@@ -47,6 +47,7 @@ class ShardEntry:
     checks_sha256: str
     targets: int | None = None
     first_targets: int | None = None
+    has_values: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -55,6 +56,8 @@ class ShardEntry:
         sizes = {".bin": self.bytes, ".idx": 8 * (self.documents + 1)}
         if self.targets is not None:
             sizes[".mask"] = -(-self.tokens // 8)
+        if self.has_values:
+            sizes[".val"] = 4 * self.documents
         sizes[".crc"] = 4 * sum(map(num_blocks, sizes.values()))
         return sizes
 
@@ -115,14 +118,16 @@ class Manifest:
 
     @property
     def uid(self) -> str:
-        """Hex digest over tokens, document borders, loss masks, tokenizer and end-of-document
-        policy."""
+        """Hex digest over tokens, document borders, loss masks, numbers of documents, tokenizer and
+        end-of-document policy."""
         shards = []
         for s in self.shards:
             entry = [s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256]
             # The uid of shards without masks must stay what it always was.
             if s.targets is not None:
                 entry.append(s.targets)
+            if s.has_values:
+                entry.append("values")
             shards.append(entry)
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
         content = [self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards]
@@ -137,6 +142,9 @@ class Manifest:
         # What only some data has is not written for the other, whose bytes stay what they were.
         if self.group == 1:
             del content["group"]
+        for shard in content["shards"]:
+            if not shard["has_values"]:
+                del shard["has_values"]
         content |= {name: getattr(self, name) for name in _DERIVED}
         content["digest"] = digest_of(content)
         write_atomic(directory / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
@@ -235,9 +243,12 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         place = f"shards[{number}]"
         if not isinstance(shard, dict):
             yield place, shard, "an object"
-        yield from _differing(f"{place}.", {"targets": None, "first_targets": None} | shard, _SHARD)
+        yield from _differing(f"{place}.", _OPTIONAL | shard, _SHARD)
         if unknown := shard.keys() - _SHARD.keys():
             yield place, sorted(unknown), f"without keys other than {', '.join(_SHARD)}"
+        has_values = shard.get("has_values", False)
+        if has_values != content["shards"][0].get("has_values", False):
+            yield f"{place}.has_values", has_values, "as in the first shard"
         targets = shard.get("targets")
         first_targets = shard.get("first_targets")
         if (targets is None) != (first_targets is None):
@@ -337,7 +348,10 @@ _SHARD: dict[str, _Rule] = {
     "checks_sha256": _TEXT,
     "targets": _optional_integer(),
     "first_targets": _optional_integer(),
+    "has_values": (lambda value: isinstance(value, bool), "true or false"),
 }
+# What a shard need not say.
+_OPTIONAL = {"targets": None, "first_targets": None, "has_values": False}
 
 
 def digest_of(value: Any) -> str:

@@ -1,5 +1,5 @@
 """Pairs: what belongs together is one thing to the plan, and two segments of a row, wherever it is
-read."""
+read; and numbers of documents, which reach every position of theirs."""
 
 import dataclasses
 import json
@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_pipeline.bins import open_bins
+from data_pipeline.cache import Cache
 from data_pipeline.config import DataConfig, SourceConfig, StageConfig
 from data_pipeline.errors import ConfigError, DataError
-from data_pipeline.loader import open_evaluation, open_training
+from data_pipeline.loader import carry_errors, open_evaluation, open_training
 from data_pipeline.packing import Part, pack_documents
 from data_pipeline.preview import describe_step
 from data_pipeline.report import row_arrays
@@ -26,9 +27,9 @@ LENGTH = 48
 NUM_STEPS = 16
 
 
-def write(directory, layout, group=2, seed=0, eod="append"):
+def write(directory, layout, group=2, seed=0, eod="append", valued=False):
     """Shards of random documents of these lengths, end marks included, of which the second half is
-    a target."""
+    a target; if they are `valued`, the number of each is the sum of its ids, end mark included."""
     directory.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     entries = []
@@ -36,7 +37,11 @@ def write(directory, layout, group=2, seed=0, eod="append"):
         writer = ShardWriter(directory, f"tokens-{number:05d}", TOKENIZER.vocab_size)
         for length in lengths:
             is_target = np.arange(length - 1) >= length // 2
-            writer.append(rng.integers(0, 256, length - 1), mask=is_target, end=TOKENIZER.eod_id)
+            ids = rng.integers(0, 256, length - 1)
+            value = None
+            if valued:
+                value = float(ids.sum() + TOKENIZER.eod_id)
+            writer.append(ids, mask=is_target, end=TOKENIZER.eod_id, value=value)
         entries.append(writer.close())
     TOKENIZER.save(directory)
     record = {
@@ -63,7 +68,7 @@ def config(tmp_path_factory):
     }
     sources = {}
     for seed, (name, layout) in enumerate(layouts.items()):
-        path = str(write(root / name, layout, seed=seed))
+        path = str(write(root / name, layout, seed=seed, valued=True))
         sources[name] = SourceConfig(path, 1.0 + seed, None)
     return DataConfig(
         sources=sources,
@@ -231,6 +236,87 @@ def test_any_host_and_any_start_read_their_part_of_one_batch(
     assert contents % 2**64 == whole.content
 
 
+@pytest.mark.parametrize("packing", ["bins", "pad", "balanced"])
+@pytest.mark.parametrize("group", [1, 2])
+def test_every_position_has_the_number_of_its_document(tmp_path, packing, group):
+    lengths = lengths_of_pairs(4, 12)
+    path = write(tmp_path / "valued", [lengths[:8], lengths[8:]], group, valued=True)
+    sources = {"valued": SourceConfig(str(path), 1.0, None)}
+    data = open_training(
+        DataConfig(sources=sources, seq_length=LENGTH, batch_size=4, packing=packing), 3, 6
+    )
+    (streamed,) = data.iterate(3, stop_step=4)
+    held_out = open_evaluation(path, data.config, 5)
+    for batch in (streamed, held_out.batch(0), held_out.batch(held_out.num_batches - 1)):
+        arrays = batch.arrays
+        assert arrays["value"].dtype == np.float32
+        assert not arrays["value"][arrays["segment_ids"] == 0].any()
+        for row, segments in enumerate(arrays["segment_ids"]):
+            for segment in range(1, segments.max() + 1):
+                mine = segments == segment
+                expected = arrays["targets"][row, mine].sum()
+                np.testing.assert_array_equal(arrays["value"][row, mine], expected)
+
+
+def test_a_stream_that_cannot_be_read_goes_on_with_batches_of_the_same_arrays(config):
+    data = open_training(config, 3, NUM_STEPS)
+    part = Part(np.array([1]), slice(0, LENGTH))
+    failure = OSError("no more")
+
+    def stream():
+        yield from data.iterate(4, part, 5)
+        raise failure
+
+    read, empty = carry_errors(stream(), range(4, 6), lambda _: part, data.valued)
+    assert empty.error is failure
+    for name, array in read.arrays.items():
+        other = empty.arrays[name]
+        assert (other.shape, other.dtype, other.any()) == (array.shape, array.dtype, False)
+
+
+def test_data_without_numbers_has_no_array_of_them_and_does_not_mix(config, tmp_path):
+    plain = write(tmp_path / "plain", [[5, 6, 7, 8]])
+    source = SourceConfig(str(plain), 1.0, None)
+    alone = dataclasses.replace(config, sources={"plain": source}, batch_size=2)
+    assert "value" not in open_training(alone, 3, 2).batch(0).arrays
+    both = config.sources | {"plain": source}
+    with pytest.raises(
+        ConfigError, match=r"few has a number .*, but data\.sources\.plain none.*out"
+    ):
+        open_training(dataclasses.replace(config, sources=both), 3, 2)
+
+
+@pytest.mark.parametrize("change", ["flip", "cut", "remove"])
+def test_damaged_numbers_are_told(tmp_path, change):
+    directory = write(tmp_path / "valued", [[5, 6], [7, 8]], valued=True)
+    assert not list(TokenShards.open(directory).problems())
+    path = directory / "tokens-00001.val"
+    content = path.read_bytes()
+    assert np.frombuffer(content, "<f4").size == 2
+    if change == "flip":
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif change == "cut":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+    (problem,) = TokenShards.open(directory, "off").problems()
+    assert "tokens-00001.val" in problem and "build it again" in problem
+    if change == "flip":
+        with pytest.raises(DataError, match=r"tokens-00001\.val: .*expected crc32"):
+            TokenShards.open(directory, "lazy").values(np.array([3]))
+
+
+def test_numbers_are_in_the_identity_and_behind_urls(tmp_path):
+    layout = [[5, 6], [7, 8]]
+    local = TokenShards.open(write(tmp_path / "valued", layout, valued=True))
+    assert local.uid != TokenShards.open(write(tmp_path / "plain", layout)).uid
+    numbers = np.array([3, 0, 2, 0])
+    remote = TokenShards.open(f"file://{tmp_path}/valued", cache=Cache(tmp_path / "cache"))
+    np.testing.assert_array_equal(remote.values(numbers), local.values(numbers))
+    assert not list(remote.problems())
+    assert remote.manifest.shards[0].has_values
+
+
 def test_a_run_goes_on_from_a_cursor(config):
     first = open_training(config, 3, NUM_STEPS)
     cursor = json.loads(json.dumps(first.cursor_at(5)))
@@ -253,13 +339,19 @@ def count_of(lines, unit):
     return count
 
 
-def test_what_would_tear_or_join_documents_of_a_pair_is_refused(config):
+def test_what_would_tear_or_join_documents_of_a_pair_is_refused(config, tmp_path):
     def refused(match, **changes):
         with pytest.raises(ConfigError, match=match):
             open_training(dataclasses.replace(config, **changes), 3, 4)
 
     plain = {"balance_rows": 1, "balance_quadratic": None}
-    refused(r"packing=stream, .*pairs of 2 documents.*=bins, pad or bal", packing="stream", **plain)
+    few = write(tmp_path / "few", [[5, 6, 7, 8]])
+    refused(
+        r"packing=stream, .*pairs of 2 documents.*=bins, pad or balanced",
+        packing="stream",
+        sources={"few": SourceConfig(str(few))},
+        **plain,
+    )
     refused(r"Set data\.attend_across_documents=false", attend_across_documents=True)
     refused(r"Set data\.restart_positions=true", restart_positions=False)
     refused(r"on_long=truncate, .*pairs.*can't be cut.* raise or skip", on_long="truncate")
@@ -271,14 +363,14 @@ def test_what_would_tear_or_join_documents_of_a_pair_is_refused(config):
     short = dataclasses.replace(config, seq_length=20, on_long="skip")
     assert "longer than a row: " in open_training(short, 3, 4).describe()
     path = config.sources["few"].path
-    with pytest.raises(ConfigError, match=r"packing=stream"):
+    with pytest.raises(ConfigError, match=r"packing=stream, .*number for each document"):
         open_evaluation(path, with_packing(config, "stream"), 2)
     with pytest.raises(DataError, match=r"--packing stream: .*pairs.* Give --packing bins or pad"):
         row_arrays(TokenShards.open(path), 0, 20, "stream", 0)
 
 
 def test_pairs_and_single_documents_do_not_mix(config, tmp_path):
-    single = write(tmp_path / "single", [[5, 6]], group=1)
+    single = write(tmp_path / "single", [[5, 6]], group=1, valued=True)
     sources = config.sources | {"single": SourceConfig(str(single), 1.0, None)}
     with pytest.raises(ConfigError, match=r"single holds single documents, but .*Leave one of th"):
         open_training(dataclasses.replace(config, sources=sources), 3, 4)
@@ -302,13 +394,18 @@ def test_a_manifest_says_what_belongs_together_only_where_something_does(tmp_pat
         ({"group": 3}, r"shards\[0\]\.documents=4 must be a multiple of 3"),
         ({"group": 0}, r"group=0 must be an integer in \[1, 64\]"),
         ({"group": True}, r"group=true must be an integer"),
+        ({"shards": True}, r"shards\[1\]\.has_values=true must be as in the first shard"),
         ({"eod": "none"}, r"eod=\"none\" must be 'append' where 2 documents belong together"),
     ],
 )
 def test_a_manifest_of_torn_groups_is_refused(tmp_path, changes, message):
-    directory = write(tmp_path / "pairs", [[3, 4, 5, 6]])
+    directory = write(tmp_path / "pairs", [[3, 4, 5, 6], [7, 8]])
     path = directory / "manifest.json"
-    content = json.loads(path.read_text()) | changes
+    content = json.loads(path.read_text())
+    if "shards" in changes:
+        content["shards"][1]["has_values"] = changes["shards"]
+    else:
+        content |= changes
     del content["digest"]
     path.write_text(json.dumps(content | {"digest": digest_of(content)}))
     with pytest.raises(DataError, match=message):
