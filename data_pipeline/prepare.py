@@ -52,7 +52,8 @@ from data_pipeline.shards import (
     write_atomic,
 )
 from data_pipeline.sources import FORMATS
-from data_pipeline.sources.document import Options, Piece, held_out
+from data_pipeline.sources.document import Options, Piece, PreferenceForm, held_out
+from data_pipeline.sources.preferences import NAMES
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import (
     BESIDE,
@@ -208,13 +209,26 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         metavar="FILE",
         default="",
-        help="chat template for --chat: a jinja file, or chatml (default: the one beside the tokenizer)",
+        help="chat template for --chat and --preferences: a jinja file, or chatml (default: the one "
+        "beside the tokenizer; text of --preferences is then left as it is)",
     )
     add(
         "--chat-date",
         metavar="YYYY-MM-DD",
         default="",
         help="the date that a chat template writes, if it writes one",
+    )
+    add(
+        "--columns",
+        metavar="NAME=COLUMN,...",
+        default="",
+        help=f"for --preferences: which columns hold what; names are {', '.join(NAMES)}",
+    )
+    add(
+        "--margin",
+        action="store_true",
+        help="for --preferences: keep how much better the chosen answer is: margin, or score_chosen "
+        "- score_rejected",
     )
 
 
@@ -301,6 +315,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         rule = "--runner ray has one for each CPU of its cluster"
         mend = "Leave it out; --runner-options num_cpus=N limits a cluster that is begun here"
         raise UsageError(f"--workers {arguments.workers}: {rule}. {mend}.")
+    if (arguments.columns or arguments.margin) and not arguments.preferences:
+        given = "--margin" if arguments.margin else f"--columns {arguments.columns}"
+        raise UsageError(f"{given}: belongs to --preferences. Give that too, or leave it out.")
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
@@ -323,10 +340,11 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     if spec != "chars" and not spec.startswith("bpe:"):
         tokenizer = load_tokenizer(spec)
     if tokenizer and tokenizer.eod_id is None and eod == "append":
+        mend = "Name it as eos_token in a tokenizer_config.json beside it"
+        if not arguments.preferences:
+            mend += ", or give --eod none to join documents without a mark"
         raise DataError(
-            f"--tokenizer {spec}: has no end-of-document token by a usual name. Name it as "
-            "eos_token in a tokenizer_config.json beside it, or give --eod none to join documents "
-            "without a mark."
+            f"--tokenizer {spec}: has no end-of-document token by a usual name. {mend}."
         )
     pieces, sources = _find_input(arguments, _reading_options(arguments, spec, tokenizer))
     settings = {
@@ -343,6 +361,11 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         settings["tokenizer"] = tokenizer.sha256
     if arguments.dedupe:
         settings["dedupe"] = True
+    forms = _forms(pieces, arguments.margin, eod)
+    if forms:
+        settings["preferences"] = "; ".join(sorted({form.describe() for form in forms}))
+        settings["columns"] = arguments.columns
+        settings["margin"] = arguments.margin
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
         settings["chat_targets"] = "marked" if template.marked else "compared"
@@ -351,7 +374,34 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
             tokenizer.beside = {**tokenizer.beside, CHAT_TEMPLATE: source}
     parts = _divide(pieces, arguments.holdout, arguments.holdout_by)
     origin = {"sources": sources, "settings": settings, "command": command}
+    if forms:
+        origin["group"] = forms[0].group
     return _Request(parts, origin, tokenizer)
+
+
+def _forms(pieces: list[Piece], margin: bool, eod: str) -> list[PreferenceForm]:
+    """The forms of preferences that pieces have, each once; UsageError: they do not go together, or
+    with the options."""
+    forms = list(dict.fromkeys(p.options.preferences for p in pieces if p.options.preferences))
+    if not forms:
+        return []
+    others = sorted({piece.format for piece in pieces} - {"preferences"})
+    if others:
+        rule = "has documents in another form than --preferences"
+        raise UsageError(f"--{others[0]}: {rule}. Prepare it into a directory of its own.")
+    if len({form.group for form in forms}) > 1:
+        listed = " and ".join(form.describe() for form in forms)
+        rule = "which are stored differently. Prepare them into directories of their own"
+        raise UsageError(f"--preferences: there are {listed}, {rule}.")
+    if forms[0].group == 1:
+        if margin:
+            mend = "Leave it out"
+            raise UsageError(f"--margin: is of pairs, and these are answers with a label. {mend}.")
+        return forms
+    if eod == "none":
+        rule = "a pair is two documents, each with an end mark"
+        raise UsageError(f"--eod none: {rule}. Leave it out.")
+    return forms
 
 
 def _reading_options(
@@ -363,6 +413,8 @@ def _reading_options(
         tokenizer=spec,
         chat_template=arguments.chat_template,
         chat_date=arguments.chat_date,
+        columns=arguments.columns,
+        margin=arguments.margin,
     )
     # Ids and special tokens belong to a tokenizer that somebody named, not to the default.
     if tokenizer is None or not arguments.tokenizer:

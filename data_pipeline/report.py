@@ -35,7 +35,7 @@ def summary(shards: TokenShards) -> Iterator[str]:
     """Lines about a directory: sizes, bytes per token, lengths of documents, what was left out or
     mended."""
     m = shards.manifest
-    size = f"{m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
+    size = f"{m.num_groups:,} {m.unit}s, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
     yield f"{shards.path}: {size}"
     tokenizer = f"{m.tokenizer['name']}, {m.tokenizer['vocab_size']:,} entries"
     if shards.masked:
@@ -46,13 +46,18 @@ def summary(shards: TokenShards) -> Iterator[str]:
         per = m.text_bytes / m.num_tokens
         yield f"  {m.text_bytes:,} bytes of text"
         yield f"  {per:.3f} bytes per token ({tokenizer})"
+    form = m.settings.get("preferences")
+    if form:
+        yield f"  preferences: {form} (the first record)"
+    if shards.valued:
+        yield f"  {_values(shards)}"
     found = _TARGETS_BY.get(m.settings.get("chat_targets", ""))
     if found:
         yield f"  targets: {found}"
         yield f"    such as {_example(shards)}"
     counts, longest = histogram(shards)
-    mean = m.num_tokens / m.num_documents
-    yield f"  tokens in a document: {mean:,.1f} on average, {longest:,} at most"
+    mean = m.num_tokens / m.num_groups
+    yield f"  tokens in a {m.unit}: {mean:,.1f} on average, {longest:,} at most"
     yield from bars(counts)
     if m.problems:
         yield from _problem_lines(m)
@@ -61,8 +66,8 @@ def summary(shards: TokenShards) -> Iterator[str]:
 def _problem_lines(m: Manifest) -> Iterator[str]:
     """What was left out or mended, with examples."""
     # A document is left out for one reason; older manifests do not say how many were.
-    read = m.num_documents + sum(entry.get("left_out", 0) for entry in m.problems.values())
-    yield f"  left out or mended, of {read:,} documents:"
+    read = m.num_groups + sum(entry.get("left_out", 0) for entry in m.problems.values())
+    yield f"  left out or mended, of {read:,} {m.unit}s:"
     for kind, entry in m.problems.items():
         count = entry["count"]
         yield f"  {count:>9,} x {kind} ({count / read:.2%}), such as"
@@ -83,13 +88,29 @@ def _example(shards: TokenShards) -> str:
     return before[-_WIDTH // 2 :] + one_line(after, _WIDTH // 2 - len("    such as "))
 
 
+def _values(shards: TokenShards) -> str:
+    """What the numbers of documents are, in words."""
+    numbers = np.arange(0, shards.num_documents, shards.group)
+    values = []
+    for first in range(0, len(numbers), _AT_ONCE):
+        values.append(shards.values(numbers[first : first + _AT_ONCE]))
+    found = np.concatenate(values)
+    if shards.group == 1:
+        good = np.count_nonzero(found > 0)
+        return f"labels: {good:,} desirable, {len(found) - good:,} undesirable"
+    mean = found.mean(dtype=float)
+    return f"margins: {mean:.4g} on average, {found.min():.4g} to {found.max():.4g}"
+
+
 def histogram(shards: TokenShards) -> tuple[np.ndarray, int]:
-    """Documents of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and the length of the
-    longest."""
+    """Documents, or groups of them, of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and
+    the length of the longest."""
     counts = np.zeros(64, np.int64)
     longest = 0
-    for first in range(0, shards.num_documents, _AT_ONCE):
-        lengths = shards.documents(np.arange(first, min(first + _AT_ONCE, shards.num_documents)))[1]
+    step = _AT_ONCE * shards.group
+    for first in range(0, shards.num_documents, step):
+        lengths = shards.documents(np.arange(first, min(first + step, shards.num_documents)))[1]
+        lengths = lengths.reshape(-1, shards.group).sum(axis=1)
         counts += np.bincount(np.frexp(lengths)[1] - 1, minlength=64)
         longest = max(longest, int(lengths.max()))
     return np.trim_zeros(counts, "b"), longest

@@ -176,7 +176,7 @@ class Manifest:
         if found != expected:
             what = f"expected digest {expected}, found {found}: changed after it was built"
             raise DataError(f"{path}: {what}. {mend()}")
-        content = {"group": 1} | content
+        content.setdefault("group", 1)
         # The digest holds, so whoever wrote the manifest wrote it so.
         for place, value, rule in _violations(content):
             found = json.dumps(value)
