@@ -40,7 +40,16 @@ from data_pipeline.config import CACHE
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.remote import RemotePath, is_url, place
-from data_pipeline.report import CLOSE, OPEN, describe_row, marked_text, row_arrays, summary
+from data_pipeline.report import (
+    CLOSE,
+    OPEN,
+    describe_row,
+    describe_value,
+    group_arrays,
+    marked_text,
+    row_arrays,
+    summary,
+)
 from data_pipeline.runner import RUNNERS, Run, open_runner
 from data_pipeline.shards import (
     ATTEMPT,
@@ -74,6 +83,7 @@ _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.
   {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    one to be used for several
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
+  {_PROGRAM} show OUT --pair 3      both documents of a pair
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 # In a scratch folder of this machine: which output it is of.
@@ -847,7 +857,13 @@ def _show(argv: list[str]) -> None:
     parser = _reading_parser("show")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--document", metavar="N", type=int, default=0, help="which document, from 0 (default: 0)"
+        "--document", metavar="N", type=int, help="which document, from 0 (default: 0)"
+    )
+    which.add_argument(
+        "--pair",
+        metavar="N",
+        type=int,
+        help="of pairs, which one, from 0: both of its documents (default: 0)",
     )
     which.add_argument(
         "--row",
@@ -866,8 +882,7 @@ def _show(argv: list[str]) -> None:
     parser.add_argument(
         "--packing",
         choices=["stream", "bins", "pad"],
-        default="stream",
-        help="for --row: data.packing",
+        help="for --row: data.packing (default: stream, or bins for pairs)",
     )
     parser.add_argument(
         "--seed",
@@ -878,28 +893,52 @@ def _show(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
     shards = TokenShards.open(arguments.directory, cache=Cache(arguments.cache))
     tokenizer = load_tokenizer(arguments.directory)
+    if arguments.pair is not None and shards.group == 1:
+        rule = f"{arguments.directory} holds single documents, not pairs"
+        raise UsageError(f"--pair {arguments.pair}: {rule}. Give --document N.")
     if arguments.row is None:
-        first, length = shards.document(arguments.document)
-        which_one = f"document {arguments.document} of {shards.num_documents:,}"
-        print(f"{which_one}: {length:,} tokens from {first:,}", file=sys.stderr)
-        (is_target,) = shards.mask(np.array([first]), length)
-        _show_document(tokenizer, shards.read(first, length), is_target)
+        if arguments.document is None and shards.group > 1:
+            _show_group(shards, tokenizer, arguments.pair or 0)
+        else:
+            _show_document(shards, tokenizer, arguments.document or 0)
         return
     length = arguments.seq_length or 0
     if length < 1:
         rule = "a row has at least 1 token"
         mend = "Give the run's data.seq_length"
         raise UsageError(f"--seq-length {arguments.seq_length}: {rule}. {mend}.")
-    arrays = row_arrays(
-        shards, arguments.row, length, arguments.packing, arguments.seed, arguments.epoch
-    )
+    packing = arguments.packing
+    if packing is None:
+        packing = "bins" if shards.group > 1 else "stream"
+    arrays = row_arrays(shards, arguments.row, length, packing, arguments.seed, arguments.epoch)
+    _print_row(arrays, tokenizer, shards.group)
+
+
+def _show_group(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
+    """Write the documents of a group, as a row that holds nothing else."""
+    arrays = group_arrays(shards, number)
+    size = f"{len(arrays['targets']):,} tokens in {shards.group} documents"
+    unit = shards.manifest.unit
+    print(f"{unit} {number} of {shards.num_groups:,}: {size}", file=sys.stderr)
+    _print_row(arrays, tokenizer, shards.group)
+
+
+def _print_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer, group: int) -> None:
     console = Console(highlight=False)
-    for text in describe_row(arrays, tokenizer, marks=not _has_colours(console)):
+    for text in describe_row(arrays, tokenizer, not _has_colours(console), group):
         console.print(text, soft_wrap=True)
 
 
-def _show_document(tokenizer: Tokenizer, ids: np.ndarray, is_target: np.ndarray) -> None:
+def _show_document(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
     """Write the text of a document; where not all of it is a target, with marks around what is."""
+    first, length = shards.document(number)
+    size = f"{length:,} tokens from {first:,}"
+    if shards.valued:
+        value = float(shards.values(np.array([number]))[0])
+        size += f", {describe_value(value, shards.group)}"
+    print(f"document {number} of {shards.num_documents:,}: {size}", file=sys.stderr)
+    (is_target,) = shards.mask(np.array([first]), length)
+    ids = shards.read(first, length)
     if is_target.all():
         sys.stdout.write(tokenizer.decode(ids))
         return

@@ -72,7 +72,12 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
         yield f"and {more:,} rows more; --rows {len(targets)} shows all"
     source = data.shards[int(data.rows_at(step).source[0])]
     show = f"python -m data_pipeline.prepare show {shlex.quote(str(source.path))}"
-    yield f"A whole document: {show} --document {_documents(data, step, 0)[0]}"
+    option = "document"
+    first = int(_documents(data, step, 0)[0])
+    if data.group > 1:
+        option = "pair"
+        first //= data.group
+    yield f"A whole {data.unit}: {show} --{option} {first}"
     yield f"A whole row: {data.show_command(step)}"
 
 

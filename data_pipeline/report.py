@@ -168,14 +168,34 @@ def _check_row(shards: TokenShards, row: int, length: int, num_rows: int) -> Non
         raise DataError(f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. {mend}.")
 
 
+def group_arrays(shards: TokenShards, group: int) -> dict[str, np.ndarray]:
+    """The documents of a group, by its number, as the arrays [T] of a row that holds nothing else.
+    DataError: there is no such group."""
+    if not 0 <= group < shards.num_groups:
+        mend = f"Choose one of 0 to {shards.num_groups - 1}"
+        raise DataError(f"{shards.path}: {shards.manifest.unit} {group} does not exist. {mend}.")
+    numbers = group * shards.group + np.arange(shards.group)
+    first, sizes = shards.documents(numbers)
+    targets, mask = shards.spans(first, sizes)
+    arrays = {
+        "targets": targets,
+        "loss_mask": mask.astype(np.float32),
+        "segment_ids": np.repeat(np.arange(1, shards.group + 1), sizes),
+    }
+    if shards.valued:
+        arrays["value"] = np.repeat(shards.values(numbers), sizes)
+    return arrays
+
+
 def describe_row(
-    arrays: dict[str, np.ndarray], tokenizer: Tokenizer, marks: bool = False
+    arrays: dict[str, np.ndarray], tokenizer: Tokenizer, marks: bool = False, group: int = 1
 ) -> Iterator[Text]:
     """The targets of a row, decoded: a headline for each segment, then its text in its colour, dim
     where nothing is learnt.
 
     `marks`: there are no colours, so marks are put around what is learnt, in segments of which some
         is not.
+    `group`: segments that belong together; 2: pairs, of which the first is the chosen one.
     """
     segments = arrays["segment_ids"]
     targets = arrays["targets"]
@@ -184,7 +204,12 @@ def describe_row(
         (places,) = np.nonzero(segments == segment)
         colour = _COLOURS[(segment - 1) % len(_COLOURS)]
         count = np.count_nonzero(learnt[places])
-        head = f"segment {segment}: positions {places[0]:,} to {places[-1]:,}, "
+        name = f"segment {segment}"
+        if group > 1:
+            name += f", {_member(segment, group)}"
+        if "value" in arrays:
+            name += f", {describe_value(float(arrays['value'][places[0]]), group)}"
+        head = f"{name}: positions {places[0]:,} to {places[-1]:,}, "
         head += f"{count:,} of {len(places):,} are targets"
         marked = marks and 0 < count < len(places)
         if marked:
@@ -202,6 +227,22 @@ def describe_row(
         yield text
     if padding := np.count_nonzero(segments == 0):
         yield Text(f"--- padding: {padding:,} positions ".ljust(_WIDTH, "-"), style="dim")
+
+
+def describe_value(value: float, group: int) -> str:
+    """The number of a document, in words: a label, or where documents belong together the margin."""
+    if group == 1:
+        return f"label {value:+g}"
+    return f"margin {value:g}"
+
+
+def _member(segment: int, group: int) -> str:
+    """Which document of which group of a row a segment is; both are counted from 1."""
+    number, place = divmod(segment - 1, group)
+    if group != 2:
+        return f"{place + 1} of group {number + 1}"
+    which = "rejected" if place else "chosen"
+    return f"{which} of pair {number + 1}"
 
 
 def marked_text(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> str:

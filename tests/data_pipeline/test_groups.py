@@ -326,7 +326,12 @@ def test_a_run_goes_on_from_a_cursor(config):
 def test_a_step_is_described_in_pairs(config):
     stages = (StageConfig(until=4), StageConfig(batch_size=8, seq_length=64))
     data = open_training(dataclasses.replace(config, stages=stages), 3, 8)
-    assert count_of(describe_step(data, 6, 1, 80), "pairs") == 8
+    lines = list(describe_step(data, 6, 1, 80))
+    assert count_of(lines, "pairs") == 8
+    (command,) = [line for line in lines if line.startswith("A whole pair: ")]
+    source = data.rows_at(6).source[0]
+    number = data.bins_of(6, source).documents(data.rows_at(6).row[:1])[1][0] // 2
+    assert command.endswith(f"--pair {number}")
 
 
 def count_of(lines, unit):

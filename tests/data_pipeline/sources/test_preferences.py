@@ -370,3 +370,35 @@ def test_messages_need_a_template(tmp_path, capsys):
     assert (
         "--preferences: there is no chat template beside the tokenizer" in capsys.readouterr().err
     )
+
+
+def test_show_has_both_documents_of_a_pair(tmp_path, capsys):
+    pair = PAIR | {"margin": 0.5}
+    assert run(tmp_path, [PAIR | {"margin": 2}, pair], "--margin", template=None) == 0
+    out = str(tmp_path / "out")
+    capsys.readouterr()
+    assert prepare.main(["show", out, "--pair", "1"]) == 0
+    said = capsys.readouterr()
+    assert "pair 1 of 2: 12 tokens in 2 documents" in said.err
+    first, chosen, second, rejected = said.out.splitlines()
+    assert "segment 1, chosen of pair 1, margin 0.5: positions 0 to 5, 2 of 6 are targets" in first
+    assert "segment 2, rejected of pair 1, margin 0.5: positions 6 to 11, 2 of 6 are" in second
+    assert (chosen, rejected) == ("2+2=\u27e64\u27e7", "2+2=\u27e65\u27e7")
+    assert prepare.main(["show", out, "--row", "0", "--seq-length", "24"]) == 0
+    said = capsys.readouterr().out
+    assert "segment 3, chosen of pair 2, margin" in said and "padding" not in said
+    assert prepare.main(["show", out, "--document", "3"]) == 0
+    said = capsys.readouterr()
+    assert (
+        said.out == "2+2=\u27e65\u27e7"
+        and "document 3 of 4: 6 tokens from 18, margin 0.5" in said.err
+    )
+    assert prepare.main(["show", out, "--pair", "2"]) == DataError.exit_code
+    assert "pair 2 does not exist. Choose one of 0 to 1" in capsys.readouterr().err
+    label = {"prompt": "2+2=", "completion": "4", "label": False}
+    assert run(tmp_path, [label], template=None, out="label") == 0
+    capsys.readouterr()
+    assert prepare.main(["show", str(tmp_path / "label")]) == 0
+    assert "document 0 of 1: 6 tokens from 0, label -1" in capsys.readouterr().err
+    assert prepare.main(["show", str(tmp_path / "label"), "--pair", "0"]) == UsageError.exit_code
+    assert "holds single documents, not pairs. Give --document N" in capsys.readouterr().err
