@@ -314,14 +314,22 @@ def test_pairs_are_held_out_and_deduplicated_as_pairs(tmp_path):
     records = []
     for number in range(40):
         pair = {"prompt": f"{number % 30}?", "chosen": "a", "rejected": "b"}
-        records += [pair, pair | {"chosen": "b", "rejected": "a"}]
+        records += [pair, pair | {"chosen": "b", "rejected": "a"}, pair | {"rejected": "c"}]
     assert run(tmp_path, records, "--dedupe", "--holdout", "0.3", template=None) == 0
     parts = {part: documents_of(tmp_path / "out" / part) for part in ("train", "eval")}
     pairs = []
     for found in parts.values():
         assert len(found) % 2 == 0 and found
         pairs += zip(found[::2], found[1::2])
-    assert len(pairs) == len(set(pairs)) == 60
+    assert len(pairs) == len(set(pairs)) == 90
+
+
+def test_the_same_answer_with_another_label_is_no_duplicate(tmp_path):
+    good = {"prompt": "2+2=", "completion": "4", "label": True}
+    records = [good, good | {"label": False}, good]
+    assert run(tmp_path, records, "--dedupe", template=None) == 0
+    assert TokenShards.open(tmp_path / "out").values(np.arange(2)).tolist() == [1, -1]
+    assert Manifest.load(tmp_path / "out").num_documents == 2
 
 
 def test_a_text_of_a_pair_writes_no_special_token(tmp_path, capsys):
