@@ -8,6 +8,10 @@ than a row has a row of its own, cut, or is left out, or is refused.
 `bins-LENGTH.plan` is a sha256 over the manifest's uid, the length and the rest, then little-endian
 int64: the number of long documents, the tokens of the others, the number of rows, their offsets and
 documents (see `Bins`), long ones in the last rows.
+
+Documents that belong together (`group` of the manifest: pairs) are planned as one: a row has whole
+groups, whose size is the sum of those of their documents, and a plan file has the numbers of
+groups. A group that is longer than a row is left out or refused; cutting one would take its meaning.
 """
 
 import bisect
@@ -37,7 +41,7 @@ class Bins:
     """The rows of one source for one row length. Build it with `open_bins`. Picklable.
 
     Row r holds the documents `numbers[offsets[r] : offsets[r + 1]]`, by their numbers in the
-    shards, in this order.
+    shards, in this order; those of a group follow each other.
 
     Attributes:
         length: targets that a row has room for.
@@ -46,8 +50,10 @@ class Bins:
         num_tokens: targets in the rows, whatever their loss mask.
         num_targets: targets with a loss mask of 1; the manifest's num_targets, if no document is
             too long.
-        skipped: documents left out because they are too long.
+        skipped: groups left out because they are too long; a group is a document, or documents
+            that belong together.
         truncated: documents cut because they are too long.
+        group: documents that belong together.
     """
 
     length: int
@@ -57,6 +63,7 @@ class Bins:
     num_targets: int
     skipped: int
     truncated: int
+    group: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -83,7 +90,10 @@ class Bins:
 
     def describe(self) -> str:
         """One line for the start of a run."""
-        line = f"{self.num_rows:,} rows of {len(self.numbers):,} documents, {self.fill:.2%} full"
+        line = f"{self.num_rows:,} rows of {len(self.numbers):,} documents"
+        if self.group > 1:
+            line += f" in groups of {self.group}"
+        line += f", {self.fill:.2%} full"
         if self.skipped or self.truncated:
             line += f"; longer than {self.length:,} tokens: "
             line += f"{self.skipped:,} left out, {self.truncated:,} cut"
@@ -105,6 +115,13 @@ class _BinsPlan(NamedTuple):
         offsets = content[3 : num_rows + 4]
         return cls(num_long, num_tokens, offsets, content[num_rows + 4 :])
 
+    def of_documents(self, group: int) -> "_BinsPlan":
+        """With offsets and numbers of documents in place of those of groups of so many."""
+        if group == 1:
+            return self
+        numbers = self.numbers[:, None] * group + np.arange(group)
+        return self._replace(offsets=self.offsets * group, numbers=numbers.ravel())
+
 
 def document_targets(shards: TokenShards, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Where in the stream the targets of documents begin, and how many they are; both int64 [n]."""
@@ -113,6 +130,12 @@ def document_targets(shards: TokenShards, numbers: np.ndarray) -> tuple[np.ndarr
         # No end mark before a document says that it begins, so its first token is no target.
         return first + 1, sizes - 1
     return first, sizes
+
+
+def group_sizes(shards: TokenShards) -> np.ndarray:
+    """The targets of every group, int64 [num_groups]: sums over its documents."""
+    _, sizes = document_targets(shards, np.arange(shards.num_documents))
+    return sizes.reshape(-1, shards.group).sum(axis=1)
 
 
 def open_bins(
@@ -129,26 +152,47 @@ def open_bins(
     if somebody put it there.
 
     Raises:
-        ConfigError: a document is longer than a row, and `on_long` is "raise".
+        ConfigError: a group is longer than a row, and `on_long` is "raise"; or it is "truncate",
+            and the group is of several documents.
         DataError: the plan that is there is damaged, or of other data.
     """
+    group = shards.group
+    if group > 1 and on_long == "truncate":
+        what = f"{shards.path} holds {shards.manifest.unit}s of {group} documents"
+        rule = "which can't be cut: the documents would no longer be compared as they are"
+        raise ConfigError(
+            f"data.on_long=truncate, but {what}, {rule}. Set data.on_long to raise or skip."
+        )
     if packing == "bins":
         plan = _BinsPlan.parse(_kept_plan(shards, length))
     else:
         plan = _BinsPlan.parse(_make_plan(shards, length, packing))
+    plan = plan.of_documents(group)
     all_targets = shards.manifest.num_targets
     if not plan.num_long:
-        return Bins(length, plan.offsets, plan.numbers, plan.num_tokens, all_targets, 0, 0)
+        return Bins(
+            length=length,
+            offsets=plan.offsets,
+            numbers=plan.numbers,
+            num_tokens=plan.num_tokens,
+            num_targets=all_targets,
+            skipped=0,
+            truncated=0,
+            group=group,
+        )
 
     num_short_rows = len(plan.offsets) - 1 - plan.num_long
     num_short = plan.offsets[num_short_rows]
     long = plan.numbers[num_short:]
     first, sizes = document_targets(shards, long)
     if on_long == "raise":
-        rule = f"but document {long[0]} of {shards.path} has {sizes[0]:,}; "
-        rule += f"{plan.num_long:,} documents have too many"
-        mend = f"Set data.seq_length to at least {sizes.max():,}, "
-        mend += "or data.on_long to skip or truncate"
+        unit = shards.manifest.unit
+        totals = sizes.reshape(-1, group).sum(axis=1)
+        rule = f"but {unit} {long[0] // group} of {shards.path} has {totals[0]:,}; "
+        rule += f"{plan.num_long:,} {unit}s have too many"
+        mend = f"Set data.seq_length to at least {totals.max():,}, or data.on_long to skip"
+        if group == 1:
+            mend += " or truncate"
         what = f"data.seq_length={length:,} is the number of targets a row has room for"
         raise ConfigError(f"{what}, {rule}. {mend}.")
     if on_long == "skip":
@@ -160,6 +204,7 @@ def open_bins(
             num_targets=all_targets - _count_targets(shards, first, sizes),
             skipped=plan.num_long,
             truncated=0,
+            group=group,
         )
     return Bins(
         length=length,
@@ -204,7 +249,7 @@ def _count_targets(shards: TokenShards, starts: np.ndarray, sizes: np.ndarray) -
 
 def _make_plan(shards: TokenShards, length: int, packing: Literal["bins", "pad"]) -> np.ndarray:
     """The int64 of a plan file. A document without targets is in no row."""
-    _, sizes = document_targets(shards, np.arange(shards.num_documents))
+    sizes = group_sizes(shards)
     short = np.flatnonzero((sizes > 0) & (sizes <= length))
     long = np.flatnonzero(sizes > length)
     if packing == "bins":

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from data_pipeline.chat import Span
 from data_pipeline.dedupe import DUPLICATE, Digests, compare
 from data_pipeline.errors import DataError, StorageError
 from data_pipeline.remote import RemotePath, read_ranges
@@ -155,8 +156,9 @@ def train_tokenizer(
                 own = Digests(digests, number)
             for document in usable(unit, on_bad, {}, own):
                 if document.spans:
-                    for text, _ in document.spans:
-                        yield text
+                    for spans in document.members:
+                        for text, _ in spans:
+                            yield text
                 else:
                     yield document.text or ""
             seen(unit_bytes(unit) * step)
@@ -261,7 +263,7 @@ def _write_documents(
         content = document.text or ""
         plain = content
         if document.spans is not None:
-            plain = tokenizer.plain(document.spans)
+            plain = "".join(map(tokenizer.plain, document.members))
         unknown = tokenizer.unknown(plain)
         if unknown:
             content = content.translate(dict.fromkeys(map(ord, unknown)))
@@ -269,10 +271,18 @@ def _write_documents(
             mended = Document(content, where, "character without an id in the tokenizer")
             if not accept(mended, on_bad, problems):
                 continue
-        encoded = _encode(document._replace(text=content), tokenizer)
-        if len(encoded.ids):
-            # The end is never a target beside a mask: a chat template ends its turns itself.
-            writer.append(encoded.ids, mask=encoded.mask, end=end)
+        members = _encode(document._replace(text=content), tokenizer, end)
+        if document.is_preference and not all(member.teaches for member in members):
+            problem = "an answer of which the tokenizer leaves nothing"
+            if not accept(Document(None, document.where, problem), on_bad, problems):
+                continue
+        for encoded in members:
+            if not len(encoded.ids):
+                continue
+            # The end is no target beside a mask: a chat template ends its turns itself. Where there
+            # is no template, it is among the ids, and a target.
+            own_end = None if document.apart else end
+            writer.append(encoded.ids, mask=encoded.mask, end=own_end, value=document.value)
             text_bytes += encoded.text_bytes
     return text_bytes
 
@@ -285,12 +295,25 @@ class _Encoded(NamedTuple):
     mask: np.ndarray | None
     text_bytes: int
 
+    @property
+    def teaches(self) -> bool:
+        """Whether it has a target."""
+        return len(self.ids) > 0 and (self.mask is None or bool(self.mask.any()))
 
-def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
+
+def _encode(document: Document, tokenizer: Tokenizer, end: int | None) -> list[_Encoded]:
+    """A document, or both of a pair; with the id of the end mark (None: there is none) where that is
+    a target beside others that are not."""
     if document.spans is not None:
-        ids, mask = tokenizer.encode_spans(document.spans)
-        targets = [text for text, is_target in document.spans if is_target]
-        return _Encoded(ids, mask, sum(len(text.encode()) for text in targets))
+        encoded = []
+        for spans in document.members:
+            if document.apart:
+                ids, mask = _encode_apart(spans, tokenizer, end)
+            else:
+                ids, mask = tokenizer.encode_spans(spans)
+            targets = [text for text, is_target in spans if is_target]
+            encoded.append(_Encoded(ids, mask, sum(len(text.encode()) for text in targets)))
+        return encoded
     if document.tokens is not None:
         # Decoded in windows, so that the lists that this takes stay small.
         ids = document.tokens
@@ -298,9 +321,23 @@ def _encode(document: Document, tokenizer: Tokenizer) -> _Encoded:
         for at in range(0, len(ids), _DECODED_TOKENS):
             window = ids[at : at + _DECODED_TOKENS].tolist()
             text_bytes += len(tokenizer.decode(window).encode())
-        return _Encoded(ids, None, text_bytes)
+        return [_Encoded(ids, None, text_bytes)]
     text = document.text or ""
-    return _Encoded(tokenizer.encode(text), None, len(text.encode()))
+    return [_Encoded(tokenizer.encode(text), None, len(text.encode()))]
+
+
+def _encode_apart(
+    spans: list[Span], tokenizer: Tokenizer, end: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, int32 [T], and loss mask, bool [T], of spans that are encoded one by one, and of the end
+    mark, which is what the last span is."""
+    parts = [tokenizer.encode(text) for text, _ in spans]
+    counts = [len(part) for part in parts]
+    mask = np.repeat([is_target for _, is_target in spans], counts)
+    if end is not None:
+        parts.append(np.array([end], np.int32))
+        mask = np.append(mask, spans[-1][1])
+    return np.concatenate(parts), mask
 
 
 @functools.lru_cache(maxsize=1)

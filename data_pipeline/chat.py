@@ -57,7 +57,11 @@ _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 
 def load_template(
-    spec: str, tokenizer: str | Path, special: Iterable[str], date: str = ""
+    spec: str,
+    tokenizer: str | Path,
+    special: Iterable[str],
+    date: str = "",
+    option: str = "--chat",
 ) -> tuple[Template, list[Path]]:
     """The template that --chat-template names, and the files it is made of.
 
@@ -68,6 +72,7 @@ def load_template(
             eos_token and the like.
         special: its special tokens.
         date: YYYY-MM-DD, for templates that write the date.
+        option: of `prepare`, what the template is for.
     Raises:
         DataError: there is none, it is not jinja, is random, or needs something that was not given.
     """
@@ -77,7 +82,7 @@ def load_template(
         if tokenizer != "bytes":
             beside = tokenizer_path(tokenizer)
             settings = read_settings(beside)
-        source, files = _find_source(spec, beside, settings)
+        source, files = _find_source(spec, beside, settings, option)
         # add_bos_token and the like say whether, not which.
         keys = [k for k in settings if k.endswith("_token") and not k.startswith("add_")]
         named = {key: named_token(settings, key) for key in keys}
@@ -122,7 +127,7 @@ def _require_chatml_tokens(name: str, special: Iterable[str]) -> None:
 
 
 def _find_source(
-    spec: str, tokenizer: Path | None, settings: dict[str, Any]
+    spec: str, tokenizer: Path | None, settings: dict[str, Any], option: str
 ) -> tuple[str, list[Path]]:
     """Text of the template, and the file that has it, unless `settings` have. DataError: there is
     none, or it can't be read."""
@@ -144,7 +149,7 @@ def _find_source(
         source = by_name.get("default")
     if not isinstance(source, str):
         raise DataError(
-            f"--chat: there is no chat template beside the tokenizer: neither {CHAT_TEMPLATE} nor "
+            f"{option}: there is no chat template beside the tokenizer: neither {CHAT_TEMPLATE} nor "
             f"chat_template in {SETTINGS}. Give --chat-template FILE, or --chat-template chatml if "
             "the tokenizer has its tokens."
         )
@@ -205,10 +210,13 @@ def render_all(
 
 
 def render_spans(
-    template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None = None,
+    untaught: int = 0,
 ) -> list[Span]:
     """The text of a conversation in spans, of which those are targets that the assistant said, ends
-    of turns included.
+    of turns included; not in the first `untaught` messages.
 
     By the template's generation blocks. Without them an answer is what the template writes behind
     the messages before it and add_generation_prompt; a template without that prompt is asked for
@@ -218,7 +226,7 @@ def render_spans(
         nothing of the assistant's.
     DataError: the template does not end, or takes all memory.
     """
-    (spans,) = render_all(template, [(messages, tools)])
+    (spans,) = render_all(template, [(messages, tools, untaught)])
     if isinstance(spans, ChatError):
         raise spans
     return spans

@@ -18,8 +18,8 @@ from data_pipeline.extras import load_package
 
 # Text, and whether it is a training target.
 Span = tuple[str, bool]
-# Messages, and tools.
-Conversation = tuple[list[dict[str, Any]], list[Any] | None]
+# Messages; tools; and how many of the messages, the first ones, hold no target.
+Conversation = tuple[list[dict[str, Any]], list[Any] | None, int]
 # Everything random that jinja2 has.
 RANDOM_FILTERS = frozenset(["random"])
 RANDOM_NAMES = frozenset(["lipsum"])
@@ -228,31 +228,41 @@ def render(
 
 
 def render_spans(
-    template: Template, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None = None,
+    untaught: int = 0,
 ) -> list[Span]:
     """See `chat.render_spans`."""
     text = _render(template, messages, tools)
     if template.marked:
-        spans = _split_at_marks(text)
+        blocks = 0
+        if untaught:
+            # Blocks, not text: a template may write a turn differently when more messages follow.
+            blocks = _render(template, messages[:untaught], tools).count(_BEGIN)
+        spans = _split_at_marks(text, blocks)
     else:
-        spans = _compare(template, messages, tools, text)
+        spans = _compare(template, messages, tools, text, untaught)
     spans = _joined(spans)
     if not any(is_target for _, is_target in spans):
         raise ChatError("the chat template writes nothing of the assistant's")
     return spans
 
 
-def _split_at_marks(text: str) -> list[Span]:
-    """Spans of a text with marks around what generation blocks hold."""
+def _split_at_marks(text: str, untaught: int) -> list[Span]:
+    """Spans of a text with marks around what generation blocks hold, of which the first so many are
+    no targets."""
     spans: list[Span] = []
     depth = 0
+    blocks = 0
     for part in re.split(f"({MARKS.pattern})", text):
         if part == _BEGIN:
             depth += 1
+            blocks += 1
         elif part == _END:
             depth -= 1
         else:
-            spans.append((part, depth > 0))
+            spans.append((part, depth > 0 and blocks > untaught))
     return spans
 
 
@@ -269,23 +279,27 @@ def _joined(spans: list[Span]) -> list[Span]:
 def render_all(template: Template, conversations: list[Conversation]) -> list[list[Span] | str]:
     """For each conversation its spans, or the message of its ChatError."""
     results: list[list[Span] | str] = []
-    for messages, tools in conversations:
+    for conversation in conversations:
         try:
-            results.append(render_spans(template, messages, tools))
+            results.append(render_spans(template, *conversation))
         except ChatError as error:
             results.append(str(error))
     return results
 
 
 def _compare(
-    template: Template, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
+    template: Template,
+    messages: list[dict[str, Any]],
+    tools: list[Any] | None,
+    text: str,
+    untaught: int,
 ) -> list[Span]:
     """Spans of a template without generation blocks. An answer is the text that the template adds
-    when that message is added."""
+    when that message is added; those among the first `untaught` messages are no targets."""
     spans: list[Span] = []
     at = 0
     for number, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or number < untaught:
             continue
         before, after = _around(template, messages[: number + 1], tools)
         if not text.startswith(after):

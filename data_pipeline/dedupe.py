@@ -126,12 +126,17 @@ class Digests(NamedTuple):
 
 def digest(document: Document) -> bytes:
     """16 bytes of what a document teaches: its text; or its ids; or its spans, with what of them is
-    a target."""
+    a target; of a pair both, in order; and its number."""
     result = hashlib.blake2b(digest_size=16)
+    if document.is_preference:
+        result.update(repr((len(document.members), document.value)).encode())
     if document.spans is not None:
-        for text, target in document.spans:
-            data = text.encode()
-            result.update(b"%d %d\0" % (target, len(data)) + data)
+        for spans in document.members:
+            for text, target in spans:
+                data = text.encode()
+                result.update(b"%d %d\0" % (target, len(data)) + data)
+            if len(document.members) > 1:
+                result.update(b"next\0")
     elif document.tokens is not None:
         result.update(np.ascontiguousarray(document.tokens, "<i8").data)
     else:

@@ -50,6 +50,7 @@ def _sound(arrays: dict[str, np.ndarray], vocab_size: int, first: int) -> bool:
         and (segments[:, 1:] - segments[:, :-1]).view(np.uint32).max(initial=0) <= 1
         and mask.view(np.uint32).max(initial=0)
         < 0x7F800000  # the bits of infinity: NaN and negative ones have higher ones
+        and np.isfinite(arrays.get("value", 0.0)).all()
     )
 
 
@@ -72,6 +73,8 @@ def _invariants(
     yield "segment_ids", 1, ((right - left).view(np.uint32) > (left != 0)) & (right != 0), rule
     yield "loss_mask", 0, (mask != 0) & (segments == 0), "padding must have no weight"
     yield "loss_mask", 0, ~((mask >= 0) & (mask < np.inf)), "weights must be finite and at least 0"
+    if "value" in arrays:
+        yield "value", 0, ~np.isfinite(arrays["value"]), "numbers of documents must be finite"
 
 
 @functools.lru_cache(maxsize=64)

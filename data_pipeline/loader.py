@@ -57,7 +57,9 @@ class HostBatch(NamedTuple):
     `arrays`: inputs, targets, segment_ids, positions (int32 [b, T]) and loss_mask (float32 [b, T])
     of this host's b rows, and source (int32 [b]): the number of each row's source among the plan's
     names, or that of its first document; 0 where the batch is of an evaluation set, or the row is
-    empty.
+    empty. Of data in pairs, segments 2k - 1 and 2k of a row are the chosen and the rejected document
+    of its k-th pair. Of data whose documents have a number each, there is also value (float32
+    [b, T]): that of each position's document, 0 in padding.
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
@@ -81,6 +83,10 @@ class _Dataset:
         self.sources = sources
         self.bins = bins
         self.vocab_size = sources[0].vocab_size
+        # Documents that belong together.
+        self.group = sources[0].group
+        # Whether batches have an array `value`.
+        self.valued = sources[0].valued
         self._sizes = np.array([source.num_tokens for source in sources])
 
     def limit_vocabulary(self, entries: int) -> None:
@@ -190,7 +196,8 @@ class TrainingData(_Dataset):
 
     `plan` says what is read when, `shards` are in its order of names, `start` is the cursor that
     the plan goes on from. With `data.packing=balanced` a row of the plan is a document, and the
-    rows of a batch are made of a step's documents: see balance.py.
+    rows of a batch are made of a step's documents: see balance.py. Where documents belong together,
+    as in pairs, that is a group of them.
     """
 
     def __init__(
@@ -241,8 +248,8 @@ class TrainingData(_Dataset):
         num_tokens = sum(int(self._sizes_at(step).sum()) for step in steps)
         fill = num_tokens / sum(shape.batch_size * shape.seq_length for shape in shapes)
         documents = self.plan.span(first).batch_size
-        line = f"balanced: {documents:,} documents of a step in {min(counts):,} to {max(counts):,} "
-        line += f"rows, {fill:.2%} full in the first {len(steps):,} steps"
+        line = f"balanced: {documents:,} {self.unit}s of a step in {min(counts):,} to "
+        line += f"{max(counts):,} rows, {fill:.2%} full in the first {len(steps):,} steps"
         of_lengths = [bins for of_length in self.bins.values() for bins in of_length]
         skipped = sum(bins.skipped for bins in of_lengths)
         truncated = sum(bins.truncated for bins in of_lengths)
@@ -357,6 +364,11 @@ class TrainingData(_Dataset):
         return self.bins[self.plan.span(step).seq_length][source]
 
     @property
+    def unit(self) -> str:
+        """What is never divided, in words: document, pair or group."""
+        return self.shards[0].manifest.unit
+
+    @property
     def _quadratic(self) -> float:
         """b of the cost n + b n^2 of a document."""
         return self.config.balance_quadratic or 0.0
@@ -380,14 +392,16 @@ class TrainingData(_Dataset):
         return shapes
 
     def _sizes_at(self, step: int) -> np.ndarray:
-        """The targets of each document of a step, int64, at most a row of them."""
+        """The targets of each document, or of each group of them, of a step, int64, at most a row
+        of them."""
         length = self.plan.span(step).seq_length
         source, _, row, _ = self._rows(step)
         sizes = np.empty(len(row), np.int64)
         for number in np.unique(source).tolist():
             mine = source == number
             _, documents = self.bins[length][number].documents(row[mine])
-            _, sizes[mine] = document_targets(self.shards[number], documents)
+            _, of_documents = document_targets(self.shards[number], documents)
+            sizes[mine] = of_documents.reshape(-1, self.group).sum(axis=1)
         return np.minimum(sizes, length)
 
     def _count_rows(self, step: int) -> int:
@@ -400,7 +414,9 @@ class TrainingData(_Dataset):
         span = self.plan.span(step)
         if self.is_balanced:
             num_rows = self._num_rows(step)
-            return balance_rows(self._sizes_at(step), span.seq_length, num_rows, self._quadratic)
+            # The documents of a group are about as long: G of n / G tokens cost n + b / G n^2.
+            quadratic = self._quadratic / self.group
+            return balance_rows(self._sizes_at(step), span.seq_length, num_rows, quadratic)
         return RowPlaces(np.arange(span.batch_size), np.zeros(span.batch_size, np.int64))
 
     def num_unused_rows(self, step: int) -> int:
@@ -430,7 +446,8 @@ class TrainingData(_Dataset):
         return result
 
     def _read_balanced(self, step: int, batch: Rows, part: Part | None) -> HostBatch:
-        """This part of a balanced batch, which is made of these rows of one document each."""
+        """This part of a balanced batch, which is made of these rows of one document or group
+        each."""
         shape = self.shape_at(step)
         length = shape.seq_length
         held, columns = part or Part(np.arange(shape.batch_size))
@@ -530,6 +547,7 @@ class EvaluationData(_Dataset):
     """
 
     def __init__(self, config: DataConfig, batch_size: int, shards: TokenShards):
+        _check_documents(config, {str(shards.path): shards})
         # Rows that are made for each step are for training: here, all documents are at hand.
         packing = config.packing
         if packing == "balanced":
@@ -582,14 +600,17 @@ def _eod_id(shards: TokenShards) -> int:
 
 
 def carry_errors(
-    stream: Iterator[HostBatch], steps: range, part: Callable[[int], Part]
+    stream: Iterator[HostBatch],
+    steps: range,
+    part: Callable[[int], Part],
+    valued: bool = False,
 ) -> Iterator[HostBatch]:
     """The batches of a stream for these steps; where it can't be read, empty ones that carry the
     error, to the end.
 
     One of several hosts that raised alone would leave the others waiting for it: it takes part
     until all can agree to stop. `part` is what this host holds of the batch of a step, its columns
-    with both ends.
+    with both ends; `valued`: batches have an array `value`.
     """
     read = 0
     try:
@@ -608,6 +629,8 @@ def carry_errors(
                 "loss_mask": zeros.astype(np.float32),
                 "source": np.zeros(len(rows), np.int32),
             }
+            if valued:
+                arrays["value"] = zeros.astype(np.float32)
             yield HostBatch(step, arrays, 0, "", 0, "", error)
 
 
@@ -658,6 +681,7 @@ def open_training(
         _check_corruption(config, next(iter(shards.values())).vocab_size)
     names = sorted(shards)
     ordered = [shards[name] for name in names]
+    _check_documents(config, {f"data.sources.{name}": shards[name] for name in names})
     lengths = {config.seq_length}
     lengths.update(stage.seq_length or config.seq_length for stage in config.stages)
     packing = config.packing
@@ -675,8 +699,59 @@ def open_training(
     start = None
     if cursor:
         start = Cursor(**cursor)
-    plan = Plan.solve(seed, sources, config, steps, start)
+    unit = "document"
+    if ordered:
+        unit = ordered[0].manifest.unit
+    plan = Plan.solve(seed, sources, config, steps, start, unit)
     return TrainingData(config, plan, ordered, bins, cursor)
+
+
+def _check_documents(config: DataConfig, data: dict[str, TokenShards]) -> None:
+    """ConfigError: documents that belong together would be torn apart or joined, or are mixed with
+    others; or numbers of documents would be of parts of them, or are mixed with none."""
+    if not data:
+        return
+    (first, ours), *others = data.items()
+    for where, theirs in others:
+        if theirs.group != ours.group:
+            what = f"{where} holds {_units(theirs)}, but {first} {_units(ours)}"
+            rule = "and a batch is read in one way"
+            raise ConfigError(f"{what}, {rule}. Leave one of them out.")
+        if theirs.valued != ours.valued:
+            valued, other = first, where
+            if theirs.valued:
+                valued, other = where, first
+            what = f"{valued} has a number for each document (label or margin), but {other} none"
+            mend = "Prepare both with or both without, or leave one of them out"
+            raise ConfigError(f"{what}, and a batch is read in one way. {mend}.")
+    if ours.valued and config.packing == "stream":
+        rule = "which belongs to the whole document and not to a window of a stream"
+        mend = "Set data.packing=bins, pad or balanced"
+        what = f"{first} has a number for each document"
+        raise ConfigError(f"data.packing=stream, but {what}, {rule}. {mend}.")
+    if ours.group == 1:
+        return
+    what = f"{first} holds {_units(ours)}"
+    if config.packing == "stream":
+        rule = "which windows of a stream would tear apart"
+        mend = "Set data.packing=bins, pad or balanced"
+        raise ConfigError(f"data.packing=stream, but {what}, {rule}. {mend}.")
+    if config.attend_across_documents:
+        rule = "of which no document may see another"
+        mend = "Set data.attend_across_documents=false"
+        raise ConfigError(f"data.attend_across_documents=true, but {what}, {rule}. {mend}.")
+    if not config.restart_positions:
+        rule = "which are compared, so that each must begin at position 0"
+        mend = "Set data.restart_positions=true"
+        raise ConfigError(f"data.restart_positions=false, but {what}, {rule}. {mend}.")
+
+
+def _units(shards: TokenShards) -> str:
+    """What a directory holds, in words."""
+    unit = shards.manifest.unit
+    if shards.group == 1:
+        return "single documents"
+    return f"{unit}s of {shards.group} documents"
 
 
 def _check_corruption(config: DataConfig, vocab_size: int) -> None:

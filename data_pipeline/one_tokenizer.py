@@ -47,7 +47,7 @@ def _keep_rank(key: str, shards: TokenShards) -> tuple[int, bool, bool]:
     need = 0
     if kinds & TOKEN_FORMATS:
         need = 2
-    elif "chat" in kinds:
+    elif kinds & {"chat", "preferences"}:
         need = 1
     return need, key.startswith("data.sources."), shards.manifest.tokenizer["name"] != "bytes"
 

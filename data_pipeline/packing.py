@@ -4,7 +4,8 @@
 targets and the token before each as input. The phase differs by epoch, so rows are cut elsewhere
 each time, and every token is a target exactly once per epoch. `pack_documents`: a row has the
 documents that `bins` gives it, one after the other, then padding. `fold_documents` puts documents
-that have a row each into rows that they share.
+that have a row each into rows that they share; documents that belong together (pairs) have one row
+before, and stay together. Each document is a segment of its own.
 
 The segment of a position is the document of its TARGET: the end-of-document token that ends one
 document is, as input, the begin mark of the next and sits in its segment; a row of documents begins
@@ -114,7 +115,8 @@ def pack_documents(
     of a batch, as `pack` does.
 
     Row i is row `row[i]` of `bins[source[i]]`, both int64 [B]; one that is not there is padding.
-    The rest of a row is padding.
+    The rest of a row is padding. Where the documents of the sources have numbers, there is also
+    value, float32 [B, T]: that of each position's document.
     """
     first_column, end, _ = columns.indices(length)
     # One column more, if there is one: its target is the first input.
@@ -125,6 +127,9 @@ def pack_documents(
     loss_mask = np.zeros(shape, np.float32)
     begins = np.zeros((len(row), end), bool)
     counts = np.zeros(len(row), np.int64)
+    value = None
+    if shards[0].valued:
+        value = np.zeros(shape, np.float32)
     marks = []
     for number in np.unique(source).tolist():
         reader = shards[number]
@@ -147,6 +152,8 @@ def pack_documents(
         some = kept > 0
         filled = is_mine[:, None] & (np.arange(before, end) < counts[:, None])
         targets[filled], loss_mask[filled] = reader.spans((first + skip)[some], kept[some])
+        if value is not None:
+            value[filled] = np.repeat(reader.values(documents), kept)
 
         is_before_end = column < end
         begins[of_row[is_before_end], column[is_before_end]] = not attend_across_documents
@@ -165,7 +172,9 @@ def pack_documents(
     inputs = np.ascontiguousarray(inputs[:, wanted])
     targets = np.ascontiguousarray(targets[:, wanted])
     loss_mask = np.ascontiguousarray(loss_mask[:, wanted])
-    return _batch(inputs, targets, loss_mask, begins, counts, restart_positions)
+    if value is not None:
+        value = np.ascontiguousarray(value[:, wanted])
+    return _batch(inputs, targets, loss_mask, begins, counts, restart_positions, value)
 
 
 def fold_documents(
@@ -181,9 +190,13 @@ def fold_documents(
     """Put documents that have a row each into rows that they share, and build the arrays of a
     batch, as `pack` does.
 
+    A row may have several documents that belong together: they are moved as one, and each begins a
+    segment.
+
     Args:
-        documents: inputs, targets and loss_mask [n, t] of `pack_documents`.
-        sizes: int64 [n], targets of each document.
+        documents: inputs, targets, loss_mask, segment_ids and, where there is one, value [n, t] of
+            `pack_documents`.
+        sizes: int64 [n], targets of each of these rows.
         row, column: int64 [n], where each begins.
         shape: rows and positions of the batch; what no document fills is padding.
         restart_positions, attend_across_documents, columns: as for `pack`.
@@ -199,9 +212,17 @@ def fold_documents(
         return np.ascontiguousarray(array.reshape(shape)[:, columns])
 
     _, end, _ = columns.indices(length)
-    begins = np.zeros(shape, bool)
-    begins[row, column] = not attend_across_documents
+    begins_before = np.zeros(documents["segment_ids"].shape, bool)
+    if width:
+        begins_before[:, 0] = not attend_across_documents
+    begins_before[:, 1:] = np.diff(documents["segment_ids"], axis=1) > 0
+    begins = np.zeros(num_rows * length, bool)
+    begins[to_where] = begins_before.ravel()[from_where]
+    begins = begins.reshape(shape)
     counts = np.bincount(row, sizes, num_rows).astype(np.int64)
+    value = None
+    if "value" in documents:
+        value = folded("value")
     return _batch(
         folded("inputs"),
         folded("targets"),
@@ -209,6 +230,7 @@ def fold_documents(
         begins[:, :end].copy(),
         counts,
         restart_positions,
+        value,
     )
 
 
@@ -219,6 +241,7 @@ def _batch(
     begins: np.ndarray,
     counts: np.ndarray,
     restart_positions: bool,
+    value: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
     """The arrays of a batch, from where segments begin and the real targets of each row, int64 [B].
 
@@ -236,6 +259,8 @@ def _batch(
         "positions": positions,
         "loss_mask": loss_mask,
     }
+    if value is not None:
+        batch["value"] = value
     if (counts < end).any():
         padding = np.arange(first, end) >= counts[:, None]
         for array in batch.values():

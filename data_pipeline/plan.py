@@ -174,7 +174,8 @@ class Plan:
 
     `history` is the fingerprint of what came before the cursor that this plan goes on from, empty
     without one; `past` has the sources of that cursor which this plan does not have. `unit` is what
-    its rows are to people: documents, where the rows of a batch are made of a step's documents.
+    its rows are to people: documents or pairs, where the rows of a batch are made of those of a
+    step.
     """
 
     seed: int
@@ -186,7 +187,7 @@ class Plan:
     ends_because: str
     history: str = ""
     past: dict[str, list] = dataclasses.field(default_factory=dict)
-    unit: Literal["rows", "documents"] = "rows"
+    unit: str = "rows"
 
     @classmethod
     def solve(
@@ -196,6 +197,7 @@ class Plan:
         config: DataConfig,
         steps: Steps,
         cursor: Cursor | None = None,
+        unit: str = "document",
     ) -> "Plan":
         """Lay out the whole run: spans, segments, end, and the reason for the end.
 
@@ -206,6 +208,7 @@ class Plan:
             steps: optimizer steps from the start of the run; "auto": as many as sources and stages
                 give.
             cursor: where the plan goes on from; None: from the start.
+            unit: what is never divided, in words.
 
         Raises:
             ConfigError: all that can't be planned.
@@ -227,9 +230,9 @@ class Plan:
         reason = layout.reason
         if steps != "auto":
             reason = f"steps={steps:,}"
-        unit = "rows"
+        rows_are = "rows"
         if config.packing == "balanced":
-            unit = "documents"
+            rows_are = f"{unit}s"
         history = ""
         past = {}
         if cursor:
@@ -246,7 +249,7 @@ class Plan:
             ends_because=reason,
             history=history,
             past=past,
-            unit=unit,
+            unit=rows_are,
         )
 
     @functools.cached_property

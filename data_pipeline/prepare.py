@@ -40,7 +40,16 @@ from data_pipeline.config import CACHE
 from data_pipeline.dedupe import Digests
 from data_pipeline.errors import DataError, StorageError, UsageError, run_command
 from data_pipeline.remote import RemotePath, is_url, place
-from data_pipeline.report import CLOSE, OPEN, describe_row, marked_text, row_arrays, summary
+from data_pipeline.report import (
+    CLOSE,
+    OPEN,
+    describe_row,
+    describe_value,
+    group_arrays,
+    marked_text,
+    row_arrays,
+    summary,
+)
 from data_pipeline.runner import RUNNERS, Run, open_runner
 from data_pipeline.shards import (
     ATTEMPT,
@@ -52,7 +61,8 @@ from data_pipeline.shards import (
     write_atomic,
 )
 from data_pipeline.sources import FORMATS
-from data_pipeline.sources.document import Options, Piece, held_out
+from data_pipeline.sources.document import Options, Piece, PreferenceForm, held_out
+from data_pipeline.sources.preferences import NAMES
 from data_pipeline.strict_json import loads
 from data_pipeline.tokenizer import (
     BESIDE,
@@ -73,6 +83,7 @@ _EXAMPLES += f"""  {_PROGRAM} OUT --text play.txt --tokenizer chars --holdout 0.
   {_PROGRAM} tokenizer OUT --text 'a/*.txt' 'b/*.txt' --tokenizer bpe:4096    one to be used for several
   {_PROGRAM} verify OUT            check every byte; exit code 65 if one differs
   {_PROGRAM} show OUT/train --document 3
+  {_PROGRAM} show OUT --pair 3      both documents of a pair
   {_PROGRAM} show OUT/train --row 7 --seq-length 512    with segments and loss mask
 Interrupted, the same command goes on where it was. Exit codes: 64 usage, 65 data, 74 files, 75 run it again."""
 # In a scratch folder of this machine: which output it is of.
@@ -82,7 +93,7 @@ _STATE = ".prepare.json"
 # What is only needed while OUT is made.
 _WORK = ".prepare"
 _FILES = (
-    r"tokens-\d+\.(bin|idx|mask|crc)|bins-\d+(\.\w+)?\.plan"
+    r"tokens-\d+\.(bin|idx|mask|val|crc)|bins-\d+(\.\w+)?\.plan"
     r"|manifest\.json|tokenizer\.json|prepare\.json"
 )
 _BESIDE = "|".join(map(re.escape, BESIDE))
@@ -208,13 +219,26 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         metavar="FILE",
         default="",
-        help="chat template for --chat: a jinja file, or chatml (default: the one beside the tokenizer)",
+        help="chat template for --chat and --preferences: a jinja file, or chatml (default: the one "
+        "beside the tokenizer; text of --preferences is then left as it is)",
     )
     add(
         "--chat-date",
         metavar="YYYY-MM-DD",
         default="",
         help="the date that a chat template writes, if it writes one",
+    )
+    add(
+        "--columns",
+        metavar="NAME=COLUMN,...",
+        default="",
+        help=f"for --preferences: which columns hold what; names are {', '.join(NAMES)}",
+    )
+    add(
+        "--margin",
+        action="store_true",
+        help="for --preferences: keep how much better the chosen answer is: margin, or score_chosen "
+        "- score_rejected",
     )
 
 
@@ -301,6 +325,9 @@ def _check_options(arguments: argparse.Namespace) -> None:
         rule = "--runner ray has one for each CPU of its cluster"
         mend = "Leave it out; --runner-options num_cpus=N limits a cluster that is begun here"
         raise UsageError(f"--workers {arguments.workers}: {rule}. {mend}.")
+    if (arguments.columns or arguments.margin) and not arguments.preferences:
+        given = "--margin" if arguments.margin else f"--columns {arguments.columns}"
+        raise UsageError(f"{given}: belongs to --preferences. Give that too, or leave it out.")
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
@@ -323,10 +350,11 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     if spec != "chars" and not spec.startswith("bpe:"):
         tokenizer = load_tokenizer(spec)
     if tokenizer and tokenizer.eod_id is None and eod == "append":
+        mend = "Name it as eos_token in a tokenizer_config.json beside it"
+        if not arguments.preferences:
+            mend += ", or give --eod none to join documents without a mark"
         raise DataError(
-            f"--tokenizer {spec}: has no end-of-document token by a usual name. Name it as "
-            "eos_token in a tokenizer_config.json beside it, or give --eod none to join documents "
-            "without a mark."
+            f"--tokenizer {spec}: has no end-of-document token by a usual name. {mend}."
         )
     pieces, sources = _find_input(arguments, _reading_options(arguments, spec, tokenizer))
     settings = {
@@ -343,6 +371,11 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         settings["tokenizer"] = tokenizer.sha256
     if arguments.dedupe:
         settings["dedupe"] = True
+    forms = _forms(pieces, arguments.margin, eod)
+    if forms:
+        settings["preferences"] = "; ".join(sorted({form.describe() for form in forms}))
+        settings["columns"] = arguments.columns
+        settings["margin"] = arguments.margin
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
         settings["chat_targets"] = "marked" if template.marked else "compared"
@@ -351,7 +384,34 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
             tokenizer.beside = {**tokenizer.beside, CHAT_TEMPLATE: source}
     parts = _divide(pieces, arguments.holdout, arguments.holdout_by)
     origin = {"sources": sources, "settings": settings, "command": command}
+    if forms:
+        origin["group"] = forms[0].group
     return _Request(parts, origin, tokenizer)
+
+
+def _forms(pieces: list[Piece], margin: bool, eod: str) -> list[PreferenceForm]:
+    """The forms of preferences that pieces have, each once; UsageError: they do not go together, or
+    with the options."""
+    forms = list(dict.fromkeys(p.options.preferences for p in pieces if p.options.preferences))
+    if not forms:
+        return []
+    others = sorted({piece.format for piece in pieces} - {"preferences"})
+    if others:
+        rule = "has documents in another form than --preferences"
+        raise UsageError(f"--{others[0]}: {rule}. Prepare it into a directory of its own.")
+    if len({form.group for form in forms}) > 1:
+        listed = " and ".join(form.describe() for form in forms)
+        rule = "which are stored differently. Prepare them into directories of their own"
+        raise UsageError(f"--preferences: there are {listed}, {rule}.")
+    if forms[0].group == 1:
+        if margin:
+            mend = "Leave it out"
+            raise UsageError(f"--margin: is of pairs, and these are answers with a label. {mend}.")
+        return forms
+    if eod == "none":
+        rule = "a pair is two documents, each with an end mark"
+        raise UsageError(f"--eod none: {rule}. Leave it out.")
+    return forms
 
 
 def _reading_options(
@@ -363,6 +423,8 @@ def _reading_options(
         tokenizer=spec,
         chat_template=arguments.chat_template,
         chat_date=arguments.chat_date,
+        columns=arguments.columns,
+        margin=arguments.margin,
     )
     # Ids and special tokens belong to a tokenizer that somebody named, not to the default.
     if tokenizer is None or not arguments.tokenizer:
@@ -795,7 +857,13 @@ def _show(argv: list[str]) -> None:
     parser = _reading_parser("show")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--document", metavar="N", type=int, default=0, help="which document, from 0 (default: 0)"
+        "--document", metavar="N", type=int, help="which document, from 0 (default: 0)"
+    )
+    which.add_argument(
+        "--pair",
+        metavar="N",
+        type=int,
+        help="of pairs, which one, from 0: both of its documents (default: 0)",
     )
     which.add_argument(
         "--row",
@@ -814,8 +882,7 @@ def _show(argv: list[str]) -> None:
     parser.add_argument(
         "--packing",
         choices=["stream", "bins", "pad"],
-        default="stream",
-        help="for --row: data.packing",
+        help="for --row: data.packing (default: stream, or bins for pairs)",
     )
     parser.add_argument(
         "--seed",
@@ -826,28 +893,52 @@ def _show(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
     shards = TokenShards.open(arguments.directory, cache=Cache(arguments.cache))
     tokenizer = load_tokenizer(arguments.directory)
+    if arguments.pair is not None and shards.group == 1:
+        rule = f"{arguments.directory} holds single documents, not pairs"
+        raise UsageError(f"--pair {arguments.pair}: {rule}. Give --document N.")
     if arguments.row is None:
-        first, length = shards.document(arguments.document)
-        which_one = f"document {arguments.document} of {shards.num_documents:,}"
-        print(f"{which_one}: {length:,} tokens from {first:,}", file=sys.stderr)
-        (is_target,) = shards.mask(np.array([first]), length)
-        _show_document(tokenizer, shards.read(first, length), is_target)
+        if arguments.document is None and shards.group > 1:
+            _show_group(shards, tokenizer, arguments.pair or 0)
+        else:
+            _show_document(shards, tokenizer, arguments.document or 0)
         return
     length = arguments.seq_length or 0
     if length < 1:
         rule = "a row has at least 1 token"
         mend = "Give the run's data.seq_length"
         raise UsageError(f"--seq-length {arguments.seq_length}: {rule}. {mend}.")
-    arrays = row_arrays(
-        shards, arguments.row, length, arguments.packing, arguments.seed, arguments.epoch
-    )
+    packing = arguments.packing
+    if packing is None:
+        packing = "bins" if shards.group > 1 else "stream"
+    arrays = row_arrays(shards, arguments.row, length, packing, arguments.seed, arguments.epoch)
+    _print_row(arrays, tokenizer, shards.group)
+
+
+def _show_group(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
+    """Write the documents of a group, as a row that holds nothing else."""
+    arrays = group_arrays(shards, number)
+    size = f"{len(arrays['targets']):,} tokens in {shards.group} documents"
+    unit = shards.manifest.unit
+    print(f"{unit} {number} of {shards.num_groups:,}: {size}", file=sys.stderr)
+    _print_row(arrays, tokenizer, shards.group)
+
+
+def _print_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer, group: int) -> None:
     console = Console(highlight=False)
-    for text in describe_row(arrays, tokenizer, marks=not _has_colours(console)):
+    for text in describe_row(arrays, tokenizer, not _has_colours(console), group):
         console.print(text, soft_wrap=True)
 
 
-def _show_document(tokenizer: Tokenizer, ids: np.ndarray, is_target: np.ndarray) -> None:
+def _show_document(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
     """Write the text of a document; where not all of it is a target, with marks around what is."""
+    first, length = shards.document(number)
+    size = f"{length:,} tokens from {first:,}"
+    if shards.valued:
+        value = float(shards.values(np.array([number]))[0])
+        size += f", {describe_value(value, shards.group)}"
+    print(f"document {number} of {shards.num_documents:,}: {size}", file=sys.stderr)
+    (is_target,) = shards.mask(np.array([first]), length)
+    ids = shards.read(first, length)
     if is_target.all():
         sys.stdout.write(tokenizer.decode(ids))
         return

@@ -53,7 +53,7 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
     what = "rows"
     of_each = targets
     if data.is_balanced:
-        what = "documents"
+        what = f"{data.unit}s"
         of_each = _targets_of_documents(data, step, batch.arrays)
     for number in np.unique(sources).tolist():
         mine = sources == number
@@ -72,7 +72,12 @@ def describe_step(data: TrainingData, step: int, most: int, width: int) -> Itera
         yield f"and {more:,} rows more; --rows {len(targets)} shows all"
     source = data.shards[int(data.rows_at(step).source[0])]
     show = f"python -m data_pipeline.prepare show {shlex.quote(str(source.path))}"
-    yield f"A whole document: {show} --document {_documents(data, step, 0)[0]}"
+    option = "document"
+    first = int(_documents(data, step, 0)[0])
+    if data.group > 1:
+        option = "pair"
+        first //= data.group
+    yield f"A whole {data.unit}: {show} --{option} {first}"
     yield f"A whole row: {data.show_command(step)}"
 
 
@@ -116,7 +121,8 @@ def preview_rows(
 def _targets_of_documents(
     data: TrainingData, step: int, arrays: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """Targets of each document of a balanced batch, in the order of `rows_at`."""
+    """Targets of each document, or group of them, of a balanced batch, in the order of
+    `rows_at`."""
     places = data.places_at(step)
     counts = np.zeros(len(places.row), np.int64)
     for row in np.unique(places.row).tolist():

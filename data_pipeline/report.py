@@ -35,7 +35,7 @@ def summary(shards: TokenShards) -> Iterator[str]:
     """Lines about a directory: sizes, bytes per token, lengths of documents, what was left out or
     mended."""
     m = shards.manifest
-    size = f"{m.num_documents:,} documents, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
+    size = f"{m.num_groups:,} {m.unit}s, {m.num_tokens:,} tokens in {len(m.shards):,} shards"
     yield f"{shards.path}: {size}"
     tokenizer = f"{m.tokenizer['name']}, {m.tokenizer['vocab_size']:,} entries"
     if shards.masked:
@@ -46,13 +46,18 @@ def summary(shards: TokenShards) -> Iterator[str]:
         per = m.text_bytes / m.num_tokens
         yield f"  {m.text_bytes:,} bytes of text"
         yield f"  {per:.3f} bytes per token ({tokenizer})"
+    form = m.settings.get("preferences")
+    if form:
+        yield f"  preferences: {form} (the first record)"
+    if shards.valued:
+        yield f"  {_values(shards)}"
     found = _TARGETS_BY.get(m.settings.get("chat_targets", ""))
     if found:
         yield f"  targets: {found}"
         yield f"    such as {_example(shards)}"
     counts, longest = histogram(shards)
-    mean = m.num_tokens / m.num_documents
-    yield f"  tokens in a document: {mean:,.1f} on average, {longest:,} at most"
+    mean = m.num_tokens / m.num_groups
+    yield f"  tokens in a {m.unit}: {mean:,.1f} on average, {longest:,} at most"
     yield from bars(counts)
     if m.problems:
         yield from _problem_lines(m)
@@ -61,8 +66,8 @@ def summary(shards: TokenShards) -> Iterator[str]:
 def _problem_lines(m: Manifest) -> Iterator[str]:
     """What was left out or mended, with examples."""
     # A document is left out for one reason; older manifests do not say how many were.
-    read = m.num_documents + sum(entry.get("left_out", 0) for entry in m.problems.values())
-    yield f"  left out or mended, of {read:,} documents:"
+    read = m.num_groups + sum(entry.get("left_out", 0) for entry in m.problems.values())
+    yield f"  left out or mended, of {read:,} {m.unit}s:"
     for kind, entry in m.problems.items():
         count = entry["count"]
         yield f"  {count:>9,} x {kind} ({count / read:.2%}), such as"
@@ -83,13 +88,29 @@ def _example(shards: TokenShards) -> str:
     return before[-_WIDTH // 2 :] + one_line(after, _WIDTH // 2 - len("    such as "))
 
 
+def _values(shards: TokenShards) -> str:
+    """What the numbers of documents are, in words."""
+    numbers = np.arange(0, shards.num_documents, shards.group)
+    values = []
+    for first in range(0, len(numbers), _AT_ONCE):
+        values.append(shards.values(numbers[first : first + _AT_ONCE]))
+    found = np.concatenate(values)
+    if shards.group == 1:
+        good = np.count_nonzero(found > 0)
+        return f"labels: {good:,} desirable, {len(found) - good:,} undesirable"
+    mean = found.mean(dtype=float)
+    return f"margins: {mean:.4g} on average, {found.min():.4g} to {found.max():.4g}"
+
+
 def histogram(shards: TokenShards) -> tuple[np.ndarray, int]:
-    """Documents of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and the length of the
-    longest."""
+    """Documents, or groups of them, of 2^i up to 2^(i + 1) - 1 tokens, int64 [largest i + 1], and
+    the length of the longest."""
     counts = np.zeros(64, np.int64)
     longest = 0
-    for first in range(0, shards.num_documents, _AT_ONCE):
-        lengths = shards.documents(np.arange(first, min(first + _AT_ONCE, shards.num_documents)))[1]
+    step = _AT_ONCE * shards.group
+    for first in range(0, shards.num_documents, step):
+        lengths = shards.documents(np.arange(first, min(first + step, shards.num_documents)))[1]
+        lengths = lengths.reshape(-1, shards.group).sum(axis=1)
         counts += np.bincount(np.frexp(lengths)[1] - 1, minlength=64)
         longest = max(longest, int(lengths.max()))
     return np.trim_zeros(counts, "b"), longest
@@ -117,10 +138,13 @@ def row_arrays(
     training reads it.
 
     Rows of whole documents are planned, and the plan kept beside the manifest, as training does;
-    long documents are cut.
+    long documents are cut, and long groups of documents left out.
     DataError: there is no such row.
     """
     source = np.array([0])
+    if packing == "stream" and shards.group > 1:
+        what = f"{shards.path} holds {shards.manifest.unit}s, which windows of a stream would tear"
+        raise DataError(f"--packing stream: {what} apart. Give --packing bins or pad.")
     if packing == "stream":
         _check_row(shards, row, length, count_rows(shards.num_tokens, length))
         start = phase(seed, shards.uid, epoch, shards.num_tokens) + row * length
@@ -128,7 +152,10 @@ def row_arrays(
         windows = Windows(source, np.array([start]), np.array([count]))
         batch = pack([shards], windows, length, True, False)
     else:
-        bins = open_bins(shards, length, packing, "truncate")
+        on_long = "truncate"
+        if shards.group > 1:
+            on_long = "skip"
+        bins = open_bins(shards, length, packing, on_long)
         _check_row(shards, row, length, bins.num_rows)
         batch = pack_documents([shards], [bins], source, np.array([row]), length, True, False)
     return {name: array[0] for name, array in batch.items()}
@@ -141,14 +168,34 @@ def _check_row(shards: TokenShards, row: int, length: int, num_rows: int) -> Non
         raise DataError(f"--row {row}: {shards.path} has {num_rows:,} rows of {length:,}. {mend}.")
 
 
+def group_arrays(shards: TokenShards, group: int) -> dict[str, np.ndarray]:
+    """The documents of a group, by its number, as the arrays [T] of a row that holds nothing else.
+    DataError: there is no such group."""
+    if not 0 <= group < shards.num_groups:
+        mend = f"Choose one of 0 to {shards.num_groups - 1}"
+        raise DataError(f"{shards.path}: {shards.manifest.unit} {group} does not exist. {mend}.")
+    numbers = group * shards.group + np.arange(shards.group)
+    first, sizes = shards.documents(numbers)
+    targets, mask = shards.spans(first, sizes)
+    arrays = {
+        "targets": targets,
+        "loss_mask": mask.astype(np.float32),
+        "segment_ids": np.repeat(np.arange(1, shards.group + 1), sizes),
+    }
+    if shards.valued:
+        arrays["value"] = np.repeat(shards.values(numbers), sizes)
+    return arrays
+
+
 def describe_row(
-    arrays: dict[str, np.ndarray], tokenizer: Tokenizer, marks: bool = False
+    arrays: dict[str, np.ndarray], tokenizer: Tokenizer, marks: bool = False, group: int = 1
 ) -> Iterator[Text]:
     """The targets of a row, decoded: a headline for each segment, then its text in its colour, dim
     where nothing is learnt.
 
     `marks`: there are no colours, so marks are put around what is learnt, in segments of which some
         is not.
+    `group`: segments that belong together; 2: pairs, of which the first is the chosen one.
     """
     segments = arrays["segment_ids"]
     targets = arrays["targets"]
@@ -157,7 +204,12 @@ def describe_row(
         (places,) = np.nonzero(segments == segment)
         colour = _COLOURS[(segment - 1) % len(_COLOURS)]
         count = np.count_nonzero(learnt[places])
-        head = f"segment {segment}: positions {places[0]:,} to {places[-1]:,}, "
+        name = f"segment {segment}"
+        if group > 1:
+            name += f", {_member(segment, group)}"
+        if "value" in arrays:
+            name += f", {describe_value(float(arrays['value'][places[0]]), group)}"
+        head = f"{name}: positions {places[0]:,} to {places[-1]:,}, "
         head += f"{count:,} of {len(places):,} are targets"
         marked = marks and 0 < count < len(places)
         if marked:
@@ -175,6 +227,22 @@ def describe_row(
         yield text
     if padding := np.count_nonzero(segments == 0):
         yield Text(f"--- padding: {padding:,} positions ".ljust(_WIDTH, "-"), style="dim")
+
+
+def describe_value(value: float, group: int) -> str:
+    """The number of a document, in words: a label, or where documents belong together the margin."""
+    if group == 1:
+        return f"label {value:+g}"
+    return f"margin {value:g}"
+
+
+def _member(segment: int, group: int) -> str:
+    """Which document of which group of a row a segment is; both are counted from 1."""
+    number, place = divmod(segment - 1, group)
+    if group != 2:
+        return f"{place + 1} of group {number + 1}"
+    which = "rejected" if place else "chosen"
+    return f"{which} of pair {number + 1}"
 
 
 def marked_text(tokenizer: Tokenizer, ids: np.ndarray, learnt: np.ndarray) -> str:

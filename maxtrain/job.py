@@ -250,7 +250,10 @@ class Job(Parts):
         parts = {shape: layout.part for shape, layout in self.layouts.items()}
         host = self.data.iterate(start, parts, stop)
         if jax.process_count() > 1:
-            host = carry_errors(host, range(start, stop), lambda step: self.layout(step).part)
+            valued = self.data.valued
+            host = carry_errors(
+                host, range(start, stop), lambda step: self.layout(step).part, valued
+            )
         return prefetch(map(place, host), self.config.data.prefetch)
 
 

@@ -44,6 +44,7 @@ def folder(tmp_path_factory):
         }
     ] * 40
     (folder / "chat" / "a.jsonl").write_text("\n".join(map(json.dumps, said)))
+    _write_preferences(folder, rng, words)
     tokenizer = json.loads(train_bpe(words, 300).content)
     for token in ("<|im_start|>", "<|im_end|>"):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
@@ -54,6 +55,23 @@ def folder(tmp_path_factory):
     (program,) = re.findall(r"^```python\n# small\.py\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     (folder / "small.py").write_text(program)
     return folder
+
+
+def _write_preferences(folder, rng, words):
+    """Pairs with scores, and answers with a label."""
+
+    def text():
+        return " ".join(rng.choices(words, k=9))
+
+    (folder / "pairs").mkdir()
+    pairs = []
+    labels = []
+    for number in range(40):
+        pair = {"prompt": text(), "chosen": text(), "rejected": text()}
+        pairs.append(pair | {"score_chosen": 7, "score_rejected": number % 7})
+        labels.append({"prompt": text(), "completion": text(), "label": number % 3 > 0})
+    (folder / "pairs" / "a.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "labels.jsonl").write_text("\n".join(map(json.dumps, labels)))
 
 
 @pytest.mark.long

@@ -21,6 +21,8 @@ PARTS = ("train", "eval")  # folders that prepare makes, if something is held ou
 _DERIVED = ("num_tokens", "num_documents", "num_targets", "uid")
 # Bytes or tokens of one directory: sums of such numbers and offsets into them fit into int64.
 _MOST = 1 << 48
+# Documents that belong together.
+_MOST_GROUP = 64
 # Batches have ids as int32.
 _MOST_IDS = 1 << 31
 # Whether a value is good, and what a good one is, in words.
@@ -33,7 +35,7 @@ class ShardEntry:
     sha256 of the .crc.
 
     A shard with a .mask counts its set bits, `targets`, and those of them at documents' first
-    tokens; None: it has no .mask.
+    tokens; None: it has no .mask. `has_values`: it has a .val.
     """
 
     path: str
@@ -45,6 +47,7 @@ class ShardEntry:
     checks_sha256: str
     targets: int | None = None
     first_targets: int | None = None
+    has_values: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -53,6 +56,8 @@ class ShardEntry:
         sizes = {".bin": self.bytes, ".idx": 8 * (self.documents + 1)}
         if self.targets is not None:
             sizes[".mask"] = -(-self.tokens // 8)
+        if self.has_values:
+            sizes[".val"] = 4 * self.documents
         sizes[".crc"] = 4 * sum(map(num_blocks, sizes.values()))
         return sizes
 
@@ -74,6 +79,7 @@ class Manifest:
         default_factory=dict
     )  # what was left out or mended: counts and examples
     version: int = VERSION
+    group: int = 1  # so many consecutive documents belong together; 2: pairs, the chosen first
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +88,16 @@ class Manifest:
     @property
     def num_documents(self) -> int:
         return sum(shard.documents for shard in self.shards)
+
+    @property
+    def num_groups(self) -> int:
+        """Documents, or where some belong together, such groups: what is counted and ordered."""
+        return self.num_documents // self.group
+
+    @property
+    def unit(self) -> str:
+        """What a group is called in messages."""
+        return {1: "document", 2: "pair"}.get(self.group, "group")
 
     @property
     def num_targets(self) -> int:
@@ -102,22 +118,33 @@ class Manifest:
 
     @property
     def uid(self) -> str:
-        """Hex digest over tokens, document borders, loss masks, tokenizer and end-of-document
-        policy."""
+        """Hex digest over tokens, document borders, loss masks, numbers of documents, tokenizer and
+        end-of-document policy."""
         shards = []
         for s in self.shards:
             entry = [s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256]
             # The uid of shards without masks must stay what it always was.
             if s.targets is not None:
                 entry.append(s.targets)
+            if s.has_values:
+                entry.append("values")
             shards.append(entry)
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
         content = [self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards]
+        # Nor may that of documents which stand alone change.
+        if self.group != 1:
+            content.append(self.group)
         return digest_of(content)[:16]
 
     def save(self, directory: Path | RemotePath) -> None:
         """Write manifest.json; the last thing a builder does."""
         content = dataclasses.asdict(self)
+        # What only some data has is not written for the other, whose bytes stay what they were.
+        if self.group == 1:
+            del content["group"]
+        for shard in content["shards"]:
+            if not shard["has_values"]:
+                del shard["has_values"]
         content |= {name: getattr(self, name) for name in _DERIVED}
         content["digest"] = digest_of(content)
         write_atomic(directory / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
@@ -149,6 +176,7 @@ class Manifest:
         if found != expected:
             what = f"expected digest {expected}, found {found}: changed after it was built"
             raise DataError(f"{path}: {what}. {mend()}")
+        content.setdefault("group", 1)
         # The digest holds, so whoever wrote the manifest wrote it so.
         for place, value, rule in _violations(content):
             found = json.dumps(value)
@@ -203,6 +231,10 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
     eod = content["tokenizer"]["special_ids"].get("eod", "")
     if eod is not None and not id_rule[0](eod):
         yield "tokenizer.special_ids.eod", eod, f"null or {id_rule[1]}"
+    group = content["group"]
+    if group != 1 and content["eod"] == "none":
+        rule = f"'append' where {group} documents belong together"
+        yield "eod", content["eod"], rule
     for kind, entry in content["problems"].items():
         if not isinstance(entry, dict):
             yield f"problems.{kind}", entry, "an object"
@@ -211,9 +243,12 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         place = f"shards[{number}]"
         if not isinstance(shard, dict):
             yield place, shard, "an object"
-        yield from _differing(f"{place}.", {"targets": None, "first_targets": None} | shard, _SHARD)
+        yield from _differing(f"{place}.", _OPTIONAL | shard, _SHARD)
         if unknown := shard.keys() - _SHARD.keys():
             yield place, sorted(unknown), f"without keys other than {', '.join(_SHARD)}"
+        has_values = shard.get("has_values", False)
+        if has_values != content["shards"][0].get("has_values", False):
+            yield f"{place}.has_values", has_values, "as in the first shard"
         targets = shard.get("targets")
         first_targets = shard.get("first_targets")
         if (targets is None) != (first_targets is None):
@@ -221,6 +256,9 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield f"{place}.first_targets", first_targets, rule
         if targets is not None and targets > shard["tokens"]:
             yield f"{place}.targets", targets, f"at most {shard['tokens']}, its tokens"
+        if shard["documents"] % group:
+            rule = f"a multiple of {group}, for documents that belong together share a shard"
+            yield f"{place}.documents", shard["documents"], rule
         if not id_rule[0](shard["max_id"]):
             yield f"{place}.max_id", shard["max_id"], id_rule[1]
         token_bytes = {"uint16": 2, "uint32": 4}[content["dtype"]]
@@ -284,6 +322,7 @@ _MANIFEST: dict[str, _Rule] = {
     "command": _TEXT,
     "problems": _OBJECT,
     "version": _integer(VERSION, VERSION),
+    "group": _integer(1, _MOST_GROUP),
 }
 _TOKENIZER: dict[str, _Rule] = {
     "name": _TEXT,
@@ -309,7 +348,10 @@ _SHARD: dict[str, _Rule] = {
     "checks_sha256": _TEXT,
     "targets": _optional_integer(),
     "first_targets": _optional_integer(),
+    "has_values": (lambda value: isinstance(value, bool), "true or false"),
 }
+# What a shard need not say.
+_OPTIONAL = {"targets": None, "first_targets": None, "has_values": False}
 
 
 def digest_of(value: Any) -> str:

@@ -47,10 +47,13 @@ class TokenShards:
         self.cache = cache
         self.num_tokens = manifest.num_tokens
         self.num_documents = manifest.num_documents
+        self.group = manifest.group
+        self.num_groups = manifest.num_groups
         self.text_bytes = manifest.text_bytes
         self.vocab_size = manifest.tokenizer["vocab_size"]
         self.uid = manifest.uid
         self.masked = any(shard.targets is not None for shard in manifest.shards)
+        self.valued = any(shard.has_values for shard in manifest.shards)
         self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         if isinstance(path, RemotePath):
@@ -187,6 +190,20 @@ class TokenShards:
             first[which] = self._starts[shard] + begins
             lengths[which] = index[nth + 1] - begins
         return first, lengths
+
+    def values(self, numbers: np.ndarray) -> np.ndarray:
+        """The numbers that documents have, float32 [n]; only where `valued`."""
+        result = np.empty(len(numbers), np.float32)
+        shards = np.searchsorted(self._document_starts, numbers, "right") - 1
+        wanted = []
+        for shard, which in _grouped(shards):
+            first = 4 * (numbers[which] - self._document_starts[shard])
+            wanted.append((shard, ".val", block_starts(first, first + 3), 1))
+        self._files.expect(lambda: wanted)
+        for (shard, suffix, starts, length), (_, which) in zip(wanted, _grouped(shards)):
+            data = self._files.checked(shard, suffix, starts, length)
+            result[which] = data[numbers[which] - self._document_starts[shard]]
+        return result
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
         """The numbers of the documents that these tokens of the stream, int64 [n] in [0,

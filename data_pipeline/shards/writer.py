@@ -34,6 +34,8 @@ class ShardWriter:
         self._lengths = bytearray()
         # One byte a token, if any document has a mask.
         self._mask: bytearray | None = None
+        # float32 each, as bytes, if the documents have one.
+        self._values: bytearray | None = None
         self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
 
     def append(
@@ -42,6 +44,7 @@ class ShardWriter:
         lengths: np.ndarray | None = None,
         mask: np.ndarray | None = None,
         end: int | None = None,
+        value: float | None = None,
     ) -> None:
         """Add ids [T], one document or several of these `lengths` back to back; DataError: an id is
         not below vocab_size.
@@ -50,6 +53,7 @@ class ShardWriter:
             the shard gets a .mask file.
         `end`: the id that ends this one document, after its tokens; no target if the document has a
             mask.
+        `value`: a finite number of each of these documents, in a shard whose documents all have one.
         """
         assert end is None or lengths is None, "an end is one of one document"
         if lengths is None:
@@ -61,6 +65,14 @@ class ShardWriter:
         assert mask is None or (mask.shape == (len(tokens),) and mask.dtype == bool), (
             "a mask is bool, one per token"
         )
+        has_value = value is not None
+        if not self.tokens and has_value:
+            self._values = bytearray()
+        assert (self._values is not None) == has_value, "all documents have a value, or none"
+        if self._values is not None:
+            row = np.full(len(lengths), value, "<f4")
+            assert np.isfinite(row).all(), "a value is finite in float32"
+            self._values += row.tobytes()
         low = int(tokens.min())
         high = int(tokens.max())
         if low < 0:
@@ -106,6 +118,8 @@ class ShardWriter:
             companions[".mask"] = np.packbits(mask, bitorder="little").tobytes()
             targets = int(np.count_nonzero(mask))
             first_targets = int(np.count_nonzero(mask[ends - lengths]))
+        if self._values is not None:
+            companions[".val"] = bytes(self._values)
         self._file.flush()
         os.fsync(self._file.fileno())
         digest = hashlib.sha256()
@@ -133,6 +147,7 @@ class ShardWriter:
             checks_sha256=hashlib.sha256(table).hexdigest(),
             targets=targets,
             first_targets=first_targets,
+            has_values=self._values is not None,
         )
 
     def abort(self) -> None:

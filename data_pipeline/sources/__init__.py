@@ -9,12 +9,14 @@ from data_pipeline.sources import (
     jsonl,
     megatron,
     parquet,
+    preferences,
     text,
     tfds,
 )
 
 _RECORDS = (parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT)
-_TEXT = (text.TEXT, jsonl.FORMAT, chat.FORMAT, *_RECORDS, text.PYTHON_STDLIB)
+_CHATS = (chat.FORMAT, preferences.FORMAT)
+_TEXT = (text.TEXT, jsonl.FORMAT, *_CHATS, *_RECORDS, text.PYTHON_STDLIB)
 _TOKENS = (flat.NANOGPT, megatron.FORMAT, flat.OLMO)
 FORMATS = {format.name: format for format in (*_TEXT, *_TOKENS)}
 TOKEN_FORMATS = frozenset(format.name for format in _TOKENS)  # of ids of a tokenizer, not of text

@@ -49,13 +49,13 @@ def _parse(lines: list[bytes], template: Template) -> list[Document]:
             if isinstance(record, str):
                 raise ChatError(record)
             problems: list[str] = []
-            messages = _clean(_messages(record), template, problems)
-            tools = _clean(_tools(record), template, problems)
+            messages = clean(_messages(record), template, problems)
+            tools = clean(find_tools(record), template, problems)
             if not problems and not jsonl.is_utf8(raw):
                 problems.append("not UTF-8")
             if problems:
                 document = document._replace(problem=problems[0])
-            conversations.append((messages, tools))
+            conversations.append((messages, tools, 0))
             rendered.append(number)
         except ChatError as error:
             detail = ""
@@ -81,6 +81,15 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
     rows = record.get("messages", record.get("conversations"))
     if not isinstance(rows, list) or not rows:
         raise ChatError("no messages: neither a list `messages` nor a list `conversations`")
+    messages = read_messages(rows)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ChatError("no assistant turn")
+    return messages
+
+
+def read_messages(rows: list[Any]) -> list[dict[str, Any]]:
+    """Messages as they are in JSON, or as ShareGPT has them, with `role` and `content`. ChatError:
+    one can't be used."""
     messages = []
     for row in rows:
         if not isinstance(row, dict):
@@ -98,12 +107,10 @@ def _messages(record: dict[str, Any]) -> list[dict[str, Any]]:
             raise ChatError("content of a message is not a string")
         others = {key: value for key, value in row.items() if key not in ("from", "value")}
         messages.append(others | {"role": role, "content": content})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise ChatError("no assistant turn")
     return messages
 
 
-def _tools(record: dict[str, Any]) -> list[Any] | None:
+def find_tools(record: dict[str, Any]) -> list[Any] | None:
     """The tools of a row, a list or a list in JSON; None: none. ChatError: something else."""
     tools = record.get("tools")
     if not tools:
@@ -118,7 +125,7 @@ def _tools(record: dict[str, Any]) -> list[Any] | None:
     return tools or None
 
 
-def _clean(value: Any, template: Template, problems: list[str]) -> Any:
+def clean(value: Any, template: Template, problems: list[str]) -> Any:
     """A value with all text in it mended; adds what was wrong. Nobody but the template may write
     special tokens.
 
@@ -127,11 +134,11 @@ def _clean(value: Any, template: Template, problems: list[str]) -> Any:
     """
     if isinstance(value, dict):
         return {
-            _clean(key, template, problems): _clean(item, template, problems)
+            clean(key, template, problems): clean(item, template, problems)
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [_clean(item, template, problems) for item in value]
+        return [clean(item, template, problems) for item in value]
     if not isinstance(value, str):
         return value
     checked = checked_document(value, "", 0)

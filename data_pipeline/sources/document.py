@@ -20,8 +20,32 @@ from data_pipeline.sources.reading import open_file
 BOM = b"\xef\xbb\xbf"
 EMPTY = "empty, or only whitespace"
 MARKED = "byte order mark removed"
+SAME = "chosen and rejected are the same"
 # Counted, but never an error.
-HARMLESS = (EMPTY, MARKED)
+HARMLESS = (EMPTY, MARKED, SAME)
+
+
+class PreferenceForm(NamedTuple):
+    """How records say what is preferred: pairs with a prompt ("explicit"), pairs of whole
+    conversations ("implicit") or answers with a label ("unpaired"); and what they are written
+    in."""
+
+    kind: Literal["explicit", "implicit", "unpaired"]
+    content: str
+
+    @property
+    def group(self) -> int:
+        """Documents of a record."""
+        return 1 if self.kind == "unpaired" else 2
+
+    def describe(self) -> str:
+        """In words."""
+        kinds = {
+            "explicit": "pairs with a prompt",
+            "implicit": "pairs of whole conversations",
+            "unpaired": "answers with a label",
+        }
+        return f"{kinds[self.kind]}, {self.content}"
 
 
 class Options(NamedTuple):
@@ -35,6 +59,9 @@ class Options(NamedTuple):
     chat_template: str = ""  # as given
     chat_date: str = ""
     template: Template | None = None  # what became of the last four
+    columns: str = ""  # as given
+    margin: bool = False  # of preferences: how much better the chosen one is, too
+    preferences: PreferenceForm | None = None  # the form of the first record
 
 
 class Piece(NamedTuple):
@@ -77,6 +104,10 @@ class Document(NamedTuple):
     It is `text`; or `tokens`, ids [T] of the tokenizer in use, without an end-of-document mark; or
     `spans`, text and whether it is a training target. `problem` is what is wrong with it in words
     that many documents share, `detail` what is its own.
+
+    `rejected`: spans of a second document, if it is a pair: then `spans` is the chosen one.
+    `value`: a number that belongs to it. `apart`: its spans are encoded one by one, and its end mark
+    is a target, for nothing else in it ends an answer.
     """
 
     text: str | None
@@ -85,6 +116,19 @@ class Document(NamedTuple):
     tokens: np.ndarray | None = None
     spans: list[tuple[str, bool]] | None = None
     detail: str = ""
+    rejected: list[tuple[str, bool]] | None = None
+    value: float | None = None
+    apart: bool = False
+
+    @property
+    def members(self) -> list[list[tuple[str, bool]]]:
+        """The spans of each document: of one, or of both of a pair; none if it has no spans."""
+        return [spans for spans in (self.spans, self.rejected) if spans is not None]
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether it is a pair, or has a label."""
+        return self.rejected is not None or self.value is not None
 
     @property
     def empty(self) -> bool:

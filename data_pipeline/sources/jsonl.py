@@ -4,6 +4,7 @@ document."""
 import contextlib
 import functools
 import gzip
+import itertools
 import shlex
 import sys
 import zlib
@@ -108,6 +109,19 @@ def _parse_lines(
         if document.problem:
             place = str(_before(piece) + index + 1)
         yield document._replace(where=f"{piece.path}:{place}")
+
+
+def first_records(piece: Piece) -> Iterator[dict[str, Any]]:
+    """The objects among the first lines of a piece, to see what it holds; what can't be read is left
+    to `read_lines`."""
+    reader, damage = _reader(piece.path)
+    try:
+        for raw in itertools.islice(_lines(piece, reader), _AT_ONCE):
+            record = parse_object(raw)
+            if isinstance(record, dict):
+                yield record
+    except (OSError, EOFError, damage):
+        return
 
 
 def parse_object(raw: bytes) -> dict[str, Any] | str:

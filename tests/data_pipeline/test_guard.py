@@ -66,12 +66,14 @@ BAD = [
     ("loss_mask", (0, 0), -1, "loss_mask=-1.0, but weights must be finite and at least 0"),
     ("loss_mask", (0, 0), np.nan, "loss_mask=nan, but weights must be finite"),
     ("loss_mask", (0, 0), np.inf, "loss_mask=inf, but weights must be finite"),
+    ("value", (1, 2), np.nan, "position 2: value=nan, but numbers of documents must be finite"),
 ]
 
 
 @pytest.mark.parametrize(("name", "place", "value", "message"), BAD)
 def test_a_broken_invariant_names_row_source_value_and_mend(name, place, value, message):
-    batch = good()
+    batch = good() | {"value": np.zeros(SHAPE, np.float32)}
+    check_small(batch)
     batch[name][place] = value
     with pytest.raises(DataError, match=message + r".*\. Run with data\.verify=full") as caught:
         check_small(batch)
