@@ -25,6 +25,7 @@ from maxtrain.models.registry import build_model
 from maxtrain.models.specs import MlpSpec, MoeSpec
 from maxtrain.models.summary import Summary, summarise
 from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.step import gradients
@@ -111,6 +112,32 @@ def test_fast_kernels_equal_the_oracle(kernel, changes):
     assert_same_gradients(wanted, found)
     for path, counts in slow.observed.items():
         np.testing.assert_array_equal(fast.observed[path], counts)
+
+
+def test_a_step_records_the_part_of_choices_that_was_dropped():
+    """Of two experts that all tokens go to, each takes half a row: 4 of 8 tokens are too many, and
+    4 with padding behind them are not."""
+    config = tiny(
+        num_layers=1,
+        vocab_size=8,
+        moe=MoeConfig(2, 2, expert_dim=8),
+        routing=RoutingConfig(capacity_factor=0.5),
+    )
+    ones = np.ones((2, 8), np.int32)
+    segments = np.array([[1] * 8, [1] * 4 + [0] * 4], np.int32)
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), ones.shape)
+    batch = {"inputs": ones, "targets": ones, "segment_ids": segments, "positions": positions}
+    batch |= {"loss_mask": np.float32(segments), "source": np.zeros(2, np.int32)}
+    model = jax.jit(lambda: build_model(config, EXACT, 0))()
+    objective = next_token()
+
+    @jax.jit
+    def run(batch):
+        return objective.forward({POLICY: model}, batch, objective.scales(batch)).of_layers
+
+    # What a step records is all that is named here, from what the whole batch adds up to.
+    assert "expert_dropped" in [quantity.name for quantity in model.quantities()]
+    assert float(run(batch)["expert_dropped"].mean()) == pytest.approx(8 / 24)
 
 
 @pytest.mark.long
