@@ -43,6 +43,7 @@ from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
+from maxtrain.observe.expert_lines import expert_summary, expert_warning
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
@@ -381,6 +382,12 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
+    experts = expert_summary(config.model)
+    if experts:
+        progress.message(experts)
+    warning = expert_warning(config.model, devices[0].platform)
+    if warning:
+        progress.message(warning, style="yellow")
     if job.abstract.frozen[POLICY]:
         progress.message(trained_summary(job.abstract))
     frozen = job.frozen_model
