@@ -43,7 +43,7 @@ from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
-from maxtrain.observe.expert_lines import expert_summary, expert_warning
+from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
@@ -385,6 +385,9 @@ def describe(progress: Progress, job: Job) -> None:
     experts = expert_summary(config.model)
     if experts:
         progress.message(experts)
+    counting = counting_note(config.model, config.optimizer.accumulation)
+    if counting:
+        progress.message(counting)
     warning = expert_warning(config.model, devices[0].platform)
     if warning:
         progress.message(warning, style="yellow")

@@ -76,7 +76,7 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from lora_problems(config.model.lora)
     yield from adapters_problems(config.checkpoint)
     yield from shapes.row_problems(config)
-    yield from shapes.balance_scope_problems(config)
+    yield from experts.balance_scope_problems(config)
     yield from experts.expert_kernel_problems(config)
     yield from attention.kernel_problems(config)
     yield from std_problems(config.init)

@@ -144,6 +144,8 @@ class Moe(nnx.Module):
             update = EvenOut(moe.routing.correction_rate)
             correction = Buffer(jnp.zeros(E, jnp.float32), axes=("exp",), update=update)
         self.correction = correction
+        # Given to it by `with_loads` where it sees a part of a batch.
+        self.whole_load: nnx.Variable | None = None
         out_role: Role = "residual"
         if "mlp_out" in spec.norms:
             out_role = "hidden"
@@ -233,7 +235,10 @@ class Moe(nnx.Module):
         count = is_token.sum().astype(jnp.float32)
         terms = {}
         if choice.balance:
-            uneven = imbalance(routing, choice.balance_scope)
+            whole = None
+            if self.whole_load is not None:
+                whole = self.whole_load[...]
+            uneven = imbalance(routing, choice.balance_scope, whole)
             terms["expert_balance_loss"] = Sum(choice.balance * uneven, count)
         if choice.z_loss:
             terms["router_z_loss"] = Sum(choice.z_loss * z_of(logits, is_token), count)

@@ -1,5 +1,6 @@
 """What a launch says of a model's experts. Without jax."""
 
+from maxtrain.config.across.experts import compares_whole_steps
 from maxtrain.config.schema import ModelConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
 
@@ -41,4 +42,14 @@ def expert_warning(model: ModelConfig, platform: str) -> str:
         f"platform {platform}, {model.moe.num_experts:,} products in the place of "
         f"{model.moe.experts_per_token:,}. Set model.routing.kernel=blocks, which makes only "
         "those that count."
+    )
+
+
+def counting_note(model: ModelConfig, accumulation: int) -> str:
+    """That a step has one pass more, and what for; empty if it has not."""
+    if accumulation == 1 or not compares_whole_steps(model):
+        return ""
+    return (
+        f"model.routing.balance_scope=global with optimizer.accumulation={accumulation}: each step "
+        "first counts the choices of all its micro-batches, in one forward pass more"
     )

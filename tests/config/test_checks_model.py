@@ -127,8 +127,9 @@ LONGROPE = [
                 "model.family=mixtral",
                 "model.routing.balance_scope=global",
                 "optimizer.accumulation=2",
+                "loss.adversarial=1",
             ],
-            "which must be one micro-batch, not optimizer.accumulation=2",
+            "choices before the attack where optimizer.accumulation=2 and loss.adversarial=1",
             "Set model.routing.balance_scope=sequence",
         ),
         (

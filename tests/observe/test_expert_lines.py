@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxtrain.config.schema import ModelConfig, MoeConfig, RoutingConfig
-from maxtrain.observe.expert_lines import expert_summary, expert_warning
+from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
 
 MIXTRAL = ModelConfig(family="mixtral", moe=MoeConfig(16, 2))
 
@@ -42,6 +42,14 @@ def test_a_launch_warns_of_products_with_every_expert(kernel, platform, is_slow)
         assert f"model.routing.kernel={kernel} multiplies every token with every expert" in line
         assert f"platform {platform}, 16 products in the place of 2" in line
         assert "Set model.routing.kernel=blocks" in line
+
+
+def test_a_launch_says_that_a_step_has_one_pass_more():
+    routed_globally = routed(balance_scope="global")
+    line = counting_note(routed_globally, 4)
+    assert "balance_scope=global with optimizer.accumulation=4: each step first counts" in line
+    assert counting_note(routed_globally, 1) == counting_note(MIXTRAL, 4) == ""
+    assert counting_note(routed(balance_scope="global", balance=0.0), 4) == ""
 
 
 def test_no_warning_where_the_kernel_makes_no_products():

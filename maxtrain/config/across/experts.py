@@ -1,9 +1,9 @@
 """What the kernel of experts' products can do, and what the model, its adapters and the mesh ask of
-it."""
+it; and shares over whole steps."""
 
 from collections.abc import Iterator
 
-from maxtrain.config.schema import RunConfig
+from maxtrain.config.schema import ModelConfig, RunConfig
 from maxtrain.config.sections.moe import WITH_EXPERTS
 
 # The smallest matrices that tokamax multiplies with.
@@ -38,3 +38,24 @@ def expert_kernel_problems(config: RunConfig) -> Iterator[str]:
             f"{key} is not used with model.routing.capacity_factor={model.routing.capacity_factor}, "
             "whose products are of one size. Set model.routing.kernel=blocks."
         )
+
+
+def balance_scope_problems(config: RunConfig) -> Iterator[str]:
+    """Shares over a whole step, whose choices are counted before it is attacked."""
+    accumulation = config.optimizer.accumulation
+    if not compares_whole_steps(config.model) or accumulation == 1:
+        return
+    if config.loss.adversarial:
+        yield (
+            "model.routing.balance_scope=global would compare the shares of attacked embeddings "
+            f"with choices before the attack where optimizer.accumulation={accumulation} and "
+            f"loss.adversarial={config.loss.adversarial}. "
+            "Set model.routing.balance_scope=sequence, or optimizer.accumulation=1."
+        )
+
+
+def compares_whole_steps(model: ModelConfig) -> bool:
+    """Whether shares of experts are compared over all micro-batches of a step together."""
+    routing = model.routing
+    has_experts = model.family in WITH_EXPERTS
+    return has_experts and routing.balance > 0 and routing.balance_scope == "global"

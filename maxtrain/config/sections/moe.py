@@ -87,7 +87,7 @@ class RoutingConfig:
     balance_scope: Literal["sequence", "micro_batch", "global"] = key(
         "sequence",
         "tokens whose shares are compared: those of a row, of a micro-batch, or of a whole step, "
-        "which then has one micro-batch",
+        "for which several micro-batches take one forward pass more",
         used_by=(EXPERTS, _BALANCED),
     )
     z_loss: float = key(
