@@ -79,9 +79,6 @@ KINDS = {
     "balance, of the whole batch": Kind(
         "qwen3_moe", RoutingConfig(balance=0.3, balance_scope="global")
     ),
-    "balance, of the whole batch in 4 micro-batches": Kind(
-        "qwen3_moe", RoutingConfig(balance=0.3, balance_scope="global"), 4
-    ),
     "nothing, by sigmoid": Kind("deepseek_v3", NOTHING),
     "correction": Kind("deepseek_v3", RoutingConfig(balance=0.0, correction_rate=0.01)),
 }
