@@ -382,15 +382,7 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
-    experts = expert_summary(config.model)
-    if experts:
-        progress.message(experts)
-    counting = counting_note(config.model, config.optimizer.accumulation)
-    if counting:
-        progress.message(counting)
-    warning = expert_warning(config.model, devices[0].platform)
-    if warning:
-        progress.message(warning, style="yellow")
+    describe_experts(progress, config, devices[0].platform)
     if job.abstract.frozen[POLICY]:
         progress.message(trained_summary(job.abstract))
     frozen = job.frozen_model
@@ -425,6 +417,20 @@ def describe(progress: Progress, job: Job) -> None:
         )
     if config.optimizer.zero:
         progress.message(zero_summary(job.abstract, config.optimizer.zero))
+
+
+def describe_experts(progress: Progress, config: RunConfig, platform: str) -> None:
+    """What experts there are, if any, and what they cost more than they need."""
+    said = (
+        expert_summary(config.model),
+        counting_note(config.model, config.optimizer.accumulation),
+    )
+    for line in said:
+        if line:
+            progress.message(line)
+    warning = expert_warning(config.model, platform)
+    if warning:
+        progress.message(warning, style="yellow")
 
 
 def lack_of_progress(steps: int, skipped: int) -> str:
