@@ -58,17 +58,29 @@ RATE = 1e-2
 EXACT = PrecisionConfig(params="float32", compute="float32")
 MOE = MoeConfig(num_experts=8, experts_per_token=2, expert_dim=32)
 LATENT = {"head_dim": 12, "num_heads": 2, "num_kv_heads": 2}
-# What keeps experts busy, the family that has it, and how.
+
+
+class Kind(NamedTuple):
+    """What keeps experts busy."""
+
+    family: str
+    routing: RoutingConfig
+    # The number of micro-batches of a step.
+    accumulation: int = 1
+
+
 NOTHING = RoutingConfig(balance=0.0, correction_rate=0.0)
 KINDS = {
-    "nothing": ("qwen3_moe", NOTHING),
-    "balance, of each sequence": ("qwen3_moe", RoutingConfig(balance=0.3)),
-    "balance, of the whole batch": (
-        "qwen3_moe",
-        RoutingConfig(balance=0.3, balance_scope="global"),
+    "nothing": Kind("qwen3_moe", NOTHING),
+    "balance, of each sequence": Kind("qwen3_moe", RoutingConfig(balance=0.3)),
+    "balance, of each of 4 micro-batches": Kind(
+        "qwen3_moe", RoutingConfig(balance=0.3, balance_scope="micro_batch"), 4
     ),
-    "nothing, by sigmoid": ("deepseek_v3", NOTHING),
-    "correction": ("deepseek_v3", RoutingConfig(balance=0.0, correction_rate=0.01)),
+    "balance, of the whole batch": Kind(
+        "qwen3_moe", RoutingConfig(balance=0.3, balance_scope="global")
+    ),
+    "nothing, by sigmoid": Kind("deepseek_v3", NOTHING),
+    "correction": Kind("deepseek_v3", RoutingConfig(balance=0.0, correction_rate=0.01)),
 }
 
 
@@ -121,9 +133,9 @@ def batch_of(step: int) -> dict[str, np.ndarray]:
     }
 
 
-def train(family: str, routing: RoutingConfig, steps: int) -> Trained:
+def train(kind: Kind, steps: int) -> Trained:
     """A run from the same weights on the same batches, whatever keeps experts busy."""
-    config = model_of(family, routing)
+    config = model_of(kind.family, kind.routing)
     optimizer_config = OptimizerConfig(learning_rate=RATE, weight_decay=0.0)
     schedule_config = ScheduleConfig(name="constant", warmup_steps=min(10, steps))
     mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
@@ -135,7 +147,10 @@ def train(family: str, routing: RoutingConfig, steps: int) -> Trained:
         abstract = abstract_state(params, optimizer, mesh, buffers=buffers)
         state = create_state(abstract, config, EXACT, optimizer, seed=0)
         schedule = make_schedule(schedule_config, RATE, steps)
-        step = make_train_step(abstract, {POLICY: graphdef}, next_token(), optimizer, schedule, 1)
+        graphdefs = {POLICY: graphdef}
+        accumulation = kind.accumulation
+        objective = next_token()
+        step = make_train_step(abstract, graphdefs, objective, optimizer, schedule, accumulation)
         for number in range(steps):
             state, metrics = step(state, batch_of(number))
             names = ("loss", "expert_max_load", "expert_load_entropy")
@@ -151,8 +166,8 @@ def balance_table(steps: int) -> list[str]:
         "entropy of loads |",
         "|---|---|---|---|",
     ]
-    for name, (family, routing) in KINDS.items():
-        run = train(family, routing, steps)
+    for name, kind in KINDS.items():
+        run = train(kind, steps)
         numbers = [values[-last:].mean() for values in run]
         lines.append("| " + " | ".join([name, *(f"{number:.3f}" for number in numbers)]) + " |")
         print(lines[-1], flush=True)

@@ -24,6 +24,7 @@ from maxtrain.config.across.shapes import row_lengths
 from maxtrain.config.across.steps import fit_warmup
 from maxtrain.config.older import kept_settings, with_kept
 from maxtrain.config.schema import LossScaleConfig
+from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.frozen_model import FrozenModel, find_for
 from maxtrain.inputs import open_data, with_vocabulary
 from maxtrain.models.adapt import split_adapters
@@ -37,6 +38,7 @@ from maxtrain.ops.attention import require_platform
 from maxtrain.ops.digest import digests
 from maxtrain.ops.finite import non_finite_names
 from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
@@ -331,6 +333,8 @@ def make_parts(
     knows its vocabulary. ConfigError: a dim that the mesh does not divide.
     """
     require_platform(config.model.attention, devices[0].platform)
+    if config.model.family in WITH_EXPERTS and config.model.routing.kernel == "tokamax":
+        require_tokamax(devices[0].platform)
     mesh = make_mesh(config.mesh, devices)
     if not config.loss.by_source:
         num_sources = 0

@@ -43,6 +43,7 @@ from maxtrain.job import Job, launch_fields, open_job
 from maxtrain.models.quantized import count_weights
 from maxtrain.objectives.objective import POLICY, REFERENCE, Batch
 from maxtrain.observe.books import RUN
+from maxtrain.observe.expert_lines import counting_note, expert_summary, expert_warning
 from maxtrain.observe.launches import append_launch, launch_record, revision_around
 from maxtrain.observe.lock import RunLock
 from maxtrain.observe.metrics import Stopwatch
@@ -379,6 +380,7 @@ def describe(progress: Progress, job: Job) -> None:
         f"model: {config.model.family}, {millions:,.2f} M parameters, "
         f"{config.precision.compute} on {weights}; devices: {where}"
     )
+    describe_experts(progress, config, devices[0].platform)
     if job.abstract.frozen[POLICY]:
         progress.message(trained_summary(job.abstract))
     frozen = job.frozen_model
@@ -413,6 +415,20 @@ def describe(progress: Progress, job: Job) -> None:
         )
     if config.optimizer.zero:
         progress.message(zero_summary(job.abstract, config.optimizer.zero))
+
+
+def describe_experts(progress: Progress, config: RunConfig, platform: str) -> None:
+    """What experts there are, if any, and what they cost more than they need."""
+    said = (
+        expert_summary(config.model),
+        counting_note(config.model, config.optimizer.accumulation),
+    )
+    for line in said:
+        if line:
+            progress.message(line)
+    warning = expert_warning(config.model, platform)
+    if warning:
+        progress.message(warning, style="yellow")
 
 
 def lack_of_progress(steps: int, skipped: int) -> str:

@@ -11,10 +11,11 @@ from flax import nnx
 from maxtrain import evaluate, export, generate, replay
 from maxtrain.checkpoint.integrity import read_commit
 from maxtrain.checkpoint.listing import saved_digests
-from maxtrain.config.load import load_with_notes
+from maxtrain.config.load import load_config, load_with_notes
 from maxtrain.model_source import load_run
 from maxtrain.models.buffer import Buffer
 from maxtrain.models.families.directory import MODELS
+from maxtrain.observe.launches import read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.train import main
 
@@ -86,13 +87,16 @@ def test_what_experts_get_is_recorded(config):
         assert record["dead_experts"] >= 0
         assert record["expert_balance_loss"] >= 0.0099
         assert ("expert_dropped" in record) == (config.parent.name.startswith("qwen2_moe"))
+    kernel = load_config([f"config={config}"]).model.routing.kernel
+    assert read_launches(run)[-1]["kernels"]["experts"] == kernel
 
 
-def test_a_resumed_run_is_as_never_stopped(config):
+def test_a_resumed_run_is_as_never_stopped(config, capsys):
     run = config.parent / "runs" / "whole"
     expected = saved_digests(run / "checkpoints")[6]
     shutil.rmtree(run / "checkpoints" / "00000006")
     assert train(config, "whole") == 0
+    assert "experts: 4 in a layer, 2 for each token" in capsys.readouterr().out
     assert saved_digests(run / "checkpoints")[6] == expected
     assert replay.main([str(run), "--steps", "3:6"]) == 0
 

@@ -28,7 +28,8 @@ from maxtrain.model_source import load_run
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.registry import build_model
 from maxtrain.weights.hf import load_pretrained
-from maxtrain.weights.hf_export import divide
+from maxtrain.weights.hf_export import divide, write_config
+from tests import pretrained
 from tests.shared import MORE_PARITY_CASES, in_time
 
 PARITY = Path(__file__).parent / "data" / "parity"
@@ -392,6 +393,42 @@ def test_tokens_that_end_an_answer_are_those_of_generation_and_of_the_template(
     begin = special["<|im_start|>"]
     assert config["bos_token_id"] == generation["bos_token_id"] == begin
     assert config["eos_token_id"] == of_document
+
+
+@pytest.mark.parametrize(
+    ("named", "vocab_size", "of_config", "of_generation"),
+    [
+        (None, 160, None, "absent"),
+        ("<|im_start|>", 160, "<|im_start|>", "<|im_start|>"),
+        # A row of the embedding that is said to be padding would not be trained any further.
+        ("<|end|>", 160, None, "<|end|>"),
+        # A token that the embedding has no row for.
+        ("<|im_start|>", 90, None, "absent"),
+        ("none of the tokenizer's", 160, None, "absent"),
+    ],
+)
+def test_the_token_for_padding_is_that_of_the_source(
+    named, vocab_size, of_config, of_generation, tmp_path
+):
+    pretrained.write(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    settings = {"eos_token": "<|end|>", "pad_token": named}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = ModelConfig(vocab_size=vocab_size)
+    write_config(tmp_path, config, "float32", tokenizer)
+    values = json.loads((tmp_path / "config.json").read_text())
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert values["pad_token_id"] == tokenizer.special.get(of_config)
+    expected = tokenizer.special.get(of_generation, "absent")
+    assert generation.get("pad_token_id", "absent") == expected
+    # Where the two differ, transformers must not make the second of the first.
+    is_alike = generation.get("pad_token_id") == values["pad_token_id"]
+    assert ("_from_model_config" in generation) == is_alike
+    # What the source says of generation stays.
+    (tmp_path / "generation_config.json").write_text('{"pad_token_id": 3}')
+    write_config(tmp_path, config, "float32", tokenizer)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["pad_token_id"] == 3
 
 
 @pytest.fixture(scope="module")

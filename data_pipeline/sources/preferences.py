@@ -32,7 +32,7 @@ from data_pipeline.sources.document import (
     Options,
     Piece,
     PreferenceForm,
-    judge,
+    checked_document,
 )
 
 NAMES = (
@@ -433,7 +433,7 @@ def _mended(spans: list[Span], problems: list[str]) -> list[Span]:
     """Spans with their text mended; adds what was wrong."""
     mended = []
     for text, is_target in spans:
-        judged = judge(text, "", 0)
+        judged = checked_document(text, "", 0)
         if judged.problem and judged.problem != EMPTY:
             problems.append(judged.problem)
             text = judged.text or ""

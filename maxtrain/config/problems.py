@@ -8,7 +8,15 @@ sources and stages do, is checked when its plan is solved (data_pipeline/plan.py
 
 from collections.abc import Iterator
 
-from maxtrain.config.across import attention, directories, evaluation, shapes, steps, updates
+from maxtrain.config.across import (
+    attention,
+    directories,
+    evaluation,
+    experts,
+    shapes,
+    steps,
+    updates,
+)
 from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
 from maxtrain.config.paths import path_problems
 from maxtrain.config.schema import RunConfig
@@ -68,7 +76,8 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from lora_problems(config.model.lora)
     yield from adapters_problems(config.checkpoint)
     yield from shapes.row_problems(config)
-    yield from shapes.balance_scope_problems(config)
+    yield from experts.balance_scope_problems(config)
+    yield from experts.expert_kernel_problems(config)
     yield from attention.kernel_problems(config)
     yield from std_problems(config.init)
     yield from idle_among(idle, "init.std", by="init.name")

@@ -144,6 +144,8 @@ class Moe(nnx.Module):
             update = EvenOut(moe.routing.correction_rate)
             correction = Buffer(jnp.zeros(E, jnp.float32), axes=("exp",), update=update)
         self.correction = correction
+        # Given to it by `with_loads` where it sees a part of a batch.
+        self.whole_load: nnx.Variable | None = None
         out_role: Role = "residual"
         if "mlp_out" in spec.norms:
             out_role = "hidden"
@@ -185,7 +187,7 @@ class Moe(nnx.Module):
             kept = within_capacity(routing.experts, moe.num_experts, capacity)
             taken = _Taken(kept.experts, routing.weights, kept.places)
             stats["expert_dropped"] = kept.dropped
-        out = self._experts(x, taken, capacity)
+        out = self._experts(x, taken, capacity, context.extension is not None)
         if self.shared is not None:
             shared = self.shared(x, context).x.astype(jnp.float32)
             if self.shared_gate is not None:
@@ -233,23 +235,31 @@ class Moe(nnx.Module):
         count = is_token.sum().astype(jnp.float32)
         terms = {}
         if choice.balance:
-            uneven = imbalance(routing, choice.balance_scope)
+            whole = None
+            if self.whole_load is not None:
+                whole = self.whole_load[...]
+            uneven = imbalance(routing, choice.balance_scope, whole)
             terms["expert_balance_loss"] = Sum(choice.balance * uneven, count)
         if choice.z_loss:
             terms["router_z_loss"] = Sum(choice.z_loss * z_of(logits, is_token), count)
         return terms
 
     def _experts(
-        self, x: Float[Array, "B T D"], taken: _Taken, capacity: int | None
+        self, x: Float[Array, "B T D"], taken: _Taken, capacity: int | None, generates: bool
     ) -> Float[Array, "B T D"]:
         """What tokens get from their experts, float32."""
+        moe = self.spec
+        if generates and moe.routing.kernel == "tokamax":
+            # Its tiles are of more rows than a token a text fills, and texts are made on any device.
+            routing = dataclasses.replace(moe.routing, kernel="blocks")
+            moe = dataclasses.replace(moe, routing=routing)
         weights = {}
         axes = {}
         for name, linear in (("gate", self.gate), ("up", self.up), ("down", self.down)):
             for part, (value, part_axes) in linear.parts().items():
                 weights[f"{name}.{part}"] = value
                 axes[f"{name}.{part}"] = part_axes
-        share = functools.partial(_share, self.spec, self.recipe, capacity)
+        share = functools.partial(_share, moe, self.recipe, capacity)
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
             return share(None, x, taken, weights)

@@ -231,7 +231,7 @@ class RoutingSpec:
     no weights depend on.
 
     Args:
-        kernel: "eager": every expert for every token, the oracle; "blocks" and "ragged": as of
+        kernel: "eager": every expert for every token, the oracle; the others: as of
             `ops.experts.grouped_dot`.
         capacity_factor: how many choices an expert takes of a row, in equal shares; the others are
             dropped. None: none are.
@@ -241,7 +241,7 @@ class RoutingSpec:
         correction_rate: by how much a step changes an expert's correction.
     """
 
-    kernel: Literal["eager", "blocks", "ragged"] = "blocks"
+    kernel: Literal["eager", "blocks", "ragged", "tokamax"] = "blocks"
     capacity_factor: float | None = None
     balance: float = 0.0
     balance_scope: Literal["sequence", "micro_batch", "global"] = "sequence"

@@ -18,6 +18,7 @@ import yaml
 import maxtrain
 from data_pipeline.shards import write_atomic
 from maxtrain.config import RunConfig, to_yaml
+from maxtrain.config.sections.moe import WITH_EXPERTS
 from maxtrain.observe.books import Book, encode
 
 FILE_NAME = "launches.jsonl"
@@ -43,9 +44,9 @@ _FLAGS = re.compile(
 )
 # How long devices wait for each other; the program sets it itself, see parallel/distributed.py.
 _PATIENCE = re.compile(r"\s*--xla_cpu_collective_call_\w+_seconds=\S+")
-# What does not change the numbers of training.
+# What does not change the numbers of training, or stands in the config, too.
 _APART = re.compile(
-    r"time|step|command|run|units\..*|config\."
+    r"time|step|command|run|units\..*|kernels\.experts|config\."
     r"(run_name|output_dir|log_interval|(eval|checkpoint)_interval|eval_steps"
     r"|(eval|observe|watchdog|integrity)\..*"
     r"|checkpoint\.(?!init_).*"
@@ -69,6 +70,9 @@ def launch_record(config: str, mesh: Any, data: str, step: int) -> dict[str, Any
     if devices[0].platform == "cpu":
         kind = _cpu()
     settings = yaml.safe_load(config)
+    kernels = {"attention": settings["model"]["attention"]}
+    if settings["model"]["family"] in WITH_EXPERTS:
+        kernels["experts"] = settings["model"]["routing"]["kernel"]
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         versions[name] = importlib.metadata.version(name)
@@ -79,7 +83,7 @@ def launch_record(config: str, mesh: Any, data: str, step: int) -> dict[str, Any
         "versions": versions,
         "git": git_revision(Path(maxtrain.__file__).parents[1]),
         "flags": _flags(),
-        "kernels": {"attention": settings["model"]["attention"]},
+        "kernels": kernels,
         "devices": {"platform": devices[0].platform, "kind": kind, "count": len(devices)},
         "mesh": dict(mesh.shape),
         "processes": len({device.process_index for device in devices}),

@@ -20,8 +20,9 @@ from jaxtyping import Array, Float, Int
 from maxtrain.ops.dot import PRODUCT, Recipe
 from maxtrain.ops.einsum import contract
 from maxtrain.ops.quantized import Quantized, again, dequantize
+from maxtrain.ops.tokamax import grouped_outer_product, grouped_product
 
-Kernel = Literal["blocks", "ragged"]
+Kernel = Literal["blocks", "ragged", "tokamax"]
 
 
 class Order(NamedTuple):
@@ -173,7 +174,8 @@ def grouped_dot(
         order: of the rows.
         block: rows of a block.
         kernel: "blocks": a loop over experts and their blocks; "ragged": `lax.ragged_dot`, which
-            has kernels on TPUs, and elsewhere multiplies every row with every expert.
+            has kernels on TPUs, and elsewhere multiplies every row with every expert; "tokamax":
+            that package's kernel for TPUs, for I and O from 128 on.
         recipe: what is rounded to which type, as in `ops.dot`.
 
     Returns:
@@ -208,6 +210,8 @@ grouped_dot.defvjp(_forward, _backward)
 
 def _product(x: Array, w: Array, order: Order, block: int, kernel: Kernel) -> Array:
     """[M, I] and [E, I, O] to [M, O], float32."""
+    if kernel == "tokamax":
+        return grouped_product(x, w, order.blocks * block, _precision(x))
     if kernel == "ragged":
         return jax.lax.ragged_dot(
             x,
@@ -247,6 +251,8 @@ def _by_blocks(
 def _outer_product(x: Array, g: Array, order: Order, block: int, kernel: Kernel) -> Array:
     """[M, I] and [M, O] to [E, I, O], float32: for each expert the sum over its rows."""
     num_experts = order.starts.size
+    if kernel == "tokamax":
+        return grouped_outer_product(x, g, order.blocks * block, _precision(x))
     if kernel == "ragged":
         numbers = jax.lax.RaggedDotDimensionNumbers(
             dot_dimension_numbers=(((0,), (0,)), ((), ())),
@@ -358,7 +364,7 @@ def _quantized_product(
             matrix = matrix.T
         return matrix
 
-    if kernel == "ragged":
+    if kernel != "blocks":
         matrices = dequantize(weights, x.dtype)
         if is_turned:
             matrices = matrices.swapaxes(1, 2)

@@ -154,7 +154,9 @@ def choices_of(experts: Int[Array, "*s T C"], num_experts: int) -> Int[Array, "*
     return counts
 
 
-def imbalance(routing: Routing, scope: Scope) -> Float[Array, ""]:
+def imbalance(
+    routing: Routing, scope: Scope, whole: Int[Array, " E"] | None = None
+) -> Float[Array, ""]:
     """The loss that is least when experts get equal shares, summed over tokens.
 
     Of n tokens it is n E sum_e f_e p_e, where f_e is the part of their choices that fall on expert
@@ -165,6 +167,8 @@ def imbalance(routing: Routing, scope: Scope) -> Float[Array, ""]:
         routing: of a micro-batch.
         scope: the tokens over which f and p are taken. `sequence`: each row for itself, so that the
             sum is the same however a batch is split; `micro_batch` and `global`: all rows together.
+        whole: with `global`, the choices of the whole batch that the micro-batch is of, so that the
+            sum over its micro-batches is that of the batch; None: the micro-batch is all of it.
 
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6; over sequences:
         DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437, equations 17 to 20.
@@ -175,6 +179,8 @@ def imbalance(routing: Routing, scope: Scope) -> Float[Array, ""]:
     if scope != "sequence":
         counts = counts.sum(0)
         shares = shares.sum(0)
+    if scope == "global" and whole is not None:
+        counts = whole.astype(jnp.float32)
     # Of each token's choices one falls on each of `num_choices` experts.
     total = counts.sum(-1)
     overlap = (jax.lax.stop_gradient(counts) * shares).sum(-1)

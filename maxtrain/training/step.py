@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 
 from maxtrain.config.schema import AnomalyConfig, LossScaleConfig
 from maxtrain.models.summary import summarise
+from maxtrain.models.whole_load import compares_whole_batches, loads_of, with_loads
 from maxtrain.objectives.objective import POLICY, Batch, Models, Objective, Result, Scales
 from maxtrain.ops.finite import finite_leaves
 from maxtrain.ops.quantity import Quantity
@@ -49,7 +50,9 @@ def gradients(
 ) -> tuple[Result, nnx.State]:
     """The loss of a batch of [B, T] with what is recorded, and the loss's float32 gradient.
 
-    Row r goes to micro-batch r mod accumulation, so that no row leaves its device.
+    Row r goes to micro-batch r mod accumulation, so that no row leaves its device. Where a term of
+    the policy's layers needs the choices of the whole batch, one more pass over all micro-batches,
+    without gradients, counts them first.
 
     Args:
         models: from the parameters that train to all models (partition.models_from).
@@ -61,19 +64,21 @@ def gradients(
             finds best.
     """
 
-    def loss(params: nnx.State, micro: Batch) -> tuple[Array, Result]:
+    def loss(
+        params: nnx.State, micro: Batch, models: Callable[[nnx.State], Models]
+    ) -> tuple[Array, Result]:
         result = objective.forward(models(params), micro, scales)
         return result.loss, result
 
-    def one(micro: Batch) -> tuple[Result, nnx.State]:
-        (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro)
+    def one(micro: Batch, models: Callable[[nnx.State], Models]) -> tuple[Result, nnx.State]:
+        (_, result), grads = jax.value_and_grad(loss, has_aux=True)(params, micro, models)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         if places is not None:
             grads = jax.lax.with_sharding_constraint(grads, places)
         return result, grads
 
     if accumulation == 1:
-        return one(batch)
+        return one(batch, models)
 
     def split(x: Array) -> Array:
         x = x.reshape(x.shape[0] // accumulation, accumulation, *x.shape[1:]).swapaxes(0, 1)
@@ -84,19 +89,59 @@ def gradients(
             return total + part
         return (total + part.astype(jnp.float32)).astype(total.dtype)
 
-    def step(
-        carry: tuple[Result, nnx.State], micro: Batch
-    ) -> tuple[tuple[Result, nnx.State], None]:
-        return jax.tree.map(add, carry, one(micro)), None
-
     micros = jax.tree.map(split, batch)
-    like = jax.eval_shape(one, jax.tree.map(lambda x: x[0], micros))[0]
+    like = jax.eval_shape(lambda micro: one(micro, models), jax.tree.map(lambda x: x[0], micros))[0]
     start = (
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like),
         jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params),
     )
+    of_parts = models
+    if compares_whole_batches(models(params)[POLICY]):
+        nothing = loads_of(start[0].observed)
+        loads = _whole_loads(models(params), micros, objective, scales, nothing)
+        of_parts = _that_know(models, loads)
+
+    def step(
+        carry: tuple[Result, nnx.State], micro: Batch
+    ) -> tuple[tuple[Result, nnx.State], None]:
+        return jax.tree.map(add, carry, one(micro, of_parts)), None
+
     result, grads = jax.lax.scan(step, start, micros)[0]
     return result, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+
+def _whole_loads(
+    models: Models,
+    micros: Batch,
+    objective: Objective,
+    scales: Scales,
+    nothing: dict[str, Array],
+) -> dict[str, Array]:
+    """The choices of all micro-batches that fall on each expert, as of `loads_of`.
+
+    Args:
+        micros: [accumulation, ...] each.
+        nothing: such choices, all 0.
+    """
+
+    def count(loads: dict[str, Array], micro: Batch) -> tuple[dict[str, Array], None]:
+        # All else that the pass computes is not used, and left out by the compiler.
+        observed = objective.forward(models, micro, scales).observed
+        return jax.tree.map(jnp.add, loads, loads_of(observed)), None
+
+    return jax.lax.scan(count, nothing, micros)[0]
+
+
+def _that_know(
+    models: Callable[[nnx.State], Models], loads: Mapping[str, Array]
+) -> Callable[[nnx.State], Models]:
+    """The models, of which the policy knows the choices of the whole batch."""
+
+    def of_params(params: nnx.State) -> Models:
+        made = models(params)
+        return {**made, POLICY: with_loads(made[POLICY], loads)}
+
+    return of_params
 
 
 def make_train_step(

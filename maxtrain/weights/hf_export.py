@@ -214,32 +214,48 @@ def write_config(directory: Path, config: ModelConfig, dtype: str, tokenizer: To
     What generation_config.json says already stays, but for the tokens around texts. Where the
     tokenizer names no token that texts begin with, a document begins after the token that ends the
     one before it: that is how rows are packed, and how `maxtrain generate` begins.
+
+    The token for padding is the one that the tokenizer's settings name. Nothing here reads it: what
+    is trained is decided by lengths. In config.json, transformers takes it for a row of the
+    embedding that has no gradient; so it is left out there where it ends documents, too, or where
+    the embedding has no such row.
     """
-    begin = _named_beginning(directory, tokenizer)
+    begin = _named_token_id(directory, tokenizer, "bos_token")
+    pad = _named_token_id(directory, tokenizer, "pad_token")
+    if pad is not None and pad >= (config.vocab_size or 0):
+        pad = None
+    pad_row = pad
+    if pad == tokenizer.eod_id:
+        pad_row = None
     if begin is None:
         begin = tokenizer.eod_id
     values = FAMILIES[config.family].write(config)
-    values |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id, "pad_token_id": None}
+    values |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id, "pad_token_id": pad_row}
     # In both spellings: transformers 5 reads `dtype`, older ones `torch_dtype`.
     values |= {"dtype": dtype, "torch_dtype": dtype}
     write_atomic(directory / "config.json", _as_json(values))
     generation: dict[str, Any] = {"_from_model_config": True}
     if (directory / GENERATION).exists():
         generation = read_json(directory / GENERATION)
+    elif pad is not None:
+        generation["pad_token_id"] = pad
+    if generation.get("pad_token_id") != pad_row:
+        # It says more than config.json, which transformers would read in its place.
+        generation.pop("_from_model_config", None)
     ends = _ends(directory, tokenizer, config.vocab_size)
     if ends == [tokenizer.eod_id]:
         generation |= {"bos_token_id": begin, "eos_token_id": tokenizer.eod_id}
     elif ends:
-        # It says more than config.json, which transformers would read in its place.
+        # As above.
         generation.pop("_from_model_config", None)
         generation |= {"bos_token_id": begin, "eos_token_id": ends}
     write_atomic(directory / GENERATION, _as_json(generation))
 
 
-def _named_beginning(directory: Path, tokenizer: Tokenizer) -> int | None:
-    """The token that a tokenizer's settings name for the beginning of texts; None: none."""
+def _named_token_id(directory: Path, tokenizer: Tokenizer, key: str) -> int | None:
+    """The token that a tokenizer's settings name for "bos_token" and the like; None: none."""
     settings = read_settings(tokenizer_path(directory))
-    return tokenizer.special.get(named_token(settings, "bos_token") or "")
+    return tokenizer.special.get(named_token(settings, key) or "")
 
 
 def _ends(directory: Path, tokenizer: Tokenizer, vocab_size: int | None) -> list[int]:

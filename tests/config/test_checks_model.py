@@ -11,6 +11,7 @@ DEEPSEEK = [
     "model.head_dim=24",
     "model.latent.rope_dim=8",
 ]
+TOKAMAX = ["model.family=mixtral", "model.routing.kernel=tokamax"]
 LONGROPE = [
     "model.rope_scaling=longrope",
     "model.head_dim=8",
@@ -97,6 +98,26 @@ LONGROPE = [
             "Set model.attention=xla",
         ),
         (
+            [*TOKAMAX, "model.embed_dim=64"],
+            "matrices of 128 inputs and outputs at least, and model.embed_dim is 64",
+            "Set model.routing.kernel=blocks",
+        ),
+        (
+            [*TOKAMAX, "model.moe.expert_dim=64"],
+            "a device has 64 units of an expert",
+            "Set model.routing.kernel=blocks",
+        ),
+        (
+            [*TOKAMAX, "model.lora.rank=4", "model.lora.base=nf4"],
+            "no adapters beside quantised weights, as model.lora.base=nf4 asks for",
+            "Set model.routing.kernel=blocks",
+        ),
+        (
+            [*TOKAMAX, "model.routing.capacity_factor=1.5"],
+            "is not used with model.routing.capacity_factor=1.5",
+            "Set model.routing.kernel=blocks",
+        ),
+        (
             ["model.family=gpt_oss", "model.attention=flash"],
             "model.attention=flash has no attention sinks",
             "Set model.attention=xla",
@@ -106,8 +127,9 @@ LONGROPE = [
                 "model.family=mixtral",
                 "model.routing.balance_scope=global",
                 "optimizer.accumulation=2",
+                "loss.adversarial=1",
             ],
-            "which must be one micro-batch, not optimizer.accumulation=2",
+            "choices before the attack where optimizer.accumulation=2 and loss.adversarial=1",
             "Set model.routing.balance_scope=sequence",
         ),
         (

@@ -15,6 +15,7 @@ from absl import flags
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data_pipeline import prepare
 from data_pipeline import workers as watch
 from data_pipeline.config import CorruptionConfig, DataConfig, SourceConfig
 from data_pipeline.errors import ConfigError, DataError, TryAgainError
@@ -22,7 +23,8 @@ from data_pipeline.loader import carry_errors, open_evaluation, open_training
 from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.packing import Part
 from data_pipeline.shards import BLOCK_BYTES, Manifest, ShardWriter
-from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
+from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer, load_tokenizer
+from tests import pretrained
 
 TOKENIZER = ByteTokenizer()
 
@@ -497,3 +499,29 @@ def test_sources_behind_urls_give_the_same_stream_in_workers_too(
     for step, batch in enumerate(ours.iterate(2), 2):
         assert_same(batch, theirs.batch(step))
     assert any((tmp_path / "cache").glob("??/*.bin"))
+
+
+def test_a_tokenizer_whose_padding_is_its_end_of_documents_trains_that_end(tmp_path):
+    """Lengths say what padding is, never an id."""
+    model = tmp_path / "model"
+    model.mkdir()
+    pretrained.write(model)
+    names = {"eos_token": "<|end|>", "pad_token": "<|end|>"}
+    (model / "tokenizer_config.json").write_text(json.dumps(names))
+    for number, text in enumerate(["a short one", "one that is longer than it"]):
+        (tmp_path / f"{number}.txt").write_text(text)
+    made = [str(tmp_path / "data"), "--text", f"{tmp_path}/*.txt", "--tokenizer", str(model)]
+    assert prepare.main([*made, "--workers", "1"]) == 0
+    source = SourceConfig(str(tmp_path / "data"), 1.0, None)
+    config = DataConfig(sources={"text": source}, seq_length=40, batch_size=2, packing="pad")
+    data = open_training(config, seed=0, steps=1)
+    arrays = data.batch(0).arrays
+    is_end = arrays["targets"] == load_tokenizer(model).eod_id
+    is_target = arrays["loss_mask"] == 1
+    is_padding = arrays["segment_ids"] == 0
+    # All of a text, and the end.
+    lengths = [len("a short one") + 1, len("one that is longer than it") + 1]
+    assert sorted(is_target.sum(1)) == lengths
+    assert (is_end & is_target).sum(1).tolist() == [1, 1]
+    assert is_padding.sum() == 2 * 40 - sum(lengths)
+    assert not (is_padding & is_target).any()

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.schema import (
+    LatentConfig,
     MeshConfig,
     ModelConfig,
     MoeConfig,
@@ -25,6 +26,7 @@ from maxtrain.models.registry import build_model
 from maxtrain.models.specs import MlpSpec, MoeSpec
 from maxtrain.models.summary import Summary, summarise
 from maxtrain.objectives.next_token import next_token
+from maxtrain.objectives.objective import POLICY
 from maxtrain.ops.quantity import Quantity
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.step import gradients
@@ -113,6 +115,32 @@ def test_fast_kernels_equal_the_oracle(kernel, changes):
         np.testing.assert_array_equal(fast.observed[path], counts)
 
 
+def test_a_step_records_the_part_of_choices_that_was_dropped():
+    """Of two experts that all tokens go to, each takes half a row: 4 of 8 tokens are too many, and
+    4 with padding behind them are not."""
+    config = tiny(
+        num_layers=1,
+        vocab_size=8,
+        moe=MoeConfig(2, 2, expert_dim=8),
+        routing=RoutingConfig(capacity_factor=0.5),
+    )
+    ones = np.ones((2, 8), np.int32)
+    segments = np.array([[1] * 8, [1] * 4 + [0] * 4], np.int32)
+    positions = np.broadcast_to(np.arange(8, dtype=np.int32), ones.shape)
+    batch = {"inputs": ones, "targets": ones, "segment_ids": segments, "positions": positions}
+    batch |= {"loss_mask": np.float32(segments), "source": np.zeros(2, np.int32)}
+    model = jax.jit(lambda: build_model(config, EXACT, 0))()
+    objective = next_token()
+
+    @jax.jit
+    def run(batch):
+        return objective.forward({POLICY: model}, batch, objective.scales(batch)).of_layers
+
+    # What a step records is all that is named here, from what the whole batch adds up to.
+    assert "expert_dropped" in [quantity.name for quantity in model.quantities()]
+    assert float(run(batch)["expert_dropped"].mean()) == pytest.approx(8 / 24)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "factor",
@@ -176,6 +204,64 @@ def test_the_same_however_a_batch_is_split(accumulation):
     assert_same_gradients(wanted, found, 5e-6)
     for path, counts in one.observed.items():
         np.testing.assert_array_equal(split.observed[path], counts)
+
+
+BALANCED = {
+    "num_layers": 1,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "moe": MoeConfig(4, 2, expert_dim=8),
+}
+
+
+@functools.cache
+def balanced_grads(scope, accumulation, axes=()):
+    routing = RoutingConfig(balance=2.0, balance_scope=scope)
+    return grads_of(tiny(**BALANCED, routing=routing), accumulation, dict(axes))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("scope", "whole"), [("global", 1), ("micro_batch", 2)])
+def test_shares_over_several_rows_are_the_same_on_a_mesh(scope, whole):
+    """With two micro-batches on 2 x 2 devices; of the whole step they are as with one, and those of
+    a micro-batch are not."""
+    one, wanted = balanced_grads(scope, whole)
+    many, found = balanced_grads(scope, 2, (("data", 2), ("fsdp", 2)))
+    np.testing.assert_allclose(many.loss, one.loss, rtol=1e-5)
+    assert_same_gradients(wanted, found, 1e-5)
+    term = "expert_balance_loss"
+    np.testing.assert_allclose(many.of_layers[term].total, one.of_layers[term].total, rtol=1e-5)
+    np.testing.assert_array_equal(*(run.observed["layers.0.mlp.load"] for run in (one, many)))
+
+
+@pytest.mark.long
+def test_a_micro_batch_is_not_the_whole_step():
+    whole, _ = balanced_grads("global", 1)
+    parts, _ = balanced_grads("micro_batch", 2)
+    assert abs(parts.loss - whole.loss) > 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("scan", [True, False])
+def test_shares_over_a_step_of_layers_that_are_not_alike(scan):
+    """DeepSeek's, of which the first has no experts, in four micro-batches, with recomputation."""
+    latent = LatentConfig(query_rank=None, kv_rank=8, rope_dim=4, value_dim=8)
+    config = tiny(
+        family="deepseek_v3",
+        num_layers=3,
+        num_kv_heads=4,
+        head_dim=12,
+        latent=latent,
+        moe=MoeConfig(4, 2, expert_dim=8, dense_layers=1),
+        routing=RoutingConfig(balance=2.0, balance_scope="global"),
+        scan_layers=scan,
+        remat="full",
+    )
+    one, wanted = grads_of(config)
+    split, found = grads_of(config, 4)
+    np.testing.assert_allclose(split.loss, one.loss, rtol=1e-5)
+    assert wanted.pop("layers.0.mlp.correction").sum() == found.pop("layers.0.mlp.correction").sum()
+    assert_same_gradients(wanted, found, 1e-5)
 
 
 @pytest.mark.long

@@ -9,7 +9,14 @@ import pytest
 import yaml
 
 from maxtrain.config import to_yaml
-from maxtrain.config.schema import MeshConfig, ObserveConfig, OptimizerConfig, RunConfig
+from maxtrain.config.schema import (
+    MeshConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimizerConfig,
+    RoutingConfig,
+    RunConfig,
+)
 from maxtrain.observe.launches import (
     append_launch,
     describe_launch,
@@ -58,6 +65,14 @@ def test_a_record_says_what_makes_numbers(record):
     assert record["devices"]["kind"] in describe_launch(
         record
     ) and "determinism full" in describe_launch(record)
+
+
+def test_the_kernel_of_experts_is_recorded_where_there_are_some():
+    config = RunConfig(model=ModelConfig(family="mixtral", routing=RoutingConfig(kernel="ragged")))
+    record = launch_record(config, make_mesh(MeshConfig(data=2, fsdp=4)), "abc", 0)
+    assert record["kernels"] == {"attention": "xla", "experts": "ragged"}
+    before = record | {"kernels": {"attention": "xla"}}
+    assert launch_differences(before, record) == {}
 
 
 def test_launches_are_appended_and_found_by_the_steps_they_did(record, tmp_path):

@@ -165,6 +165,27 @@ def test_the_imbalance_of_rows_adds_up_and_ignores_padding():
     assert (np.asarray(slope)[np.asarray(is_token)] != 0).any(-1).all()
 
 
+def test_the_imbalance_of_micro_batches_that_know_all_choices_adds_up_to_that_of_the_batch():
+    logits, is_token, _ = drawn()
+    routing = choose(logits, is_token, 2)
+    whole = choices_of(routing.experts, E).sum(0)
+
+    def of(logits, rows):
+        return imbalance(choose(logits[rows], is_token[rows], 2), "global", whole)
+
+    def of_parts(logits):
+        return of(logits, slice(0, 1)) + of(logits, slice(1, None))
+
+    def of_batch(logits):
+        return imbalance(choose(logits, is_token, 2), "global")
+
+    np.testing.assert_allclose(of_parts(logits), of_batch(logits), rtol=1e-6)
+    slopes = jax.grad(of_parts)(logits)
+    np.testing.assert_allclose(slopes, jax.grad(of_batch)(logits), rtol=1e-5, atol=1e-7)
+    unknowing = imbalance(choose(logits[:1], is_token[:1], 2), "global")
+    assert abs(unknowing - of(logits, slice(0, 1))) > 1e-3
+
+
 def test_z_is_its_equation_without_padding():
     logits, is_token, _ = drawn()
     real = np.asarray(logits, np.float64)[np.asarray(is_token)]

@@ -9,8 +9,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("optax_dtypes")]
 
 @pytest.mark.parametrize("name", KINDS)
 def test_each_kind_of_balance_keeps_experts_busy(name):
-    family, routing = KINDS[name]
-    run = train(family, routing, steps=300)
+    run = train(KINDS[name], steps=300)
     most = run.max_load[-50:].mean()
     assert run.loss[-50:].mean() < 0.5 * run.loss[0]
     if name.startswith("nothing"):

@@ -24,17 +24,6 @@ def row_lengths(config: RunConfig) -> dict[str, int]:
     return lengths
 
 
-def balance_scope_problems(config: RunConfig) -> Iterator[str]:
-    """Shares over a whole step, which is cut into micro-batches."""
-    accumulation = config.optimizer.accumulation
-    if config.model.routing.balance_scope == "global" and accumulation > 1:
-        yield (
-            "model.routing.balance_scope=global compares shares over a whole step, which must be "
-            f"one micro-batch, not optimizer.accumulation={accumulation}. "
-            "Set model.routing.balance_scope=sequence, or optimizer.accumulation=1."
-        )
-
-
 def row_problems(config: RunConfig) -> Iterator[str]:
     """Rows that are longer than the model is meant for."""
     longest = config.model.max_length

@@ -8,18 +8,9 @@ from typing import Literal
 from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.words import divisors, nearest
 
-EXPERTS = UsedBy(
-    {
-        "model.family": (
-            "mixtral",
-            "qwen2_moe",
-            "qwen3_moe",
-            "deepseek_v2",
-            "deepseek_v3",
-            "gpt_oss",
-        )
-    }
-)
+# Families whose layers have experts.
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+EXPERTS = UsedBy({"model.family": WITH_EXPERTS})
 # Families whose attention is over latents.
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 OF_DEEPSEEK = UsedBy({"model.family": DEEPSEEK})
@@ -72,9 +63,10 @@ class MoeConfig:
 class RoutingConfig:
     """How experts are kept busy, and how their products are made: what a run decides."""
 
-    kernel: Literal["blocks", "ragged", "eager"] = key(
+    kernel: Literal["blocks", "ragged", "tokamax", "eager"] = key(
         "blocks",
-        "loop over experts and blocks of their tokens, lax.ragged_dot (for TPUs), or plain reference",
+        "loop over experts and blocks of their tokens, lax.ragged_dot (for TPUs), the kernel of "
+        "tokamax (TPUs only), or plain reference",
         used_by=EXPERTS,
     )
     capacity_factor: float | None = key(
@@ -95,7 +87,7 @@ class RoutingConfig:
     balance_scope: Literal["sequence", "micro_batch", "global"] = key(
         "sequence",
         "tokens whose shares are compared: those of a row, of a micro-batch, or of a whole step, "
-        "which then has one micro-batch",
+        "for which several micro-batches take one forward pass more",
         used_by=(EXPERTS, _BALANCED),
     )
     z_loss: float = key(

@@ -1,0 +1,61 @@
+"""What the kernel of experts' products can do, and what the model, its adapters and the mesh ask of
+it; and shares over whole steps."""
+
+from collections.abc import Iterator
+
+from maxtrain.config.schema import ModelConfig, RunConfig
+from maxtrain.config.sections.moe import WITH_EXPERTS
+
+# The smallest matrices that tokamax multiplies with.
+_LEAST_DIM = 128
+
+
+def expert_kernel_problems(config: RunConfig) -> Iterator[str]:
+    """What the kernel can't do."""
+    model = config.model
+    if model.family not in WITH_EXPERTS or model.routing.kernel != "tokamax":
+        return
+    key = "model.routing.kernel=tokamax"
+    width = model.moe.expert_dim or model.mlp_dim
+    tensor = max(config.mesh.tensor, 1)
+    if model.embed_dim < _LEAST_DIM:
+        yield (
+            f"{key} multiplies with matrices of {_LEAST_DIM} inputs and outputs at least, and "
+            f"model.embed_dim is {model.embed_dim}. Set model.routing.kernel=blocks."
+        )
+    if width // tensor < _LEAST_DIM:
+        yield (
+            f"{key} multiplies with matrices of {_LEAST_DIM} inputs and outputs at least, and a "
+            f"device has {width // tensor} units of an expert. Set model.routing.kernel=blocks."
+        )
+    if model.lora.rank is not None and model.lora.base != "full":
+        yield (
+            f"{key} multiplies with no adapters beside quantised weights, as "
+            f"model.lora.base={model.lora.base} asks for. Set model.routing.kernel=blocks."
+        )
+    if model.routing.capacity_factor is not None:
+        yield (
+            f"{key} is not used with model.routing.capacity_factor={model.routing.capacity_factor}, "
+            "whose products are of one size. Set model.routing.kernel=blocks."
+        )
+
+
+def balance_scope_problems(config: RunConfig) -> Iterator[str]:
+    """Shares over a whole step, whose choices are counted before it is attacked."""
+    accumulation = config.optimizer.accumulation
+    if not compares_whole_steps(config.model) or accumulation == 1:
+        return
+    if config.loss.adversarial:
+        yield (
+            "model.routing.balance_scope=global would compare the shares of attacked embeddings "
+            f"with choices before the attack where optimizer.accumulation={accumulation} and "
+            f"loss.adversarial={config.loss.adversarial}. "
+            "Set model.routing.balance_scope=sequence, or optimizer.accumulation=1."
+        )
+
+
+def compares_whole_steps(model: ModelConfig) -> bool:
+    """Whether shares of experts are compared over all micro-batches of a step together."""
+    routing = model.routing
+    has_experts = model.family in WITH_EXPERTS
+    return has_experts and routing.balance > 0 and routing.balance_scope == "global"
