@@ -20,6 +20,8 @@ from maxtrain.config.schema import (
     RoutingConfig,
     RunConfig,
 )
+from maxtrain.models.adapt import split_adapters
+from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
@@ -64,7 +66,24 @@ def run(tmp_path_factory):
     return folder
 
 
-def start(source, model=MODEL, partial=(), fsdp=1):
+ADAPTED = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, targets=("mlp",)))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run with adapters, and its model."""
+    folder = tmp_path_factory.mktemp("runs") / "adapted"
+    model = build_model(ADAPTED, PrecisionConfig(), jax.random.key(3))
+    _, adapters = split_adapters(nnx.state(model))
+    nnx.update(model, jax.tree.map(lambda array: array + 0.1, adapters))
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(asynchronous=False))
+    record = {"config": to_yaml(RunConfig(model=ADAPTED))}
+    checkpoints.save(1, {"params": nnx.state(model)}, record)
+    checkpoints.close()
+    return folder, model
+
+
+def start(source, model=MODEL, partial=(), fsdp=1, init_adapters=None):
     """The parameters, and what was told."""
     told, mesh = [], make_mesh(MeshConfig(data=1, fsdp=fsdp), jax.devices()[:fsdp])
     with jax.set_mesh(mesh):
@@ -75,8 +94,12 @@ def start(source, model=MODEL, partial=(), fsdp=1):
                 lambda x, like: jax.device_put(x, like.sharding), params_of(model, 99), abstract
             )
 
-        config = CheckpointConfig(init_from=str(source), init_partial=tuple(partial))
-        return starting_variables(abstract, config, model, fresh, told.append), "\n".join(told)
+        config = CheckpointConfig(
+            init_from=str(source), init_adapters=init_adapters, init_partial=tuple(partial)
+        )
+        adapters = fresh if model.lora.rank is not None else None
+        params = starting_variables(abstract, config, model, fresh, told.append, adapters)
+        return params, "\n".join(told)
 
 
 @pytest.mark.long
@@ -89,6 +112,34 @@ def test_the_weights_of_a_run_its_folder_or_a_step_on_any_mesh(run, fsdp):
             f"0000000{step}: {len(bits(params))} of {len(bits(params))} parameters loaded" in told
             and "missing" not in told
         )
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_a_model_without_adapters_begins_with_weights_that_have_taken_them_in(adapted, fsdp):
+    folder, model = adapted
+    params, told = start(folder, fsdp=fsdp)
+    expected = nnx.state(merged(model))
+    plain = nnx.state(model)["layers"]["0"]["mlp"]["up"]["kernel"][...]
+    assert not np.array_equal(params["layers"]["0"]["mlp"]["up"]["kernel"][...], plain)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    kernel = params["layers"]["0"]["mlp"]["up"]["kernel"][...]
+    assert len(kernel.sharding.device_set) == fsdp
+    assert "(model.lora.rank=2) are taken into the weights" in told
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "message"),
+    [
+        ({"rank": 4}, {}, r"Set model\.lora\.rank=2 to go on with them\. For new adapters, set"),
+        ({"alpha": 8.0}, {}, r"model\.lora\.alpha=8\.0 must be 16\.0, as of the adapters in"),
+        ({}, {"init_adapters": "peft"}, r"init_adapters=peft would replace the adapters of"),
+        ({"rank": None}, {"partial": ["head"]}, r"Set model\.lora\.rank=2, or begin with a run"),
+    ],
+)
+def test_adapters_that_do_not_fit_those_of_the_run_are_refused(adapted, lora, options, message):
+    model = dataclasses.replace(ADAPTED, lora=dataclasses.replace(ADAPTED.lora, **lora))
+    with pytest.raises(ConfigError, match=message):
+        start(adapted[0], model, **options)
 
 
 def test_what_differs_is_refused_with_a_table(run):
