@@ -226,7 +226,7 @@ def starting_variables(
         if f"params.{name}.{CODES}" not in there:
             quantized[f"params.{name}"] = kernel
     wanted = with_whole_kernels(wanted, quantized)
-    loaded = _compare(path, wanted, there, config, tell)
+    loaded = _compare(path, wanted, there, config, tell, quantized)
     arrays = _restore(path, loaded, config, quantized)
     if arrays.keys() != set(names):
         arrays = dict(zip(names, jax.tree.leaves(fresh()), strict=True)) | arrays
@@ -418,6 +418,7 @@ def _compare(
     there: dict[str, dict[str, Any]],
     config: CheckpointConfig,
     tell: Callable[[str], object],
+    quantized: Mapping[str, StoredKernel],
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """What can be loaded; tells a table of all, and raises ConfigError with it if more differs than
     may."""
@@ -439,7 +440,10 @@ def _compare(
             what = "new"
         else:
             what = "not used"
-        rows.append((short, theirs.get(name, "missing"), ours.get(name, "missing"), what))
+        here = ours.get(name, "missing")
+        if same and name in quantized:
+            here = quantized[name].describe()
+        rows.append((short, theirs.get(name, "missing"), here, what))
     count = sum(what == "loaded" for _, _, _, what in rows)
     # What is of interest comes first.
     rows.sort(key=_is_loaded)

@@ -1,6 +1,8 @@
 """Weights of another run to start from: bit for bit, whole or in named parts, and told of."""
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ from maxtrain.config.schema import (
     RunConfig,
 )
 from maxtrain.models.adapt import split_adapters
+from maxtrain.models.families.directory import read_config
 from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
@@ -36,6 +39,7 @@ MODEL = ModelConfig(
     vocab_size=40,
     max_length=32,
 )
+PARITY = Path(__file__).parents[1] / "data" / "parity"
 YAML = "model: {num_layers: 2, embed_dim: 16, mlp_dim: 32, num_heads: 2, num_kv_heads: 2, vocab_size: 40, rope_theta: 500000.0}"
 
 
@@ -97,7 +101,11 @@ def start(source, model=MODEL, partial=(), fsdp=1, init_adapters=None):
         config = CheckpointConfig(
             init_from=str(source), init_adapters=init_adapters, init_partial=tuple(partial)
         )
-        adapters = fresh if model.lora.rank is not None else None
+
+        def fresh_adapters() -> Any:
+            return split_adapters(fresh())[1]
+
+        adapters = fresh_adapters if model.lora.rank is not None else None
         params = starting_variables(abstract, config, model, fresh, told.append, adapters)
         return params, "\n".join(told)
 
@@ -140,6 +148,19 @@ def test_adapters_that_do_not_fit_those_of_the_run_are_refused(adapted, lora, op
     model = dataclasses.replace(ADAPTED, lora=dataclasses.replace(ADAPTED.lora, **lora))
     with pytest.raises(ConfigError, match=message):
         start(adapted[0], model, **options)
+
+
+@pytest.mark.long
+def test_a_base_that_is_quantised_is_told_as_what_it_will_be(run):
+    lora = LoraConfig(rank=2, targets=("mlp.up",), base="nf4", base_block=4)
+    _, told = start(run, dataclasses.replace(MODEL, lora=lora))
+    lines = [" ".join(line.split()) for line in told.splitlines()]
+    assert "layers.0.mlp.up.kernel float32[2, 16, 32] nf4[2, 16, 32] loaded" in lines
+    assert "layers.0.mlp.gate.kernel float32[2, 16, 32] float32[2, 16, 32] loaded" in lines
+    model = dataclasses.replace(read_config(PARITY / "llama3"), lora=lora)
+    _, told = start(PARITY / "llama3", model)
+    (line,) = [line for line in told.splitlines() if "layers.0.mlp.up.kernel" in line]
+    assert re.search(r"up_proj\.weight F32\[.* nf4\[\d+, \d+, \d+\] +loaded", line)
 
 
 def test_what_differs_is_refused_with_a_table(run):
