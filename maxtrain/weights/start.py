@@ -39,7 +39,7 @@ from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join, split_buffers
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import differing_keys, load_weights
-from maxtrain.weights.peft import read_adapters
+from maxtrain.weights.peft import read_adapters, require_same_settings
 
 # What `import` keeps in the folder of a run, since there are no data that have it.
 TOKENIZER_FOLDER = "tokenizer"
@@ -234,7 +234,13 @@ def starting_variables(
 
 
 def require_fitting_adapters(config: CheckpointConfig, model: ModelConfig) -> None:
-    """ConfigError: the adapters of `init_from` are not those that `model.lora` describes."""
+    """Before anything large is read.
+
+    Raises:
+        ConfigError: the adapters of `init_from` or `init_adapters` are not those that `model.lora`
+            describes.
+        DataError: `init_adapters` has none.
+    """
     problems = []
     if config.init_from is not None:
         path = _find_step(Path(config.init_from).expanduser().absolute())
@@ -243,6 +249,8 @@ def require_fitting_adapters(config: CheckpointConfig, model: ModelConfig) -> No
             problems += _problems_of_adapters(path, theirs, config, model.lora)
     if problems:
         raise ConfigError(problems)
+    if config.init_adapters is not None and model.lora.rank is not None:
+        require_same_settings(Path(config.init_adapters), model)
 
 
 def _problems_of_adapters(

@@ -1,6 +1,7 @@
 """Weights of another run to start from: bit for bit, whole or in named parts, and told of."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import ConfigError, StorageError
+from data_pipeline.errors import ConfigError, DataError, StorageError
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import to_yaml
 from maxtrain.config.schema import (
@@ -133,6 +134,17 @@ def test_a_model_without_adapters_begins_with_weights_that_have_taken_them_in(ad
     kernel = params["layers"]["0"]["mlp"]["up"]["kernel"][...]
     assert len(kernel.sharding.device_set) == fsdp
     assert "(model.lora.rank=2) are taken into the weights" in told
+
+
+def test_settings_of_other_adapters_are_refused_before_weights_are_read(tmp_path):
+    with pytest.raises(
+        DataError, match=r"has no adapter_config\.json\. Name a directory that PEFT"
+    ):
+        start(tmp_path / "not there either", ADAPTED, init_adapters=str(tmp_path))
+    there = {"peft_type": "LORA", "r": 16, "lora_alpha": 16.0}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(there))
+    with pytest.raises(ConfigError, match=r"which has r=16\. Set model\.lora\.rank=16\."):
+        start(tmp_path / "not there either", ADAPTED, init_adapters=str(tmp_path))
 
 
 @pytest.mark.parametrize(
