@@ -181,7 +181,7 @@ def ending_with_reader() -> Iterator[None]:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except BrokenPipeError:
-        if not _is_without_reader(sys.stdout):
+        if sys.stdout is None or not _is_without_reader(sys.stdout):
             raise
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, sys.stdout.fileno())
