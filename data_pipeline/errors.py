@@ -5,6 +5,7 @@ Every message has three parts: the dotted path and value, the rule, the mend. Ou
 again".
 """
 
+import contextlib
 import errno
 import io
 import os
@@ -12,9 +13,10 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 # Errors of the file itself, which stay as they are.
 _LASTING = {
@@ -35,6 +37,9 @@ _PASSING = (
     errno.EMFILE,
     errno.ENFILE,
 )
+
+# As a shell tells that SIGPIPE has ended a program.
+NO_READER = 128 + signal.SIGPIPE
 
 
 class UserError(ValueError):
@@ -164,6 +169,37 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
         os._exit(TryAgainError.exit_code)
 
 
+@contextlib.contextmanager
+def ending_with_reader() -> Iterator[None]:
+    """Ends the process without a word if nobody reads its standard output any more, as when `head` has
+    read enough. Its exit code is then that of a program that SIGPIPE has ended."""
+    try:
+        try:
+            yield
+        finally:
+            # What is left in the buffer would fail where nothing can be said about it.
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        if sys.stdout is None or not _is_without_reader(sys.stdout):
+            raise
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+        raise SystemExit(NO_READER) from None
+
+
+def _is_without_reader(stream: TextIO) -> bool:
+    """Whether a stream is a pipe whose other end is closed."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):
+        # It is no file.
+        return False
+
+
 def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     """Does the job of a command. An error that the user can mend is printed to stderr as a message,
     a bug of ours as a traceback.
@@ -183,9 +219,13 @@ def run_command(job: Callable[[], object], resumes: bool = True) -> int:
     if resumes:
         again = "the same command again: it goes on where it was."
     try:
-        job()
+        with ending_with_reader():
+            job()
         return 0
     except SystemExit as stop:
+        # rich ends with 1 where nobody reads.
+        if stop.code in (NO_READER, 1):
+            return NO_READER
         # argparse has printed the reason.
         if stop.code:
             return UsageError.exit_code

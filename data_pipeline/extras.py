@@ -3,9 +3,24 @@ names the extra."""
 
 import importlib
 import importlib.util
+import shlex
+from pathlib import Path
 from typing import Any
 
 from data_pipeline.errors import UsageError
+
+_ROOT = Path(__file__).parents[1]
+
+
+def install_command(extra: str) -> str:
+    """What installs an extra, as one would type it here: from the checkout that this is a part of, if
+    it is, since no registry has the package."""
+    if not (_ROOT / "pyproject.toml").is_file():
+        return f"pip install 'maxtrain[{extra}]'"
+    place = str(_ROOT)
+    if Path.cwd() == _ROOT:
+        place = "."
+    return f"pip install -e {shlex.quote(f'{place}[{extra}]')}"
 
 
 def load_package(name: str, extra: str, wanted_by: str) -> Any:
@@ -14,7 +29,7 @@ def load_package(name: str, extra: str, wanted_by: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise UsageError(
-            f"{wanted_by}: needs {name} ({error}). Install it: pip install 'maxtrain[{extra}]'"
+            f"{wanted_by}: needs {name} ({error}). Install it: {install_command(extra)}"
         ) from error
 
 
@@ -23,5 +38,5 @@ def require_package(name: str, extra: str, wanted_by: str) -> None:
     if importlib.util.find_spec(name) is None:
         raise UsageError(
             f"{wanted_by}: needs {name}, which is not installed. "
-            f"Install it: pip install 'maxtrain[{extra}]'"
+            f"Install it: {install_command(extra)}"
         )

@@ -247,8 +247,8 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--tokenizer",
-        help="bytes, chars, bpe:ENTRIES (trained here), a tokenizer.json, .model or .tiktoken, "
-        "or the OUT of another prepare (default: bytes)",
+        help="bytes (the default: a token for each byte), chars, bpe:ENTRIES (trained here), "
+        "a tokenizer.json, .model or .tiktoken, or the OUT of another prepare",
     )
     add(
         "--eod",
@@ -550,6 +550,9 @@ def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool =
     if made:
         where = _where(arguments)
         print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {where}")
+    if (arguments.tokenizer or "").startswith("bpe:"):
+        first = out if only_tokenizer else out / next(iter(request.parts))
+        _tell_of_entries(arguments.tokenizer, load_tokenizer(first).vocab_size)
     verdict = "complete"
     if already:
         verdict = "already complete and unchanged: nothing to do"
@@ -560,6 +563,16 @@ def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool =
         print(f"{out}: {verdict}, {entries:,} entries. {use}")
     else:
         print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {quoted}")
+
+
+def _tell_of_entries(spec: str, entries: int) -> None:
+    """Say that a text was too short for all entries that were asked for."""
+    asked = bpe_entries(spec)
+    if entries < asked:
+        print(
+            f"--tokenizer {spec}: asked for {asked:,} entries, and the text gives {entries:,}: each of "
+            f"its words is one entry then. Train on more text for more, or give bpe:{entries}."
+        )
 
 
 def _check_request(arguments: argparse.Namespace, request: _Request, only_tokenizer: bool) -> None:

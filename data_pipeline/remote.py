@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from data_pipeline.errors import DataError, StorageError, UsageError
-from data_pipeline.extras import load_package
+from data_pipeline.extras import install_command, load_package
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
@@ -310,7 +310,7 @@ def _persist(path: RemotePath, what: str, call: Callable[[Any, str], Any]) -> An
             ) from error
         except ImportError as error:
             extra = _EXTRAS.get(protocol, "remote")
-            mend = f"Install it: pip install 'maxtrain[{extra}]'"
+            mend = f"Install it: {install_command(extra)}"
             raise UsageError(
                 f"{path}: needs a package for {protocol}:// ({error}). {mend}"
             ) from error

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from data_pipeline.errors import UsageError, end_at_signals, run_command
+from data_pipeline.errors import UsageError, end_at_signals, ending_with_reader, run_command
 from maxtrain import __version__
 
 VERBS = {
@@ -67,6 +67,12 @@ COMPUTING = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a verb with its arguments (None: those of the process); the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    with ending_with_reader():
+        return _run(words, ends_process=argv is None)
+
+
+def _run(words: list[str], ends_process: bool) -> int:
+    """As `main`; `ends_process`: it ends with this command."""
     if not words:
         words = ["help"]
     verb, *rest = words
@@ -78,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return prepare.main(rest)
     # Signals may come while a config file runs, or while the import of jax takes seconds.
-    if verb in ("train", "plan") and argv is None:
+    if verb in ("train", "plan") and ends_process:
         end_at_signals()
     if verb == "plan":
         from maxtrain.plan_options import read_options
@@ -96,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = from_command_line(rest, "maxtrain train", MODELS)
         from maxtrain import train
 
-        return train.main(config, ends_process=argv is None)
+        return train.main(config, ends_process=ends_process)
     if verb in COMPUTING:
         from maxtrain.config.environment import check_environment
 

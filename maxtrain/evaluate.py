@@ -197,7 +197,8 @@ def _reading_of_run(run: Path, asked: argparse.Namespace) -> Reading:
 def _reading_of_weights(directory: str, asked: argparse.Namespace) -> Reading:
     if not asked.set:
         raise UsageError(
-            "--hf: has no evaluation sets of its own. Name one with --set NAME=DIR, made by `prepare`."
+            f"--hf {asked.hf}: has no evaluation sets of its own. Name one with --set NAME=DIR, "
+            "made by `prepare`."
         )
     length = asked.seq_length or min(_LENGTH, read_config(directory).max_length)
     return Reading(

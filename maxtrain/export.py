@@ -47,6 +47,7 @@ from maxtrain.weights.gguf.file import QUANTS, library
 from maxtrain.weights.hf import load_weights
 from maxtrain.weights.hf_export import (
     DTYPES,
+    SETTINGS,
     rounded,
     write_config,
     write_tokenizer,
@@ -275,7 +276,10 @@ def _describe(out: Path, exported: Exported, dtype: str, params: str) -> list[st
     else:
         lines.append("read again: its parameters and logits are the run's, bit for bit.")
     lines += exported.notes
-    lines.append(f'load it: AutoModelForCausalLM.from_pretrained("{out}")')
+    what = "load its weights"
+    if SETTINGS in exported.files:
+        what = "load it"
+    lines.append(f'{what}: AutoModelForCausalLM.from_pretrained("{out}")')
     return lines
 
 
@@ -316,7 +320,8 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         print(f"{asked.run}, {which}: {count:,} parameters, written in {dtype}")
         place = tokenizer_place(asked.run, config)
         # With the vocabulary of the data, which the config may leave open.
-        config = dataclasses.replace(config, model=model.config)
+        with_vocabulary = dataclasses.replace(model.config, lora=config.model.lora)
+        config = dataclasses.replace(config, model=with_vocabulary)
         facts = model_card.Model(config, step, count, dtype)
         card = model_card.model_card(asked.run, facts)
         exported = export(
@@ -377,6 +382,13 @@ def _export_peft(asked: argparse.Namespace, model: Decoder, config: RunConfig) -
     if base is None:
         print("The run began with random weights, so that the files name none that they are for.")
     else:
+        form = config.model.lora.base
+        if form != "full":
+            print(
+                f"They were trained on the weights of {base} in {form} (model.lora.base). On these "
+                "weights as they are, the model is a little another; --format hf writes the weights "
+                "that they were trained on, with the adapters in them."
+            )
         print(
             f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), "{out}")'
         )

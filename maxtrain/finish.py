@@ -131,7 +131,8 @@ def finish(
     )
     console.print(text)
     if not problem:
-        for what, command in _next_commands(config, folder).items():
+        is_of_chats = any("chat_template" in shards.manifest.settings for shards in data.shards)
+        for what, command in _next_commands(config, folder, is_of_chats).items():
             lines = Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan"))
             # Not wrapped, so that the command can be copied whole.
             console.print(lines, soft_wrap=True)
@@ -180,11 +181,16 @@ def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list
     )
 
 
-def _next_commands(config: RunConfig, folder: Path) -> dict[str, str]:
-    """What to try next, each as a command that works in this shell."""
+def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[str, str]:
+    """What to try next, each as a command that works in this shell; `is_of_chats`: a chat template
+    wrote text that was trained on."""
     maxtrain = _program("maxtrain") or "maxtrain"
-    prompt = next(iter(config.observe.prompts), "Once upon a time")
-    commands = {"write text": [maxtrain, "generate", str(folder), "--prompt", prompt]}
+    generate = [maxtrain, "generate", str(folder)]
+    if is_of_chats:
+        commands = {"talk to it": [*generate, "--chat"]}
+    else:
+        prompt = next(iter(config.observe.prompts), "Once upon a time")
+        commands = {"write text": [*generate, "--prompt", prompt]}
     if (folder / "tensorboard").is_dir():
         what = "look at the curves"
         tensorboard = _program("tensorboard")

@@ -248,7 +248,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tasks",
         metavar="NAME,NAME",
-        help="instead of sets: tasks of the lm-evaluation-harness (pip install 'maxtrain[harness]')",
+        help="instead of sets: tasks of the lm-evaluation-harness; needs maxtrain[harness]",
     )
     add("--tasks-dir", metavar="DIR", help="of --tasks: a folder with YAML files of more tasks")
     add("--num-fewshot", metavar="N", type=int, help="of --tasks: examples before each question")

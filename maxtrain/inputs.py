@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +15,7 @@ from data_pipeline.one_tokenizer import require_one_tokenizer
 from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
+from maxtrain.config.shipped import PREPARED_BY
 from maxtrain.models.cost import sequence_cost
 from maxtrain.run_state import RunState
 
@@ -33,7 +35,10 @@ def open_data(
     `saved` is the run at the checkpoint to go on from: what was read before it must be what this
     config says, unless the config accepts that it was not.
     """
-    data = open_training_data(config, saved)
+    try:
+        data = open_training_data(config, saved)
+    except DataError as error:
+        raise DataError(f"{error}{_how_prepared(config)}") from error
     sets = _open_sets(config)
     for name, eval_set in sets.items():
         _require_held_out(name, eval_set, data)
@@ -46,6 +51,15 @@ def open_data(
     if config.observe.prompts:
         require_prompts(config.observe.prompts, data.tokenizer)
     return data, sets
+
+
+def _how_prepared(config: RunConfig) -> str:
+    """The command for data of a config that comes with the package, where they are not there; else
+    empty."""
+    for source in config.data.sources.values():
+        if source.path in PREPARED_BY and not Path(source.path).exists():
+            return f" The data that the config is meant for: `{PREPARED_BY[source.path]}`."
+    return ""
 
 
 def open_training_data(config: RunConfig, saved: RunState | None) -> TrainingData:

@@ -135,6 +135,7 @@ class Parts:
             random_variables,
             tell,
             self._random_adapters if config.model.lora.rank is not None else None,
+            config.precision,
         )
         abstract = saved_part(self.abstract)
         state = state_from_variables(abstract, variables, self.optimizer, self.loss_scale)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from data_pipeline.errors import UserError
 from data_pipeline.remote import place
 from data_pipeline.shards import Manifest
-from maxtrain.config.schema import RunConfig
+from maxtrain.config.schema import LoraConfig, RunConfig
 from maxtrain.observe.metrics import read_metrics
 
 NAME = "README.md"
@@ -138,6 +138,26 @@ def _training_rows(model: Model, records: Iterable[Mapping[str, Any]]) -> _Rows:
     ]
     if config.checkpoint.init_from:
         rows.append(("began from", _cell(Path(config.checkpoint.init_from).name)))
+    return rows + _adapter_rows(config.model.lora)
+
+
+def _adapter_rows(lora: LoraConfig) -> _Rows:
+    """What trained in the place of weights; nothing of a model without adapters."""
+    if lora.rank is None:
+        return []
+    scale = "alpha / rank"
+    if lora.scaling == "root":
+        scale = "alpha / sqrt(rank)"
+    kind = "low-rank (LoRA)"
+    if lora.magnitudes:
+        kind = "low-rank, with magnitudes (DoRA)"
+    rows: _Rows = [
+        ("adapters", f"{kind}, rank {lora.rank:,}, alpha {lora.alpha:g}, scale {scale}"),
+        ("products with adapters", _cell(", ".join(f"`{target}`" for target in lora.targets))),
+    ]
+    if lora.base != "full":
+        what = f"quantised, {lora.base} in blocks of {lora.base_block:,}"
+        rows.append(("weights below adapters", f"{what}; these files have them dequantised"))
     return rows
 
 

@@ -29,6 +29,7 @@ from maxtrain.observe import launches, metrics
 from maxtrain.observe.attempts import attempts
 from maxtrain.observe.books import put_aside
 from maxtrain.observe.goodput import CLOCK
+from maxtrain.observe.lock import FILE_NAME as LOCK
 from maxtrain.run_state import RunState, run_of
 
 FILE_NAME = "run.json"
@@ -56,6 +57,7 @@ class RunFolder:
         # What was found, and does not stop the run.
         self.told: list[str] = []
         content = self._read()
+        self._made_here = False
         # The newest step that is known to have counted; 0: none.
         self.saved = int(content.get("saved", 0))
         # Steps by a version without ids.
@@ -119,10 +121,18 @@ class RunFolder:
         if not self.id:
             self.id = secrets.token_hex(8)
             self._adopted = sorted({int(path.name) for path in self._steps})
+        self._made_here = not (self.path / FILE_NAME).exists()
         if rollback.owner(self.path) == "":
             rollback.write_rollbacks(self.path, rollback.read_rollbacks(self.path) or [], self.id)
         self._write()
         self._mend_books(tell)
+
+    def withdraw(self) -> None:
+        """Takes back what `begin` has made, if nothing has followed it: a launch that failed before its
+        run began leaves no run. To be called by the process that holds the lock."""
+        with contextlib.suppress(OSError):
+            if self._made_here and set(os.listdir(self.path)) == {LOCK, FILE_NAME}:
+                (self.path / FILE_NAME).unlink()
 
     def _mend_books(self, tell: Callable[[str], object]) -> None:
         """Puts aside what only tells of the run and is of another one."""
@@ -172,7 +182,7 @@ class RunFolder:
         """
         target = self.path / f"before-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         target.mkdir()
-        stay = {"lock", FILE_NAME, "checkpoints"}
+        stay = {LOCK, FILE_NAME, "checkpoints"}
         for entry in sorted(self.path.iterdir()):
             if entry.name not in stay and not entry.name.startswith("before-"):
                 entry.rename(target / entry.name)

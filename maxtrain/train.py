@@ -151,6 +151,7 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
             # Not before it is known that all go on: this makes the folder.
             if is_primary:
                 take_locks(held, folder, second)
+                held.callback(run_folder.withdraw)
                 run_folder.begin(lambda text: progress.message(text, style="bold red"))
         except (ConfigError, StorageError, OSError) as error:
             refused = error

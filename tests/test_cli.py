@@ -1,5 +1,6 @@
 """The console script: verbs reach their jobs, help is fast, mistakes are named."""
 
+import os
 import subprocess
 import sys
 
@@ -72,3 +73,20 @@ def test_mistakes_are_named_with_their_exit_code(argv, code, message, capsys):
 
 def test_version(capsys):
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"{maxtrain.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["prepare", "--help"], ["train", "--help"], ["status", "--help"]],
+)
+def test_output_that_nobody_reads_ends_without_a_word(argv, monkeypatch, capfd):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        try:
+            code = main(argv)
+        except SystemExit as stop:
+            code = stop.code
+    assert code == 141
+    assert capfd.readouterr().err == ""

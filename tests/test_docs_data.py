@@ -1,6 +1,5 @@
 """docs/data.md runs as it stands, from top to bottom, on two folders of made-up text."""
 
-import json
 import os
 import random
 import re
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from data_pipeline.tokenizer import train_bpe
 from maxtrain.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -35,15 +33,10 @@ def folder(tmp_path_factory):
             (folder / name / f"{number}.txt").write_text(
                 f"{name} " + " ".join(rng.choices(words, k=100))
             )
-    said = [
-        {
-            "messages": [
-                {"role": r, "content": " ".join(rng.choices(words, k=9))}
-                for r in ("user", "assistant")
-            ]
-        }
-    ] * 40
-    (folder / "chat" / "a.jsonl").write_text("\n".join(map(json.dumps, said)))
+    (conversation,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (folder / "chat" / "a.jsonl").write_text(conversation * 40)
+    (template,) = re.findall(r"^```jinja\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (folder / "plain.jinja").write_text(template)
     _write_preferences(folder, rng, words)
     tokenizer = json.loads(train_bpe(words, 300).content)
     for token in ("<|im_start|>", "<|im_end|>"):

@@ -13,9 +13,12 @@ import pytest
 import tokenizers
 
 from data_pipeline.tokenizer import load_tokenizer, train_bpe
+from maxtrain import server
 from maxtrain.config.schema import ModelConfig, PrecisionConfig
 from maxtrain.export import export
 from maxtrain.models.registry import build_model
+from maxtrain.weights.hf import load_pretrained
+from maxtrain.weights.peft import read_set
 from tests.llama_cpp import LlamaCpp
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +26,11 @@ TEXT = (ROOT / "docs" / "fine_tuning.md").read_text()
 COLOURS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red"}
 QUESTIONS = ("What colour is {}?", "Tell me the colour of {}.", "Which colour has {}?")
 NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ida", "Jo")
+# One of the rows that prepare show prints; names of the made-up conversations differ from row to row.
+_EXPECTED_ROW = re.compile(
+    r"--- segment 1: positions 0 to \d+, 5 of \d+ are targets, in ⟦⟧ -+\n"
+    r"<\|im_start\|>user\n.*<\|im_end\|>\n<\|im_start\|>assistant\n⟦It is \w+\.<\|im_end\|>⟧\n"
+)
 TEMPLATE = (
     "{% for m in messages %}"
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -70,6 +78,16 @@ def write_conversations(path):
     path.write_text("\n".join(lines) + "\n")
 
 
+def require_served(folder):
+    """The command that serves loads what was made: all that it does but to listen."""
+    (command,) = re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    asked = server._parse(shlex.split(command)[2:], "maxtrain serve")
+    assert asked.adapter == ["colours=exported/adapters"]
+    model, _ = load_pretrained(folder / asked.hf)
+    found = read_set(folder / "exported" / "adapters", "colours", model.config)
+    assert found.lora.rank == 16
+
+
 @pytest.mark.long
 @pytest.mark.processes
 def test_the_commands_work_in_order(tmp_path):
@@ -88,13 +106,23 @@ def test_the_commands_work_in_order(tmp_path):
         )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
         outputs.append(result.stdout)
-    prepared, trained, evaluated, answered, *_, exported_answer = outputs
-    assert len(outputs) == 8
+    prepared, shown, trained, evaluated, answered, *_, exported_answer = outputs
+    assert len(outputs) == 9
     assert "⟦It is" in prepared
+    assert _EXPECTED_ROW.match(shown)
+    (row,) = [
+        block
+        for block in re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+        if "---" in block
+    ]
+    assert _EXPECTED_ROW.fullmatch(row)
+    assert "talk to it:" in trained
+    assert "generate runs/colours --chat\n" in trained
     losses = [float(found) for found in re.findall(r"eval held_out: nll ([\d.]+)", trained)]
     assert len(losses) == 2 and losses[1] < losses[0] < 3
     assert "held_out" in evaluated
     assert "It is blue." in answered and "It is white." in exported_answer
+    require_served(tmp_path)
     theirs = LlamaCpp(tmp_path / "colours.gguf")
     for thing, colour in COLOURS.items():
         asked = [{"role": "user", "content": f"I am Ada. What colour is {thing}?"}]

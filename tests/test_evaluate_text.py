@@ -156,3 +156,9 @@ def test_mistakes_are_named(content, options, code, message, hf, tmp_path, capsy
 def test_a_stride_belongs_to_texts(hf, capsys):
     assert cli.main(["evaluate", "--hf", str(hf), "--set", "a=b", "--stride", "3"]) == 64
     assert "--stride 3: is of --text" in capsys.readouterr().err
+
+
+def test_a_directory_without_sets_is_named(capsys):
+    assert cli.main(["evaluate", "--hf", "some/model"]) == 64
+    told = capsys.readouterr().err
+    assert "--hf some/model: has no evaluation sets of its own. Name one with --set" in told

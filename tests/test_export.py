@@ -85,6 +85,8 @@ def test_the_files_are_those_that_transformers_writes(case, tmp_path, place):
     assert [note.endswith("`maxtrain generate --hf DIR` does.") for note in exported.notes] == [
         True
     ]
+    last = job._describe(tmp_path / "out", exported, "float32", "float32")[-1]
+    assert last.startswith("load its weights: AutoModelForCausalLM")
     theirs = (PARITY / case / "model.safetensors").read_bytes()
     assert (tmp_path / "out/model.safetensors").read_bytes() == theirs
     assert hidden(tmp_path) == []

@@ -1,11 +1,14 @@
 """What a run reads is held against its config before anything is trained: here, the prompts that it
 ends with."""
 
+from pathlib import Path
+
 import pytest
 
-from data_pipeline.errors import ConfigError
+from data_pipeline.errors import ConfigError, DataError
 from data_pipeline.tokenizer import ByteTokenizer, CharTokenizer
 from maxtrain.config import load_config
+from maxtrain.config.shipped import PREPARED_BY
 from maxtrain.inputs import open_data, require_prompts
 
 
@@ -37,3 +40,17 @@ def test_it_is_refused_at_the_launch(tmp_path, tiny_run):
     assert data.tokenizer is not None
     with pytest.raises(ConfigError, match=r"observe.prompts\[0\]='ä'"):
         open_data(load_config([f"config={config}", "observe.prompts=[ä]"]), None)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "shakespeare_char"])
+def test_missing_data_of_a_shipped_config_name_the_command_of_the_readme(
+    name, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = load_config([f"config={name}"])
+    (source,) = config.data.sources.values()
+    command = PREPARED_BY[source.path]
+    assert command in (Path(__file__).parents[1] / "README.md").read_text()
+    with pytest.raises(DataError, match="is not a directory of token shards") as caught:
+        open_data(config, None)
+    assert str(caught.value).endswith(f"`{command}`.")

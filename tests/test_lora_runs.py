@@ -153,8 +153,22 @@ def test_a_run_begins_with_the_adapters_of_another(config, capfd):
     other = "model.lora.alpha=32"
     assert train(config, "refused", begins, LORA, other) == 78
     assert "model.lora.alpha=32.0 must be 16.0, as of the adapters in" in capfd.readouterr().err
-    assert train(config, "whole", begins) == 78
-    assert "DIFFERS" in capfd.readouterr().err
+
+
+def test_a_run_without_adapters_begins_with_weights_that_have_taken_them_in(config, capfd):
+    runs = config.parent / "runs"
+    capfd.readouterr()
+    lot = ["steps=4", "optimizer.learning_rate=1e-9", "eval_at_start=true"]
+    assert train(config, "whole", f"checkpoint.init_from={runs / 'lora'}", *lot) == 0
+    assert "are taken into the weights" in capfd.readouterr().out
+    ours = arrays(variables(runs / "whole"))
+    theirs = arrays(nnx.state(merged(load_run(runs / "lora")[0])))
+    assert ours.keys() == theirs.keys()
+    for name, array in ours.items():
+        np.testing.assert_allclose(array, theirs[name], atol=1e-5)
+    first = next(r for r in read_metrics(runs / "whole") if r["kind"] == "eval")
+    last = [r for r in read_metrics(runs / "lora") if r["kind"] == "eval"][-1]
+    assert first["nll"] == pytest.approx(last["nll"], rel=1e-2)
 
 
 def test_adapters_go_to_peft_and_come_back(config, capfd):

@@ -74,6 +74,20 @@ def test_a_card_says_what_is_known_at_its_step(run, tmp_path):
     assert rows_of(newest, "Evaluation")["held"][0] == "10"
 
 
+def test_a_card_says_what_the_adapters_were(run, tmp_path):
+    config = config_of(tmp_path)
+    plain = rows_of(model_card(run, Model(config, 5, 1, "float32")), "Training")
+    assert not any("adapters" in name for name in plain)
+    lora = ["model.lora.rank=4", "model.lora.alpha=8", "model.lora.scaling=root"]
+    quantised = ["model.lora.base=nf4", "model.lora.base_block=32", "model.lora.targets=[(q|up)]"]
+    config = config_of(tmp_path, *lora, *quantised)
+    training = rows_of(model_card(run, Model(config, 5, 1, "float32")), "Training")
+    assert training["adapters"] == ["low-rank (LoRA), rank 4, alpha 8, scale alpha / sqrt(rank)"]
+    assert training["products with adapters"] == ["`(q\\|up)`"]
+    (told,) = training["weights below adapters"]
+    assert told == "quantised, nf4 in blocks of 32; these files have them dequantised"
+
+
 def test_a_card_counts_the_data_that_is_there(run, tmp_path):
     (tmp_path / "text.txt").write_text("some words")
     argv = [str(tmp_path / "data"), "--text", str(tmp_path / "text.txt"), "--workers", "1"]

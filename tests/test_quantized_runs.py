@@ -147,7 +147,12 @@ def test_export_takes_adapters_into_the_weights_that_were_multiplied_with(config
     tokens = jnp.asarray(tokenizer.encode("the of and to in")[None])
     np.testing.assert_allclose(model(tokens), whole(tokens), atol=0.05)
     peft = config.parent / "peft"
+    card = (out / "README.md").read_text()
+    assert "| weights below adapters | quantised, nf4 in blocks of 4" in card
+    capfd.readouterr()
     assert export.main([str(run), str(peft), "--format", "peft"]) == 0
+    told = capfd.readouterr().out
+    assert f"on the weights of {config.parent / 'hf'} in nf4 (model.lora.base)" in told
     begins = [f"checkpoint.init_from={config.parent / 'hf'}", f"checkpoint.init_adapters={peft}"]
     assert train(config, "back", *begins, *LORA, "steps=4", "optimizer.learning_rate=1e-9") == 0
     _, back = split_adapters(variables(config.parent / "runs" / "back"))

@@ -92,6 +92,13 @@ def goes_on(folder, run, capsys, *overrides):
 
 
 @pytest.mark.long
+def test_a_first_launch_that_fails_leaves_nothing(folder, capsys):
+    assert train(folder, "failed", "checkpoint.init_from=nowhere") != 0
+    assert "nowhere" in capsys.readouterr().err
+    assert not (folder / "runs" / "failed").exists()
+
+
+@pytest.mark.long
 def test_every_file_carries_the_id_of_its_run(folder):
     run = folder / "runs" / "whole"
     own = json.loads((run / "run.json").read_text())

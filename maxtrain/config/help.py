@@ -5,10 +5,11 @@ import dataclasses
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from data_pipeline.errors import UsageError
 from maxtrain.config.idle import readers_in_words
-from maxtrain.config.keys import Key, all_keys, describe, unknown
+from maxtrain.config.keys import Key, all_keys, describe, element, unknown
 from maxtrain.config.schema import RunConfig
 from maxtrain.config.words import show
 
@@ -18,17 +19,20 @@ _LEAST_COLUMNS = 24
 
 
 def help_text(prog: str, section: str | None, configs: Iterable[str]) -> str:
-    """What to print for `--help [section]` of the command `prog` with these config files;
-    UsageError: no such section."""
+    """What to print for `--help [section]` of the command `prog` with these config files. A section
+    may be in another, as `model.lora` is, and may be a key. UsageError: there is neither."""
     sections = {
         field.name: field.metadata["help"]
         for field in dataclasses.fields(RunConfig)
         if dataclasses.is_dataclass(field.type)
     }
-    if section in sections:
-        rows = [key for key in all_keys() if key.path.startswith(f"{section}.")]
-        return f"{section}: {sections[section]}\n{_table(rows)}"
     if section is not None:
+        below = (f"{section}.", f"{section}[")
+        rows = [key for key in all_keys() if key.path == section or key.path.startswith(below)]
+        if len(rows) == 1 and rows[0].path == section:
+            return _table(rows)
+        if rows:
+            return f"{section}: {_help_of(section)}\n{_table(rows)}"
         raise UsageError(f"--help {section}: {unknown(section)} Sections: {', '.join(sections)}.")
     width = max(map(len, sections)) + 2
     listed = "\n".join(f"  {name:{width}}{text}" for name, text in sections.items())
@@ -48,6 +52,21 @@ keys    values: 1e-3  1e6  10_000  true  null  a,b;  NAME in a key is a name of 
 
 sections
 {listed}"""
+
+
+def _help_of(path: str) -> str:
+    """The line of help of a section, or of the list or dict that it is in."""
+    text = ""
+    kind: Any = RunConfig
+    for part in path.split("."):
+        if not dataclasses.is_dataclass(kind):
+            # A name of the user's.
+            kind = element(kind)
+            continue
+        field = next(field for field in dataclasses.fields(kind) if field.name == part)
+        text = field.metadata["help"]
+        kind = field.type
+    return text
 
 
 def _table(rows: Sequence[Key]) -> str:

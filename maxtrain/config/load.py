@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import yaml
 from ml_collections import ConfigDict
 
-from data_pipeline.errors import ConfigError, UsageError, UserError
+from data_pipeline.errors import ConfigError, UsageError, UserError, ending_with_reader
 from maxtrain.config.environment import check_environment
 from maxtrain.config.files import read_config
 from maxtrain.config.help import help_text
@@ -248,6 +248,11 @@ def from_command_line(argv: Sequence[str], prog: str, models: Models | None = No
         prog: how the command is called, for the messages.
         models: what is known of models elsewhere.
     """
+    with ending_with_reader():
+        return _from_command_line(argv, prog, models)
+
+
+def _from_command_line(argv: Sequence[str], prog: str, models: Models | None) -> RunConfig:
     arguments = [word for word in argv if word != "--print-config"]
     try:
         _print_help_if_asked(arguments, prog)

@@ -8,6 +8,17 @@ from data_pipeline.errors import ConfigError
 from maxtrain.config.files import SUFFIXES
 from maxtrain.config.words import show
 
+# How README.md makes the data of the configs that come with the package, by the path that they name.
+PREPARED_BY = {
+    "data/stdlib/train": (
+        "python -m data_pipeline.prepare data/stdlib --python-stdlib --tokenizer bpe:4096 --holdout 0.05"
+    ),
+    "data/shakespeare_char/train": (
+        "python -m data_pipeline.prepare data/shakespeare_char --text input.txt --tokenizer chars "
+        "--holdout 0.1 --holdout-by tail"
+    ),
+}
+
 
 def shipped_configs() -> dict[str, Path]:
     """Config files by name: those that come with the package (installed, or in its repository),

@@ -190,6 +190,10 @@ class StoredKernel(NamedTuple):
     shape: KernelShape
     whole: jax.ShapeDtypeStruct
 
+    def describe(self) -> str:
+        """How it is stored, and its shape when it is whole."""
+        return f"{self.shape.form}{list(self.whole.shape)}"
+
     def quantized(self, kernel: Array) -> Quantized:
         """Its arrays from the kernel, which is given up."""
 

@@ -18,7 +18,7 @@ _PATIENCE = 10.0
 
 class RunLock:
     """Use as `with RunLock(folder):`. The system frees the lock when its process ends, however it
-    ends.
+    ends. A folder that was made for it, and has nothing else, is removed.
 
     It is a POSIX lock, which holds between hosts as well if the file system supports that, and is
     not inherited by worker processes.
@@ -37,6 +37,7 @@ class RunLock:
         self._path = folder / FILE_NAME
         self._needed = needed
         self._file: IO[str] | None = None
+        self._made_folder = False
 
     def __enter__(self) -> "RunLock":
         try:
@@ -47,7 +48,27 @@ class RunLock:
         return self
 
     def _take(self) -> None:
+        self._lock()
+        while not self._is_in_folder():
+            # It was removed with its folder, after it was opened here: nobody else would see it.
+            self._free()
+            self._lock()
+        assert self._file is not None
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {platform.node()}")
+        self._file.flush()
+
+    def _is_in_folder(self) -> bool:
+        """Whether the file that is locked is the one that others find."""
+        assert self._file is not None
         try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def _lock(self) -> None:
+        try:
+            self._made_folder |= not self._path.parent.is_dir()
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a+", encoding="utf-8")
         except OSError as error:
@@ -70,18 +91,22 @@ class RunLock:
             if not recorded.endswith(f" on {platform.node()}"):
                 mend += f" If that host is gone for good, delete {self._path}."
             raise LockedError(f"{self._path.parent} is being written by {who}. {mend}") from error
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {platform.node()}")
-        self._file.flush()
 
     def __exit__(self, *_: object) -> None:
         # In a thread: a process that does not need the lock ends even if the file system hangs.
-        free = threading.Thread(target=self._free, daemon=True)
+        free = threading.Thread(target=self._leave, daemon=True)
         free.start()
         timeout = _PATIENCE
         if self._needed:
             timeout = None
         free.join(timeout)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._made_folder and os.listdir(self._path.parent) == [FILE_NAME]:
+                self._path.unlink()
+                self._path.parent.rmdir()
+        self._free()
 
     def _free(self) -> None:
         if self._file:

@@ -31,7 +31,13 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
 from maxtrain.models.families.directory import AGAIN, free_keys, read_config, read_json
 from maxtrain.models.families.family import Family
-from maxtrain.models.quantized import SCALES, quantized_among, stored_kernels, with_whole_kernels
+from maxtrain.models.quantized import (
+    SCALES,
+    StoredKernel,
+    quantized_among,
+    stored_kernels,
+    with_whole_kernels,
+)
 from maxtrain.models.specs import MlpSpec, head_dim
 from maxtrain.ops.digest import leaf_names
 from maxtrain.ops.finite import compiler_of_finite, non_finite_names
@@ -122,7 +128,7 @@ def load_weights(
     treedef = jax.tree.structure(params)
     loaded = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
     _require_finite(loaded, table, directory)
-    tell(_describe(directory, files, table, leaves))
+    tell(_describe(directory, files, table, leaves, quantized))
     return loaded
 
 
@@ -240,6 +246,7 @@ def _describe(
     files: Files,
     table: Sequence[Entry],
     leaves: Mapping[str, jax.ShapeDtypeStruct],
+    quantized: Mapping[str, StoredKernel],
 ) -> str:
     """A table of the parameters, each with the tensors that it was read from, and of tensors that
     were not used."""
@@ -254,7 +261,10 @@ def _describe(
         there = f"{entry.pattern()} {first.kind}{list(first.shape)}"
         if len(names) > 1:
             there = f"{len(names)} x {there}"
-        rows.append((name, there, f"{leaf.dtype}{list(leaf.shape)}", "loaded"))
+        here = f"{leaf.dtype}{list(leaf.shape)}"
+        if name in quantized:
+            here = quantized[name].describe()
+        rows.append((name, there, here, "loaded"))
     for name in sorted(files.keys() - used):
         rows.append((name, str(list(files[name].shape)), "-", "not used"))
     lines = aligned(rows)[: _TABLE_ROWS + 1]

@@ -307,8 +307,8 @@ def write_tokenizer(
         write_atomic(directory / SETTINGS, _as_json(settings))
     else:
         notes.append(
-            f"Its tokenizer ({tokenizer.name}) is none that transformers reads; "
-            "`maxtrain generate --hf DIR` does."
+            f"Its tokenizer ({tokenizer.name}) is none that transformers reads, so that "
+            "AutoTokenizer does not load it; `maxtrain generate --hf DIR` does."
         )
     if not (directory / CHAT_TEMPLATE).exists() and _was_rendered(source):
         notes.append(

@@ -121,7 +121,7 @@ def read_adapters(directory: Path, abstract: nnx.State, config: ModelConfig) -> 
         DataError: a file is missing or damaged, or has other tensors than the model's adapters.
     """
     directory = directory.expanduser()
-    _require_same_settings(directory, config)
+    require_same_settings(directory, config)
     leaves = paths(abstract)
     table = _table(config, set(leaves))
     shapes = {name: variable.get_value().shape for name, variable in leaves.items()}
@@ -359,9 +359,19 @@ def _patterns_of_gate_and_up(lora: LoraConfig) -> dict[str, Any]:
     }
 
 
-def _require_same_settings(directory: Path, config: ModelConfig) -> None:
-    """ConfigError: the files have another rank or scale than the model, or more than adapters."""
-    path = directory / CONFIG
+def require_same_settings(directory: Path, config: ModelConfig) -> None:
+    """The settings of the adapters of a directory are those of a model.
+
+    Raises:
+        ConfigError: the files have another rank or scale than the model, or more than adapters.
+        DataError: there are no such files.
+    """
+    path = directory.expanduser() / CONFIG
+    if not path.exists():
+        raise DataError(
+            f"{directory}: has no {CONFIG}. Name a directory that PEFT's save_pretrained or "
+            "`maxtrain export --format peft` has written."
+        )
     there = read_json(path)
     lora = config.lora
     problems = []

@@ -8,7 +8,7 @@ initialised, is named by `checkpoint.init_partial`.
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.checkpoint.frozen import all_arrays
 from maxtrain.checkpoint.listing import aligned, complete, read_step
 from maxtrain.checkpoint.manager import Checkpoints
-from maxtrain.config.schema import CheckpointConfig, ModelConfig
+from maxtrain.config.schema import CheckpointConfig, LoraConfig, ModelConfig, PrecisionConfig
+from maxtrain.config.words import show
 from maxtrain.models.adapt import split_adapters, with_magnitudes, without_adapters
+from maxtrain.models.merged import merged
 from maxtrain.models.quantized import (
     CODES,
     StoredKernel,
@@ -36,8 +38,9 @@ from maxtrain.parallel.agreement import gather
 from maxtrain.run_state import RunState, config_of
 from maxtrain.training.optimizer import paths
 from maxtrain.training.partition import join, split_buffers
+from maxtrain.training.state import abstract_model
 from maxtrain.weights.hf import differing_keys, load_weights
-from maxtrain.weights.peft import read_adapters
+from maxtrain.weights.peft import read_adapters, require_same_settings
 
 # What `import` keeps in the folder of a run, since there are no data that have it.
 TOKENIZER_FOLDER = "tokenizer"
@@ -163,9 +166,11 @@ def starting_variables(
     fresh: Callable[[], nnx.State],
     tell: Callable[[str], object] = lambda table: None,
     fresh_adapters: Callable[[], nnx.State] | None = None,
+    precision: PrecisionConfig | None = None,
 ) -> nnx.State:
     """The parameters and buffers of `config.init_from` as arrays, and adapters: those of the run
-    that is named, if it has some, else new ones.
+    that is named, if it has some, else new ones. A model without adapters begins with weights that
+    have taken in those of the run.
 
     Args:
         variables: the model's, as shapes with shardings.
@@ -174,16 +179,21 @@ def starting_variables(
         fresh: makes initial ones; called only if some of them are needed.
         tell: gets a table of what was loaded, is new, and was not used.
         fresh_adapters: makes initial adapters; None: the model has none.
+        precision: of the model; None: the default.
 
     Raises:
-        ConfigError: another model, or parameters that differ and are not named by `init_partial`.
+        ConfigError: another model, adapters that do not fit, or parameters that differ and are not named by `init_partial`.
         StorageError, DataError: the directory is not what it should be.
     """
     directory = Path(config.init_from or "").expanduser().absolute()
     path = _find_step(directory)
-    if fresh_adapters is not None and (
-        config.init_adapters is not None or not _has_adapters(path, config, model)
-    ):
+    require_fitting_adapters(config, model)
+    theirs = _adapters_of(path)
+    if theirs is not None and fresh_adapters is None:
+        named = dataclasses.replace(config, init_from=str(path))
+        adapted = dataclasses.replace(model, lora=theirs)
+        return _taken_in(variables, named, adapted, precision or PrecisionConfig(), tell)
+    if fresh_adapters is not None and theirs is None:
         base, _ = split_adapters(variables)
 
         def fresh_base() -> nnx.State:
@@ -217,32 +227,114 @@ def starting_variables(
         if f"params.{name}.{CODES}" not in there:
             quantized[f"params.{name}"] = kernel
     wanted = with_whole_kernels(wanted, quantized)
-    loaded = _compare(path, wanted, there, config, tell)
+    loaded = _compare(path, wanted, there, config, tell, quantized)
     arrays = _restore(path, loaded, config, quantized)
     if arrays.keys() != set(names):
         arrays = dict(zip(names, jax.tree.leaves(fresh()), strict=True)) | arrays
     return jax.tree.unflatten(treedef, [arrays[name] for name in names])
 
 
-def _has_adapters(path: Path | None, config: CheckpointConfig, model: ModelConfig) -> bool:
-    """Whether a step has adapters; ConfigError: they are not those of this model."""
-    if path is None:
-        return False
-    _, record = read_step(path)
-    theirs = yaml.safe_load(config_of(record)) or {}
-    there = theirs.get("model", {}).get("lora", {})
-    if there.get("rank") is None:
-        return False
-    ours = dataclasses.asdict(model.lora) | {"targets": list(model.lora.targets)}
-    problems = [
-        f"model.lora.{key}={value} must be {there[key]}, as of the adapters in {path}. Set "
-        f"model.lora.{key}={there[key]}, or begin with the weights of `maxtrain export`."
-        for key, value in ours.items()
-        if key in there and value != there[key]
-    ]
+def require_fitting_adapters(config: CheckpointConfig, model: ModelConfig) -> None:
+    """Before anything large is read.
+
+    Raises:
+        ConfigError: the adapters of `init_from` or `init_adapters` are not those that `model.lora`
+            describes.
+        DataError: `init_adapters` has none.
+    """
+    problems = []
+    if config.init_from is not None:
+        path = _find_step(Path(config.init_from).expanduser().absolute())
+        theirs = _adapters_of(path)
+        if path is not None and theirs is not None:
+            problems += _problems_of_adapters(path, theirs, config, model.lora)
     if problems:
         raise ConfigError(problems)
-    return True
+    if config.init_adapters is not None and model.lora.rank is not None:
+        require_same_settings(Path(config.init_adapters), model)
+
+
+def _problems_of_adapters(
+    path: Path, theirs: LoraConfig, config: CheckpointConfig, ours: LoraConfig
+) -> Iterator[str]:
+    """What a run with adapters can't be begun from a step with these adapters for."""
+    whole = "the directory of `maxtrain export`, whose weights have taken the adapters in"
+    if ours.rank is None:
+        if config.init_partial:
+            yield (
+                f"checkpoint.init_partial={list(config.init_partial)} is not for {path}, which has "
+                f"adapters (model.lora.rank={theirs.rank}). Set model.lora.rank={theirs.rank}, or "
+                "begin with a run that `maxtrain import` makes of what `maxtrain export` writes."
+            )
+        return
+    if config.init_adapters is not None:
+        yield (
+            f"checkpoint.init_adapters={config.init_adapters} would replace the adapters of {path} "
+            f"(model.lora.rank={theirs.rank}). Leave it out to go on with those, or set "
+            f"checkpoint.init_from to what they are for, or to {whole}."
+        )
+        return
+    there = dataclasses.asdict(theirs)
+    for key, value in dataclasses.asdict(ours).items():
+        if value != there[key]:
+            was = show(there[key])
+            yield (
+                f"model.lora.{key}={show(value)} must be {was}, as of the adapters in {path}. Set "
+                f"model.lora.{key}={was} to go on with them. For new adapters, set "
+                f"checkpoint.init_from to {whole}."
+            )
+
+
+def _adapters_of(path: Path | None) -> LoraConfig | None:
+    """The section `model.lora` of the run of a step; None: it has no adapters, or there is no step."""
+    if path is None:
+        return None
+    _, record = read_step(path)
+    config = yaml.safe_load(config_of(record)) or {}
+    there = config.get("model", {}).get("lora", {})
+    if there.get("rank") is None:
+        return None
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    found = {key: value for key, value in there.items() if key in known}
+    if "targets" in found:
+        found["targets"] = tuple(found["targets"])
+    return LoraConfig(**found)
+
+
+def _taken_in(
+    variables: nnx.State,
+    config: CheckpointConfig,
+    adapted: ModelConfig,
+    precision: PrecisionConfig,
+    tell: Callable[[str], object],
+) -> nnx.State:
+    """The parameters and buffers of a step with adapters, which its weights have taken in.
+
+    Args:
+        variables: of the model without adapters, as shapes with shardings.
+        config: with the step as `init_from`.
+        adapted: the model with the adapters of the step.
+        precision: of both.
+        tell: as of `starting_variables`.
+    """
+    mesh = jax.tree.leaves(variables)[0].sharding.mesh
+    graphdef, abstract = abstract_model(adapted, precision, mesh)
+
+    loaded = starting_variables(abstract, config, adapted, _no_more, tell, _no_more, precision)
+    tell(
+        f"The adapters of {config.init_from} (model.lora.rank={adapted.lora.rank}) are taken into "
+        "the weights."
+    )
+    weights = nnx.state(merged(nnx.merge(graphdef, loaded)))
+
+    def placed(array: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put(array, leaf.sharding)
+
+    return jax.tree.map(placed, weights, variables)
+
+
+def _no_more() -> nnx.State:
+    raise AssertionError("all weights and adapters of the step are read")
 
 
 def _names_in_checkpoints(variables: nnx.State) -> list[str]:
@@ -336,6 +428,7 @@ def _compare(
     there: dict[str, dict[str, Any]],
     config: CheckpointConfig,
     tell: Callable[[str], object],
+    quantized: Mapping[str, StoredKernel],
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """What can be loaded; tells a table of all, and raises ConfigError with it if more differs than
     may."""
@@ -357,7 +450,10 @@ def _compare(
             what = "new"
         else:
             what = "not used"
-        rows.append((short, theirs.get(name, "missing"), ours.get(name, "missing"), what))
+        here = ours.get(name, "missing")
+        if same and name in quantized:
+            here = quantized[name].describe()
+        rows.append((short, theirs.get(name, "missing"), here, what))
     count = sum(what == "loaded" for _, _, _, what in rows)
     # What is of interest comes first.
     rows.sort(key=_is_loaded)

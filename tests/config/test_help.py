@@ -50,6 +50,20 @@ def test_a_section_is_aligned(monkeypatch):
     )
 
 
+def test_a_section_in_a_section_and_a_key_have_help(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # narrower ones break lines elsewhere
+    first, *lines = help_text("maxtrain", "model.lora", []).splitlines()
+    assert first == "model.lora: low-rank adapters, which train in the place of weights"
+    names = set(re.findall(r"^  (\S+?)=", "\n".join(lines), re.MULTILINE))
+    assert names == {k.path for k in keys.all_keys() if k.path.startswith("model.lora.")}
+    (line,) = help_text("maxtrain", "model.rope_theta", []).splitlines()
+    assert line.endswith("(number; only with model.family other than gpt2)")
+    for section in ("data.sources", "data.sources.NAME"):
+        assert "data.sources.NAME.path=" in help_text("maxtrain", section, [])
+    first, *lines = help_text("maxtrain", "schedule.pieces", []).splitlines()
+    assert "  schedule.pieces[0].name=" in "\n".join(lines)
+
+
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_lines_fit_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

@@ -674,3 +674,16 @@ def test_help_is_fast_and_shows_examples():
     assert (
         time.perf_counter() - started < 2
     )  # a third of a second on an idle machine; others may be busy
+
+
+@pytest.mark.parametrize("verb", [[], ["tokenizer"]])
+def test_a_text_that_is_too_short_for_all_entries_is_told(verb, tmp_path, capsys):
+    (tmp_path / "text").write_text("low lower lowest " * 9)
+    options = [str(tmp_path / "out"), "--text", str(tmp_path / "text"), "--workers", "1"]
+    assert prepare.main([*verb, *options, "--tokenizer", "bpe:3000"]) == 0
+    told = capsys.readouterr().out
+    found = load_tokenizer(tmp_path / "out").vocab_size
+    assert found < 300
+    assert f"asked for 3,000 entries, and the text gives {found}" in told
+    assert prepare.main([*verb, *options, "--tokenizer", f"bpe:{found}", "--overwrite"]) == 0
+    assert "asked for" not in capsys.readouterr().out

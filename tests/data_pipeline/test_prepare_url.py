@@ -14,6 +14,7 @@ import pytest
 
 from data_pipeline import build, prepare, remote, runner
 from data_pipeline.errors import DataError
+from data_pipeline.extras import install_command
 from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards import Manifest
 from data_pipeline.sources import jsonl
@@ -314,9 +315,7 @@ def test_a_service_whose_package_is_missing_says_what_to_install(tmp_path, run, 
     ):
         error = run(out, "--text", given, code=64)
         assert "gs://bucket/" in error and "needs a package for gs:// (" in error
-        assert (
-            "Install it: pip install 'maxtrain[gcs]'" in error and not (tmp_path / "out").exists()
-        )
+        assert f"Install it: {install_command('gcs')}" in error and not (tmp_path / "out").exists()
 
 
 @pytest.mark.long

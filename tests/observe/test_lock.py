@@ -53,6 +53,35 @@ def test_a_run_that_ended_leaves_its_folder_free(tmp_path):
     assert holder(tmp_path) == ""
 
 
+def test_a_folder_that_was_made_for_the_lock_alone_goes_with_it(tmp_path):
+    with RunLock(tmp_path / "new"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with RunLock(tmp_path / "new"):
+        (tmp_path / "new" / "file").touch()
+    assert (tmp_path / "new" / "file").exists()
+    (tmp_path / "empty").mkdir()
+    with RunLock(tmp_path / "empty"):
+        pass
+    assert (tmp_path / "empty").is_dir()
+
+
+def test_a_lock_that_was_removed_while_it_was_taken_is_taken_again(tmp_path, monkeypatch):
+    real = RunLock._lock
+    calls = []
+
+    def late(self):
+        real(self)
+        calls.append(self)
+        if len(calls) == 1:
+            (tmp_path / "lock").unlink()
+
+    monkeypatch.setattr(RunLock, "_lock", late)
+    with RunLock(tmp_path):
+        assert len(calls) == 2
+        assert holder(tmp_path).startswith("process ")
+
+
 def test_a_lock_that_is_not_needed_is_not_waited_for_at_the_end(tmp_path, monkeypatch):
     """As when its file system hangs."""
     back, freed, free = threading.Event(), threading.Event(), RunLock._free

@@ -1,6 +1,9 @@
 """Weights of another run to start from: bit for bit, whole or in named parts, and told of."""
 
 import dataclasses
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from data_pipeline.errors import ConfigError, StorageError
+from data_pipeline.errors import ConfigError, DataError, StorageError
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import to_yaml
 from maxtrain.config.schema import (
@@ -20,6 +23,9 @@ from maxtrain.config.schema import (
     RoutingConfig,
     RunConfig,
 )
+from maxtrain.models.adapt import split_adapters
+from maxtrain.models.families.directory import read_config
+from maxtrain.models.merged import merged
 from maxtrain.models.registry import build_model
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_state import RunState
@@ -35,6 +41,7 @@ MODEL = ModelConfig(
     vocab_size=40,
     max_length=32,
 )
+PARITY = Path(__file__).parents[1] / "data" / "parity"
 YAML = "model: {num_layers: 2, embed_dim: 16, mlp_dim: 32, num_heads: 2, num_kv_heads: 2, vocab_size: 40, rope_theta: 500000.0}"
 
 
@@ -65,7 +72,24 @@ def run(tmp_path_factory):
     return folder
 
 
-def start(source, model=MODEL, partial=(), fsdp=1):
+ADAPTED = dataclasses.replace(MODEL, lora=LoraConfig(rank=2, targets=("mlp",)))
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """A run with adapters, and its model."""
+    folder = tmp_path_factory.mktemp("runs") / "adapted"
+    model = build_model(ADAPTED, PrecisionConfig(), jax.random.key(3))
+    _, adapters = split_adapters(nnx.state(model))
+    nnx.update(model, jax.tree.map(lambda array: array + 0.1, adapters))
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig(asynchronous=False))
+    record = {"config": to_yaml(RunConfig(model=ADAPTED))}
+    checkpoints.save(1, {"params": nnx.state(model)}, record)
+    checkpoints.close()
+    return folder, model
+
+
+def start(source, model=MODEL, partial=(), fsdp=1, init_adapters=None):
     """The parameters, and what was told."""
     told, mesh = [], make_mesh(MeshConfig(data=1, fsdp=fsdp), jax.devices()[:fsdp])
     with jax.set_mesh(mesh):
@@ -76,8 +100,16 @@ def start(source, model=MODEL, partial=(), fsdp=1):
                 lambda x, like: jax.device_put(x, like.sharding), params_of(model, 99), abstract
             )
 
-        config = CheckpointConfig(init_from=str(source), init_partial=tuple(partial))
-        return starting_variables(abstract, config, model, fresh, told.append), "\n".join(told)
+        config = CheckpointConfig(
+            init_from=str(source), init_adapters=init_adapters, init_partial=tuple(partial)
+        )
+
+        def fresh_adapters() -> Any:
+            return split_adapters(fresh())[1]
+
+        adapters = fresh_adapters if model.lora.rank is not None else None
+        params = starting_variables(abstract, config, model, fresh, told.append, adapters)
+        return params, "\n".join(told)
 
 
 @pytest.mark.long
@@ -90,6 +122,58 @@ def test_the_weights_of_a_run_its_folder_or_a_step_on_any_mesh(run, fsdp):
             f"0000000{step}: {len(bits(params))} of {len(bits(params))} parameters loaded" in told
             and "missing" not in told
         )
+
+
+@pytest.mark.parametrize("fsdp", [1, 4])
+def test_a_model_without_adapters_begins_with_weights_that_have_taken_them_in(adapted, fsdp):
+    folder, model = adapted
+    params, told = start(folder, fsdp=fsdp)
+    expected = nnx.state(merged(model))
+    plain = nnx.state(model)["layers"]["0"]["mlp"]["up"]["kernel"][...]
+    assert not np.array_equal(params["layers"]["0"]["mlp"]["up"]["kernel"][...], plain)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    kernel = params["layers"]["0"]["mlp"]["up"]["kernel"][...]
+    assert len(kernel.sharding.device_set) == fsdp
+    assert "(model.lora.rank=2) are taken into the weights" in told
+
+
+def test_settings_of_other_adapters_are_refused_before_weights_are_read(tmp_path):
+    with pytest.raises(
+        DataError, match=r"has no adapter_config\.json\. Name a directory that PEFT"
+    ):
+        start(tmp_path / "not there either", ADAPTED, init_adapters=str(tmp_path))
+    there = {"peft_type": "LORA", "r": 16, "lora_alpha": 16.0}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(there))
+    with pytest.raises(ConfigError, match=r"which has r=16\. Set model\.lora\.rank=16\."):
+        start(tmp_path / "not there either", ADAPTED, init_adapters=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("lora", "options", "message"),
+    [
+        ({"rank": 4}, {}, r"Set model\.lora\.rank=2 to go on with them\. For new adapters, set"),
+        ({"alpha": 8.0}, {}, r"model\.lora\.alpha=8\.0 must be 16\.0, as of the adapters in"),
+        ({}, {"init_adapters": "peft"}, r"init_adapters=peft would replace the adapters of"),
+        ({"rank": None}, {"partial": ["head"]}, r"Set model\.lora\.rank=2, or begin with a run"),
+    ],
+)
+def test_adapters_that_do_not_fit_those_of_the_run_are_refused(adapted, lora, options, message):
+    model = dataclasses.replace(ADAPTED, lora=dataclasses.replace(ADAPTED.lora, **lora))
+    with pytest.raises(ConfigError, match=message):
+        start(adapted[0], model, **options)
+
+
+@pytest.mark.long
+def test_a_base_that_is_quantised_is_told_as_what_it_will_be(run):
+    lora = LoraConfig(rank=2, targets=("mlp.up",), base="nf4", base_block=4)
+    _, told = start(run, dataclasses.replace(MODEL, lora=lora))
+    lines = [" ".join(line.split()) for line in told.splitlines()]
+    assert "layers.0.mlp.up.kernel float32[2, 16, 32] nf4[2, 16, 32] loaded" in lines
+    assert "layers.0.mlp.gate.kernel float32[2, 16, 32] float32[2, 16, 32] loaded" in lines
+    model = dataclasses.replace(read_config(PARITY / "llama3"), lora=lora)
+    _, told = start(PARITY / "llama3", model)
+    (line,) = [line for line in told.splitlines() if "layers.0.mlp.up.kernel" in line]
+    assert re.search(r"up_proj\.weight F32\[.* nf4\[\d+, \d+, \d+\] +loaded", line)
 
 
 def test_what_differs_is_refused_with_a_table(run):

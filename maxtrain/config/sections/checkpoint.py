@@ -58,7 +58,7 @@ class CheckpointConfig:
         used_by=UsedBy(
             {"model.lora.rank": AllBut(None)},
             "{key}={value} needs adapters, but model.lora.rank=null. "
-            "Set model.lora.rank to that of the directory, or leave it out.",
+            "Set model.lora.rank to r in its adapter_config.json, or leave it out.",
         ),
     )
     start_over: bool = key(

@@ -15,7 +15,6 @@ _TURNED = UsedBy(
     {"model.family": AllBut("gpt2")},
     "{key}={value} is not used with {cause}, whose positions are learned. "
     "Set {key}={default}, or leave it out.",
-    help="not for model.family=gpt2",
 )
 # Of the wavelength of one pair.
 _MIN_STRETCH = 1e-6

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from data_pipeline.extras import install_command
 from data_pipeline.sources import arrayrecord
 from data_pipeline.sources.document import Options
 
@@ -62,6 +63,6 @@ def test_files_that_are_torn_or_of_another_kind(file, prepared):
 
 def test_without_the_package(file, prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
-    assert "Install it: pip install 'maxtrain[arrayrecord]'" in prepared.error(
+    assert f"Install it: {install_command('arrayrecord')}" in prepared.error(
         64, "--arrayrecord", file
     )

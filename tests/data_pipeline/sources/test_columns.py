@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from data_pipeline.build import make_units
 from data_pipeline.errors import DataError
+from data_pipeline.extras import install_command
 from data_pipeline.sources import FORMATS, arrow
 from data_pipeline.sources.document import Options, held_out
 
@@ -231,7 +232,7 @@ def test_without_the_package(tmp_path, prepared, monkeypatch, name):
     write(tmp_path / f"a.{name}", TEXTS[:1])
     for module in ("pyarrow.parquet", "pyarrow.ipc"):
         monkeypatch.setitem(sys.modules, module, None)
-    assert "Install it: pip install 'maxtrain[parquet]'" in prepared.error(
+    assert f"Install it: {install_command('parquet')}" in prepared.error(
         64, f"--{name}", tmp_path / f"a.{name}"
     )
 

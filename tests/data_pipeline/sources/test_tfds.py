@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data_pipeline.extras import install_command
 from data_pipeline.sources import tfds as source
 from data_pipeline.sources.document import Options
 
@@ -107,4 +108,4 @@ def test_other_file_formats_and_damage(folder, tmp_path, prepared):
 
 def test_without_the_package(prepared, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    assert "Install it: pip install 'maxtrain[tfds]'" in prepared.error(64, "--tfds", "tiny")
+    assert f"Install it: {install_command('tfds')}" in prepared.error(64, "--tfds", "tiny")
