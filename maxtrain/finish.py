@@ -22,6 +22,7 @@ from maxtrain.observe.goodput import goodput, read_clock
 from maxtrain.observe.launches import describe_launch, read_launches
 from maxtrain.observe.metrics import Stopwatch, read_metrics
 from maxtrain.observe.report import plot_curves, summary
+from maxtrain.ops.quantity import NLL, Quantity
 
 # Larger texts are not compared with gzip; these take it a second or two.
 MAX_GZIP_BYTES = 64 << 20
@@ -62,6 +63,7 @@ def finish(
     problem: str = "",
     read: Mapping[str, str] | None = None,
     units: Mapping[str, str] | None = None,
+    loss: Quantity = NLL,
 ) -> None:
     """Draws curves.png; prints completions of observe.prompts, the summary, and what to try next.
 
@@ -80,6 +82,7 @@ def finish(
         read: the identity of each evaluation set's text as it is now (see validation.py);
             evaluations of an earlier text are not in the summary.
         units: of the numbers that the objective records beside the loss, by their names.
+        loss: of the objective.
     """
     early = ""
     if ending:
@@ -106,6 +109,7 @@ def finish(
             left_out=[rollback["left_out"] for rollback in rollbacks],
             resumes=resumes,
             changes=[span.step for span in data.plan.spans[1:]],
+            loss=loss,
         )
     comparison = _compare_with_gzip(sets, data.tokenizer)
     console = Console(highlight=False)

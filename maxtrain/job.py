@@ -296,6 +296,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if count < had:
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
+    require_pairs(config.objective, data)
     parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
@@ -304,6 +305,17 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         parts.frozen_model.require_same_tokenizer(tokenizer)
         parts.frozen_model.require_length(max(row_lengths(fitted).values()))
     return Job(**vars(parts), asked=asked, data=data, sets=sets, kept=kept, notes=tuple(notes))
+
+
+def require_pairs(objective: str, data: TrainingData) -> None:
+    """ConfigError: preferences are to be learnt from data that are no pairs."""
+    if objective != "dpo" or data.group == 2:
+        return
+    name = data.plan.names[0]
+    raise ConfigError(
+        f"objective=dpo compares two answers, and data.sources.{name}.path={data.shards[0].path} "
+        "holds no pairs. Make pairs with `prepare --preferences`, or set objective=next_token."
+    )
 
 
 def _with_warmup_of_plan(

@@ -176,8 +176,9 @@ class Recorder:
             num_targets = int(targets)
         self._speed.add(num_targets, *shape)
         self._tokens_seen += num_targets
+        weight = float(value["loss_weight"])
         if is_known and math.isfinite(value["loss"]):
-            self._sums += (float(value["loss"]) * targets, targets)
+            self._sums += (float(value["loss"]) * weight, weight)
         if "source_nll" in value:
             self._by_source += np.stack([value["source_nll"], value["source_targets"]])
         interval = self._norms_interval
@@ -227,7 +228,7 @@ class Recorder:
 
     def _losses(self, value: Mapping[str, Any]) -> dict[str, float | None]:
         """The mean loss since the last record, and what is of this step alone."""
-        nats, targets = self._sums
+        total, weight = self._sums
         self._sums = np.zeros_like(self._sums)
         of_step: dict[str, float | None] = {
             "step_loss": value["loss"].item(),
@@ -238,10 +239,10 @@ class Recorder:
         if not value["targets"]:
             of_step = dict.fromkeys(of_step)
         loss = of_step["step_loss"]
-        if targets:
+        if weight:
             # In float32, as every loss: of one step the mean is then the very number that the
             # device computed.
-            loss = np.float32(nats / targets).item()
+            loss = np.float32(total / weight).item()
         return {"loss": loss, **of_step}
 
     def _counts(self, step: int, value: Mapping[str, Any]) -> dict[str, int]:

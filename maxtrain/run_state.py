@@ -29,7 +29,9 @@ class Best(NamedTuple):
     """The best evaluation of a set."""
 
     step: int
-    nll: float  # nats per token
+    loss: float
+    # Of the loss, as of the objective; the record has it by this name.
+    name: str
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,9 @@ class RunState:
         guard: dict[str, Any] = {}
         if self.health.guard is not None:
             guard = self.health.guard._asdict()
-        best = {name: mark._asdict() for name, mark in self.validation.best.items()}
+        best = {}
+        for name, mark in self.validation.best.items():
+            best[name] = {"step": mark.step, mark.name: mark.loss}
         record = {
             "run": self.run,
             "step": self.step,
@@ -280,9 +284,13 @@ def _frozen_models(record: Mapping[str, Any]) -> dict[str, str]:
 def _best(record: Mapping[str, Any]) -> dict[str, Best]:
     best = {}
     for name, mark in _value(record, "best", {}, dict).items():
-        if type(mark["step"]) is not int or not isinstance(mark["nll"], int | float):
-            raise ValueError("best must have step and nll")
-        best[name] = Best(mark["step"], mark["nll"])
+        losses = [key for key in mark if key != "step"]
+        if type(mark["step"]) is not int or len(losses) != 1:
+            raise ValueError("best must have step and a loss")
+        (loss,) = losses
+        if not isinstance(mark[loss], int | float):
+            raise ValueError("the loss of best must be a number")
+        best[name] = Best(mark["step"], mark[loss], loss)
     return best
 
 

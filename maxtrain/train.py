@@ -302,6 +302,7 @@ def conclude(run: Run) -> None:
             problem,
             run.validation.read,
             job.units,
+            job.objective.loss,
         )
     if problem:
         raise DivergedError(problem)

@@ -39,6 +39,7 @@ class Validation:
             n: BatchLayout(job.mesh, s.batch_size, s.config.seq_length) for n, s in job.sets.items()
         }
         self._step = make_eval_step(job.graphdefs, job.objective)
+        self._loss = job.objective.loss.name
         self._summed = [q.name for q in job.objective.evaluated if q.reduction == "sum"]
         self.best: dict[str, Best] = {}
         self.stale: dict[str, int] = {}  # evaluations of each set since its best
@@ -91,7 +92,7 @@ class Validation:
         count = f"{self.stale[name]:,} evaluations" if self.stale[name] > 1 else "evaluation"
         since = f"the last {count} of eval.sets.{name} brought no lower loss"
         mend = "Set eval.stop_patience higher, or to null, to go on"
-        return f"{since} than {best.nll:.4f} after step {best.step:,} ({STOP_PATIENCE}={patience}). {mend}."
+        return f"{since} than {best.loss:.4f} after step {best.step:,} ({STOP_PATIENCE}={patience}). {mend}."
 
     def due(self, step: int, last: bool) -> list[str]:
         """Names of the sets that are to be read after this step: all after the last one."""
@@ -148,10 +149,14 @@ class Validation:
                 )
         except KeyboardInterrupt:
             return None
-        nll = result["nll"]
+        loss = result[self._loss]
         best = self.best.get(name)
-        if math.isfinite(nll) and (best is None or nll < best.nll):
-            best = Best(step, nll)
+        # A run that has had another objective has losses that can't be compared.
+        lowest = math.inf
+        if best is not None and best.name == self._loss:
+            lowest = best.loss
+        if math.isfinite(loss) and loss < lowest:
+            best = Best(step, loss, self._loss)
             self.best[name] = best
             self.stale[name] = 0
         else:

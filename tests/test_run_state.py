@@ -44,7 +44,7 @@ STATE = RunState(
     ),
     health=HealthState(2, GuardState(1, [0.5], [["ff", "place", 6]]), "step 7: nothing to learn"),
     data=DataRead(7, "fingerprint", CURSOR, {"step": 2}),
-    validation=ValidationState({"held": Best(5, 2.5)}, {"held": 1}, {"held": "text, whole"}),
+    validation=ValidationState({"held": Best(5, 2.5, "nll")}, {"held": 1}, {"held": "text, whole"}),
     unevaluated=["held"],
     rollbacks=[{"step": 3, "kind": "loss_spike", "left_out": [2, 3]}],
     seed=1,

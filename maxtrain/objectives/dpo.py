@@ -35,6 +35,8 @@ from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 
+PREFERENCE = Quantity("preference", "nats per pair")
+
 
 class Pairs(NamedTuple):
     """The pairs of each row; of those that are none, numbers without a meaning."""
@@ -69,7 +71,7 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         sft_weight = float(config.loss_type == "orpo")
     factors = {"preference": 1.0, "chosen": sft_weight, LAYERS: 1.0}
     recorded = (
-        Quantity("preference", "nats per pair"),
+        PREFERENCE,
         Quantity("reward_chosen", "nats per answer"),
         Quantity("reward_rejected", "nats per answer"),
         Quantity("reward_margin", "nats per pair"),
@@ -120,7 +122,13 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
     if needs_reference:
         models = (POLICY, REFERENCE)
     return Objective(
-        factors, denominators, forward, models=models, recorded=recorded, evaluated=recorded
+        factors,
+        denominators,
+        forward,
+        models=models,
+        loss=PREFERENCE,
+        recorded=recorded,
+        evaluated=recorded,
     )
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxtrain.models.decoder import Decoder, Forward
-from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.quantity import NLL, Quantity
 from maxtrain.ops.sums import Sum
 
 # The model that is trained; every other one is frozen as a whole.
@@ -88,7 +88,9 @@ class Objective(NamedTuple):
         each term. Its sums have at least `nll`, the summed negative log-likelihood of the targets
         and their summed loss mask. What the policy's layers say is added by `with_layers`.
     models: names of those that it needs, the policy among them. Only the policy is trained.
-    recorded: what is recorded of a step beside `nll`, in the order of the record.
+    loss: the sum whose mean is the loss of a run: it is recorded as `loss`, drawn, watched for
+        anomalies, and tells which evaluation is the best. One of the sums that are also evaluated.
+    recorded: what is recorded of a step beside the loss, in the order of the record.
     evaluated: what is recorded of an evaluation beside `nll`.
     """
 
@@ -96,6 +98,7 @@ class Objective(NamedTuple):
     denominators: Callable[[Batch], dict[str, Array]]
     forward: Callable[[Models, Batch, Scales], Result]
     models: tuple[str, ...] = (POLICY,)
+    loss: Quantity = NLL
     recorded: tuple[Quantity, ...] = ()
     evaluated: tuple[Quantity, ...] = ()
 

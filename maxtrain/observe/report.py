@@ -15,6 +15,7 @@ from rich.text import Text
 
 from data_pipeline.shards import write_atomic
 from maxtrain.observe import human
+from maxtrain.ops.quantity import NLL, Quantity
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _LONG = 1e6  # a perplexity that would make the table too wide
@@ -30,6 +31,7 @@ def plot_curves(
     left_out: Sequence[Sequence[int]] = (),
     resumes: Sequence[int] = (),
     changes: Sequence[int] = (),
+    loss: Quantity = NLL,
 ) -> None:
     """Draw loss, evaluations, gradient norm, speed and learning rate over steps as a PNG, which
     appears in one piece.
@@ -44,6 +46,7 @@ def plot_curves(
         left_out: first and last of steps that a rollback left out, to be shaded.
         resumes: finished steps at which the run went on after a stop.
         changes: finished steps after which batches had another shape.
+        loss: what the losses are, and are called in evaluations.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, which only the end of a run has
 
@@ -67,7 +70,7 @@ def plot_curves(
         steps, _smooth(losses), color="C0", label="train, smoothed" if is_smoothed else "train"
     )
     for i, (name, series) in enumerate(evaluation_series(evals).items()):
-        steps, values = _columns(series, "nll")
+        steps, values = _columns(series, loss.name)
         last = f", {values[-1]:.4f} at step {steps[-1]:,.0f}" if len(values) else ""
         top.plot(
             steps, values, ":o", color=f"C{1 + i % 9}", markersize=5, label=f"eval {name}{last}"
@@ -103,7 +106,7 @@ def plot_curves(
     speed.plot(*_columns(train, "tokens_per_second"), color="C2")
     rate.plot(*_columns(train, "learning_rate"), color="C4")
     labels = (
-        (top, "loss, nats per token"),
+        (top, f"loss, {loss.unit}"),
         (norm, "gradient norm"),
         (speed, "tokens/s"),
         (rate, "learning rate"),

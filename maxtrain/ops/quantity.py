@@ -13,3 +13,7 @@ class Quantity(NamedTuple):
     unit: str
     # mean: the total divided once by its weight; sum: the total.
     reduction: Literal["mean", "sum"] = "mean"
+
+
+# Of the next token: the loss of most runs.
+NLL = Quantity("nll", "nats per token")

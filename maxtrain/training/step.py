@@ -176,7 +176,8 @@ def make_train_step(
         norms_interval: steps between norms of each layer; 0: never. Only a step that is due takes
             them: the others skip that branch of the program.
 
-    The metrics are loss (nats per target), objective (what was minimised), each quantity that the
+    The metrics are loss (the mean that the objective names), loss_weight (of how many targets, or
+    what else it is a mean of), objective (what was minimised), each quantity that the
     objective records, and those of layers, source_nll and source_targets (sums by source) if there
     are such, targets, empty_rows (without a target), grad_norm (before clipping), learning_rate,
     skipped (steps of the run that changed nothing), skipped_in_row (of these, non-finite ones up to
@@ -212,7 +213,8 @@ def make_train_step(
         policy = models(state.trainable)[POLICY]
         summarised = summarise(policy.summaries(), result.observed)
         result = result._replace(observed=summarised.of_buffers)
-        measured = _measure(result, grads, state, anomaly)
+        loss = result.sums[objective.loss.name]
+        measured = _measure(loss.mean(), grads, state, anomaly)
         key = None
         if stochastic_rounding:
             key = jax.random.fold_in(step_key(seed, state.step), _UPDATE)
@@ -220,6 +222,7 @@ def make_train_step(
         decision = _decide(state, result, measured, update, anomaly, loss_scale)
         next_state = _keep(state, update, decision)
         metrics = _described(result, batch, scale)
+        metrics["loss_weight"] = loss.weight
         metrics["bad_leaf"] = _first_false(jnp.isfinite(measured.squares))
         metrics["bad_update"] = jnp.where(decision.finite, _first_false(update.written), -1)
         applied = state.step - state.control.skipped
@@ -292,12 +295,10 @@ def _scale_of_loss(state: TrainState) -> Array:
     return loss_scale.scale
 
 
-def _measure(
-    result: Result, grads: nnx.State, state: TrainState, anomaly: AnomalyConfig
-) -> _Measured:
+def _measure(loss: Array, grads: nnx.State, state: TrainState, anomaly: AnomalyConfig) -> _Measured:
     """The numbers that a step is judged by."""
     squares = _squares(grads)
-    values = {"loss": result.sums["nll"].mean(), "grad_norm": jnp.sqrt(squares.sum())}
+    values = {"loss": loss, "grad_norm": jnp.sqrt(squares.sum())}
     weight_norm = norm_of(state.trainable)
     if anomaly.weight_drift != "off":
         values["weight_norm"] = weight_norm

@@ -1,0 +1,190 @@
+"""Runs that learn from preferences: what they learn, resumed bit for bit, replayed, with adapters,
+and refused where there is nothing to compare."""
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from data_pipeline import prepare
+from data_pipeline.errors import UserError
+from maxtrain import evaluate, replay
+from maxtrain.config import load_config
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.train import main
+from tests.shared import TINY_MODEL, WORDS
+from tests.test_distilled_runs import final_state
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("this_process")]
+STEPS = 12
+
+
+def train(config: Path, run_name: str, *overrides: str) -> int:
+    """Exit code of a run in this process."""
+    return main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
+
+
+def preferences(config: Path, *overrides: str) -> list[str]:
+    """Overrides of a run that learns which answers are preferred."""
+    return ["objective=dpo", f"checkpoint.init_from={config.parent / 'runs' / 'base'}", *overrides]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """A config file beside pairs of which the chosen answers are alike, a run that has read them,
+    and one that has learnt from them."""
+    folder = tmp_path_factory.mktemp("preferences")
+    rng = random.Random(0)
+    lines = []
+    for _ in range(120):
+        prompt = " ".join(rng.choices(WORDS, k=3)) + "?"
+        pair = {"prompt": prompt, "chosen": " yes", "rejected": f" no {rng.choice(WORDS)}"}
+        lines.append(json.dumps(pair))
+    (folder / "pairs.jsonl").write_text("\n".join(lines))
+    options = ["--preferences", f"{folder}/pairs.jsonl", "--tokenizer", "bytes"]
+    options += ["--holdout", "0.2", "--workers", "1"]
+    assert prepare.main([str(folder / "data"), *options]) == 0
+    values = {
+        "output_dir": str(folder / "runs"),
+        "log_interval": 1,
+        "steps": STEPS,
+        "checkpoint_interval": 4,
+        "model": TINY_MODEL | {"max_length": 96},
+        "data": {
+            "sources": {"pairs": {"path": str(folder / "data" / "train"), "epochs": None}},
+            "seq_length": 96,
+            "batch_size": 8,
+            "packing": "bins",
+        },
+        "eval": {"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
+        "eval_at_start": True,
+        "optimizer": {"learning_rate": 3e-3},
+        "schedule": {"warmup_steps": 2},
+        "precision": {"compute": "float32"},
+        "observe": {
+            "progress": "plain",
+            "tensorboard": False,
+            "plot": False,
+            "peak_tflops": 1.0,
+            "compilation_cache": None,
+        },
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values))
+    assert train(path, "base", "eval_at_start=false") == 0
+    assert train(path, "dpo", *preferences(path)) == 0
+    return path
+
+
+def evaluations(folder: Path) -> list[dict]:
+    return [record for record in read_metrics(folder) if record["kind"] == "eval"]
+
+
+def test_the_chosen_answers_win_and_everything_is_on_record(config):
+    folder = config.parent / "runs" / "dpo"
+    before, after = evaluations(folder)
+    assert before["preference"] == pytest.approx(np.log(2), rel=1e-4)
+    assert before["reward_margin"] == pytest.approx(0, abs=1e-4)
+    assert after["preference"] < 0.9 * before["preference"]
+    assert after["reward_accuracy"] > 0.9
+    assert after["reward_chosen"] > after["reward_rejected"]
+    launch = json.loads((folder / "launches.jsonl").read_text().splitlines()[-1])
+    assert launch["units"]["reward_margin"] == "nats per pair"
+    steps = [record for record in read_metrics(folder) if record["kind"] == "train"]
+    assert all(record["preference"] == record["objective"] for record in steps)
+
+
+def test_the_loss_of_a_run_is_what_it_minimises(config):
+    """In its curves, for anomalies, and for the best evaluation."""
+    folder = config.parent / "runs" / "dpo"
+    steps = [record for record in read_metrics(folder) if record["kind"] == "train"]
+    assert all(record["step_loss"] == record["preference"] for record in steps)
+    best = [record["best_step"] for record in evaluations(folder)]
+    assert best == [0, STEPS]
+
+
+def test_a_resumed_run_is_as_never_stopped_and_needs_the_same_reference(config, capfd):
+    folder = config.parent / "runs" / "dpo"
+    expected = final_state(folder)
+    shutil.rmtree(folder / "checkpoints" / f"{STEPS:08d}")
+    other = preferences(config, f"dpo.reference={folder}")
+    assert train(config, "dpo", *other) == 78
+    assert "Set dpo.reference to that one" in capfd.readouterr().err
+    assert train(config, "dpo", *preferences(config)) == 0
+    assert final_state(folder) == expected
+    capfd.readouterr()
+    assert replay.main([str(folder), "--steps", "4:12"]) == 0
+
+
+def test_with_adapters_the_reference_is_the_model_without_them(config, capfd):
+    overrides = preferences(config, "model.lora.rank=2", "optimizer.learning_rate=0.02")
+    assert train(config, "adapters", *overrides) == 0
+    assert "reference: the model without its adapters" in capfd.readouterr().err
+    before, after = evaluations(config.parent / "runs" / "adapters")
+    assert before["preference"] == pytest.approx(np.log(2), rel=1e-4)
+    assert after["reward_accuracy"] > 0.9
+
+
+def test_evaluate_gives_the_loss_of_the_text(config, capsys):
+    """A run's reference is not needed to read a set."""
+    assert evaluate.main([str(config.parent / "runs" / "dpo"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sets"]["heldout"]
+    assert found["nll"] == pytest.approx(
+        evaluations(config.parent / "runs" / "dpo")[-1]["nll"], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective=dpo"], "there is none. Set model=DIR or checkpoint.init_from"),
+        (
+            [
+                "objective=dpo",
+                "model.lora.rank=2",
+                "train.only=[norm]",
+                "checkpoint.init_from={base}",
+            ],
+            "trains more than adapters, .* Set dpo.reference",
+        ),
+        (
+            ["objective=dpo", "checkpoint.init_from={base}", "data.packing=stream"],
+            "Set data.packing=bins",
+        ),
+        (["objective=dpo", "dpo.loss_type=exo_pair"], "Set dpo.label_smoothing=0.001"),
+        (["dpo.beta=0.3"], "dpo.beta=0.3 is not used with objective=next_token"),
+        (
+            ["objective=dpo", "dpo.loss_type=simpo", "dpo.reference={base}"],
+            "dpo.loss_type=simpo, which is free of a reference. Leave it out",
+        ),
+    ],
+)
+def test_what_can_not_be_compared_is_refused(config, capfd, overrides, message):
+    base = config.parent / "runs" / "base"
+    given = [text.format(base=base) for text in overrides]
+    try:
+        code = train(config, "refused", *given)
+        told = capfd.readouterr().err
+    except UserError as error:
+        code = error.exit_code
+        told = str(error)
+    assert code == 78
+    assert re.search(message, told)
+
+
+def test_text_without_pairs_is_refused(config, capfd, tmp_path):
+    (tmp_path / "text.txt").write_text("green apple " * 5)
+    options = ["--text", f"{tmp_path}/text.txt", "--tokenizer", "bytes", "--workers", "1"]
+    assert prepare.main([str(tmp_path / "text"), *options]) == 0
+    plain = [
+        "data.sources.pairs.path=" + str(tmp_path / "text"),
+        "eval.sets={}",
+        "eval_at_start=false",
+    ]
+    assert train(config, "refused", *preferences(config, *plain)) == 78
+    assert "Make pairs with `prepare --preferences`" in capfd.readouterr().err
