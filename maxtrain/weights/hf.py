@@ -29,7 +29,13 @@ from maxtrain.config.sections.model import unread_rope_keys
 from maxtrain.config.values import section_leaves
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.directory import AGAIN, free_keys, read_config, read_json
+from maxtrain.models.families.directory import (
+    AGAIN,
+    free_keys,
+    quantization_of,
+    read_config,
+    read_json,
+)
 from maxtrain.models.families.family import Family
 from maxtrain.models.quantized import SCALES, quantized_among, stored_kernels, with_whole_kernels
 from maxtrain.models.specs import MlpSpec, head_dim
@@ -38,6 +44,7 @@ from maxtrain.ops.finite import compiler_of_finite, non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import Entry, LazyArray, Part, Shape
+from maxtrain.weights.stored_quantized import plain_tensors
 from maxtrain.weights.tensor_file import DTYPES, Read, StoredTensor, open_tensors, read_all
 
 _TABLE_ROWS = 40
@@ -261,6 +268,10 @@ def _describe(
     if len(rows) > len(lines):
         lines.append(f"    ... and {len(rows) - len(lines)} more")
     count = f"{len(leaves)} of {len(leaves)} parameters loaded, from {len(used):,} tensors"
+    dequantized = sum(files[name].dequantize is not None for name in used)
+    quantization = quantization_of(directory)
+    if dequantized and quantization is not None:
+        count = f"{count}, of which {dequantized:,} were dequantised from {quantization.words()}"
     return "\n".join([f"weights of {directory}: {count}", *lines])
 
 
@@ -286,13 +297,26 @@ def _is_name_of_file(name: Any) -> bool:
     return isinstance(name, str) and "/" not in name and name.endswith(".safetensors")
 
 
+def open_directory(directory: Path, held: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """The tensors of a directory by name, as plain ones if they are quantised, in files that `held`
+    closes.
+
+    Raises:
+        DataError: a file is missing or broken, or quantised weights have no scales that fit.
+    """
+    files: dict[str, StoredTensor] = {}
+    for path in tensor_files(directory):
+        files |= open_tensors(path, held)
+    quantization = quantization_of(directory)
+    if quantization is None:
+        return files
+    return plain_tensors(files, quantization, directory)
+
+
 def _open(directory: Path, family: Family, held: contextlib.ExitStack) -> Files:
     """Each tensor by its name in the family's table, in files that `held` closes."""
-    files = {}
-    for path in tensor_files(directory):
-        for name, stored in open_tensors(path, held).items():
-            files[family.renamed(name)] = stored
-    return files
+    found = open_directory(directory, held)
+    return {family.renamed(name): stored for name, stored in found.items()}
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -15,6 +15,7 @@ from maxtrain.config.schema import ModelConfig
 from maxtrain.config.words import choices
 from maxtrain.models.families import FAMILIES, PRESETS
 from maxtrain.models.families.family import Settings
+from maxtrain.models.families.quantization import Quantization, read_quantization
 
 AGAIN = "Get the file again from where the model is"
 # Keys of a ModelConfig that say how it is computed, not what.
@@ -34,12 +35,24 @@ def read_config(directory: str | Path) -> ModelConfig:
     given = values.get("architectures")
     for name, family in FAMILIES.items():
         if given == [family.architecture]:
-            config = family.read(Settings(values, path))
+            settings = Settings(values, path)
+            read_quantization(settings)
+            config = family.read(settings)
             return dataclasses.replace(config, family=name)
     known = ", ".join(family.architecture for family in FAMILIES.values())
     raise DataError(
         f"{path}: architectures={given} is not known here. Choose a model of one of: {known}."
     )
+
+
+def quantization_of(directory: str | Path) -> Quantization | None:
+    """How a Hugging Face directory stores its weights; None: as plain floats.
+
+    Raises:
+        DataError: config.json is missing or damaged, or they are stored in a way that is not read.
+    """
+    path = Path(directory).expanduser() / "config.json"
+    return read_quantization(Settings(read_json(path), path))
 
 
 def read_json(path: Path) -> dict[str, Any]:
