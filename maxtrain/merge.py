@@ -24,10 +24,11 @@ from safetensors import safe_open
 from data_pipeline.errors import DataError, StorageError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain import __version__
-from maxtrain.export import MAX_SHARD_BYTES, add_shard_size, tell_on_stderr
+from maxtrain.export import MAX_SHARD_BYTES, add_shard_size
 from maxtrain.merge_sources import Tensors, open_model
 from maxtrain.merging.recipe import Recipe, num_layers, read_recipe
 from maxtrain.merging.tensors import merged
+from maxtrain.model_source import tell_on_stderr
 from maxtrain.staging import publishing, require_free
 from maxtrain.weights.codec import LazyArray, Part
 from maxtrain.weights.hf_export import write_tensors

@@ -55,7 +55,11 @@ Files = Mapping[str, StoredTensor]
 
 
 def load_pretrained(
-    directory: str | Path, dtype: str = "float32", mesh: Mesh | None = None, **changes: Any
+    directory: str | Path,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    note: Callable[[str], object] = lambda line: None,
+    **changes: Any,
 ) -> tuple[Decoder, ModelConfig]:
     """A model with the weights of a Hugging Face directory.
 
@@ -64,6 +68,7 @@ def load_pretrained(
         dtype: "float32" or "bfloat16", of parameters and of the inputs of matrix products.
         mesh: that the parameters are split over by the logical rules; None: all on this process's
             first device.
+        note: as for `load_weights`.
         changes: keys of ModelConfig that are the user's to choose, such as `scan_layers` and
             `attention`.
 
@@ -82,7 +87,7 @@ def load_pretrained(
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     precision = PrecisionConfig(params=dtype, compute=dtype)
     graphdef, params = abstract_model(config, precision, mesh)
-    return nnx.merge(graphdef, load_weights(params, directory, config)), config
+    return nnx.merge(graphdef, load_weights(params, directory, config, note=note)), config
 
 
 def load_weights(
@@ -90,6 +95,7 @@ def load_weights(
     directory: str | Path,
     config: ModelConfig,
     tell: Callable[[str], object] = lambda table: None,
+    note: Callable[[str], object] = lambda line: None,
 ) -> nnx.State:
     """The parameters of a Hugging Face directory as arrays.
 
@@ -99,6 +105,7 @@ def load_weights(
         directory: as for `load_pretrained`.
         config: of the model that `params` belong to.
         tell: gets a table of what was loaded, and of what was not used.
+        note: gets the line of that about parts of the model that are left out, if there are any.
 
     Returns:
         `params` with arrays, each split as asked for.
@@ -116,7 +123,7 @@ def load_weights(
     leaves = with_whole_kernels(stored, quantized)
     assert leaves.keys() == {name for entry in table for name in entry.ours}
     with contextlib.ExitStack() as held:
-        files = _open(directory, family, held)
+        files, left_out = _open(directory, family, held)
         _check_tensors(directory, files, family.ignored, table, leaves)
         count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
@@ -129,7 +136,10 @@ def load_weights(
     treedef = jax.tree.structure(params)
     loaded = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
     _require_finite(loaded, table, directory)
-    tell(_describe(directory, files, table, leaves))
+    told = _tell_left_out(left_out)
+    if told:
+        note(told)
+    tell("\n".join([_describe(directory, files, table, leaves), *filter(None, [told])]))
     return loaded
 
 
@@ -313,10 +323,28 @@ def open_directory(directory: Path, held: contextlib.ExitStack) -> dict[str, Sto
     return plain_tensors(files, quantization, directory)
 
 
-def _open(directory: Path, family: Family, held: contextlib.ExitStack) -> Files:
-    """Each tensor by its name in the family's table, in files that `held` closes."""
-    found = open_directory(directory, held)
-    return {family.renamed(name): stored for name, stored in found.items()}
+def _open(
+    directory: Path, family: Family, held: contextlib.ExitStack
+) -> tuple[Files, dict[str, int]]:
+    """Each tensor by its name in the family's table, in files that `held` closes; and how many
+    tensors there are of other parts of the model, which are left out."""
+    files = {}
+    left_out = dict.fromkeys(family.other_parts, 0)
+    for name, stored in open_directory(directory, held).items():
+        parts = [part for part, names in family.other_parts.items() if re.fullmatch(names, name)]
+        if parts:
+            left_out[parts[0]] += 1
+        else:
+            files[family.renamed(name)] = stored
+    return files, left_out
+
+
+def _tell_left_out(left_out: Mapping[str, int]) -> str:
+    """A line about the parts that are left out; empty: there are none."""
+    counts = [f"{count:,} of the {part}" for part, count in left_out.items() if count]
+    if not counts:
+        return ""
+    return f"tensors that are left out, since only the part for text is read: {', '.join(counts)}"
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -12,7 +12,7 @@ from data_pipeline import strict_json
 from data_pipeline.errors import DataError, UsageError
 from maxtrain.config.load import Models, NamedModel
 from maxtrain.config.schema import ModelConfig
-from maxtrain.config.words import choices
+from maxtrain.config.words import choices, show
 from maxtrain.models.families import FAMILIES, PRESETS
 from maxtrain.models.families.family import Settings
 from maxtrain.models.families.quantization import Quantization, read_quantization
@@ -36,13 +36,37 @@ def read_config(directory: str | Path) -> ModelConfig:
     for name, family in FAMILIES.items():
         if given == [family.architecture]:
             settings = Settings(values, path)
-            read_quantization(settings)
-            config = family.read(settings)
-            return dataclasses.replace(config, family=name)
-    known = ", ".join(family.architecture for family in FAMILIES.values())
+        elif family.text_part_of and given == [family.text_part_of]:
+            settings = _of_text_part(values, path)
+        else:
+            continue
+        read_quantization(settings)
+        config = family.read(settings)
+        return dataclasses.replace(config, family=name)
+    known = []
+    for family in FAMILIES.values():
+        known.append(family.architecture)
+        if family.text_part_of:
+            known.append(f"{family.text_part_of} (its part for text)")
     raise DataError(
-        f"{path}: architectures={given} is not known here. Choose a model of one of: {known}."
+        f"{path}: architectures={given} is not known here. Choose a model of one of: "
+        f"{', '.join(known)}."
     )
+
+
+def _of_text_part(values: Mapping[str, Any], path: Path) -> Settings:
+    """The settings of the part for text of a model that also sees pictures.
+
+    DataError: there are none.
+    """
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise DataError(
+            f"{path}: text_config={show(text)} must be the config of the part for text. {AGAIN}."
+        )
+    # The whole model's say counts.
+    of_all = ("quantization_config", "tie_word_embeddings")
+    return Settings({**text, **{key: values[key] for key in of_all if key in values}}, path)
 
 
 def quantization_of(directory: str | Path) -> Quantization | None:
