@@ -164,10 +164,12 @@ def _write(
     identity = RunFolder(staged)
     identity.begin(lambda text: None)
     params, buffers = split_buffers(variables)
-    record = imported_record(identity.id, config.checkpoint.init_from, to_yaml(config))
-    quantization = quantization_of(config.checkpoint.init_from or "")
+    source = config.checkpoint.init_from or ""
+    stored_as = ""
+    quantization = quantization_of(source)
     if quantization is not None:
-        record["stored_as"] = quantization.words()
+        stored_as = quantization.words()
+    record = imported_record(identity.id, source, to_yaml(config), stored_as)
     checkpoints = Checkpoints(staged / "checkpoints", CheckpointConfig(asynchronous=False))
     try:
         state = {"params": params, "buffers": buffers}

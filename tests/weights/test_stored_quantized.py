@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 from data_pipeline.errors import DataError
 from data_pipeline.tokenizer import CharTokenizer
 from maxtrain import cli
+from maxtrain.checkpoint.listing import read_step
 from maxtrain.config.schema import MeshConfig
 from maxtrain.models.families.directory import read_config
 from maxtrain.models.families.quantization import Quantization
@@ -216,6 +217,8 @@ def test_import_says_what_it_dequantised_and_exports_plainly(case, both, tmp_pat
     said = capsys.readouterr()
     assert re.search(r"of which [0-9]+ were dequantised from (MXFP4|FP8 )", said.err)
     assert "its parameters and logits are those of" in said.out
+    _, record = read_step(run / "checkpoints" / "00000000")
+    assert record["stored_as"].startswith(("MXFP4", "FP8"))
     assert cli.main(["export", str(run), str(out)]) == 0
     exported = load_file(out / "model.safetensors")
     expected = load_file(plain / "model.safetensors")
