@@ -33,6 +33,7 @@ from maxtrain.model_source import (
     load_run,
     read_run_config,
     step_of,
+    tell_on_stderr,
     tokenizer_place,
 )
 from maxtrain.models.decoder import Decoder
@@ -392,10 +393,6 @@ def _export_peft(asked: argparse.Namespace, model: Decoder, config: RunConfig) -
         print(
             f'load it: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(...), "{out}")'
         )
-
-
-def tell_on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

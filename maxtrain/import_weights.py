@@ -37,7 +37,7 @@ from maxtrain.config.schema import (
     RunConfig,
 )
 from maxtrain.model_source import parameter_dtype
-from maxtrain.models.families.directory import read_config
+from maxtrain.models.families.directory import quantization_of, read_config
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
@@ -164,7 +164,12 @@ def _write(
     identity = RunFolder(staged)
     identity.begin(lambda text: None)
     params, buffers = split_buffers(variables)
-    record = imported_record(identity.id, config.checkpoint.init_from, to_yaml(config))
+    source = config.checkpoint.init_from or ""
+    stored_as = ""
+    quantization = quantization_of(source)
+    if quantization is not None:
+        stored_as = quantization.words()
+    record = imported_record(identity.id, source, to_yaml(config), stored_as)
     checkpoints = Checkpoints(staged / "checkpoints", CheckpointConfig(asynchronous=False))
     try:
         state = {"params": params, "buffers": buffers}

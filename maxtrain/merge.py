@@ -7,6 +7,7 @@ was made of.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,10 +24,11 @@ from safetensors import safe_open
 from data_pipeline.errors import DataError, StorageError, run_command
 from data_pipeline.shards import write_atomic
 from maxtrain import __version__
-from maxtrain.export import MAX_SHARD_BYTES, add_shard_size, tell_on_stderr
+from maxtrain.export import MAX_SHARD_BYTES, add_shard_size
 from maxtrain.merge_sources import Tensors, open_model
 from maxtrain.merging.recipe import Recipe, num_layers, read_recipe
 from maxtrain.merging.tensors import merged
+from maxtrain.model_source import tell_on_stderr
 from maxtrain.staging import publishing, require_free
 from maxtrain.weights.codec import LazyArray, Part
 from maxtrain.weights.hf_export import write_tensors
@@ -76,27 +78,31 @@ def merge(
     """
     out = Path(os.path.abspath(out))
     require_free(out)
-    models = {place: open_model(place) for place in recipe.places()}
-    notes = require_alike(recipe, models)
-    first = models[recipe.places()[0]]
-    recipe.require_all_layers(num_layers(list(first.tensors)))
-    dtypes = dict(first.dtypes)
-    if recipe.dtype is not None:
-        dtypes = dict.fromkeys(dtypes, recipe.dtype)
-    read = {place: hashlib.sha256() for place in models}
-    lazy = dict(_lazily(recipe, models, read, progress))
-    digests = {}
+    with contextlib.ExitStack() as held:
+        models = {place: open_model(place, held) for place in recipe.places()}
+        notes = require_alike(recipe, models)
+        first = models[recipe.places()[0]]
+        recipe.require_all_layers(num_layers(list(first.tensors)))
+        dtypes = dict(first.dtypes)
+        if recipe.dtype is not None:
+            dtypes = dict.fromkeys(dtypes, recipe.dtype)
+        read = {place: hashlib.sha256() for place in models}
+        lazy = dict(_lazily(recipe, models, read, progress))
+        digests = {}
 
-    def note(name: str, content: memoryview) -> None:
-        digests[name] = hashlib.sha256(content).hexdigest()
+        def note(name: str, content: memoryview) -> None:
+            digests[name] = hashlib.sha256(content).hexdigest()
 
-    with publishing(out, "merge") as directory:
-        write_tensors(directory, lazy, dtypes, max_shard_bytes, tell_on_stderr, note)
-        models[recipe.tokenizer or first.place].write_tokenizer(directory)
-        first.write_config(directory, _usual(dtypes))
-        _verify(directory, digests)
-        hashes = {place: digest.hexdigest() for place, digest in read.items()}
-        write_atomic(directory / PROVENANCE, _provenance(recipe, hashes))
+        with publishing(out, "merge") as directory:
+            write_tensors(directory, lazy, dtypes, max_shard_bytes, tell_on_stderr, note)
+            models[recipe.tokenizer or first.place].write_tokenizer(directory)
+            first.write_config(directory, _usual(dtypes))
+            _verify(directory, digests)
+            hashes = {place: digest.hexdigest() for place, digest in read.items()}
+            stored_as = {
+                place: model.stored_as for place, model in models.items() if model.stored_as
+            }
+            write_atomic(directory / PROVENANCE, _provenance(recipe, hashes, stored_as))
     count = sum(int(np.prod(array.shape)) for array in lazy.values())
     return Made(len(lazy), count, _usual(dtypes), notes)
 
@@ -216,12 +222,13 @@ def _verify(directory: Path, digests: Mapping[str, str]) -> None:
         )
 
 
-def _provenance(recipe: Recipe, hashes: Mapping[str, str]) -> bytes:
-    """What the model was made of."""
+def _provenance(recipe: Recipe, hashes: Mapping[str, str], stored_as: Mapping[str, str]) -> bytes:
+    """What the model was made of; hashes are of plain tensors."""
     values = {
         "maxtrain": __version__,
         "recipe": recipe.text,
         "seed": recipe.seed,
+        "stored_as": dict(stored_as),
         "tensors_sha256": dict(hashes),
     }
     return (json.dumps(values, indent=2, sort_keys=True) + "\n").encode()

@@ -1,34 +1,37 @@
 """The models of a recipe as tensors that are read one by one: Hugging Face directories, or
 checkpoints of runs."""
 
+import concurrent.futures
+import contextlib
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors import SafetensorError, safe_open
 
 from data_pipeline.errors import DataError
 from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.model_source import load_run, read_run_config, step_of, tokenizer_place
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.directory import read_json
+from maxtrain.models.families.directory import quantization_of, read_json
 from maxtrain.models.merged import merged
 from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
-from maxtrain.weights.hf import tensor_files
+from maxtrain.weights.hf import open_directory
 from maxtrain.weights.hf_export import (
     lazy_parameters,
     tensor_dtypes,
     write_config,
     write_tokenizer,
 )
+from maxtrain.weights.tensor_file import DTYPES, Read, StoredTensor, read_all
 
-_AGAIN = "Get the files again from where the model is"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -54,21 +57,23 @@ class Tensors(NamedTuple):
     config: Mapping[str, Any]
     # The hash of its tokenizer; None: there is none that is known here.
     tokenizer: str | None
+    # How its files store weights, in words; empty: as plain floats.
+    stored_as: str
     # Writes config.json into a directory, for tensors of this type.
     write_config: Callable[[Path, str], object]
     # Writes the tokenizer into a directory.
     write_tokenizer: Callable[[Path], object]
 
 
-def open_model(place: str) -> Tensors:
-    """The model at a place: a Hugging Face directory, or `RUN` or `RUN@STEP`.
+def open_model(place: str, held: contextlib.ExitStack) -> Tensors:
+    """The model at a place: a Hugging Face directory, or `RUN` or `RUN@STEP`; `held` closes its files.
 
     Raises:
         UserError: there is none, or something is wrong with it.
     """
     directory = Path(place).expanduser()
     if (directory / "config.json").exists():
-        return _open_directory(place, directory)
+        return _open_directory(place, directory, held)
     run, _, step = place.partition("@")
     if (Path(run).expanduser() / "config.yaml").exists():
         return _open_run(place, run, step)
@@ -78,28 +83,29 @@ def open_model(place: str) -> Tensors:
     )
 
 
-def _open_directory(place: str, directory: Path) -> Tensors:
-    try:
-        config = read_json(directory / "config.json")
-        files = [safe_open(path, "numpy") for path in tensor_files(directory)]
-    except (OSError, ValueError, AttributeError, SafetensorError) as error:
-        raise DataError(f"{place}: can't be read ({error}). {_AGAIN}.") from error
+def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> Tensors:
+    config = read_json(directory / "config.json")
+    # What is written is plain.
+    config.pop("quantization_config", None)
+    threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(os.cpu_count()))
     found = {}
     dtypes = {}
-    for file in files:
-        for name in file.keys():  # noqa: SIM118, not a mapping
-            there = file.get_slice(name)
-            kind = there.get_dtype()
-            if kind not in _FLOATS:
-                raise DataError(
-                    f"{place}: {name} is of type {kind}, and only floats of 16 or more bits are "
-                    "merged. Take the model in bfloat16, for example."
-                )
-            found[name] = _stored(file, name, tuple(there.get_shape()))
-            dtypes[name] = _FLOATS[kind]
+    for name, there in open_directory(directory, held).items():
+        if there.kind not in _FLOATS:
+            raise DataError(
+                f"{place}: {name} is of type {there.kind}, and only floats of 16 or more bits are "
+                "merged. Take the model in bfloat16, for example."
+            )
+        read = functools.partial(_read, there, threads)
+        found[name] = LazyArray(there.shape, read)
+        dtypes[name] = _FLOATS[there.kind]
     tokenizer = None
     if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
         tokenizer = load_tokenizer(directory).sha256
+    stored_as = ""
+    quantization = quantization_of(directory)
+    if quantization is not None:
+        stored_as = quantization.words()
     ordered = {name: found[name] for name in sorted(found)}
     return Tensors(
         place,
@@ -107,6 +113,7 @@ def _open_directory(place: str, directory: Path) -> Tensors:
         dtypes,
         config,
         tokenizer,
+        stored_as,
         functools.partial(_copy_config, directory, config),
         functools.partial(_copy_tokenizer, directory),
     )
@@ -128,12 +135,11 @@ def _copy_tokenizer(directory: Path, out: Path) -> None:
             shutil.copyfile(directory / name, out / name)
 
 
-def _stored(file: Any, name: str, shape: tuple[int, ...]) -> LazyArray:
-    def read(part: Part) -> np.ndarray:
-        del part
-        return file.get_tensor(name)
-
-    return LazyArray(shape, read)
+def _read(there: StoredTensor, threads: concurrent.futures.Executor, part: Part) -> np.ndarray:
+    """A part of a tensor, in its own type."""
+    out = np.empty([len(indices) for indices in part], jnp.dtype(DTYPES[there.kind]))
+    read_all([Read(there, part, out)], threads)
+    return out
 
 
 def _open_run(place: str, run: str, step: str) -> Tensors:
@@ -166,6 +172,7 @@ def _open_run(place: str, run: str, step: str) -> Tensors:
         dtypes,
         family.write(model.config),
         tokenizer.sha256,
+        "",
         write_own_config,
         write_own_tokenizer,
     )

@@ -16,6 +16,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.remote import place
 from data_pipeline.shards import Manifest
 from maxtrain.config.schema import LoraConfig, RunConfig
+from maxtrain.models.families.directory import quantization_of
 from maxtrain.observe.metrics import read_metrics
 
 NAME = "README.md"
@@ -137,7 +138,7 @@ def _training_rows(model: Model, records: Iterable[Mapping[str, Any]]) -> _Rows:
         ("products in", config.precision.compute),
     ]
     if config.checkpoint.init_from:
-        rows.append(("began from", _cell(Path(config.checkpoint.init_from).name)))
+        rows.append(("began from", _cell(_source(config.checkpoint.init_from))))
     return rows + _adapter_rows(config.model.lora)
 
 
@@ -159,6 +160,19 @@ def _adapter_rows(lora: LoraConfig) -> _Rows:
         what = f"quantised, {lora.base} in blocks of {lora.base_block:,}"
         rows.append(("weights below adapters", f"{what}; these files have them dequantised"))
     return rows
+
+
+def _source(place: str) -> str:
+    """The name of the weights that a run began from, and how they are stored, if in few bits."""
+    name = Path(place).name
+    try:
+        quantization = quantization_of(place)
+    except UserError:
+        # They are no directory of Hugging Face, or gone.
+        return name
+    if quantization is None:
+        return name
+    return f"{name}, stored in {quantization.words()}"
 
 
 def _evaluation_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:

@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -86,12 +87,17 @@ def check_step(step: int | None) -> None:
         )
 
 
+def tell_on_stderr(line: str) -> None:
+    """A line beside what a command prints."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Decoder, Tokenizer]:
     """The model that the arguments name, and its tokenizer; `mesh` and errors as of `load_run`."""
     if asked.hf is None:
         return load_run(asked.run, asked.step, mesh)
     tokenizer = load_tokenizer(asked.hf)
-    model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh)
+    model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh, tell_on_stderr)
     return model, tokenizer
 
 

@@ -223,9 +223,17 @@ class RunState:
         return rollbacks is None or same_left_out(self.rollbacks, rollbacks, self.step)
 
 
-def imported_record(run: str, source: str | None, config: str) -> dict[str, Any]:
-    """The record of step 0 of a run that `maxtrain import` makes of `source`."""
-    return {"run": run, "step": 0, "imported": source, "config": config}
+def imported_record(
+    run: str, source: str | None, config: str, stored_as: str = ""
+) -> dict[str, Any]:
+    """The record of step 0 of a run that `maxtrain import` makes of `source`.
+
+    `stored_as` says for people how the weights there were quantised; empty: they were not.
+    """
+    record = {"run": run, "step": 0, "imported": source, "config": config}
+    if stored_as:
+        record["stored_as"] = stored_as
+    return record
 
 
 def run_of(record: Mapping[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """`maxtrain merge`: what it writes, and what it refuses."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -173,7 +174,7 @@ def test_a_place_that_is_no_model_is_an_error(models, capsys):
     assert "nowhere: is neither a directory with config.json" in capsys.readouterr().err
     Path("a/model.safetensors").write_bytes(b"nonsense")
     assert run(MEAN) == 65
-    assert "a: can't be read" in capsys.readouterr().err
+    assert "model.safetensors: can't be read" in capsys.readouterr().err
 
 
 def test_tokenizers_must_be_the_same_unless_one_is_chosen(models, capsys):
@@ -279,7 +280,8 @@ def test_tensors_of_a_run_that_stay_exact_are_written_so(tmp_path):
     shutil.copytree(PARITY / "deepseek_v3", tmp_path / "source")
     CharTokenizer(string.printable, True).save(tmp_path / "source")
     import_run(tmp_path / "source", tmp_path / "run", "bfloat16")
-    model = open_model(str(tmp_path / "run"))
+    with contextlib.ExitStack() as held:
+        model = open_model(str(tmp_path / "run"), held)
     kinds = {"float32": [], "bfloat16": []}
     for name, kind in model.dtypes.items():
         kinds[kind].append(name)

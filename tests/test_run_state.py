@@ -50,7 +50,7 @@ STATE = RunState(
     seed=1,
     kept={"schedule.warmup_steps": 4},
     config="seed: 1\n",
-    teacher="digest",
+    frozen_models={"teacher": "digest"},
 )
 
 
@@ -74,7 +74,7 @@ def test_every_field_comes_back_typed():
     assert again.recorder.since_record == (12.5, 100.0)
     assert again.health == STATE.health and again.data == STATE.data
     assert again.validation == STATE.validation
-    for name in ("run", "step", "num_steps", "unevaluated", "seed", "kept", "config", "teacher"):
+    for name in ("run", "step", "num_steps", "unevaluated", "seed", "kept", "config"):
         assert getattr(again, name) == getattr(STATE, name)
     assert again.rollbacks == STATE.rollbacks
 

@@ -135,7 +135,8 @@ def advantages(
     else:
         groups = rewards.reshape(len(rewards), -1, num_generations)
         each = [_normalized(reward, scale_rewards, baseline, epsilon) for reward in groups]
-        summed = np.einsum("r,rpg->pg", factors, np.nan_to_num(np.stack(each)))
+        weighted = factors[:, None, None] * np.nan_to_num(np.stack(each))
+        summed = weighted.sum(0)
         spread = deviation(np.where(applies, summed, np.nan).reshape(1, -1))
         values = _divided(summed, spread, epsilon)
         equal = np.all([_equal(reward) for reward in groups], axis=0)

@@ -29,7 +29,13 @@ from maxtrain.config.sections.model import unread_rope_keys
 from maxtrain.config.values import section_leaves
 from maxtrain.models.decoder import Decoder
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.directory import AGAIN, free_keys, read_config, read_json
+from maxtrain.models.families.directory import (
+    AGAIN,
+    free_keys,
+    quantization_of,
+    read_config,
+    read_json,
+)
 from maxtrain.models.families.family import Family
 from maxtrain.models.quantized import (
     SCALES,
@@ -44,6 +50,7 @@ from maxtrain.ops.finite import compiler_of_finite, non_finite_names
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import Entry, LazyArray, Part, Shape
+from maxtrain.weights.stored_quantized import plain_tensors
 from maxtrain.weights.tensor_file import DTYPES, Read, StoredTensor, open_tensors, read_all
 
 _TABLE_ROWS = 40
@@ -54,7 +61,11 @@ Files = Mapping[str, StoredTensor]
 
 
 def load_pretrained(
-    directory: str | Path, dtype: str = "float32", mesh: Mesh | None = None, **changes: Any
+    directory: str | Path,
+    dtype: str = "float32",
+    mesh: Mesh | None = None,
+    note: Callable[[str], object] = lambda line: None,
+    **changes: Any,
 ) -> tuple[Decoder, ModelConfig]:
     """A model with the weights of a Hugging Face directory.
 
@@ -63,6 +74,7 @@ def load_pretrained(
         dtype: "float32" or "bfloat16", of parameters and of the inputs of matrix products.
         mesh: that the parameters are split over by the logical rules; None: all on this process's
             first device.
+        note: as for `load_weights`.
         changes: keys of ModelConfig that are the user's to choose, such as `scan_layers` and
             `attention`.
 
@@ -81,7 +93,7 @@ def load_pretrained(
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     precision = PrecisionConfig(params=dtype, compute=dtype)
     graphdef, params = abstract_model(config, precision, mesh)
-    return nnx.merge(graphdef, load_weights(params, directory, config)), config
+    return nnx.merge(graphdef, load_weights(params, directory, config, note=note)), config
 
 
 def load_weights(
@@ -89,6 +101,7 @@ def load_weights(
     directory: str | Path,
     config: ModelConfig,
     tell: Callable[[str], object] = lambda table: None,
+    note: Callable[[str], object] = lambda line: None,
 ) -> nnx.State:
     """The parameters of a Hugging Face directory as arrays.
 
@@ -98,6 +111,7 @@ def load_weights(
         directory: as for `load_pretrained`.
         config: of the model that `params` belong to.
         tell: gets a table of what was loaded, and of what was not used.
+        note: gets the line of that about parts of the model that are left out, if there are any.
 
     Returns:
         `params` with arrays, each split as asked for.
@@ -115,7 +129,7 @@ def load_weights(
     leaves = with_whole_kernels(stored, quantized)
     assert leaves.keys() == {name for entry in table for name in entry.ours}
     with contextlib.ExitStack() as held:
-        files = _open(directory, family, held)
+        files, left_out = _open(directory, family, held)
         _check_tensors(directory, files, family.ignored, table, leaves)
         count = min(_MOST_THREADS, 2 * (os.cpu_count() or 1))
         threads = held.enter_context(concurrent.futures.ThreadPoolExecutor(count))
@@ -128,7 +142,11 @@ def load_weights(
     treedef = jax.tree.structure(params)
     loaded = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
     _require_finite(loaded, table, directory)
-    tell(_describe(directory, files, table, leaves, quantized))
+    told = _tell_left_out(left_out)
+    if told:
+        note(told)
+    described = _describe(directory, files, table, leaves, quantized)
+    tell("\n".join([described, *filter(None, [told])]))
     return loaded
 
 
@@ -271,6 +289,10 @@ def _describe(
     if len(rows) > len(lines):
         lines.append(f"    ... and {len(rows) - len(lines)} more")
     count = f"{len(leaves)} of {len(leaves)} parameters loaded, from {len(used):,} tensors"
+    dequantized = sum(files[name].dequantize is not None for name in used)
+    quantization = quantization_of(directory)
+    if dequantized and quantization is not None:
+        count = f"{count}, of which {dequantized:,} were dequantised from {quantization.words()}"
     return "\n".join([f"weights of {directory}: {count}", *lines])
 
 
@@ -296,13 +318,44 @@ def _is_name_of_file(name: Any) -> bool:
     return isinstance(name, str) and "/" not in name and name.endswith(".safetensors")
 
 
-def _open(directory: Path, family: Family, held: contextlib.ExitStack) -> Files:
-    """Each tensor by its name in the family's table, in files that `held` closes."""
-    files = {}
+def open_directory(directory: Path, held: contextlib.ExitStack) -> dict[str, StoredTensor]:
+    """The tensors of a directory by name, as plain ones if they are quantised, in files that `held`
+    closes.
+
+    Raises:
+        DataError: a file is missing or broken, or quantised weights have no scales that fit.
+    """
+    files: dict[str, StoredTensor] = {}
     for path in tensor_files(directory):
-        for name, stored in open_tensors(path, held).items():
+        files |= open_tensors(path, held)
+    quantization = quantization_of(directory)
+    if quantization is None:
+        return files
+    return plain_tensors(files, quantization, directory)
+
+
+def _open(
+    directory: Path, family: Family, held: contextlib.ExitStack
+) -> tuple[Files, dict[str, int]]:
+    """Each tensor by its name in the family's table, in files that `held` closes; and how many
+    tensors there are of other parts of the model, which are left out."""
+    files = {}
+    left_out = dict.fromkeys(family.other_parts, 0)
+    for name, stored in open_directory(directory, held).items():
+        parts = [part for part, names in family.other_parts.items() if re.fullmatch(names, name)]
+        if parts:
+            left_out[parts[0]] += 1
+        else:
             files[family.renamed(name)] = stored
-    return files
+    return files, left_out
+
+
+def _tell_left_out(left_out: Mapping[str, int]) -> str:
+    """A line about the parts that are left out; empty: there are none."""
+    counts = [f"{count:,} of the {part}" for part, count in left_out.items() if count]
+    if not counts:
+        return ""
+    return f"tensors that are left out, since only the part for text is read: {', '.join(counts)}"
 
 
 def differing_keys(ours: ModelConfig, theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

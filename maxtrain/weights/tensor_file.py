@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from maxtrain.weights.memory_order import copy_numbers
 
 # Types of the format by what a file calls them.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Types of what stands for numbers beside scales.
+_CODES = {"U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
 # Bytes that one thread reads at a time: few, so that what all threads ask for is one long read to
 # the kernel, which reads ahead.
 _BLOCK_BYTES = 1 << 21
@@ -39,6 +41,8 @@ class StoredTensor(NamedTuple):
         kind: what the file calls its type.
         shape: its own.
         offset: of its first byte in the file.
+        dequantize: puts a part of it into memory, if the file holds something that stands for it;
+            `kind` and `shape` are then those that a plain file would have.
     """
 
     path: Path
@@ -46,6 +50,7 @@ class StoredTensor(NamedTuple):
     kind: str
     shape: Shape
     offset: int
+    dequantize: Callable[[Part, np.ndarray], None] | None = None
 
 
 class Read(NamedTuple):
@@ -102,7 +107,7 @@ def read_all(reads: Sequence[Read], threads: concurrent.futures.Executor) -> Non
 def _place(read: Read) -> tuple[Path, int]:
     """Where in the files it begins."""
     at = read.tensor.offset
-    if read.part:
+    if read.part and read.tensor.dequantize is None:
         at += read.part[0].start * _row_bytes(read.tensor)
     return read.tensor.path, at
 
@@ -112,7 +117,14 @@ def _row_bytes(tensor: StoredTensor) -> int:
 
 
 def _dtype(tensor: StoredTensor) -> np.dtype:
-    return jnp.dtype(DTYPES[tensor.kind])
+    return jnp.dtype((DTYPES | _CODES)[tensor.kind])
+
+
+def stored_numbers(tensor: StoredTensor, part: Part) -> np.ndarray:
+    """A part of a tensor as the file has it, in its own type; read by the thread that asks."""
+    out = np.empty([len(indices) for indices in part], _dtype(tensor))
+    _read(tensor, part, out)
+    return out
 
 
 def _blocks(read: Read) -> list[Read]:
@@ -129,7 +141,10 @@ def _blocks(read: Read) -> list[Read]:
 
 
 def _read_block(read: Read) -> None:
-    _read(read.tensor, read.part, read.out)
+    if read.tensor.dequantize is None:
+        _read(read.tensor, read.part, read.out)
+    else:
+        read.tensor.dequantize(read.part, read.out)
 
 
 def _read(tensor: StoredTensor, part: Part, out: np.ndarray) -> None:

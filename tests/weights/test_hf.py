@@ -342,10 +342,6 @@ REFUSED_CONFIGS = [
     ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
     ({"mlp_bias": True}, "Choose a model with mlp_bias=False"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
-    (
-        {"quantization_config": {"quant_method": "fp8"}},
-        "Choose a model with quantization_config=null",
-    ),
     ({"vocab_size": "absent"}, "vocab_size=None must be an integer above 0. Get the file again"),
     ({"hidden_size": 48.5}, "hidden_size=48.5 must be an integer above 0"),
     ({"num_key_value_heads": 4}, "num_key_value_heads=4 must divide num_attention_heads=6"),

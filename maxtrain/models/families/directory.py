@@ -12,9 +12,10 @@ from data_pipeline import strict_json
 from data_pipeline.errors import DataError, UsageError
 from maxtrain.config.load import Models, NamedModel
 from maxtrain.config.schema import ModelConfig
-from maxtrain.config.words import choices
+from maxtrain.config.words import choices, show
 from maxtrain.models.families import FAMILIES, PRESETS
 from maxtrain.models.families.family import Settings
+from maxtrain.models.families.quantization import Quantization, read_quantization
 
 AGAIN = "Get the file again from where the model is"
 # Keys of a ModelConfig that say how it is computed, not what.
@@ -34,12 +35,48 @@ def read_config(directory: str | Path) -> ModelConfig:
     given = values.get("architectures")
     for name, family in FAMILIES.items():
         if given == [family.architecture]:
-            config = family.read(Settings(values, path))
-            return dataclasses.replace(config, family=name)
-    known = ", ".join(family.architecture for family in FAMILIES.values())
+            settings = Settings(values, path)
+        elif family.text_part_of and given == [family.text_part_of]:
+            settings = _of_text_part(values, path)
+        else:
+            continue
+        read_quantization(settings)
+        config = family.read(settings)
+        return dataclasses.replace(config, family=name)
+    known = []
+    for family in FAMILIES.values():
+        known.append(family.architecture)
+        if family.text_part_of:
+            known.append(f"{family.text_part_of} (its part for text)")
     raise DataError(
-        f"{path}: architectures={given} is not known here. Choose a model of one of: {known}."
+        f"{path}: architectures={given} is not known here. Choose a model of one of: "
+        f"{', '.join(known)}."
     )
+
+
+def _of_text_part(values: Mapping[str, Any], path: Path) -> Settings:
+    """The settings of the part for text of a model that also sees pictures.
+
+    DataError: there are none.
+    """
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise DataError(
+            f"{path}: text_config={show(text)} must be the config of the part for text. {AGAIN}."
+        )
+    # The whole model's say counts.
+    of_all = ("quantization_config", "tie_word_embeddings")
+    return Settings({**text, **{key: values[key] for key in of_all if key in values}}, path)
+
+
+def quantization_of(directory: str | Path) -> Quantization | None:
+    """How a Hugging Face directory stores its weights; None: as plain floats.
+
+    Raises:
+        DataError: config.json is missing or damaged, or they are stored in a way that is not read.
+    """
+    path = Path(directory).expanduser() / "config.json"
+    return read_quantization(Settings(read_json(path), path))
 
 
 def read_json(path: Path) -> dict[str, Any]:

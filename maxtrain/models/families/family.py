@@ -320,3 +320,8 @@ class Family(NamedTuple):
     presets: Mapping[str, ModelConfig] = types.MappingProxyType({})
     # Its positions have learned vectors, as many as max_length.
     learns_positions: bool = False
+    # The class name of models that also see pictures, whose part for text is one of this family: its
+    # config is `text_config` there. Empty: there are none.
+    text_part_of: str = ""
+    # Names of the tensors of a model's other parts, by what the parts are called.
+    other_parts: Mapping[str, str] = types.MappingProxyType({})

@@ -35,6 +35,16 @@ PERIOD_OF_GEMMA2 = 2
 PERIOD_OF_GEMMA3 = 6
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
+# How names of Gemma 3's part for text begin in a model that sees pictures, and in one for text.
+_TEXT_PARTS = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_OTHER_PARTS = {
+    "vision tower": r"(model\.)?vision_tower\..*",
+    "projector of pictures": r"(model\.)?multi_modal_projector\..*",
+}
 
 
 def gemma2_spec(config: ModelConfig) -> DecoderSpec:
@@ -109,8 +119,19 @@ def read_gemma2(settings: Settings) -> ModelConfig:
 
 
 def read_gemma3(settings: Settings) -> ModelConfig:
-    """The ModelConfig of Gemma 3's config.json, of its models for text."""
-    settings = settings.with_defaults(max_position_embeddings=131_072)
+    """The ModelConfig of Gemma 3's config.json, of a model for text or of the part for text.
+
+    Those of its models that see pictures leave out what is as transformers has it by default.
+    """
+    settings = settings.with_defaults(
+        vocab_size=262_208,
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=131_072,
+    )
     for key in ("_sliding_window_pattern", "sliding_window_pattern"):
         settings.require(key, PERIOD_OF_GEMMA3)
     everywhere, nearby = _two_ropes(settings)
@@ -216,6 +237,15 @@ def write_gemma3(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+def renamed_gemma3(name: str) -> str:
+    """The name in a model for text of a tensor of the part for text, which transformers 4 and 5 put
+    in front of different names."""
+    for before, after in _TEXT_PARTS.items():
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return name
+
+
 def gemma2_table(config: ModelConfig) -> list[Entry]:
     """Where Gemma 2's parameters are in a checkpoint of Hugging Face."""
     return decoder_table(gemma2_spec(config), config.tie_embeddings, NORMS)
@@ -276,9 +306,37 @@ _3_1B = ModelConfig(
     query_pre_attn_scalar=256.0,
     rope_theta=1_000_000.0,
 )
+# The parts for text of models that see pictures.
+_3_4B = dataclasses.replace(
+    _3_1B,
+    vocab_size=262_208,
+    num_layers=34,
+    embed_dim=2560,
+    mlp_dim=10_240,
+    num_heads=8,
+    num_kv_heads=4,
+    max_length=131_072,
+    window=1024,
+    rope_scaling="linear",
+    rope_factor=8.0,
+)
 GEMMA3_PRESETS = {
     "gemma3_270m": dataclasses.replace(_3_1B, num_layers=18, embed_dim=640, mlp_dim=2048),
     "gemma3_1b": _3_1B,
+    "gemma3_4b": _3_4B,
+    "gemma3_12b": dataclasses.replace(
+        _3_4B, num_layers=48, embed_dim=3840, mlp_dim=15_360, num_heads=16, num_kv_heads=8
+    ),
+    "gemma3_27b": dataclasses.replace(
+        _3_4B,
+        num_layers=62,
+        embed_dim=5376,
+        mlp_dim=21_504,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        query_pre_attn_scalar=168.0,
+    ),
 }
 
 GEMMA2 = Family(
@@ -295,5 +353,8 @@ GEMMA3 = Family(
     read_gemma3,
     write_gemma3,
     gemma3_table,
+    renamed=renamed_gemma3,
     presets=GEMMA3_PRESETS,
+    text_part_of="Gemma3ForConditionalGeneration",
+    other_parts=_OTHER_PARTS,
 )

@@ -145,7 +145,6 @@ def read_decoder(settings: Settings, **more: Any) -> ModelConfig:
     length = number("max_position_embeddings", 2048)
     settings.require("hidden_act", "silu", "swish")
     settings.require("attention_bias", False)
-    settings.require("quantization_config")
     settings.require_heads(heads, kv_heads, size)
     return ModelConfig(
         vocab_size=number("vocab_size"),
