@@ -41,7 +41,8 @@ def gzip_bits_per_byte(eval_set: EvaluationData, tokenizer: Tokenizer) -> float:
 
 
 def _compare_with_gzip(sets: Mapping[str, EvaluationData], tokenizer: Tokenizer) -> str:
-    """A line for each evaluation set with a text that is not too large."""
+    """How well gzip compresses each evaluation set, a line each; sets of large texts are left
+    out."""
     lines = []
     for name, eval_set in sets.items():
         if 0 < eval_set.text_bytes <= MAX_GZIP_BYTES:
@@ -151,7 +152,7 @@ def _notes(
     records: Sequence[Mapping[str, Any]],
     rollbacks: Sequence[Mapping[str, Any]],
 ) -> list[str]:
-    """What the summary says first, a line each: what went wrong, or otherwise than planned."""
+    """The first lines of the summary: what went wrong, or did not go as planned."""
     notes = []
     if found:
         notes.append(f"Something was wrong with the batches of {found:,} steps (data.zero_weight).")
@@ -186,8 +187,10 @@ def completions(config: RunConfig, tokenizer: Tokenizer, model: Decoder) -> list
 
 
 def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[str, str]:
-    """What to try next, each as a command that works in this shell; `is_of_chats`: a chat template
-    wrote text that was trained on."""
+    """Commands to try next, by what they do; each can be pasted into this shell.
+
+    `is_of_chats`: a chat template wrote text that was trained on.
+    """
     maxtrain = _program("maxtrain") or "maxtrain"
     generate = [maxtrain, "generate", str(folder)]
     if is_of_chats:
@@ -215,10 +218,10 @@ def _next_commands(config: RunConfig, folder: Path, is_of_chats: bool) -> dict[s
 
 
 def _program(name: str) -> str | None:
-    """What to type for a program that is installed beside this Python; None if there is none.
+    """What to type to start a program that is installed beside this Python; None if it is not.
 
-    Its name if that finds it, as in an activated environment; else its path, from the working
-    directory if it is below it.
+    That is its name if the shell finds it by that, as in an activated environment; otherwise its
+    path, relative to the working directory where possible.
     """
     path = Path(sys.executable).parent / name
     if not path.exists():

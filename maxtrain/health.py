@@ -1,9 +1,9 @@
 """Whether the steps of a run went well: anomalies, batches that look wrong, skipped steps, and why
 a run ends before its plan does.
 
-The device decides about anomalies before the update (training/watch.py); here a person is told, and
-the run is ended or sent back. Nothing is written down here, and no other process is asked: all
-processes see the same metrics and come to the same result.
+The device decides about anomalies before the update (training/watch.py). Here the user is told, and
+it is decided whether the run ends or goes back. No records are written here, and no other process is
+asked: all processes see the same metrics and come to the same result.
 """
 
 import math
@@ -99,8 +99,10 @@ class Health:
         return "(eval.stop_patience" in ending or self._section.zero_weight == "stop"
 
     def go_on_unless(self, still: str, cause: str) -> None:
-        """Forgets an ending by this cause where it is none any more: nothing ends the run
-        `still`."""
+        """Forgets that the run was ended by this cause, unless it would end the run again.
+
+        `still` is why it would; empty: it would not.
+        """
         if f"({cause}" in self.ending and not still:
             self.ending = ""
 
@@ -121,7 +123,7 @@ class Health:
     def check_step(
         self, origin: HostBatch, value: Mapping[str, Any], repeats: bool
     ) -> Finding | None:
-        """Checks one step, and tells what there is to warn of.
+        """Checks one step, and shows the warnings that there are.
 
         Args:
             origin: where its batch comes from.
@@ -129,7 +131,7 @@ class Health:
             repeats: whether its tokens were read before from another place.
 
         Returns:
-            An anomaly for which the step, and those after it, must not count; None: the step
+            An anomaly because of which the step, and those after it, must not count; None: the step
             counts.
 
         Raises:

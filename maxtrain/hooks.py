@@ -1,8 +1,8 @@
-"""What happens after a step, one concern each, in the order of `after_each_step`.
+"""What happens after a step: hooks with one concern each, called in the order of `after_each_step`.
 
-A hook has `due(after)`, which only looks, and a call, which does it. All processes ask and call in
-the same order, since some hooks talk to the other processes. A hook may leave the loop by
-`StopRequested` (signals.py) or `RollBack` (run.py); nothing else that is expected does.
+`due(after)` says whether there is anything to do and changes nothing; calling the hook does it. All
+processes ask and call in the same order, because some hooks communicate between processes. Apart
+from errors, a hook leaves the loop only by `StopRequested` (signals.py) or `RollBack` (run.py).
 """
 
 import abc
@@ -18,7 +18,7 @@ from maxtrain.training.state import eval_params
 
 
 class AfterStep(NamedTuple):
-    """The moment after a step has been handed to the devices, which may still be at it."""
+    """The moment after a step was started on the devices, which may still be computing it."""
 
     step: int  # finished steps, with this one
     is_last: bool  # of the plan
@@ -64,8 +64,8 @@ class CheckSteps(Hook):
     """Fetches the metrics of the steps since the last look, checks them, and writes a training
     record.
 
-    Fetching waits for the devices. So it is due only when a record is, or when something follows
-    that must not happen to a run whose steps nobody has looked at.
+    Fetching waits for the devices, so this is due only when a record is, or before a hook that needs
+    checked steps: an evaluation, a completion of the prompts, a save or a stop.
     """
 
     def __init__(self, run: Run, before: Sequence[Hook]):
@@ -91,8 +91,8 @@ class CheckCopies(Hook):
 
 
 class Evaluate(Hook):
-    """Reads the evaluation sets that are due. A run that is to stop does not begin: it saves which
-    sets are left to read, and the next launch reads them."""
+    """Evaluates the sets that are due. When somebody has asked to stop, it notes which sets are
+    due instead; the next launch evaluates them."""
 
     def due(self, after: AfterStep) -> bool:
         return bool(self._run.validation.due(after.step, after.is_last))
@@ -105,7 +105,7 @@ class Evaluate(Hook):
 
 
 class WriteEnding(Hook):
-    """Writes down why the run ends before its plan does, if it does."""
+    """Records why the run ends before its plan does, if it does."""
 
     def due(self, after: AfterStep) -> bool:
         return bool(self._run.health.ending)
@@ -115,7 +115,7 @@ class WriteEnding(Hook):
 
 
 class Sample(Hook):
-    """Shows what the model makes of observe.prompts by now."""
+    """Shows how the model completes observe.prompts by now."""
 
     def due(self, after: AfterStep) -> bool:
         interval = self._run.sample_interval
@@ -135,7 +135,7 @@ class Sample(Hook):
 
 
 class Save(Hook):
-    """A checkpoint. After it nothing is written of this step any more."""
+    """Saves a checkpoint. Every record of this step has been written by then."""
 
     def due(self, after: AfterStep) -> bool:
         run = self._run
@@ -153,8 +153,8 @@ class Save(Hook):
 
 
 class Profile(Hook):
-    """Starts and stops the trace of observe.profile; see observe/profile.py, which knows when. The
-    loop closes one that is open when it is left."""
+    """Starts and stops the trace of observe.profile at the steps that observe/profile.py names. A
+    trace that is open when the loop ends is closed by the loop."""
 
     def due(self, after: AfterStep) -> bool:
         return self._run.trace.due(after.step)

@@ -69,7 +69,8 @@ from maxtrain.weights.start import (
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What trains, without the data. To be used inside `jax.set_mesh(parts.mesh)`."""
+    """The model, objective and optimizer of a run, and their mesh, without the data. Use it inside
+    `jax.set_mesh(parts.mesh)`."""
 
     # With the mesh filled in for the devices here.
     config: RunConfig
@@ -111,8 +112,10 @@ class Parts:
     ) -> TrainState:
         """The state before the first step.
 
-        Its weights are from elsewhere if the config says so, and then told of; else random ones.
-        `frozen` as of `with_frozen_model`.
+        Args:
+            tell: gets a table of what was read from where, if checkpoint.init_from names weights;
+                otherwise they are random.
+            frozen: as for `with_frozen_model`.
         """
         config = self.config
         if config.checkpoint.init_from is None:
@@ -142,9 +145,10 @@ class Parts:
         return self.with_frozen_model(state, frozen)
 
     def with_frozen_model(self, state: TrainState, frozen: nnx.State | None = None) -> TrainState:
-        """The state of a checkpoint, or a new one, with the frozen model that no checkpoint holds.
+        """Adds the frozen model, which checkpoints do not hold, to a state that was restored or is
+        new.
 
-        `frozen`: its parameters; None: they are read.
+        `frozen`: its parameters; None: they are read from its directory.
         """
         if self.frozen_model is None:
             return state
@@ -234,12 +238,12 @@ class Job(Parts):
     def batches(
         self, start: int, stop: int | None = None, left_out: frozenset[int] = frozenset()
     ) -> Iterator[tuple[Batch, HostBatch]]:
-        """Batches from `start` to before `stop` (None: the plan's end), placed ahead; and where
-        each comes from.
+        """The batches from `start` up to `stop` (None: the plan's end), already on the devices,
+        each with the host batch it was made of, without its arrays.
 
-        Those of the steps `left_out` have no target, so that they change nothing. An error is
-        raised after the batches before it; in one of several processes, `error` of the empty ones
-        after it has it.
+        Batches of the steps `left_out` have no targets, so that those steps change nothing. An
+        error in reading is raised after the batches before it. With several processes it is not
+        raised: the batches from there on are empty and carry it as `error`.
         """
 
         def place(batch: HostBatch) -> tuple[Batch, HostBatch]:

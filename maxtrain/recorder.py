@@ -1,6 +1,7 @@
-"""What is written down of a run: the records of its steps, in every log.
+"""Records of a run's steps, written to metrics.jsonl, the trackers and the progress display.
 
-Steps come in with their metrics on the host, already checked (health.py). Nothing is decided here.
+Steps arrive with their metrics on the host, already checked (health.py). The recorder sums and writes;
+it decides nothing about the run.
 """
 
 import contextlib

@@ -1,7 +1,7 @@
-"""A run while it trains: its parts, its state, and what its loop and the loop's hooks do with them.
+"""A run while it trains: its parts, its state, and the operations that the loop and its hooks call.
 
-`train.py` has the loop, `hooks.py` what follows each step. Here is how a run begins at a checkpoint,
-makes a step, goes back, saves and stops.
+The loop itself is in `train.py`, and what follows each step in `hooks.py`. Here a run is restored
+from a checkpoint, makes a step, rolls back, saves and stops.
 """
 
 from pathlib import Path
@@ -59,8 +59,8 @@ _LONGEST_COPY = 120.0  # seconds that the end of a run waits for the copy of its
 
 
 class RollBack(Exception):
-    """Leaves the loop: a step's anomaly asks for the checkpoint before it. The devices have made no
-    step since."""
+    """Leaves the loop because an anomaly asks for the checkpoint before its step. The devices have
+    made no further step since."""
 
     def __init__(self, found: Finding):
         super().__init__(found.message)
@@ -68,15 +68,15 @@ class RollBack(Exception):
 
 
 class Run:
-    """A run, from the checkpoint it begins at.
+    """A run, from the checkpoint that it was restored from.
 
     Attributes:
         step: the number of finished optimizer steps.
         state: parameters, optimizer and counters after that step, on the devices.
-        rollbacks: those of the run, in their order.
-        unevaluated: evaluation sets that are to be read after this step, and are not yet.
-        evaluated_again: those of them that may have been read by a launch that died before it could
-            save.
+        rollbacks: all rollbacks of the run, oldest first.
+        unevaluated: evaluation sets that are due after this step and have not been read yet.
+        evaluated_again: those of them that an earlier launch may have read before it died without
+            saving.
         save_is_postponed: a save was due when steps were not finite; the next good step is saved.
         sample_interval: steps between completions of the prompts; 0: none, also where no process
             holds all of the model.
@@ -140,7 +140,7 @@ class Run:
         if config.observe.profile:
             traced = traced_steps(config.observe.profile)
         self.trace = StepTrace(folder.path, traced, clock, progress.message)
-        # Steps that nobody has looked at yet, their metrics on the devices.
+        # Steps that have not been checked yet, their metrics on the devices.
         self._unseen: list[tuple[HostBatch, Metrics]] = []
 
     @property
@@ -151,9 +151,12 @@ class Run:
     # The beginning
 
     def restore(self, saved: RunState | None, frozen: nnx.State | None = None) -> None:
-        """Begins at the checkpoint that has this; None: with imported weights, or random ones.
+        """Restores the run from a checkpoint.
 
-        `frozen`: the parameters of the frozen model, if there is one and they are in memory already.
+        Args:
+            saved: what the checkpoint remembers; None: there is none, and the run begins with
+                imported or random weights.
+            frozen: parameters of the frozen model, if they are in memory already.
         """
         self._unseen = []
         before = saved or RunState()
@@ -322,13 +325,13 @@ class Run:
     # A step
 
     def make_step(self, batch: Batch, origin: HostBatch, is_logged: bool) -> None:
-        """Hands the next step to the devices and goes on without waiting for them.
+        """Starts the next step on the devices and returns without waiting for it.
 
         Args:
             batch: on the devices.
-            origin: where it comes from.
-            is_logged: whether a training record is due after it, which under determinism has
-                digests of what the step made.
+            origin: the host batch it was made of.
+            is_logged: whether a training record is due after it. With determinism the record has
+                digests of the weights and of the batch.
         """
         step = self.step + 1
         program = self._program(batch)
@@ -353,13 +356,13 @@ class Run:
         return program
 
     def check_steps(self, write: bool) -> None:
-        """Looks at the steps that nobody has looked at yet, and writes a record of the last one if
-        asked to.
+        """Checks the steps that have not been checked yet, and writes a training record of the last
+        one if `write`.
 
         Raises:
             RollBack: an anomaly asks for the checkpoint before it.
-            TryAgainError: steps are not finite because the weights are not, and no update has made
-                them so.
+            TryAgainError: steps are not finite because the weights are damaged: every update was
+                finite.
             DivergedError, DataError, UserError: see `look`; or an anomaly ends the run.
         """
         try:
@@ -381,12 +384,12 @@ class Run:
 
     def look(self, write: bool) -> Finding | None:
         """Fetches the metrics of the steps since the last look, checks and counts each, and writes
-        a record of the last one if asked to.
+        a training record of the last one if `write`.
 
-        Steps are fetched together, so that the device need not wait for the host after each.
+        They are fetched together, so that the devices do not wait for the host after every step.
 
         Returns:
-            An anomaly for which a step, and those after it, must not count.
+            An anomaly because of which a step, and those after it, must not count.
 
         Raises:
             DivergedError, DataError: see `Health.check_step`.
@@ -409,17 +412,17 @@ class Run:
         return None
 
     def check_integrity(self) -> None:
-        """Compares copies of arrays and a repeated step, if it is time. TryAgainError: they
-        differ."""
+        """Compares copies of arrays with each other, and the repeated step with the first, when
+        that is due. TryAgainError: they differ."""
         self._integrity.check(self.step, self.state, self._repeated)
 
     def evaluate(self) -> None:
-        """Reads the sets that are `unevaluated`, one by one.
+        """Evaluates the sets in `unevaluated`, one by one, and takes them out of the list.
 
         Raises:
-            StopRequested: somebody asks to stop; the set that was being read is still in the list.
-            DivergedError: the loss of one is not finite. Nothing is saved of this step.
-            TryAgainError: likewise, because memory has damaged the weights.
+            StopRequested: somebody asked to stop; the set that was being read is still in the list.
+            DivergedError: the loss on a set is not finite. Nothing is saved of this step.
+            TryAgainError: likewise, because a memory fault has damaged the weights.
         """
         was_asked = bool(self.unevaluated)
         while self.unevaluated:
@@ -441,8 +444,7 @@ class Run:
             self.health.ending = self.validation.why_stop()
 
     def write_ending(self) -> None:
-        """Writes down, once, why the run ends here before its plan does; nothing if it does
-        not."""
+        """Records why the run ends before its plan does, if it does; once only."""
         ending = self.health.ending
         if ending and self.recorder.end_at != self.step:
             values = {"ending": ending, "planned_steps": self.num_steps}
@@ -471,9 +473,9 @@ class Run:
     # Anomalies
 
     def _end_before(self, found: Finding, used: str = "") -> NoReturn:
-        """Ends the run as it was before the step of an anomaly, which the devices have halted at.
+        """Ends the run at the step before an anomaly, where the devices have halted.
 
-        DivergedError: always; the state before the step is saved, unless it is the first one.
+        DivergedError: always. The state before the step is saved, unless it was the first step.
         """
         self.step = found.step - 1
         is_saved = False
@@ -502,11 +504,11 @@ class Run:
         self._end_before(found, used)
 
     def roll_back(self, found: Finding) -> None:
-        """Goes back to the newest checkpoint before the steps that are left out from now on, up to
-        the one that was found.
+        """Goes back to the newest checkpoint from before the anomaly, and makes the steps again
+        without the ones that are left out because of it.
 
         Raises:
-            DivergedError: it is of before a change of data that was accepted.
+            DivergedError: that checkpoint is older than a change of data that was accepted.
             StorageError: the processes see different checkpoints.
         """
         num_left_out = 1
@@ -562,12 +564,12 @@ class Run:
     # Saving and stopping
 
     def save(self) -> bool:
-        """A checkpoint of this step, in the background if the config says so.
+        """Saves a checkpoint of this step, in the background if the config says so.
 
         Returns:
-            False if the last steps were not finite. The weights may be the cause of that although
-            they are finite, and would take the place of good ones; so the save is postponed to the
-            next good step.
+            False if the last steps were not finite: the weights may be the cause even if they are
+            finite themselves, and saving them would displace good ones. The next good step is saved
+            instead.
         """
         count = self.health.skipped_in_row
         if count:
@@ -609,7 +611,7 @@ class Run:
         )
 
     def newest(self) -> str:
-        """A sentence about the newest checkpoint."""
+        """A sentence that names the newest checkpoint, for messages."""
         self.checkpoints.wait()
         step = self.checkpoints.latest()
         if step is None:
@@ -617,7 +619,7 @@ class Run:
         return f"The newest checkpoint is that of step {step:,}."
 
     def stop_and_save(self) -> NoReturn:
-        """Ends the launch, since somebody asks to stop. TryAgainError: always."""
+        """Saves and ends the launch because somebody asked to stop. TryAgainError: always."""
         is_saved = self.save()
         self.settle()
         asked = self.stop.name or "a signal to another process"

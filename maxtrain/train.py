@@ -2,7 +2,8 @@
 
 Read `launch` first, then `train`: config -> data and its plan -> devices -> model -> state (new,
 imported or restored) -> loop [batch, step, and each hook that is due] -> finish. The same command
-goes on where a stopped run was, to the same numbers.
+continues a stopped run from its newest checkpoint, and gets to the same numbers as if it had never
+stopped.
 """
 
 import sys
@@ -84,11 +85,13 @@ _MOST_SKIPPED = 0.9  # share of a run's steps that may have changed nothing
 
 
 def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
-    """A whole run, from its config to its last checkpoint and summary; damaged checkpoints are put
-    aside.
+    """A whole run, from its config to its last checkpoint and summary.
 
-    `ends_process`: the process is to end afterwards, and is ended if it takes too long for that
-        after a signal.
+    When the newest checkpoint turns out to be damaged, it is put aside, and the run starts again
+    from the one before it.
+
+    `ends_process`: the process exits after this. If a signal asked it to and it takes too long, it
+        is ended by force.
 
     Raises:
         UserError: what went wrong, with the exit code that says whether the same command may be
@@ -105,11 +108,16 @@ def run_from_config(config: RunConfig, ends_process: bool = False) -> None:
 
 
 def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Trackers) -> None:
-    """A run from its newest checkpoint on, if it has one; DamagedError, in all processes: that is
-    not what was saved.
+    """One attempt at a run: from its newest checkpoint if it has one, else from the beginning.
 
-    `attempt`: how often this process has tried with a newer one. `trackers`: begin here, and
-    finish when this is over, whatever happens.
+    Args:
+        attempt: how many attempts this process has made before this one; each found a damaged
+            checkpoint.
+        trackers: started here, once the run is open. The caller finishes them.
+
+    Raises:
+        DamagedError: what the newest checkpoint holds is not what was saved. All processes raise
+            it, also those whose own part of the checkpoint is whole.
     """
     clock = Stopwatch()
     folder = Path(config.output_dir, config.run_name)
@@ -180,12 +188,12 @@ def launch(config: RunConfig, attempt: int, stop: StopRequest, trackers: Tracker
 
 
 def train_until_done(run: Run) -> None:
-    """The loop, and again after every rollback.
+    """Trains until the run is done; after a rollback, the loop starts again from there.
 
     Raises:
-        TryAgainError: somebody asked to stop, and everything is saved; or memory has damaged the
-            weights.
-        KeyboardInterrupt: likewise, before there was anything to save.
+        TryAgainError: somebody asked to stop, and everything is saved; or a memory fault has
+            damaged the weights.
+        StopRequested: somebody asked to stop before there was anything to save.
         DivergedError, DataError: see `Run.check_steps`, `Run.evaluate` and `Run.require_saved`.
     """
     if run.done():
@@ -249,8 +257,8 @@ def train(run: Run) -> None:
 
 @contextlib.contextmanager
 def tracing(run: Run) -> Iterator[None]:
-    """Starts the trace of observe.profile where the first step of the loop is in it, and writes
-    one that is open when the loop is left, however that is."""
+    """Starts the trace of observe.profile if the loop's first step is to be traced. However the
+    loop ends, a trace that is still open is written then."""
     if run.trace.due(run.step):
         run.trace.turn(run.step, run.state)
     try:
@@ -260,10 +268,10 @@ def tracing(run: Run) -> Iterator[None]:
 
 
 def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
-    """The batches of the steps that are left, on the devices, each with where it comes from.
+    """The batches of the remaining steps, on the devices, each with the host batch it was made of.
 
-    StopRequested: somebody asks to stop while one is awaited; what the steps before it were has
-    been looked at.
+    StopRequested: somebody asked to stop while the next batch was being read. The steps before it
+    have been checked by then.
     """
     begun_at = run.step
     batches = run.job.batches(begun_at, left_out=run.health.left_out)
@@ -281,7 +289,8 @@ def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
 
 
 def conclude(run: Run) -> None:
-    """What a run that has come to its end says. DivergedError: it has hardly trained."""
+    """Writes the summary of a finished run. DivergedError: almost none of its steps changed
+    anything."""
     job = run.job
     health = run.health
     problem = lack_of_progress(run.step, health.skipped)
@@ -309,14 +318,15 @@ def conclude(run: Run) -> None:
 
 
 def take_locks(held: contextlib.ExitStack, folder: Path, second: Path | None) -> None:
-    """Nobody else writes to the run's folder, nor to that of its copies, until `held` ends."""
+    """Locks the run's folder, and the folder of its copies, until `held` is closed."""
     held.enter_context(RunLock(folder))
     if second and second.parents[1].is_dir():  # else there is a warning, and nothing is copied
         held.enter_context(RunLock(second.parent, needed=False))
 
 
 def begin_books(run: Run, watchdog: Watchdog, is_new: bool) -> None:
-    """Opens what this launch writes into the run's folder; `is_new`: it begins at step 1."""
+    """Opens the logs that this launch writes in the run's folder; `is_new`: there was no
+    checkpoint."""
     recorder = run.recorder
     if not run.done():  # else no time is spent on the run
         watchdog.begin(lambda: run.step, run.folder.id)
@@ -332,7 +342,7 @@ def begin_books(run: Run, watchdog: Watchdog, is_new: bool) -> None:
 
 
 def begin_trackers(run: Run, trackers: Trackers) -> None:
-    """Starts what shows the records elsewhere, if there will be any; on process 0 alone."""
+    """Starts the trackers on process 0, unless the run has nothing left to do."""
     if jax.process_index() != 0 or run.done():
         return
     revision, is_dirty = revision_around(Path.cwd())
@@ -353,8 +363,11 @@ def begin_trackers(run: Run, trackers: Trackers) -> None:
 
 
 def note_launch(job: Job, run_folder: RunFolder, step: int) -> None:
-    """Writes down what is launched after `step` finished steps: as it was asked for, which fits
-    other machines, too."""
+    """Records a launch that begins after `step` finished steps.
+
+    The config is recorded as the user asked for it, not as it was fitted to this machine, so that it
+    works on others, too.
+    """
     run_folder.write_config(to_yaml(job.asked))
     data = job.data.fingerprint_at(job.data.plan.num_steps)
     record = launch_record(to_yaml(job.asked), job.mesh, data, step)
@@ -434,7 +447,7 @@ def describe_experts(progress: Progress, config: RunConfig, platform: str) -> No
 
 
 def lack_of_progress(steps: int, skipped: int) -> str:
-    """What is wrong with a run most of whose steps changed nothing; empty if nothing is."""
+    """A sentence about a run most of whose steps changed nothing; empty for any other run."""
     if steps == 0 or skipped <= _MOST_SKIPPED * steps:
         return ""
     return (
@@ -445,7 +458,7 @@ def lack_of_progress(steps: int, skipped: int) -> str:
 
 
 def main(config: RunConfig, ends_process: bool = False) -> int:
-    """Runs, and turns what the user can mend into a message and an exit code; see `run_from_config`."""
+    """Runs `run_from_config`. Errors that the user can mend become a message and an exit code."""
     lost = False
 
     def job() -> None:

@@ -13,6 +13,7 @@ from maxtrain.checkpoint.listing import saved_digests
 from maxtrain.config import load_config
 from maxtrain.model_source import load_run
 from maxtrain.models.buffer import Buffer
+from maxtrain.observe.launches import read_launches
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.train import main
 from tests.centred import centred
@@ -45,6 +46,8 @@ def config(tmp_path_factory, tiny_run, centred) -> Path:
         steps=8,
         checkpoint_interval=4,
         model={"num_layers": 3},
+        # So that two meshes can be compared.
+        precision={"compute": "float32"},
         optimizer={"learning_rate": 1e-2},
         schedule={"warmup_steps": 2},
         eval={"sets": {"heldout": {"path": str(folder / "data" / "eval")}}},
@@ -74,6 +77,25 @@ def test_a_resumed_run_is_as_never_stopped(config):
     assert train(config, "whole") == 0
     assert saved_digests(runs / "whole" / "checkpoints")[8] == expected
     assert replay.main([str(runs / "whole"), "--steps", "4:8"]) == 0
+
+
+def test_a_run_goes_on_to_the_same_numbers_on_another_mesh(config):
+    """Saved by the shards of one mesh, a buffer is what the shards of the other go on from."""
+    runs = config.parent / "runs"
+    shutil.copytree(runs / "whole", runs / "moved")
+    shutil.rmtree(runs / "moved" / "checkpoints" / "00000008")
+    assert train(config, "moved", "mesh.data=4", "mesh.fsdp=2") == 0
+    first, last = (launch["mesh"] for launch in read_launches(runs / "moved"))
+    assert (first["fsdp"], last["fsdp"]) == (4, 2)
+    expected = buffers(runs / "whole")
+    for name, value in buffers(runs / "moved").items():
+        np.testing.assert_allclose(value, expected[name], atol=1e-7)
+        assert np.abs(value).max() > 0
+    losses = []
+    for run in ("whole", "moved"):
+        records = read_metrics(runs / run)
+        losses.append([record["loss"] for record in records if record["kind"] == "train"])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
 def test_evaluation_and_generation_leave_them(config, capfd):

@@ -1,20 +1,26 @@
 """Runs that were begun when defaults were others go on to the same bits, and say what they keep."""
 
 import json
+import shutil
 import sys
 import tarfile
 from pathlib import Path
 
+import jax
 import pytest
 
 from maxtrain import failpoints, job
-from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.checkpoint.listing import latest_state, saved_digests
+from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config import load_config
 from maxtrain.config.older import kept_settings
+from maxtrain.job import open_job
 from maxtrain.observe.launches import launch_differences, read_launches
 from maxtrain.observe.metrics import read_metrics
+from maxtrain.ops.digest import digests, hash_text, tree_digests
 from maxtrain.replay import main as replay
 from maxtrain.train import main
+from maxtrain.training.state import changing_part, policy_variables, saved_part
 
 pytestmark = pytest.mark.usefixtures("this_process")
 # What a version wrote down whose defaults these were.
@@ -158,31 +164,67 @@ OPTIONS = {
 @pytest.fixture
 def format_3(tmp_path, monkeypatch) -> Path:
     """Three runs of three steps, beside their data, and the numbers of all six steps as the version
-    that began them made them."""
+    that began them made them, on another machine."""
     with tarfile.open(FORMAT_3) as archive:
         archive.extractall(tmp_path, filter="data")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+def words_of(name):
+    return ["config=tiny.yaml", f"run_name={name}", *OPTIONS[name]]
+
+
 def go_on(name, *overrides):
-    words = ["config=tiny.yaml", f"run_name={name}", *OPTIONS[name], *overrides]
-    return main(load_config(words))
+    return main(load_config([*words_of(name), *overrides]))
+
+
+def restored_arrays(name):
+    """Digests of the state of step 3 as it is restored, by the names of now; and the one of all
+    parameters."""
+    folder = Path("runs", name, "checkpoints")
+    opened = open_job(load_config(words_of(name)), latest_state(folder))
+    checkpoints = Checkpoints(folder, opened.config.checkpoint)
+    with jax.set_mesh(opened.mesh):
+        state, _ = checkpoints.restore(saved_part(opened.abstract), 3)
+        checkpoints.close()
+        return tree_digests(changing_part(state)), hash_text(digests(policy_variables(state)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", list(OPTIONS))
-def test_a_run_of_format_3_goes_on_to_the_same_bits(format_3, name):
+def test_a_run_of_format_3_is_restored_bit_for_bit_and_goes_on(format_3, name, monkeypatch):
+    """Bits of later steps are those of this machine: a run that is stopped once more makes them,
+    too. What the other machine computed is near."""
+    then = json.loads((format_3 / "numbers.json").read_text())[name]
+    runs = format_3 / "runs"
+    saved = saved_digests(runs / name / "checkpoints")[3]
+    restored, of_params = restored_arrays(name)
+    assert restored.items() <= saved.items() and "params.layers.0.attention.q.kernel" in restored
+    assert any(array.startswith("opt_state.") for array in restored)
+    _, _, _, params_hash = then[2]
+    assert of_params == params_hash
+
+    shutil.copytree(runs / name, format_3 / "begun")
     assert go_on(name) == 0
     made = []
-    for record in read_metrics(format_3 / "runs" / name):
+    for record in read_metrics(runs / name):
         if record["kind"] == "train":
-            norms = [record["loss"].hex(), record["grad_norm"].hex()]
-            made.append([record["step"], *norms, record["params_hash"]])
-    assert made == json.loads((format_3 / "numbers.json").read_text())[name]
-    saved = saved_digests(format_3 / "runs" / name / "checkpoints")
-    assert saved[3].keys() == saved[6].keys()
-    assert "params.layers.0.attention.q.kernel" in saved[3]
+            made.append([record["step"], record["loss"], record["grad_norm"]])
+    for (step, loss, norm), (then_step, then_loss, then_norm, _) in zip(made, then, strict=True):
+        assert step == then_step
+        assert loss == pytest.approx(float.fromhex(then_loss), rel=1e-3)
+        assert norm == pytest.approx(float.fromhex(then_norm), rel=1e-2)
+    whole = saved_digests(runs / name / "checkpoints")
+    assert whole[3].keys() == whole[6].keys()
+
+    shutil.move(runs / name, format_3 / "whole")
+    shutil.move(format_3 / "begun", runs / name)
+    with monkeypatch.context() as patch:
+        patch.setenv(failpoints.VARIABLE, "after_step:nan:6")
+        assert go_on(name, "checkpoint_interval=1") == 75
+    assert go_on(name) == 0
+    assert saved_digests(runs / name / "checkpoints")[6] == whole[6]
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import threading
 
 import pytest
 
@@ -56,14 +57,37 @@ class Broken(Tracker):
         raise ConnectionError("no route either")
 
 
+class Hanging(Broken):
+    """Answers nothing until the test is over."""
+
+    def __init__(self):
+        self.over = threading.Event()
+        self.is_abandoned = False
+
+    def log(self, step, values, kind):
+        self.over.wait()
+
+    def abandon(self):
+        self.is_abandoned = True
+
+
 @pytest.mark.long
-def test_a_broken_tracker_stops_nothing(config, monkeypatch, capsys):
+def test_trackers_that_are_broken_or_hang_stop_nothing(config, monkeypatch, capsys):
+    hanging = Hanging()
+    monkeypatch.setitem(tracking.PATIENCE, "finished", 2.0)
     monkeypatch.setitem(tracking.TRACKERS, "wandb", lambda observe: Broken())
-    assert train(config, "broken", "steps=2", "observe.trackers=wandb") == 0
+    monkeypatch.setitem(tracking.TRACKERS, "mlflow", lambda observe: hanging)
+    try:
+        assert train(config, "broken", "steps=2", "observe.trackers=wandb,mlflow") == 0
+    finally:
+        hanging.over.set()
     assert len(read_metrics(config.parent / "runs" / "broken")) == 2
     said = " ".join(capsys.readouterr().out.split())
     assert said.count("wandb failed (ConnectionError: no route). The run goes on") == 1
     assert "wandb did not take 2 of 2 records; metrics.jsonl has them." in said
+    assert said.count("mlflow did not finish in time and is left alone.") == 1
+    assert "mlflow did not take 2 of 2 records; metrics.jsonl has them." in said
+    assert hanging.is_abandoned
 
 
 @pytest.mark.long

@@ -172,10 +172,11 @@ class TrackerThread:
 
 
 class Trackers:
-    """Those of one launch; use as `with Trackers() as trackers:` around all of it.
+    """The trackers of one launch; use as `with Trackers() as trackers:` around all of it.
 
-    There are none until `begin`, and none on processes that never call it. At the end of the block
-    they finish: after a bounded time, whatever they do.
+    They start with `begin`, which processes other than the first never call. The end of the block
+    finishes them, however it is reached, and waits for them only so long (`PATIENCE`): a tracker
+    that hangs is left alone then.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,10 @@
 """MLflow with a store in a file: metrics, parameters, tags and files, over several launches of one
 run."""
 
+import dataclasses
 import importlib
 import sys
+import time
 
 import pytest
 
@@ -21,9 +23,9 @@ def local(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
-def launch(folder, step=0, **values):
+def launch(folder, step=0, config=CONFIG, **values):
     """A tracker that has begun, and the id that it gave the run."""
-    tracker = Mlflow(CONFIG)
+    tracker = Mlflow(config)
     info = RunInfo(
         folder=folder,
         name="tiny",
@@ -41,8 +43,18 @@ def launch(folder, step=0, **values):
     return tracker, tracker.start(info)
 
 
+def wait_for_system_metrics(client, known_as):
+    """Until a thread of MLflow has written one."""
+    end = time.monotonic() + 120
+    while "system/cpu_utilization_percentage" not in client.get_run(known_as).data.metrics:
+        assert time.monotonic() < end, "no system metric within two minutes"
+        time.sleep(0.05)
+
+
 @pytest.mark.long
-def test_two_launches_are_one_run(tmp_path):
+def test_two_launches_are_one_run(tmp_path, monkeypatch):
+    """The second one measures the system, too."""
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     # Here, since every worker of the tests would import it otherwise.
     tracking = importlib.import_module("mlflow.tracking")
     folder = tmp_path / "run"
@@ -57,8 +69,12 @@ def test_two_launches_are_one_run(tmp_path):
     client = tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert client.get_run(known_as).info.status == "KILLED"
     assert client.get_run(known_as).data.tags["trainer.rewound_to"] == "1"
-    second, same = launch(folder, step=2, known_as=known_as)
+    assert not any(name.startswith("system/") for name in client.get_run(known_as).data.metrics)
+    measured = dataclasses.replace(TRACKING, system_metrics=True)
+    config = dataclasses.replace(CONFIG, tracking=measured)
+    second, same = launch(folder, step=2, config=config, known_as=known_as)
     assert same == known_as
+    wait_for_system_metrics(client, known_as)
     second.log(2, {"set": "val", "nll": 1.25}, "eval")
     second.log(2, {"ending": "no better", "planned_steps": 9}, "end")
     second.finish("finished")

@@ -88,9 +88,8 @@ def test_the_measurement_is_that_of_the_best_product(monkeypatch):
     assert list(seconds) == [9.0], "after six seconds none is begun"
 
 
-def test_a_real_measurement_is_the_rate_of_real_products():
-    """NumPy's product of the same shapes takes all cores, too, with another library. A busy machine
-    slows both, but not at the same moments."""
+def rate_of_numpy():
+    """FLOP/s of products of the same shapes, by another library, on all cores, too."""
     a = np.ones((4096, 512), np.float32)
     b = np.ones((512, 1376), np.float32)
     best = float("inf")
@@ -98,5 +97,17 @@ def test_a_real_measurement_is_the_rate_of_real_products():
         start = time.perf_counter()
         a @ b
         best = min(best, time.perf_counter() - start)
-    expected = 2 * 4096 * 512 * 1376 / best
-    assert expected / 50 < measure_matmul("float32", seconds=0.3) < expected * 50
+    return 2 * 4096 * 512 * 1376 / best
+
+
+def test_a_real_measurement_waits_for_real_products():
+    """It is of the size of NumPy's rate: two libraries are within a factor of eight, and a product
+    that nobody waits for is hundreds of times off. A busy machine slows both, but not at the same
+    moments, so there are several attempts; that the number itself is right, the test above shows.
+    """
+    ratios = []
+    for _ in range(4):
+        ratios.append(measure_matmul("float32", seconds=0.3) / rate_of_numpy())
+        if 1 / 8 < ratios[-1] < 8:
+            return
+    pytest.fail(f"measured, as a part of NumPy's rate: {ratios}")
