@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import numpy as np
 import pytest
 
 from benchmarks import (
@@ -12,6 +13,7 @@ from benchmarks import (
     checks,
     data,
     experts,
+    families,
     one_core,
     prefetch,
     prepare,
@@ -252,3 +254,47 @@ def test_quantized_prints_a_row_for_each_base(capsys):
     assert [base for base, _, _ in rows] == ["full", "int8", "nf4"]
     sizes = [float(parameters) for _, _, parameters in rows]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_families_writes_a_row_for_each_case_and_leaves_those_of_others(
+    tmp_path, monkeypatch, capsys
+):
+    def row(case, folder):
+        assert folder.is_dir()
+        return [case, "1.0e-06", *["same"] * 14]
+
+    monkeypatch.setattr(families, "RESULTS", tmp_path / "families.md")
+    monkeypatch.setattr(families, "row", row)
+    assert families.main(["--only", "qwen2", "gemma2", "--write"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    monkeypatch.setattr(families, "row", lambda case, _: [case, "2.0e-06", families.same(False)])
+    assert families.main(["--only", "qwen2", "--write"]) == 1
+    written = families.RESULTS.read_text()
+    assert written.startswith("# Every family\n\n`python -m benchmarks.families --write` on ")
+    head, sides, *rows = [line for line in written.splitlines() if line.startswith("| ")]
+    assert rows[0].startswith("| gemma2 | 1.0e-06 | same |")
+    assert rows[1:] == ["| qwen2 | 2.0e-06 | **differs** |"]
+    assert head.count("|") == sides.count("|") == rows[0].count("|")
+
+
+def test_families_are_apart_by_a_share_of_the_largest_number():
+    assert families.apart([0.0, 4.0], [0.0, 5.0]) == pytest.approx(0.2)
+    assert families.apart([0.0], [0.0]) == 0
+    assert families.apart([1e-9], [0.0]) == families.apart([np.nan, 1.0], [2.0, 1.0]) == np.inf
+    worst = families.worst({"a": [1.0], "b": [np.nan]}, {"a": [2.0], "b": [1.0]})
+    assert worst == (np.inf, "b")
+
+
+def test_families_documents_are_the_same_packed_and_alone():
+    packed, alone, places = families.documents()
+    assert max(families.DOCUMENTS) > 16
+    for number, length in enumerate(families.DOCUMENTS):
+        assert len(places[number]) == 3
+        for row, start in places[number]:
+            there = slice(start, start + length)
+            assert len(set(packed["segment_ids"][row, there])) == 1
+            for name in ("inputs", "targets", "positions", "loss_mask"):
+                expected = alone[name][number, :length]
+                np.testing.assert_array_equal(packed[name][row, there], expected)
+    assert packed["loss_mask"].sum() == 3 * alone["loss_mask"].sum() == 3 * (42 - 3)
+    assert (packed["segment_ids"] == 0).sum() == 3 * (families.ROW - 42)

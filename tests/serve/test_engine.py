@@ -107,9 +107,13 @@ MORE_CASES = [
     "gemma2",
     "gpt_oss",
     "qwen2",
+    "qwen3",
+    "qwen2_moe",
     "qwen3_moe",
     "mixtral",
+    "deepseek_v2",
     "olmo2",
+    "gpt2",
     "llama3",
 ]
 

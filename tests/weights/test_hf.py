@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.families import passed, reference_batch
 from data_pipeline.errors import ConfigError, DataError, UsageError
 from maxtrain.config.schema import MeshConfig, PrecisionConfig, RopeConfig
 from maxtrain.generate import generate
@@ -23,7 +24,6 @@ from maxtrain.models.families.directory import read_config
 from maxtrain.models.specs import RopeSpec
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
-from maxtrain.weights.codec import in_memory, tensors_in_order
 from maxtrain.weights.hf import differing_keys, load_pretrained, load_weights, tensor_files
 from tests.shared import PARITY_CASES, in_time
 
@@ -53,24 +53,13 @@ def leaves_by_name(params):
 
 @pytest.mark.parametrize(("case", "scan", "kernel"), list(cases_and_forms()))
 def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel):
-    model, config = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
+    model, _ = load_pretrained(PARITY / case, scan_layers=scan, attention=kernel)
     reference = np.load(PARITY / case / "reference.npz")
-    tokens = jnp.asarray(reference["tokens"])
-    graphdef, params = nnx.split(model)
-
-    def loss_of(params):
-        logits = nnx.merge(graphdef, params)(tokens)
-        logp = jax.nn.log_softmax(logits[:, :-1])
-        return -jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1).mean(), logits
-
-    (loss, logits), grads = jax.jit(jax.value_and_grad(loss_of, has_aux=True))(params)
-    assert logits.dtype == jnp.float32
-    np.testing.assert_allclose(logits, reference["logits"], rtol=0, atol=2e-5)
-    np.testing.assert_allclose(loss, reference["loss"], rtol=1e-5)
-    norm = np.sqrt(sum(np.square(np.asarray(g, np.float64)).sum() for g in jax.tree.leaves(grads)))
-    np.testing.assert_allclose(norm, reference["grad_norm"], rtol=1e-5)
-    named = {name: in_memory(np.asarray(leaf)) for name, leaf in leaves_by_name(grads).items()}
-    ours = tensors_in_order(FAMILIES[config.family].table(config), named)
+    found = passed(model, reference_batch(reference["tokens"]))
+    assert found.logits.dtype == np.float32
+    np.testing.assert_allclose(found.logits, reference["logits"], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(found.loss, reference["loss"], rtol=1e-5)
+    np.testing.assert_allclose(found.norm(), reference["grad_norm"], rtol=1e-5)
     theirs = {
         name.removeprefix("grad/"): reference[name]
         for name in reference.files
@@ -78,7 +67,8 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, scan, kernel)
     }
     assert len(theirs) == 2
     for name, grad in theirs.items():
-        np.testing.assert_allclose(ours[name].whole(), grad, rtol=1e-4, atol=1e-6)
+        atol = 1e-5 * np.abs(grad).max()
+        np.testing.assert_allclose(found.gradients[name], grad, rtol=0, atol=atol, err_msg=name)
 
 
 @pytest.mark.parametrize("case", in_time(PARITY_CASES))
