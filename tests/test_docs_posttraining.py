@@ -1,11 +1,20 @@
 """Every example of docs/posttraining.md runs as it stands, and its table has all rewards."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from maxtrain.config.schema import DpoConfig
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.ops.preference import LOSSES
 from maxtrain.rl.rewards.registry import PROFILES, names_of_ours
+from tests.test_docs_fine_tuning import COLOURS, NAMES, write_pretrained
 
 ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "docs" / "posttraining.md").read_text()
@@ -27,3 +36,47 @@ def test_the_table_has_all_rewards():
     listed = re.findall(r"^\| `(\w+)` \|", TEXT, re.MULTILINE)
     parts = {f"{profile}.{part}" for profile in PROFILES for part in PROFILES[profile]}
     assert sorted(listed) == sorted(set(names_of_ours()) - parts)
+
+
+def test_the_table_has_all_losses_of_preferences():
+    (section,) = [section for section in SECTIONS if section.startswith("Preferences\n")]
+    rows = re.findall(r"^\| (`\w.*?) \|", section, re.MULTILINE)
+    listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(listed) == sorted(LOSSES)
+    assert DpoConfig().loss_type in LOSSES
+
+
+def write_pairs(path):
+    lines = []
+    for name in NAMES:
+        for thing, colour in COLOURS.items():
+            pair = {
+                "prompt": f"I am {name}. What colour is {thing}?",
+                "chosen": f" It is {colour}.",
+                "rejected": " Who knows.",
+            }
+            lines.append(json.dumps(pair))
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_commands_about_preferences_work(tmp_path):
+    (section,) = [section for section in SECTIONS if section.startswith("Preferences\n")]
+    write_pretrained(tmp_path)
+    write_pairs(tmp_path / "pairs.jsonl")
+    (example,) = re.findall(r"^```json\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    assert list(json.loads(example)) == ["prompt", "chosen", "rejected"]
+    (block,) = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    for command in block.splitlines():
+        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
+        result = subprocess.run(
+            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    records = read_metrics(tmp_path / "runs" / "preferred")
+    first, *_, last = [record for record in records if record["kind"] == "eval"]
+    assert first["preference"] == pytest.approx(0.693, abs=1e-3)
+    assert last["preference"] < 0.5 * first["preference"]
+    assert last["reward_accuracy"] > 0.9
