@@ -278,6 +278,7 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if saved is not None:
         kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
+    require_pairs(config.objective, data)
     asked = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
     notes: list[str] = []
@@ -300,7 +301,6 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     if count < had:
         asked = fit_to_fewer(asked, had, count, jax.device_count() // count) or asked
     fitted = fit_to_devices(asked, jax.device_count())
-    require_pairs(config.objective, data)
     parts = make_parts(fitted, jax.devices(), num_steps, len(data.plan.names))
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:

@@ -124,7 +124,7 @@ def test_a_resumed_run_is_as_never_stopped_and_needs_the_same_reference(config, 
 def test_with_adapters_the_reference_is_the_model_without_them(config, capfd):
     overrides = preferences(config, "model.lora.rank=2", "optimizer.learning_rate=0.02")
     assert train(config, "adapters", *overrides) == 0
-    assert "reference: the model without its adapters" in capfd.readouterr().err
+    assert "reference: the model without its adapters" in capfd.readouterr().out
     before, after = evaluations(config.parent / "runs" / "adapters")
     assert before["preference"] == pytest.approx(np.log(2), rel=1e-4)
     assert after["reward_accuracy"] > 0.9
@@ -178,8 +178,8 @@ def test_what_can_not_be_compared_is_refused(config, capfd, overrides, message):
 
 
 def test_text_without_pairs_is_refused(config, capfd, tmp_path):
-    (tmp_path / "text.txt").write_text("green apple " * 5)
-    options = ["--text", f"{tmp_path}/text.txt", "--tokenizer", "bytes", "--workers", "1"]
+    (tmp_path / "text.jsonl").write_text('{"text": "green apple, green apple"}\n' * 60)
+    options = ["--jsonl", f"{tmp_path}/text.jsonl", "--tokenizer", "bytes", "--workers", "1"]
     assert prepare.main([str(tmp_path / "text"), *options]) == 0
     plain = [
         "data.sources.pairs.path=" + str(tmp_path / "text"),
