@@ -24,6 +24,7 @@ RUN_WHOLE = {
     "fine_tuning.md": "tests/test_docs_fine_tuning.py",
     "numerics.md": "tests/test_docs_numerics.py",
     "reliability.md": "tests/test_docs_reliability.py",
+    "posttraining.md": "tests/test_docs_posttraining.py",
 }  # documents whose commands are run in order, every one of them
 
 FAST = [

@@ -62,15 +62,15 @@ def write_pairs(path):
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_the_commands_about_preferences_work(tmp_path):
-    (section,) = [section for section in SECTIONS if section.startswith("Preferences\n")]
+def test_the_commands_work_in_order(tmp_path):
     write_pretrained(tmp_path)
     write_pairs(tmp_path / "pairs.jsonl")
-    (example,) = re.findall(r"^```json\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    (example,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     assert list(json.loads(example)) == ["prompt", "chosen", "rejected"]
-    (block,) = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    commands = "".join(blocks).splitlines()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    for command in block.splitlines():
+    for command in commands:
         words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
         result = subprocess.run(
             words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300

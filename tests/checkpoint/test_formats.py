@@ -110,7 +110,7 @@ GOOD = {
         ),
         ({"cursor": 7}, "cursor is int, not dict"),
         ({"best": {"held": {"step": 1}}}, "record.json: "),
-        ({"best": {"held": {"step": "1", "nll": 2.0}}}, "best must have step and nll"),
+        ({"best": {"held": {"step": "1", "nll": 2.0}}}, "best must have step and a loss"),
         ({"metrics": {"records": "1"}}, "metrics must have records and crc32"),
         ({"unevaluated": [1]}, "unevaluated must be names"),
         ({"step": 1.5}, "step is float, not int"),

@@ -401,7 +401,5 @@ def test_bad_dates_settings_and_a_missing_package(tmp_path, monkeypatch):
         load_template(str(tmp_path / "t.jinja"), tmp_path, [])
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "jinja2", None)
-        with pytest.raises(
-            UsageError, match=r"--chat: needs jinja2.*pip install 'maxtrain\[chat\]'"
-        ):
+        with pytest.raises(UsageError, match=r"--chat: needs jinja2.*pip install -e .*\[chat\]'"):
             load_template(str(tmp_path / "t.jinja"), "bytes", [], "2024-02-29")

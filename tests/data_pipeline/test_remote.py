@@ -111,7 +111,7 @@ class NoCredentialsError(Exception):
         (
             ImportError("Install s3fs"),
             UsageError,
-            r"needs a package for s3://.*Install it: pip install 'maxtrain\[s3\]'",
+            r"needs a package for s3://.*Install it: pip install -e .*\[s3\]'",
             1,
         ),
         (TypeError("a bug of ours"), TypeError, "a bug of ours", 1),

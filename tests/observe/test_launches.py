@@ -69,7 +69,7 @@ def test_a_record_says_what_makes_numbers(record):
 
 def test_the_kernel_of_experts_is_recorded_where_there_are_some():
     config = RunConfig(model=ModelConfig(family="mixtral", routing=RoutingConfig(kernel="ragged")))
-    record = launch_record(config, make_mesh(MeshConfig(data=2, fsdp=4)), "abc", 0)
+    record = launch_record(to_yaml(config), make_mesh(MeshConfig(data=2, fsdp=4)), "abc", 0)
     assert record["kernels"] == {"attention": "xla", "experts": "ragged"}
     before = record | {"kernels": {"attention": "xla"}}
     assert launch_differences(before, record) == {}

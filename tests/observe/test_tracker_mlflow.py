@@ -111,5 +111,5 @@ def test_two_launches_are_one_run(tmp_path, monkeypatch):
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(UsageError, match=r"pip install 'maxtrain\[mlflow\]'"):
+    with pytest.raises(UsageError, match=r"pip install -e .*\[mlflow\]'"):
         Mlflow(CONFIG)

@@ -128,5 +128,5 @@ def test_no_key_is_a_sentence_and_no_question(tmp_path, monkeypatch):
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UsageError, match=r"pip install 'maxtrain\[wandb\]'"):
+    with pytest.raises(UsageError, match=r"pip install -e .*\[wandb\]'"):
         Wandb(ObserveConfig(trackers=("wandb",)))

@@ -28,7 +28,7 @@ def test_it_is_for_tpus_only():
 
 @pytest.mark.skipif(is_there, reason="tokamax is installed")
 def test_without_the_package_the_extra_is_named():
-    with pytest.raises(UsageError, match=r"maxtrain\[tokamax\]"):
+    with pytest.raises(UsageError, match=r"pip install -e .*\[tokamax\]"):
         adapter.require_tokamax("tpu")
 
 

@@ -65,8 +65,8 @@ class RoutingConfig:
 
     kernel: Literal["blocks", "ragged", "tokamax", "eager"] = key(
         "blocks",
-        "loop over experts and blocks of their tokens, lax.ragged_dot (for TPUs), the kernel of "
-        "tokamax (TPUs only), or plain reference",
+        "blocks of each expert's tokens; ragged: lax.ragged_dot; tokamax: its kernel; both for TPUs; "
+        "eager: reference",
         used_by=EXPERTS,
     )
     capacity_factor: float | None = key(
@@ -86,8 +86,8 @@ class RoutingConfig:
     )
     balance_scope: Literal["sequence", "micro_batch", "global"] = key(
         "sequence",
-        "tokens whose shares are compared: those of a row, of a micro-batch, or of a whole step, "
-        "for which several micro-batches take one forward pass more",
+        "tokens whose shares are compared: of a row, of a micro-batch, or of a whole step (one "
+        "forward pass more)",
         used_by=(EXPERTS, _BALANCED),
     )
     z_loss: float = key(

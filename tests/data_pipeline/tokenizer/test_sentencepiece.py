@@ -210,6 +210,6 @@ def test_missing_package_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(
         UsageError,
-        match=r"tokenizer x: needs sentencepiece.*pip install 'maxtrain\[sentencepiece\]'",
+        match=r"tokenizer x: needs sentencepiece.*pip install -e .*\[sentencepiece\]'",
     ):
         load_tokenizer(tmp_path / "x.model")

@@ -179,5 +179,5 @@ def test_bad_files_say_what_to_do(tmp_path, content, changes, message):
 def test_missing_package_names_its_extra(tmp_path, monkeypatch):
     (tmp_path / "cl100k_base.tiktoken").write_bytes(CONTENT)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(UsageError, match=r"needs tiktoken.*pip install 'maxtrain\[tiktoken\]'"):
+    with pytest.raises(UsageError, match=r"needs tiktoken.*pip install -e .*\[tiktoken\]'"):
         load_tokenizer(tmp_path / "cl100k_base.tiktoken")
