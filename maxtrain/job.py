@@ -359,6 +359,7 @@ def make_parts(
         config.loss,
         config.distill,
         config.dpo,
+        config.grpo,
         config.regularization,
         config.optimizer.normalize,
         num_sources,
