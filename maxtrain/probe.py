@@ -250,6 +250,11 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
         UserError: the loss never fell, or was not finite from the start; data and config do not fit
             together.
     """
+    if config.objective == "grpo":
+        raise ConfigError(
+            "objective=grpo: a range test reads its batches ahead, and these are sampled from the "
+            "weights of each step. Compare a few short runs in place of it."
+        )
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
     piece = PieceConfig("exponential", start=low / high, end=1.0)

@@ -124,6 +124,7 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
         "grpo.reward_seconds",
         "grpo.num_generations",
         "grpo.max_completion_length",
+        "grpo.slots",
         "grpo.temperature",
         "grpo.loss_type",
         "grpo.epsilon",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxtrain.config.schema import GrpoConfig, RegularizationConfig
+from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.next_token import (
     NO_NOISE,
     chunks_of,
@@ -34,7 +35,7 @@ from maxtrain.objectives.objective import (
     num_tokens,
     with_layers,
 )
-from maxtrain.ops.log_probs import token_log_probs
+from maxtrain.ops.log_probs import TokenLogProbs, token_log_probs
 from maxtrain.ops.policy_loss import Clip, policy_loss, reference_divergence
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
@@ -103,16 +104,7 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
         out = noisy_forward(policy, batch, regularization)
-        found = token_log_probs(
-            out.hidden,
-            policy.output_matrix(),
-            batch["targets"],
-            chunks=chunks_of(batch, policy),
-            dtype=policy.precision.compute,
-            logits=policy.precision.output,
-            softcap=policy.spec.logit_softcap,
-            temperature=config.temperature,
-        )
+        found = _log_probs(policy, out.hidden, batch, config.temperature)
         now = jax.lax.stop_gradient(found.log_probs)
         is_first = batch[IS_FIRST][:, None] > 0
         old = jnp.where(is_first, now, batch[OLD])
@@ -158,6 +150,31 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
         models = (POLICY, REFERENCE)
     return Objective(
         factors, denominators, forward, models=models, recorded=tuple(recorded), arrays=arrays
+    )
+
+
+def scored(models: Models, batch: Batch, temperature: float) -> dict[str, Array]:
+    """The log-probability of each target, [B, T], by the policy (OLD) and, if there is one, by the
+    reference; nothing is random."""
+    names = {POLICY: OLD, REFERENCE: REFERENCE_LOG_PROBS}
+    found = {}
+    for model, name in names.items():
+        if model in models:
+            hidden = models[model].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+            found[name] = _log_probs(models[model], hidden, batch, temperature).log_probs
+    return found
+
+
+def _log_probs(model: Decoder, hidden: Array, batch: Batch, temperature: float) -> TokenLogProbs:
+    return token_log_probs(
+        hidden,
+        model.output_matrix(),
+        batch["targets"],
+        chunks=chunks_of(batch, model),
+        dtype=model.precision.compute,
+        logits=model.precision.output,
+        softcap=model.spec.logit_softcap,
+        temperature=temperature,
     )
 
 

@@ -2,6 +2,7 @@
 in, and the same gradient for every split of the batch."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +64,7 @@ def completions(count=5, advantages=None):
 def rows_of(policy, documents_of_rows, is_first=False):
     """A batch with these documents in each row."""
     count = len(documents_of_rows)
-    batch = {name: np.zeros((count, T), np.int32) for name in WHOLE}
+    batch: dict[str, Any] = {name: np.zeros((count, T), np.int32) for name in WHOLE}
     for name in ("loss_mask", ADVANTAGES, *LOG_PROBS):
         batch[name] = np.zeros((count, T), np.float32)
     batch[IS_FIRST] = np.full(count, is_first, np.float32)

@@ -21,7 +21,8 @@ class GrpoConfig:
 
     rewards: tuple[str, ...] = key(
         (),
-        "functions that reward completions: names of ours, or module.function of yours",
+        "what rewards completions: names of ours, such as 'overlong(max_tokens=512, cache_tokens=64)', "
+        "or module:function of yours",
         used_by=_GRPO,
     )
     reward_weights: tuple[float, ...] = key(
@@ -39,6 +40,7 @@ class GrpoConfig:
         low=1,
         used_by=_GRPO,
     )
+    slots: int = key(64, "completions that are sampled at once", low=1, high=1 << 16, used_by=_GRPO)
     temperature: float = key(
         1.0, "divides the logits, of the sampler and of the loss", above=0, high=100, used_by=_GRPO
     )
