@@ -314,7 +314,7 @@ class Rollouts:
         assert structure is not None
         model: Decoder = nnx.merge(structure, policy_variables(state))
         count = len(prompts) * config.num_generations
-        engine = Engine(model, slots=min(count, config.slots))
+        engine = Engine(model, slots=min(count, config.slots), eager=True)
         seed = _seed(self._run, steps.start)
         generations = []
         for number, prompt in enumerate(prompts):
