@@ -148,6 +148,22 @@ def test_a_damaged_rollout_is_named_and_made_again(config, straight, capfd):
     assert final(config, "damaged") == straight
 
 
+@pytest.mark.long
+def test_adapters_are_compared_with_the_model_without_them(config, straight):
+    """Which they are at the beginning, so that nothing is between both; a run that was stopped within
+    a rollout goes on bit for bit."""
+    begins = f"checkpoint.init_from={config.parent / 'runs' / 'straight'}"
+    options = [begins, "model.lora.rank=2", "grpo.beta=0.1", "optimizer.learning_rate=0.1"]
+    assert train(config, "adapters", *options) == 0
+    lines = records(config, "adapters")
+    np.testing.assert_allclose(lines[0]["kl"], 0.0, atol=1e-6)
+    assert lines[-1]["kl"] > 1e-4
+    whole = final(config, "adapters")
+    shutil.rmtree(config.parent / "runs" / "adapters" / "checkpoints" / "00000004")
+    assert train(config, "adapters", *options) == 0
+    assert final(config, "adapters") == whole
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
