@@ -282,7 +282,13 @@ def _write_documents(
             # The end is no target beside a mask: a chat template ends its turns itself. Where there
             # is no template, it is among the ids, and a target.
             own_end = None if document.apart else end
-            writer.append(encoded.ids, mask=encoded.mask, end=own_end, value=document.value)
+            writer.append(
+                encoded.ids,
+                mask=encoded.mask,
+                end=own_end,
+                value=document.value,
+                columns=document.columns,
+            )
             text_bytes += encoded.text_bytes
     return text_bytes
 

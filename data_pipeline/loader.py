@@ -51,6 +51,20 @@ _STEPS_DESCRIBED = 32
 Parts = Part | dict[tuple[int, int], Part] | None
 
 
+class Made(NamedTuple):
+    """A batch that is not what the plan reads, but made of it.
+
+    Attributes:
+        shape: rows and length.
+        unused_rows: rows without a target that nobody is to blame for.
+        numbers: to be recorded of the step.
+    """
+
+    shape: Shape
+    unused_rows: int
+    numbers: dict[str, float]
+
+
 class HostBatch(NamedTuple):
     """One host's batch of one step, and how many of its targets count.
 
@@ -63,7 +77,7 @@ class HostBatch(NamedTuple):
 
     `digest` identifies the rows of the whole global batch, `place` where their tokens lie in their
     sources, whatever the epoch, so both are the same on every host. `content` is the `checksum` of
-    this host's targets. `error`: why the batch is empty.
+    this host's targets. `error`: why the batch is empty. `made`: of what was read, this was made.
     """
 
     step: int
@@ -73,6 +87,7 @@ class HostBatch(NamedTuple):
     content: int
     place: str
     error: Exception | None = None
+    made: Made | None = None
 
 
 class _Dataset:

@@ -93,7 +93,7 @@ _STATE = ".prepare.json"
 # What is only needed while OUT is made.
 _WORK = ".prepare"
 _FILES = (
-    r"tokens-\d+\.(bin|idx|mask|val|crc)|bins-\d+(\.\w+)?\.plan"
+    r"tokens-\d+\.(bin|idx|mask|val|cols|crc)|bins-\d+(\.\w+)?\.plan"
     r"|manifest\.json|tokenizer\.json|prepare\.json"
 )
 _BESIDE = "|".join(map(re.escape, BESIDE))
@@ -219,8 +219,8 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         "--chat-template",
         metavar="FILE",
         default="",
-        help="chat template for --chat and --preferences: a jinja file, or chatml (default: the one "
-        "beside the tokenizer; text of --preferences is then left as it is)",
+        help="chat template for --chat, --preferences and --prompts: a jinja file, or chatml (default: the one "
+        "beside the tokenizer; text of --preferences and --prompts is then left as it is)",
     )
     add(
         "--chat-date",
@@ -351,7 +351,7 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         tokenizer = load_tokenizer(spec)
     if tokenizer and tokenizer.eod_id is None and eod == "append":
         mend = "Name it as eos_token in a tokenizer_config.json beside it"
-        if not arguments.preferences:
+        if not arguments.preferences and not arguments.prompts:
             mend += ", or give --eod none to join documents without a mark"
         raise DataError(
             f"--tokenizer {spec}: has no end-of-document token by a usual name. {mend}."
@@ -376,6 +376,9 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         settings["preferences"] = "; ".join(sorted({form.describe() for form in forms}))
         settings["columns"] = arguments.columns
         settings["margin"] = arguments.margin
+    if arguments.prompts:
+        _check_prompts(pieces, eod)
+        settings["prompts"] = True
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
         settings["chat_targets"] = "marked" if template.marked else "compared"
@@ -387,6 +390,17 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     if forms:
         origin["group"] = forms[0].group
     return _Request(parts, origin, tokenizer)
+
+
+def _check_prompts(pieces: list[Piece], eod: str) -> None:
+    """UsageError: prompts do not go together with other documents, or with the options."""
+    others = sorted({piece.format for piece in pieces} - {"prompts"})
+    if others:
+        rule = "has documents that are no prompts"
+        raise UsageError(f"--{others[0]}: {rule}. Prepare it into a directory of its own.")
+    if eod == "none":
+        rule = "a prompt begins after an end mark, and a completion ends with one"
+        raise UsageError(f"--prompts, and no end mark: {rule}. Give --eod append.")
 
 
 def _forms(pieces: list[Piece], margin: bool, eod: str) -> list[PreferenceForm]:

@@ -141,21 +141,29 @@ def find_for(objective: Objective, config: RunConfig) -> FrozenModel | None:
         return find_model(TEACHER, config.distill.teacher or "", "distill.teacher=")
     if REFERENCE not in objective.models:
         return None
-    if config.dpo.reference is not None:
-        return find_model(REFERENCE, config.dpo.reference, "dpo.reference=")
+    asked_for = config.dpo.reference
+    needed_by = f"dpo.loss_type={config.dpo.loss_type}"
+    without = "dpo.loss_type=simpo"
+    if config.objective == "grpo":
+        asked_for = config.grpo.reference
+        needed_by = f"grpo.beta={config.grpo.beta}"
+        without = "grpo.beta=0"
+    key = f"{config.objective}.reference"
+    if asked_for is not None:
+        return find_model(REFERENCE, asked_for, f"{key}=")
     if config.model.lora.rank is not None:
         if config.train.only:
             raise ConfigError(
                 f"train.only={list(config.train.only)} trains more than adapters, so that the model "
-                "without adapters changes and is no reference. Set dpo.reference to the model that "
-                "the run begins with, or leave train.only out."
+                f"without adapters changes and is no reference. Set {key} to the model that the "
+                "run begins with, or leave train.only out."
             )
         return None
     if config.checkpoint.init_from is None:
         raise ConfigError(
-            f"objective=dpo with dpo.loss_type={config.dpo.loss_type} compares the policy with a "
+            f"objective={config.objective} with {needed_by} compares the policy with a "
             "reference, and there is none. Set model=DIR or checkpoint.init_from to the model that "
-            "is to learn, or dpo.reference to another one, or dpo.loss_type=simpo."
+            f"is to learn, or {key} to another one, or {without}."
         )
     return find_model(REFERENCE, config.checkpoint.init_from, "checkpoint.init_from=")
 

@@ -169,9 +169,14 @@ class Health:
         # Else the batch itself is damaged, and the step was not made.
         if not math.isfinite(targets):
             return None
-        shape = self._data.shape_at(origin.step)
         # Rows that balancing adds, so that all devices have as many, are nobody's fault.
-        empty_rows = float(value["empty_rows"]) - self._data.num_unused_rows(origin.step)
+        if origin.made is None:
+            shape = self._data.shape_at(origin.step)
+            unused_rows = self._data.num_unused_rows(origin.step)
+        else:
+            shape = origin.made.shape
+            unused_rows = origin.made.unused_rows
+        empty_rows = float(value["empty_rows"]) - unused_rows
         response = self.guard.observe(step, targets, empty_rows, shape, repeats)
         if response is None:
             return None

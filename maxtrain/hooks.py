@@ -115,7 +115,8 @@ class WriteEnding(Hook):
 
 
 class Sample(Hook):
-    """Shows how the model completes observe.prompts by now."""
+    """Shows how the model completes observe.prompts by now, and a completion of the newest
+    rollout."""
 
     def due(self, after: AfterStep) -> bool:
         interval = self._run.sample_interval
@@ -124,6 +125,12 @@ class Sample(Hook):
     def __call__(self, after: AfterStep) -> None:
         run = self._run
         if after.stop:
+            return
+        if run.rollouts is not None:
+            sampled = run.rollouts.sample()
+            if sampled is not None:
+                run.progress.sample(after.step, *sampled)
+        if not run.config.observe.prompts:
             return
         run.progress.phase("completing the prompts")
         with run.clock.during("eval"):

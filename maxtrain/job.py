@@ -42,6 +42,7 @@ from maxtrain.ops.tokamax import require_tokamax
 from maxtrain.parallel import distributed
 from maxtrain.parallel.batches import BatchLayout, prefetch
 from maxtrain.parallel.mesh import make_mesh
+from maxtrain.rl.prompts import require_prompts
 from maxtrain.run_state import RunState
 from maxtrain.training.loss_scale import resolve
 from maxtrain.training.optimizer import make_optimizer
@@ -305,6 +306,13 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
+    if fitted.objective == "grpo":
+        require_prompts(data, fitted.grpo.max_completion_length)
+        if count > 1:
+            raise ConfigError(
+                f"objective=grpo is for one process so far, and this run has {count}. Start one; it "
+                "may use all devices of its machine."
+            )
     if parts.frozen_model is not None:
         parts.frozen_model.require_same_tokenizer(tokenizer)
         parts.frozen_model.require_length(max(row_lengths(fitted).values()))
@@ -359,6 +367,7 @@ def make_parts(
         config.loss,
         config.distill,
         config.dpo,
+        config.grpo,
         config.regularization,
         config.optimizer.normalize,
         num_sources,

@@ -100,7 +100,7 @@ class StepMemory:
 
         None: more than the compiler allows.
         """
-        batch = abstract_batch(self.parts.mesh, rows, length)
+        batch = abstract_batch(self.parts.mesh, rows, length, self.parts.objective.arrays)
         with jax.set_mesh(self.parts.mesh):
             needed = compile_for_bytes(self.step.lower(self.parts.abstract, batch))
         if needed is None:
@@ -157,7 +157,7 @@ def _made_up_batch(memory: StepMemory, rows: int, length: int) -> dict[str, jax.
         "targets": numbers,
         "positions": np.arange(length),
     }
-    shapes = abstract_batch(memory.parts.mesh, rows, length)
+    shapes = abstract_batch(memory.parts.mesh, rows, length, memory.parts.objective.arrays)
     batch = {}
     for name, shape in shapes.items():
         value = np.asarray(values.get(name, 0), shape.dtype)
@@ -250,6 +250,11 @@ def probe_learning_rate(config: RunConfig, low: float, high: float, steps: int) 
         UserError: the loss never fell, or was not finite from the start; data and config do not fit
             together.
     """
+    if config.objective == "grpo":
+        raise ConfigError(
+            "objective=grpo: a range test reads its batches ahead, and these are sampled from the "
+            "weights of each step. Compare a few short runs in place of it."
+        )
     data, _ = open_data(config, None)
     optimizer = dataclasses.replace(config.optimizer, learning_rate=high)
     piece = PieceConfig("exponential", start=low / high, end=1.0)

@@ -207,6 +207,8 @@ class Recorder:
         for name in (*self._terms, "loss_scale", "weight_norm"):
             if name in value:
                 record[name] = value[name].item()
+        if origin.made is not None:
+            record |= origin.made.numbers
         record |= self._counts(step, value)
         record |= self._losses_by_source()
         record["batch"] = origin.digest

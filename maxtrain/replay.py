@@ -95,6 +95,11 @@ def replay(folder: Path, first: int, end: int, overrides: Sequence[str] = ()) ->
     launches = read_launches(folder)
     launch = _one_launch(launches, begin, end)
     config = launched_config(folder, launch, overrides)
+    if config.objective == "grpo":
+        raise UsageError(
+            f"{folder}: objective=grpo samples its batches as it goes, and they are not replayed so "
+            "far. Train it again under another run_name, and use `maxtrain compare`."
+        )
     # Other data is replayed as well, so that the first batch that differs can be named.
     accepting = dataclasses.replace(
         config, data=dataclasses.replace(config.data, accept_changes=True)

@@ -4,6 +4,7 @@ The loop itself is in `train.py`, and what follows each step in `hooks.py`. Here
 from a checkpoint, makes a step, rolls back, saves and stops.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,6 +37,7 @@ from maxtrain.parallel.agreement import gather
 from maxtrain.parallel.hardware import Peak
 from maxtrain.programs import Programs
 from maxtrain.recorder import Recorder
+from maxtrain.rl.rollouts import Rollouts
 from maxtrain.run_folder import RunFolder
 from maxtrain.run_state import RunState
 from maxtrain.signals import StopRequest, StopRequested
@@ -78,6 +80,7 @@ class Run:
         evaluated_again: those of them that an earlier launch may have read before it died without
             saving.
         save_is_postponed: a save was due when steps were not finite; the next good step is saved.
+        rollouts: where batches come from with objective=grpo; else None.
         sample_interval: steps between completions of the prompts; 0: none, also where no process
             holds all of the model.
     """
@@ -133,6 +136,18 @@ class Run:
         self.sample_interval = 0
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
+        self.rollouts: Rollouts | None = None
+        if config.objective == "grpo":
+            self.rollouts = Rollouts(
+                config,
+                job.data,
+                job.mesh,
+                job.graphdefs,
+                folder.path,
+                clock,
+                progress,
+                checkpoints.steps,
+            )
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
         self._programs: Programs | None = None
@@ -317,12 +332,20 @@ class Run:
         """Waits for the last save, closes the logs. Asks no other process, since one may have
         failed."""
         try:
+            if self.rollouts is not None:
+                self.rollouts.close()
             with self.clock.during("save"):
                 self.checkpoints.close()
         finally:
             self.recorder.close_logs()
 
     # A step
+
+    def batches(self) -> Iterator[tuple[Batch, HostBatch]]:
+        """The batches of the steps that are left, on the devices; and where each comes from."""
+        if self.rollouts is None:
+            return self.job.batches(self.step, left_out=self.health.left_out)
+        return self.rollouts.batches(self.step, lambda: self.state, self.health.left_out)
 
     def make_step(self, batch: Batch, origin: HostBatch, is_logged: bool) -> None:
         """Starts the next step on the devices and returns without waiting for it.
@@ -406,7 +429,10 @@ class Run:
             found = self.health.check_step(origin, value, is_repeated)
             if found:
                 return found
-            self.recorder.add(origin, value, self.data.shape_at(origin.step))
+            shape = self.data.shape_at(origin.step)
+            if origin.made is not None:
+                shape = origin.made.shape
+            self.recorder.add(origin, value, shape)
         if write:
             self.recorder.record(origins[-1], values[-1])
         return None

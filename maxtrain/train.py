@@ -274,7 +274,7 @@ def read_batches(run: Run) -> Generator[tuple[Batch, HostBatch]]:
     have been checked by then.
     """
     begun_at = run.step
-    batches = run.job.batches(begun_at, left_out=run.health.left_out)
+    batches = run.batches()
     while run.step < run.num_steps:
         try:
             with run.clock.during("data_wait"), run.stop.interrupting():

@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+from data_pipeline import prepare
+from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
 from maxtrain.observe.metrics import read_metrics
 from maxtrain.ops.preference import LOSSES
 from maxtrain.rl.rewards.registry import PROFILES, names_of_ours
+from maxtrain.train import main
+from tests.rl import additions
 from tests.test_docs_fine_tuning import COLOURS, NAMES, write_pretrained
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +31,11 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("program", EXAMPLES)
+# What it shows is made by the commands of its section.
+OF_A_RUN = "runs/grpo"
+
+
+@pytest.mark.parametrize("program", [each for each in EXAMPLES if OF_A_RUN not in each.values[0]])
 def test_the_example_works(program):
     assert "assert" in program, "an example that shows nothing"
     exec(compile(program, "docs/posttraining.md", "exec"), {})
@@ -81,3 +90,28 @@ def test_the_commands_work_in_order(tmp_path):
     assert first["preference"] == pytest.approx(0.693, abs=1e-3)
     assert last["preference"] < 0.5 * first["preference"]
     assert last["reward_accuracy"] > 0.9
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("this_process")
+def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run):
+    """In a folder with prompts and a model that knows the form."""
+    additions.write_prompts(tmp_path / "prompts.jsonl")
+    config = tiny_run(tmp_path, texts=4, steps=2, precision={"compute": "float32"})
+    monkeypatch.chdir(tmp_path)
+    assert main(load_config([f"config={config}", "run_name=sft"])) == 0
+    section = TEXT[TEXT.index("## GRPO") :]
+    prepares, trains = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    words = shlex.split(prepares)
+    assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
+    assert prepare.main(words[3:]) == 0
+    words = shlex.split(trains.replace("\\\n", " "))
+    assert words[:2] == ["maxtrain", "train"]
+    # The model of the tests, with the data that the command names.
+    values = yaml.safe_load(config.read_text())
+    del values["data"]
+    config.write_text(yaml.safe_dump(values))
+    assert main(load_config([f"config={config}", *words[2:]])) == 0
+    (program,) = [each.values[0] for each in EXAMPLES if OF_A_RUN in each.values[0]]
+    assert list(Path("runs/grpo/rollouts").glob("*.npz"))
+    exec(compile(program, "docs/posttraining.md", "exec"), {})

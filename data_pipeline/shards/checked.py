@@ -44,6 +44,7 @@ class CheckedFiles:
             ".idx": np.dtype("<i8"),
             ".mask": np.dtype("u1"),
             ".val": np.dtype("<f4"),
+            ".cols": np.dtype("u1"),
         }
         # Blocks whose crc32 was not compared yet, by shard and suffix.
         self._pending: dict[tuple[int, str], set[int]] = {}
@@ -142,7 +143,7 @@ class CheckedFiles:
         return data.view(self._dtypes[suffix])
 
     def _read_checks(self, number: int) -> np.ndarray:
-        """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx, .mask and .val]."""
+        """The crc32 table of a shard: uint32 [blocks of .bin, then of .idx, .mask, .val, .cols]."""
         path = self._file(number, ".crc")
         expected = self.manifest.shards[number].checks_sha256
         data = path.read_bytes()

@@ -35,7 +35,8 @@ class ShardEntry:
     sha256 of the .crc.
 
     A shard with a .mask counts its set bits, `targets`, and those of them at documents' first
-    tokens; None: it has no .mask. `has_values`: it has a .val.
+    tokens; None: it has no .mask. `has_values`: it has a .val. `column_bytes`: of its .cols; None: it
+    has none.
     """
 
     path: str
@@ -48,6 +49,7 @@ class ShardEntry:
     targets: int | None = None
     first_targets: int | None = None
     has_values: bool = False
+    column_bytes: int | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -58,6 +60,8 @@ class ShardEntry:
             sizes[".mask"] = -(-self.tokens // 8)
         if self.has_values:
             sizes[".val"] = 4 * self.documents
+        if self.column_bytes is not None:
+            sizes[".cols"] = self.column_bytes
         sizes[".crc"] = 4 * sum(map(num_blocks, sizes.values()))
         return sizes
 
@@ -118,8 +122,8 @@ class Manifest:
 
     @property
     def uid(self) -> str:
-        """Hex digest over tokens, document borders, loss masks, numbers of documents, tokenizer and
-        end-of-document policy."""
+        """Hex digest over tokens, document borders, loss masks, numbers and columns of documents,
+        tokenizer and end-of-document policy."""
         shards = []
         for s in self.shards:
             entry = [s.tokens, s.documents, s.max_id, s.sha256, s.checks_sha256]
@@ -128,6 +132,8 @@ class Manifest:
                 entry.append(s.targets)
             if s.has_values:
                 entry.append("values")
+            if s.column_bytes is not None:
+                entry.append("columns")
             shards.append(entry)
         tokenizer = {name: self.tokenizer[name] for name in ("sha256", "vocab_size", "special_ids")}
         content = [self.version, self.dtype, self.eod, self.text_bytes, tokenizer, shards]
@@ -145,6 +151,8 @@ class Manifest:
         for shard in content["shards"]:
             if not shard["has_values"]:
                 del shard["has_values"]
+            if shard["column_bytes"] is None:
+                del shard["column_bytes"]
         content |= {name: getattr(self, name) for name in _DERIVED}
         content["digest"] = digest_of(content)
         write_atomic(directory / MANIFEST, (json.dumps(content, indent=1) + "\n").encode())
@@ -246,9 +254,7 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield from _differing(f"{place}.", _OPTIONAL | shard, _SHARD)
         if unknown := shard.keys() - _SHARD.keys():
             yield place, sorted(unknown), f"without keys other than {', '.join(_SHARD)}"
-        has_values = shard.get("has_values", False)
-        if has_values != content["shards"][0].get("has_values", False):
-            yield f"{place}.has_values", has_values, "as in the first shard"
+        yield from _companion_violations(place, shard, content["shards"][0])
         targets = shard.get("targets")
         first_targets = shard.get("first_targets")
         if (targets is None) != (first_targets is None):
@@ -266,6 +272,18 @@ def _violations(content: dict[str, Any]) -> Iterator[tuple[str, Any, str]]:
         if shard["bytes"] != size:
             rule = f"{size}, for {shard['tokens']} tokens of {content['dtype']}"
             yield f"{place}.bytes", shard["bytes"], rule
+
+
+def _companion_violations(
+    place: str, shard: dict[str, Any], first: dict[str, Any]
+) -> Iterator[tuple[str, Any, str]]:
+    """Files that some shards have, and others not."""
+    has_values = shard.get("has_values", False)
+    if has_values != first.get("has_values", False):
+        yield f"{place}.has_values", has_values, "as in the first shard"
+    column_bytes = shard.get("column_bytes")
+    if (column_bytes is None) != (first.get("column_bytes") is None):
+        yield f"{place}.column_bytes", column_bytes, "an integer in all shards, or in none"
 
 
 def _differing(
@@ -349,9 +367,10 @@ _SHARD: dict[str, _Rule] = {
     "targets": _optional_integer(),
     "first_targets": _optional_integer(),
     "has_values": (lambda value: isinstance(value, bool), "true or false"),
+    "column_bytes": _optional_integer(),
 }
 # What a shard need not say.
-_OPTIONAL = {"targets": None, "first_targets": None, "has_values": False}
+_OPTIONAL = {"targets": None, "first_targets": None, "has_values": False, "column_bytes": None}
 
 
 def digest_of(value: Any) -> str:

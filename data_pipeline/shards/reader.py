@@ -1,6 +1,7 @@
 """Reading token shards: windows, masks and documents of one cyclic stream."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,6 +15,10 @@ from data_pipeline.remote import RemotePath, place
 from data_pipeline.shards.cached import CachedFiles
 from data_pipeline.shards.checked import CheckedFiles, Wanted, block_starts, ranges
 from data_pipeline.shards.manifest import Manifest
+from data_pipeline.strict_json import loads
+
+# Shards whose lines of columns are known at a time.
+_MOST_LINES = 64
 
 
 def _grouped(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -54,6 +59,9 @@ class TokenShards:
         self.uid = manifest.uid
         self.masked = any(shard.targets is not None for shard in manifest.shards)
         self.valued = any(shard.has_values for shard in manifest.shards)
+        # Documents are prompts, with what else is known of each.
+        self.has_columns = any(shard.column_bytes is not None for shard in manifest.shards)
+        self._lines = functools.lru_cache(_MOST_LINES)(self._find_lines)
         self._starts = np.cumsum([0, *(shard.tokens for shard in manifest.shards)])
         self._document_starts = np.cumsum([0, *(shard.documents for shard in manifest.shards)])
         if isinstance(path, RemotePath):
@@ -204,6 +212,26 @@ class TokenShards:
             data = self._files.checked(shard, suffix, starts, length)
             result[which] = data[numbers[which] - self._document_starts[shard]]
         return result
+
+    def columns(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """What is known of documents beside their tokens, by their numbers; only where
+        `has_columns`."""
+        found = []
+        for number in numbers:
+            shard = int(np.searchsorted(self._document_starts, number, "right")) - 1
+            data = self._files.checked(shard, ".cols")
+            ends = self._lines(shard)
+            nth = number - int(self._document_starts[shard])
+            begin = 0
+            if nth:
+                begin = int(ends[nth - 1]) + 1
+            found.append(loads(data[begin : int(ends[nth])].tobytes()))
+        return found
+
+    def _find_lines(self, shard: int) -> np.ndarray:
+        """Where the lines of a shard's columns end, int64 [documents]."""
+        self._files.expect(lambda: [(shard, ".cols", (0,), None)])
+        return np.flatnonzero(self._files.checked(shard, ".cols") == ord("\n"))
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:
         """The numbers of the documents that these tokens of the stream, int64 [n] in [0,

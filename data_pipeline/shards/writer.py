@@ -36,6 +36,8 @@ class ShardWriter:
         self._mask: bytearray | None = None
         # float32 each, as bytes, if the documents have one.
         self._values: bytearray | None = None
+        # JSON lines, if the documents have columns.
+        self._columns: bytearray | None = None
         self._file = open(directory / f".{stem}.bin.tmp", "w+b")  # noqa: SIM115 - lives as long as the writer
 
     def append(
@@ -45,6 +47,7 @@ class ShardWriter:
         mask: np.ndarray | None = None,
         end: int | None = None,
         value: float | None = None,
+        columns: str | None = None,
     ) -> None:
         """Add ids [T], one document or several of these `lengths` back to back; DataError: an id is
         not below vocab_size.
@@ -54,6 +57,8 @@ class ShardWriter:
         `end`: the id that ends this one document, after its tokens; no target if the document has a
             mask.
         `value`: a finite number of each of these documents, in a shard whose documents all have one.
+        `columns`: a JSON object of this one document, in one line, in a shard whose documents all
+            have one.
         """
         assert end is None or lengths is None, "an end is one of one document"
         if lengths is None:
@@ -73,6 +78,12 @@ class ShardWriter:
             row = np.full(len(lengths), value, "<f4")
             assert np.isfinite(row).all(), "a value is finite in float32"
             self._values += row.tobytes()
+        if not self.tokens and columns is not None:
+            self._columns = bytearray()
+        assert (self._columns is not None) == (columns is not None), "all have columns, or none"
+        if columns is not None and self._columns is not None:
+            assert len(lengths) == 1 and "\n" not in columns, "a line is of one document"
+            self._columns += f"{columns}\n".encode()
         low = int(tokens.min())
         high = int(tokens.max())
         if low < 0:
@@ -120,6 +131,10 @@ class ShardWriter:
             first_targets = int(np.count_nonzero(mask[ends - lengths]))
         if self._values is not None:
             companions[".val"] = bytes(self._values)
+        column_bytes = None
+        if self._columns is not None:
+            companions[".cols"] = bytes(self._columns)
+            column_bytes = len(self._columns)
         self._file.flush()
         os.fsync(self._file.fileno())
         digest = hashlib.sha256()
@@ -148,6 +163,7 @@ class ShardWriter:
             targets=targets,
             first_targets=first_targets,
             has_values=self._values is not None,
+            column_bytes=column_bytes,
         )
 
     def abort(self) -> None:

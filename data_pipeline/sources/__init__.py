@@ -10,12 +10,13 @@ from data_pipeline.sources import (
     megatron,
     parquet,
     preferences,
+    prompts,
     text,
     tfds,
 )
 
 _RECORDS = (parquet.FORMAT, arrow.FORMAT, arrayrecord.FORMAT, tfds.FORMAT)
-_CHATS = (chat.FORMAT, preferences.FORMAT)
+_CHATS = (chat.FORMAT, preferences.FORMAT, prompts.FORMAT)
 _TEXT = (text.TEXT, jsonl.FORMAT, *_CHATS, *_RECORDS, text.PYTHON_STDLIB)
 _TOKENS = (flat.NANOGPT, megatron.FORMAT, flat.OLMO)
 FORMATS = {format.name: format for format in (*_TEXT, *_TOKENS)}

@@ -62,6 +62,7 @@ class Options(NamedTuple):
     columns: str = ""  # as given
     margin: bool = False  # of preferences: how much better the chosen one is, too
     preferences: PreferenceForm | None = None  # the form of the first record
+    prompts: bool = False  # documents are prompts, each with its columns
 
 
 class Piece(NamedTuple):
@@ -106,8 +107,9 @@ class Document(NamedTuple):
     that many documents share, `detail` what is its own.
 
     `rejected`: spans of a second document, if it is a pair: then `spans` is the chosen one.
-    `value`: a number that belongs to it. `apart`: its spans are encoded one by one, and its end mark
-    is a target, for nothing else in it ends an answer.
+    `value`: a number that belongs to it. `columns`: a JSON object that belongs to it. `apart`: its
+    spans are encoded one by one, and its end mark is a target, for nothing else in it ends an
+    answer.
     """
 
     text: str | None
@@ -119,6 +121,7 @@ class Document(NamedTuple):
     rejected: list[tuple[str, bool]] | None = None
     value: float | None = None
     apart: bool = False
+    columns: str | None = None
 
     @property
     def members(self) -> list[list[tuple[str, bool]]]:

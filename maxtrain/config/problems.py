@@ -24,6 +24,7 @@ from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import teacher_problems
 from maxtrain.config.sections.dpo import packing_problems, smoothing_problems
+from maxtrain.config.sections.grpo import grpo_problems, prompt_problems
 from maxtrain.config.sections.init import std_problems
 from maxtrain.config.sections.lora import lora_problems
 from maxtrain.config.sections.loss import probability_problems
@@ -116,6 +117,28 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from packing_problems(
         config.objective, config.data.packing, config.data.attend_across_documents
     )
+    yield from idle_among(
+        idle,
+        "grpo.rewards",
+        "grpo.reward_weights",
+        "grpo.reward_seconds",
+        "grpo.num_generations",
+        "grpo.max_completion_length",
+        "grpo.slots",
+        "grpo.temperature",
+        "grpo.loss_type",
+        "grpo.epsilon",
+        "grpo.epsilon_high",
+        "grpo.delta",
+        "grpo.beta",
+        "grpo.correct_kl",
+        "grpo.reference",
+        "grpo.scale_rewards",
+        "grpo.num_iterations",
+        "grpo.mask_truncated_completions",
+    )
+    yield from grpo_problems(config.objective, config.grpo)
+    yield from prompt_problems(config.objective, config.grpo, config.data)
     yield from updates.mean_problems(config)
     yield from idle_among(
         idle,

@@ -14,6 +14,7 @@ from maxtrain.config.sections.anomaly import ANOMALIES, AnomalyConfig
 from maxtrain.config.sections.checkpoint import CheckpointConfig
 from maxtrain.config.sections.distill import DistillConfig
 from maxtrain.config.sections.dpo import DpoConfig
+from maxtrain.config.sections.grpo import GrpoConfig
 from maxtrain.config.sections.health import IntegrityConfig, WatchdogConfig
 from maxtrain.config.sections.init import InitConfig
 from maxtrain.config.sections.lora import LoraConfig
@@ -36,6 +37,7 @@ __all__ = [
     "DpoConfig",
     "EvalConfig",
     "GroupConfig",
+    "GrpoConfig",
     "InitConfig",
     "IntegrityConfig",
     "LatentConfig",
@@ -99,10 +101,10 @@ class RunConfig:
         "seeded: records have hashes of parameters and batch; "
         "full: also use only programs that repeat bit for bit",
     )
-    objective: Literal["next_token", "distill", "dpo"] = key(
+    objective: Literal["next_token", "distill", "dpo", "grpo"] = key(
         "next_token",
-        "the loss: cross-entropy of the next token; distill: and divergence from a teacher; "
-        "dpo: of preferences",
+        "the loss: cross-entropy of the next token; distill: and of a teacher; dpo: of preferences; "
+        "grpo: of rewards",
     )
     model: ModelConfig = key(ModelConfig(), "the architecture")
     data: DataConfig = key(DataConfig(), "what the model reads")
@@ -111,6 +113,7 @@ class RunConfig:
     train: TrainConfig = key(TrainConfig(), "which parameters train")
     distill: DistillConfig = key(DistillConfig(), "the teacher of objective=distill")
     dpo: DpoConfig = key(DpoConfig(), "preferences, with objective=dpo")
+    grpo: GrpoConfig = key(GrpoConfig(), "rewards of completions, with objective=grpo")
     init: InitConfig = key(InitConfig(), "initial weights, muP")
     regularization: RegularizationConfig = key(
         RegularizationConfig(), "dropout and other noise in training"

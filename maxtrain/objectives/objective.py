@@ -9,6 +9,7 @@ because another one counts more tokens.
 """
 
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -92,6 +93,8 @@ class Objective(NamedTuple):
         anomalies, and tells which evaluation is the best. One of the sums that are also evaluated.
     recorded: what is recorded of a step beside the loss, in the order of the record.
     evaluated: what is recorded of an evaluation beside `nll`.
+    arrays: what a batch for training has beside what every batch has: float32, of each token ("BT")
+        or of each row ("B").
     """
 
     factors: Mapping[str, float]
@@ -101,6 +104,7 @@ class Objective(NamedTuple):
     loss: Quantity = NLL
     recorded: tuple[Quantity, ...] = ()
     evaluated: tuple[Quantity, ...] = ()
+    arrays: Mapping[str, str] = MappingProxyType({})
 
     def scales(self, batch: Batch, loss_scale: Array | float = 1.0) -> dict[str, Array]:
         """factor * loss_scale / denominator of each term.

@@ -3,10 +3,17 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from maxtrain.config.schema import DistillConfig, DpoConfig, LossConfig, RegularizationConfig
+from maxtrain.config.schema import (
+    DistillConfig,
+    DpoConfig,
+    GrpoConfig,
+    LossConfig,
+    RegularizationConfig,
+)
 from maxtrain.objectives.adversarial import adversarial
 from maxtrain.objectives.distill import distill
 from maxtrain.objectives.dpo import dpo
+from maxtrain.objectives.grpo import grpo
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import Objective
 
@@ -17,6 +24,7 @@ class Settings(NamedTuple):
     loss: LossConfig
     distill: DistillConfig
     dpo: DpoConfig
+    grpo: GrpoConfig
     regularization: RegularizationConfig
     # As of `next_token`.
     normalize: str
@@ -45,10 +53,15 @@ def _dpo(settings: Settings) -> Objective:
     return dpo(settings.dpo, settings.regularization)
 
 
+def _grpo(settings: Settings) -> Objective:
+    return grpo(settings.grpo, settings.regularization)
+
+
 OBJECTIVES: dict[str, Callable[[Settings], Objective]] = {
     "next_token": _next_token,
     "distill": _distill,
     "dpo": _dpo,
+    "grpo": _grpo,
 }
 
 

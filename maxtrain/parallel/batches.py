@@ -1,7 +1,8 @@
 """From this host's rows to global arrays on the mesh."""
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -65,10 +66,12 @@ class BatchLayout:
         return {name: place(array) for name, array in arrays.items()}
 
 
-def abstract_batch(mesh: Mesh, batch_size: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(
+    mesh: Mesh, batch_size: int, length: int, arrays: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, jax.ShapeDtypeStruct]:
     """A global batch as shapes with shardings, for programs that are only compiled.
 
-    See data_pipeline.loader.HostBatch.
+    See data_pipeline.loader.HostBatch. `arrays`: more of them, as `Objective.arrays` has them.
     """
     shape = (batch_size, length)
     whole = named_sharding(mesh, ("activation_batch", "activation_length"), shape, "batch")
@@ -78,6 +81,11 @@ def abstract_batch(mesh: Mesh, batch_size: int, length: int) -> dict[str, jax.Sh
         batch[name] = jax.ShapeDtypeStruct(shape, np.int32, sharding=whole)
     batch["loss_mask"] = jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
     batch["source"] = jax.ShapeDtypeStruct((batch_size,), np.int32, sharding=by_row)
+    for name, dims in arrays.items():
+        if dims == "BT":
+            batch[name] = jax.ShapeDtypeStruct(shape, np.float32, sharding=whole)
+        else:
+            batch[name] = jax.ShapeDtypeStruct((batch_size,), np.float32, sharding=by_row)
     return batch
 
 

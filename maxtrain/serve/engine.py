@@ -76,6 +76,8 @@ class Engine:
             is remembered was computed with other shapes, perhaps, and is equal to rounding.
         cache_tokens: that all texts together, with those remembered, have in the caches of layers
             without a window, in pages; None: each slot has room for the longest text.
+        eager: all prompts with a slot are read before there are more tokens: best where many texts
+            are wanted as a whole, and nobody waits for the next token of one.
 
     Raises:
         ValueError: a size that is none.
@@ -89,6 +91,7 @@ class Engine:
         piece: int = 512,
         sharing: bool = True,
         cache_tokens: int | None = None,
+        eager: bool = False,
     ):
         for name, value in (("slots", slots), ("chunk", chunk)):
             if value < 1:
@@ -99,6 +102,7 @@ class Engine:
         self.max_length = model.config.max_length
         self._vocab_size = model.config.vocab_size or 0
         self._chunk = chunk
+        self._eager = eager
         self._piece = piece
         # What is remembered was rotated for another length.
         ropes = model.layers.spec.ropes()
@@ -242,6 +246,9 @@ class Engine:
             self._read_prompts()
             # Those that waited for a prompt that is read now.
             self._admit()
+            while self._eager and any(slot.is_reading for slot in self._slots):
+                self._read_prompts()
+                self._admit()
             active = {slot: slot.generation for slot in self._slots if slot.is_decoding}
             if not active:
                 return []

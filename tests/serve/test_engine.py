@@ -801,3 +801,19 @@ def test_a_text_that_pages_can_not_hold_yet_costs_no_memory_of_others(monkeypatc
     assert sum(counted) - before <= 2
     engine.cancel(busy)
     engine.run()
+
+
+def test_an_eager_engine_reads_all_prompts_before_it_writes():
+    """And writes what any other does."""
+    texts = {}
+    for eager in (False, True):
+        engine = Engine(tiny(), slots=len(PROMPTS), chunk=4, piece=16, eager=eager)
+        found = [
+            engine.submit(ids, max_tokens=9, sampling=RANDOM, row=row)
+            for row, ids in enumerate(PROMPTS)
+        ]
+        engine.step()
+        assert all(len(generation.ids) == 4 for generation in found) == eager
+        engine.run()
+        texts[eager] = [generation.ids for generation in found]
+    assert texts[True] == texts[False]

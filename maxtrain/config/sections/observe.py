@@ -81,7 +81,7 @@ class ObserveConfig:
         "steps between completions of prompts while training; 0: only at the end",
         low=0,
         used_by=UsedBy(
-            {"observe.prompts": AllBut(())},
+            {"observe.prompts": AllBut(()), "objective": ("grpo",)},
             "{key}={value} needs prompts, but observe.prompts is empty. "
             "Set observe.prompts='[Once upon a time]', or leave it out.",
         ),

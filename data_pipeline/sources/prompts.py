@@ -1,0 +1,120 @@
+"""Prompts: JSON lines with `prompt`, text or messages, or with `messages`. What else a line has is
+kept beside its tokens, for those who judge what is made of the prompt."""
+
+import functools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from data_pipeline.chat import ChatError, load_template, render
+from data_pipeline.errors import UsageError
+from data_pipeline.sources import jsonl
+from data_pipeline.sources.chat import clean, find_tools, read_messages
+from data_pipeline.sources.document import Document, Format, Options, Piece, judge
+
+# In the columns of a document: the prompt as it came, text or messages.
+PROMPT = "prompt"
+
+
+def find(pattern: str, options: Options) -> list[Piece]:
+    """The files of a glob, with the template if the prompts are messages, or one is named.
+
+    UsageError: no tokenizer is given for a template. DataError: no template is usable.
+    """
+    options = options._replace(prompts=True)
+    pieces = jsonl.find(pattern, options, "prompts")
+    if not options.chat_template and not _has_messages(pieces):
+        return pieces
+    if options.vocab_size is None:
+        raise UsageError(
+            "--prompts: needs a tokenizer that has the tokens of its chat template, not one to be "
+            "trained. Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of "
+            "plain text)."
+        )
+    template, files = load_template(
+        options.chat_template, options.tokenizer, options.special, options.chat_date, "--prompts"
+    )
+    options = options._replace(template=template)
+    beside = tuple(map(str, files))
+    return [piece._replace(options=options, beside=beside) for piece in pieces]
+
+
+def _has_messages(pieces: list[Piece]) -> bool:
+    """Whether the first record is a conversation."""
+    for piece in pieces:
+        for record in jsonl.first_records(piece):
+            return not isinstance(record.get(PROMPT), str)
+    return False
+
+
+def documents(piece: Piece) -> Iterator[Document]:
+    """Prompts of the lines of the piece that belong to its part."""
+    return jsonl.read_lines(piece, functools.partial(_parse, options=piece.options))
+
+
+def _parse(lines: list[bytes], options: Options) -> list[Document]:
+    """The documents of lines."""
+    found = []
+    for raw in lines:
+        record = jsonl.parse_object(raw)
+        if isinstance(record, str):
+            found.append(Document(None, "", record))
+            continue
+        try:
+            found.append(_document(record, raw, options))
+        except ChatError as error:
+            detail = ""
+            if PROMPT not in record and "messages" not in record:
+                detail = jsonl.list_keys(record)
+            found.append(Document(None, "", str(error), detail=detail))
+    return found
+
+
+def _document(record: dict[str, Any], raw: bytes, options: Options) -> Document:
+    """The prompt of a record. ChatError: it has none."""
+    prompt = record.get(PROMPT, record.get("messages"))
+    if prompt is None:
+        raise ChatError("no prompt: neither `prompt` nor `messages`")
+    template = options.template
+    problems: list[str] = []
+    if template is None:
+        if not isinstance(prompt, str):
+            raise ChatError("messages, and no --chat-template, for the first record is text")
+        document = judge(prompt, "", 0)
+        prompt = document.text
+        if document.problem:
+            problems.append(document.problem)
+    else:
+        messages = _messages(prompt)
+        prompt = clean(messages, template, problems)
+        tools = clean(find_tools(record), template, problems)
+        text = render(template, prompt, tools, prompt=True)
+        document = Document(None, "", spans=[(text, True)])
+    if not problems and not jsonl.is_utf8(raw):
+        problems.append("not UTF-8")
+    others = {name: value for name, value in record.items() if name not in (PROMPT, "messages")}
+    columns = json.dumps({PROMPT: prompt, **others})
+    return document._replace(problem="".join(problems[:1]), columns=columns)
+
+
+def _messages(prompt: Any) -> list[dict[str, Any]]:
+    """The messages of a prompt; text is what the user says. ChatError: they can't be used."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise ChatError("an empty prompt")
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        raise ChatError("a prompt is neither text nor a list of messages")
+    messages = read_messages(prompt)
+    if messages[-1]["role"] == "assistant":
+        raise ChatError("the last message is the assistant's, whose turn is to be written")
+    return messages
+
+
+FORMAT = Format(
+    "prompts", "GLOB",
+    "prompts to be completed, in JSON lines, plain, .gz or .zst, each with prompt or messages; "
+    "other columns are kept for rewards",
+    "--prompts 'questions/*.jsonl' --tokenizer path/to/tokenizer.json --chat-template chatml",
+    find, documents, jsonl.cut,
+)  # fmt: skip

@@ -1,0 +1,154 @@
+"""The section `grpo`, and what must hold inside it."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from data_pipeline.config import DataConfig
+from data_pipeline.config_key import AllBut, UsedBy, key
+
+_GRPO = UsedBy(
+    {"objective": ("grpo",)},
+    "{key}={value} is not used with {cause}. Set objective=grpo, or leave it out.",
+)
+_CLIPPED = UsedBy({"grpo.loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "gspo")})
+_WITH_DIVERGENCE = UsedBy({"grpo.beta": AllBut(0.0)})
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoConfig:
+    """How a model learns from groups of its own completions, by their rewards."""
+
+    rewards: tuple[str, ...] = key(
+        (),
+        "what rewards completions: names of ours, such as 'overlong(max_tokens=512, cache_tokens=64)', "
+        "or module:function of yours",
+        used_by=_GRPO,
+    )
+    reward_weights: tuple[float, ...] = key(
+        (), "what each reward is multiplied with; empty: 1", used_by=_GRPO
+    )
+    reward_seconds: float = key(
+        10.0, "a reward that takes longer for a completion is not counted", above=0, used_by=_GRPO
+    )
+    num_generations: int = key(
+        8, "completions of each prompt: a group", low=2, high=1 << 16, used_by=_GRPO
+    )
+    max_completion_length: int = key(
+        256,
+        "tokens of a completion at most; with its prompt, it fits into a row",
+        low=1,
+        used_by=_GRPO,
+    )
+    slots: int = key(64, "completions that are sampled at once", low=1, high=1 << 16, used_by=_GRPO)
+    temperature: float = key(
+        1.0, "divides the logits, of the sampler and of the loss", above=0, high=100, used_by=_GRPO
+    )
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "gspo"] = key(
+        "dapo",
+        "grpo, gspo: a mean over completions; dapo, bnpo, cispo: over tokens; dr_grpo: of a sum",
+        used_by=_GRPO,
+    )
+    epsilon: float = key(
+        0.2, "ratios below 1 - epsilon are clipped", above=0, high=1, used_by=(_GRPO, _CLIPPED)
+    )
+    epsilon_high: float | None = key(
+        None,
+        "ratios above 1 + epsilon_high are clipped; cispo: above epsilon_high; null: epsilon",
+        above=0,
+        high=1000,
+        used_by=_GRPO,
+    )
+    delta: float | None = key(
+        None,
+        "bound of the ratio itself, above 1 + epsilon; null: none",
+        above=1,
+        used_by=(_GRPO, _CLIPPED),
+    )
+    beta: float = key(
+        0.0, "weight of the divergence from the reference", low=0, high=1000, used_by=_GRPO
+    )
+    correct_kl: bool = key(
+        False,
+        "weight the divergence of each token by its ratio",
+        used_by=(_GRPO, _WITH_DIVERGENCE),
+    )
+    reference: str | None = key(
+        None,
+        "reference: a run or a Hugging Face directory; null: the model without its adapters, or "
+        "checkpoint.init_from",
+        path="local",
+        used_by=(_GRPO, _WITH_DIVERGENCE),
+    )
+    scale_rewards: Literal["group", "batch", "none"] = key(
+        "group",
+        "what deviations from a group's mean reward are divided by: a standard deviation, or nothing",
+        used_by=_GRPO,
+    )
+    num_iterations: int = key(
+        1,
+        "so many steps read their prompts together, and all of them train on all completions",
+        low=1,
+        high=1000,
+        used_by=_GRPO,
+    )
+    mask_truncated_completions: bool = key(
+        False, "completions that reach max_completion_length do not train", used_by=_GRPO
+    )
+
+
+def grpo_problems(objective: str, grpo: GrpoConfig) -> Iterator[str]:
+    """No reward, weights of other rewards, and bounds in the wrong order."""
+    if objective != "grpo":
+        return
+    if not grpo.rewards:
+        yield (
+            "objective=grpo needs a reward, but grpo.rewards=[] names none. "
+            "Set grpo.rewards='[gsm8k]', for example."
+        )
+    if grpo.reward_weights and len(grpo.reward_weights) != len(grpo.rewards):
+        yield (
+            f"grpo.reward_weights={list(grpo.reward_weights)} must have as many numbers as "
+            f"grpo.rewards={list(grpo.rewards)}. Give each reward one, or none at all."
+        )
+    if grpo.loss_type == "cispo" and grpo.epsilon_high is None:
+        yield (
+            "grpo.loss_type=cispo needs grpo.epsilon_high, which bounds the ratio itself. "
+            "Set grpo.epsilon_high=5."
+        )
+    if grpo.delta is not None:
+        high = grpo.epsilon
+        if grpo.epsilon_high is not None:
+            high = grpo.epsilon_high
+        if grpo.delta <= 1 + high:
+            yield (
+                f"grpo.delta={grpo.delta} must be above 1 + grpo.epsilon_high={1 + high:g}: a lower "
+                f"one would clip before it does. Set grpo.delta={2 * (1 + high):g}, or null."
+            )
+
+
+def prompt_problems(objective: str, grpo: GrpoConfig, data: DataConfig) -> Iterator[str]:
+    """Batches that are no prompts one by one, and rows without room for a completion."""
+    if objective != "grpo":
+        return
+    if data.packing != "pad":
+        yield (
+            f"data.packing={data.packing} joins documents, and objective=grpo reads prompts one by "
+            "one. Set data.packing=pad."
+        )
+    if data.corruption.rate:
+        yield (
+            f"data.corruption.rate={data.corruption.rate} replaces tokens of inputs, and "
+            "objective=grpo completes prompts as they are. Leave it out."
+        )
+    if data.attend_across_documents:
+        yield (
+            "data.attend_across_documents=True lets a completion see another one, and "
+            "objective=grpo compares them. Leave it out."
+        )
+    if grpo.max_completion_length >= data.seq_length:
+        yield (
+            f"grpo.max_completion_length={grpo.max_completion_length:,} leaves no room for a prompt "
+            f"in rows of data.seq_length={data.seq_length:,}. Set "
+            f"grpo.max_completion_length={max(1, data.seq_length // 2)}, or data.seq_length higher."
+        )

@@ -1,0 +1,189 @@
+"""Reinforcement learning from groups of completions: GRPO and its kin.
+
+A batch holds completions behind their prompts, as documents that are packed into rows, with a loss
+mask that is 1 for the tokens of completions. What was sampled, and how well it did, comes with the
+batch: see rl/rollouts.py, which makes it.
+
+Source: GRPO: Shao et al., https://arxiv.org/abs/2402.03300; Dr. GRPO: Liu et al.,
+    https://arxiv.org/abs/2503.20783; DAPO: Yu et al., https://arxiv.org/abs/2503.14476; the other
+    losses name theirs in ops/policy_loss.py.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from maxtrain.config.schema import GrpoConfig, RegularizationConfig
+from maxtrain.models.decoder import Decoder
+from maxtrain.objectives.next_token import (
+    NO_NOISE,
+    chunks_of,
+    next_token,
+    noisy_forward,
+    num_targets,
+    target_weights,
+)
+from maxtrain.objectives.objective import (
+    LAYERS,
+    POLICY,
+    REFERENCE,
+    Batch,
+    Models,
+    Objective,
+    Result,
+    Scales,
+    num_tokens,
+    with_layers,
+)
+from maxtrain.ops.log_probs import TokenLogProbs, token_log_probs
+from maxtrain.ops.policy_loss import Clip, policy_loss, reference_divergence
+from maxtrain.ops.quantity import Quantity
+from maxtrain.ops.sums import Sum
+
+# Arrays of a batch beside those of every batch, float32: of each token [B, T], and of each row [B].
+# By the policy, when the completion was taken up for training.
+OLD = "old_log_probs"
+# By the sampler, while it decoded.
+SAMPLED = "sampled_log_probs"
+# By the reference; only where there is a weight on the divergence from it.
+REFERENCE_LOG_PROBS = "reference_log_probs"
+# Of each token's completion.
+ADVANTAGES = "advantages"
+# 1 in the first step that reads these completions: the policy is the old one still.
+IS_FIRST = "is_first"
+# How many completions a row holds, also those that are masked.
+NUM_COMPLETIONS = "num_completions"
+
+
+def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) -> Objective:
+    """The mean of a loss of policies over tokens or completions, as `loss_type` says, plus beta
+    times the divergence from the reference.
+
+    Recorded beside `nll`, which is that of the tokens that were sampled:
+        policy_loss: what is minimised, without the divergence.
+        kl: an estimate of the divergence from the reference; only with beta.
+        entropy: of the policy's distributions.
+        ratio: of the policy now and when the completions were taken up.
+        clipped_low, clipped_high: the share of tokens whose gradient is cut off.
+        sampler_gap: how far the sampler's log-probabilities are from those of training.
+
+    Args:
+        config: which loss, and its numbers.
+        regularization: what is random where the batch has keys.
+    """
+    clip = clip_of(config)
+    per_completion = config.loss_type in ("grpo", "gspo")
+    normalize = "sequences" if per_completion else "tokens"
+    factors = {"policy": 1.0, LAYERS: 1.0}
+    plain = next_token(regularization=regularization)
+    recorded = [
+        Quantity("policy_loss", "mean over tokens or completions"),
+        Quantity("entropy", "nats per target"),
+        Quantity("ratio", "per target"),
+        Quantity("clipped_low", "share of targets"),
+        Quantity("clipped_high", "share of targets"),
+        Quantity("sampler_gap", "nats per target"),
+    ]
+    if config.beta:
+        recorded.insert(1, Quantity("kl", "nats per target"))
+
+    def divisor(batch: Batch) -> Array:
+        if config.loss_type == "dr_grpo":
+            return batch[NUM_COMPLETIONS].sum() * float(config.max_completion_length)
+        if per_completion:
+            return batch[NUM_COMPLETIONS].sum()
+        return num_targets(batch, "tokens")
+
+    def denominators(batch: Batch) -> dict[str, Array]:
+        return {"policy": divisor(batch), LAYERS: num_tokens(batch)}
+
+    def forward(models: Models, batch: Batch, scales: Scales) -> Result:
+        if ADVANTAGES not in batch:
+            # Of an evaluation set: nobody sampled it.
+            return plain.forward(models, batch, dict.fromkeys(plain.factors, 0.0))
+        policy = models[POLICY]
+        mask = batch["loss_mask"].astype(jnp.float32)
+        out = noisy_forward(policy, batch, regularization)
+        found = _log_probs(policy, out.hidden, batch, config.temperature)
+        now = jax.lax.stop_gradient(found.log_probs)
+        is_first = batch[IS_FIRST][:, None] > 0
+        old = jnp.where(is_first, now, batch[OLD])
+        tokens = policy_loss(
+            found.log_probs, old, batch[ADVANTAGES], mask, batch["segment_ids"], clip
+        )
+        weights = target_weights(batch, normalize)
+        each = tokens.loss
+        sums = {}
+        if config.beta:
+            apart = reference_divergence(found.log_probs, batch[REFERENCE_LOG_PROBS])
+            sums["kl"] = Sum((apart * mask).sum(), mask.sum())
+            if config.correct_kl:
+                apart = apart * tokens.ratio
+            each = each + config.beta * apart
+        loss = scales["policy"] * (each * weights).sum()
+
+        def mean_of(values: Array) -> Sum:
+            return Sum((values.astype(jnp.float32) * mask).sum(), mask.sum())
+
+        gap = jnp.abs(batch[SAMPLED] - jnp.where(is_first, now, batch[OLD]))
+        sums |= {
+            "nll": mean_of(-found.log_probs),
+            "policy_loss": Sum((tokens.loss * weights).sum(), divisor(batch)),
+            "entropy": mean_of(found.entropy),
+            "ratio": mean_of(tokens.ratio),
+            "clipped_low": mean_of(tokens.clipped_low),
+            "clipped_high": mean_of(tokens.clipped_high),
+            "sampler_gap": mean_of(gap),
+        }
+        return with_layers(loss, jax.lax.stop_gradient(sums), out, scales)
+
+    arrays = {
+        OLD: "BT",
+        SAMPLED: "BT",
+        ADVANTAGES: "BT",
+        IS_FIRST: "B",
+        NUM_COMPLETIONS: "B",
+    }
+    models: tuple[str, ...] = (POLICY,)
+    if config.beta:
+        arrays[REFERENCE_LOG_PROBS] = "BT"
+        models = (POLICY, REFERENCE)
+    return Objective(
+        factors, denominators, forward, models=models, recorded=tuple(recorded), arrays=arrays
+    )
+
+
+def scored(models: Models, batch: Batch, temperature: float) -> dict[str, Array]:
+    """The log-probability of each target, [B, T], by the policy (OLD) and, if there is one, by the
+    reference; nothing is random."""
+    names = {POLICY: OLD, REFERENCE: REFERENCE_LOG_PROBS}
+    found = {}
+    for model, name in names.items():
+        if model in models:
+            hidden = models[model].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
+            found[name] = _log_probs(models[model], hidden, batch, temperature).log_probs
+    return found
+
+
+def _log_probs(model: Decoder, hidden: Array, batch: Batch, temperature: float) -> TokenLogProbs:
+    return token_log_probs(
+        hidden,
+        model.output_matrix(),
+        batch["targets"],
+        chunks=chunks_of(batch, model),
+        dtype=model.precision.compute,
+        logits=model.precision.output,
+        softcap=model.spec.logit_softcap,
+        temperature=temperature,
+    )
+
+
+def clip_of(config: GrpoConfig) -> Clip:
+    """How far ratios count."""
+    high = config.epsilon
+    if config.epsilon_high is not None:
+        high = config.epsilon_high
+    level = "token"
+    if config.loss_type == "gspo":
+        level = "sequence"
+    return Clip(config.epsilon, high, config.delta, level, config.loss_type == "cispo")

@@ -1,0 +1,81 @@
+"""Prompts of a run: which a step reads, and whether all of them have room for a completion."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_pipeline.errors import ConfigError
+from data_pipeline.loader import TrainingData
+from data_pipeline.shards import TokenShards
+from data_pipeline.sources.prompts import PROMPT
+
+
+class Prompt(NamedTuple):
+    """What a completion follows.
+
+    Attributes:
+        ids: its tokens; of plain text, behind the end mark that every document begins after.
+        original: as it was given: text, or messages.
+        columns: what else is known of it.
+    """
+
+    ids: tuple[int, ...]
+    original: Any
+    columns: dict[str, Any]
+
+
+def require_prompts(data: TrainingData, max_completion_length: int) -> None:
+    """ConfigError: a source does not hold prompts, or one leaves no room for a completion."""
+    room = min(span.seq_length for span in data.plan.spans) - max_completion_length
+    for name, shards in zip(data.plan.names, data.shards):
+        where = f"data.sources.{name}.path={shards.path}"
+        if not shards.has_columns:
+            raise ConfigError(
+                f"{where} holds documents, and objective=grpo completes prompts. Prepare them with "
+                "`python -m data_pipeline.prepare OUT --prompts 'FILES.jsonl'`."
+            )
+        _, lengths = shards.documents(np.arange(shards.num_documents))
+        # With an end mark: before plain text one is read, behind a prompt there is none.
+        lengths = lengths - int(_is_rendered(shards))
+        too_long = np.flatnonzero(lengths > room)
+        if too_long.size:
+            first = int(too_long[0])
+            longest = int(lengths.max())
+            raise ConfigError(
+                f"{where}: prompt {first} has {lengths[first]:,} tokens, and "
+                f"grpo.max_completion_length={max_completion_length:,} leaves room for {room:,} in "
+                f"rows of data.seq_length; {too_long.size:,} prompts have too many. Set "
+                f"data.seq_length to at least {longest + max_completion_length:,}, "
+                "grpo.max_completion_length lower, or leave such prompts out."
+            )
+
+
+def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:
+    """The prompts that these steps of the plan read, in their order."""
+    found = []
+    for step in steps:
+        rows = data.rows_at(step)
+        for source, row in zip(rows.source.tolist(), rows.row.tolist()):
+            shards = data.shards[source]
+            bins = data.bins_of(step, source)
+            assert bins is not None, "with data.packing=pad there are rows of documents"
+            _, (number,) = bins.documents(np.array([row]))
+            found.append(_read(shards, int(number)))
+    return found
+
+
+def _is_rendered(shards: TokenShards) -> bool:
+    """Whether a chat template has written the prompts: then it begins them itself."""
+    return "chat_template" in shards.manifest.settings
+
+
+def _read(shards: TokenShards, number: int) -> Prompt:
+    """A prompt by its number."""
+    ids = shards.read(*shards.document(number)).tolist()
+    end = ids.pop()
+    if not _is_rendered(shards):
+        ids.insert(0, end)
+    (columns,) = shards.columns([number])
+    original = columns.pop(PROMPT)
+    return Prompt(tuple(ids), original, columns)

@@ -1,0 +1,109 @@
+"""A rollout: the completions of some prompts with all that an update needs to know of them; in
+memory and as a file. No jax.
+
+A rollout is no function of config and data alone: it depends on the weights that made it. So it is
+stored before anything is learnt from it, and a run that was killed goes on with what it has read.
+"""
+
+import hashlib
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from data_pipeline.shards import write_atomic
+
+_ABOUT = "about"
+_DIGEST = "digest"
+
+
+class DamagedRolloutError(Exception):
+    """A file is not the rollout that was stored; says what is wrong with it."""
+
+
+class Rollout(NamedTuple):
+    """P prompts, N completions (those of a prompt follow each other), S tokens of completions.
+
+    Attributes:
+        prompts, prompt_lengths: tokens of all prompts, back to back.
+        tokens, lengths: tokens of all completions, back to back, with those that ended them.
+        sampled: of each token, its log-probability as the sampler has it, nats.
+        old: likewise, by the training forward.
+        reference: likewise, of the reference; empty: there is none.
+        truncated: whether a completion was cut at its longest.
+        rewards: by R rewards; NaN: one does not apply.
+        advantages: of each completion.
+        about: JSON: `identity` of what was asked for, digest of the `weights` that it was made
+            with, `names` and `outcomes` of the rewards, `texts` of the first prompt, and `numbers`
+            to record.
+    """
+
+    prompts: Int[np.ndarray, " T"]
+    prompt_lengths: Int[np.ndarray, " P"]
+    tokens: Int[np.ndarray, " S"]
+    lengths: Int[np.ndarray, " N"]
+    sampled: Float[np.ndarray, " S"]
+    old: Float[np.ndarray, " S"]
+    reference: Float[np.ndarray, " R_S"]
+    truncated: Bool[np.ndarray, " N"]
+    rewards: Float[np.ndarray, "R N"]
+    advantages: Float[np.ndarray, " N"]
+    about: dict[str, Any]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All but `about`, by name."""
+        found = self._asdict()
+        del found[_ABOUT]
+        return found
+
+    def content(self) -> str:
+        """A digest of all numbers, hex: the same for what is learnt alike, however long it took."""
+        return self._digest().hexdigest()
+
+    def digest(self) -> str:
+        """Of every bit of it, hex."""
+        digest = self._digest()
+        digest.update(json.dumps(self.about, sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def _digest(self) -> Any:
+        digest = hashlib.blake2b(digest_size=16)
+        for name, array in self.arrays().items():
+            digest.update(f"{name} {array.dtype.str} {array.shape} ".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest
+
+    def save(self, path: Path) -> None:
+        """Writes the file, whole or not at all. StorageError: there is no room."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        about = json.dumps({_DIGEST: self.digest(), _ABOUT: self.about})
+        content = io.BytesIO()
+        said = np.frombuffer(about.encode(), np.uint8)
+        np.savez(content, allow_pickle=False, **self.arrays(), about=said)
+        write_atomic(path, content.getvalue())
+
+
+def load(path: Path) -> Rollout:
+    """What `save` has written.
+
+    Raises:
+        DamagedRolloutError: the file is missing, can't be read, or is not what was written.
+    """
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+            found = dict(file)
+        said = json.loads(found.pop(_ABOUT).tobytes())
+        rollout = Rollout(**found, about=said[_ABOUT])
+        expected = said[_DIGEST]
+        digest = rollout.digest()
+    except FileNotFoundError as error:
+        raise DamagedRolloutError("it is not there") from error
+    except (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise DamagedRolloutError(f"it can't be read ({error})") from error
+    if digest != expected:
+        raise DamagedRolloutError(f"expected digest {expected}, found {digest}")
+    return rollout

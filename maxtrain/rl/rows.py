@@ -1,0 +1,127 @@
+"""Completions behind their prompts as rows of a batch: a pure function of a rollout, on the host."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from data_pipeline.balance import RowPlaces, balance_rows
+from data_pipeline.bins import best_fit
+from maxtrain.objectives.grpo import (
+    ADVANTAGES,
+    IS_FIRST,
+    NUM_COMPLETIONS,
+    OLD,
+    REFERENCE_LOG_PROBS,
+    SAMPLED,
+)
+from maxtrain.rl.rollout import Rollout
+
+
+class Shape(NamedTuple):
+    """How rows are made.
+
+    Attributes:
+        length: tokens of a row.
+        unit: the number of rows is a multiple of it.
+        quadratic: b of the cost n + b n^2 of a completion with its prompt.
+        mask_truncated: completions that were cut are no targets.
+    """
+
+    length: int
+    unit: int
+    quadratic: float
+    mask_truncated: bool = False
+
+
+class Places(NamedTuple):
+    """Where completions lie in a batch: the index of each token of completions, int64 [S] in the
+    order of `Rollout.tokens`, into arrays [B, T] that are flat; and the number of rows."""
+
+    tokens: np.ndarray
+    num_rows: int
+
+
+def count_rows(least: int, unit: int) -> int:
+    """The least number of rows that a batch may have, among unit * 1, 2, 3, 4, 6, 8, 12, ...
+
+    Each is a shape to compile: there are few, and none is a half larger than the one before.
+    """
+    units = 1
+    while unit * units < least:
+        if units & (units - 1):
+            units = units // 3 * 4
+        else:
+            units += max(1, units // 2)
+    return unit * units
+
+
+def batch_arrays(
+    rollout: Rollout, shape: Shape, is_first: bool
+) -> tuple[dict[str, np.ndarray], Places]:
+    """The arrays of a batch [B, T], as data_pipeline.loader.Batch and objectives/grpo.py have them.
+
+    Args:
+        rollout: what is learnt from.
+        shape: of the rows.
+        is_first: whether the policy is the one that was asked for old log-probabilities.
+    """
+    group = len(rollout.lengths) // len(rollout.prompt_lengths)
+    prompt_lengths = np.repeat(rollout.prompt_lengths, group).astype(np.int64)
+    lengths = rollout.lengths.astype(np.int64)
+    # The first token of a prompt is no target.
+    sizes = prompt_lengths + lengths - 1
+    offsets, _ = best_fit(sizes, shape.length)
+    num_rows = count_rows(len(offsets) - 1, shape.unit)
+    where = balance_rows(sizes, shape.length, num_rows, shape.quadratic)
+
+    arrays = {}
+    for name in ("inputs", "targets", "segment_ids", "positions"):
+        arrays[name] = np.zeros((num_rows, shape.length), np.int32)
+    names = ["loss_mask", OLD, SAMPLED, ADVANTAGES]
+    if rollout.reference.size:
+        names.append(REFERENCE_LOG_PROBS)
+    for name in names:
+        arrays[name] = np.zeros((num_rows, shape.length), np.float32)
+    arrays["source"] = np.zeros(num_rows, np.int32)
+    arrays[IS_FIRST] = np.full(num_rows, is_first, np.float32)
+    arrays[NUM_COMPLETIONS] = np.bincount(where.row, minlength=num_rows).astype(np.float32)
+
+    segments = _segments(where)
+    prompt_ends = np.cumsum(rollout.prompt_lengths)
+    ends = np.cumsum(lengths)
+    indices = []
+    for i, (row, column) in enumerate(zip(where.row.tolist(), where.column.tolist())):
+        end = int(prompt_ends[i // group])
+        prompt = rollout.prompts[end - prompt_lengths[i] : end]
+        part = slice(int(ends[i] - lengths[i]), int(ends[i]))
+        whole = np.concatenate([prompt, rollout.tokens[part]])
+        here = slice(column, column + int(sizes[i]))
+        arrays["inputs"][row, here] = whole[:-1]
+        arrays["targets"][row, here] = whole[1:]
+        arrays["segment_ids"][row, here] = segments[i]
+        arrays["positions"][row, here] = np.arange(sizes[i])
+        arrays[ADVANTAGES][row, here] = rollout.advantages[i]
+        of_completion = slice(here.stop - int(lengths[i]), here.stop)
+        is_target = not (shape.mask_truncated and rollout.truncated[i])
+        arrays["loss_mask"][row, of_completion] = is_target
+        begin = row * shape.length
+        indices.append(np.arange(begin + of_completion.start, begin + of_completion.stop))
+    places = Places(np.concatenate(indices), num_rows)
+    for name, values in (
+        (OLD, rollout.old),
+        (SAMPLED, rollout.sampled),
+        (REFERENCE_LOG_PROBS, rollout.reference),
+    ):
+        if values.size:
+            arrays[name].reshape(-1)[places.tokens] = values
+    return arrays, places
+
+
+def _segments(where: RowPlaces) -> np.ndarray:
+    """The number of each completion in its row, from 1 on."""
+    order = np.lexsort((where.column, where.row))
+    rows = where.row[order]
+    first_of_row = np.searchsorted(rows, rows)
+    segments = np.empty_like(order)
+    segments[order] = np.arange(len(order)) - first_of_row + 1
+    return segments

@@ -1,0 +1,192 @@
+"""Runs that learn from rewards of their own completions: stopped anywhere they go on bit for bit,
+what they read is stored, and what can't work is refused."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_pipeline import prepare
+from data_pipeline.errors import ConfigError
+from maxtrain.checkpoint.listing import saved_digests
+from maxtrain.config import load_config
+from maxtrain.observe.metrics import read_metrics
+from maxtrain.rl.rollout import load
+from maxtrain.train import main
+from tests.rl import additions
+
+pytestmark = pytest.mark.usefixtures("this_process")
+STEPS = 4
+# Of times, and what follows from them.
+NOT_REPEATED = ("seconds", "per_second", "bytes", "mfu")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, tiny_run) -> Path:
+    """A config file beside prompts, and a text that is none."""
+    folder = tmp_path_factory.mktemp("grpo")
+    additions.write_prompts(folder / "prompts.jsonl")
+    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--workers", "1"]
+    assert prepare.main([str(folder / "prompts"), *prompts]) == 0
+    return tiny_run(
+        folder,
+        texts=10,
+        steps=STEPS,
+        checkpoint_interval=1,
+        checkpoint={"keep": STEPS},
+        objective="grpo",
+        precision={"compute": "float32"},
+        optimizer={"learning_rate": 1e-2},
+        schedule={"warmup_steps": 0},
+        data={
+            "sources": {"text": {"path": str(folder / "prompts"), "epochs": None}},
+            "seq_length": 16,
+            "batch_size": 8,
+            "packing": "pad",
+        },
+        grpo={
+            "rewards": ["length(max_tokens=6)"],
+            "num_generations": 4,
+            "max_completion_length": 6,
+            "num_iterations": 2,
+        },
+    )
+
+
+def train(config: Path, run_name: str, *overrides: str) -> int:
+    """Exit code of a run in this process; it has a reward that needs no other process."""
+    return main(load_config([f"config={config}", f"run_name={run_name}", *overrides]))
+
+
+def final(config: Path, run_name: str) -> dict:
+    return saved_digests(config.parent / "runs" / run_name / "checkpoints")[STEPS]
+
+
+def records(config: Path, run_name: str) -> list[dict]:
+    """Those of training, without what depends on the machine."""
+    found = []
+    for record in read_metrics(config.parent / "runs" / run_name):
+        if record["kind"] == "train":
+            found.append({k: v for k, v in record.items() if not _is_of_the_machine(k)})
+    return found
+
+
+def _is_of_the_machine(name: str) -> bool:
+    return any(part in name for part in NOT_REPEATED)
+
+
+def rollouts(config: Path, run_name: str) -> dict[str, str]:
+    folder = config.parent / "runs" / run_name / "rollouts"
+    return {path.name: load(path).content() for path in sorted(folder.glob("*.npz"))}
+
+
+@pytest.fixture(scope="module")
+def straight(config) -> dict:
+    """The last state of a run that nobody stopped."""
+    assert train(config, "straight") == 0
+    return final(config, "straight")
+
+
+@pytest.mark.long
+def test_what_is_recorded(config, straight):
+    assert straight
+    lines = records(config, "straight")
+    first = lines[0]
+    # Each completion has 1 to 6 tokens, of which the reward is a sixth.
+    assert first["reward"] == first["reward/length"]
+    np.testing.assert_allclose(first["completion_length"], -6 * first["reward"], rtol=1e-6)
+    assert first["reward_outcomes/length/ok"] == 2 * 8 * 4
+    assert 0 < first["truncated"] <= 1
+    assert first["groups_without_signal"] < 1
+    assert 1 <= first["longest_completion"] <= 6
+    assert [line["ratio"] == 1.0 for line in lines] == [True, False, True, False]
+    assert max(line["sampler_gap"] for line in lines) < 1e-5
+    times = read_metrics(config.parent / "runs" / "straight")[0]
+    for name in ("sampling_seconds", "reward_seconds", "scoring_seconds"):
+        assert times[name] > 0
+    assert times["sampled_tokens_per_second"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stopped_at", [2, 3])
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(config, straight, stopped_at):
+    """Between two rollouts, and within one, where the stored one is read."""
+    name = f"stopped{stopped_at}"
+    shutil.copytree(config.parent / "runs" / "straight", config.parent / "runs" / name)
+    run = config.parent / "runs" / name
+    for step in range(stopped_at + 1, STEPS + 1):
+        shutil.rmtree(run / "checkpoints" / f"{step:08d}")
+    made = rollouts(config, "straight")
+    assert list(made) == ["00000001.npz", "00000003.npz"]
+    if stopped_at == 2:
+        # Nothing of the next rollout is there, and no checkpoint needs the first one.
+        (run / "rollouts" / "00000003.npz").unlink()
+        shutil.rmtree(run / "checkpoints" / "00000001")
+    assert train(config, name) == 0
+    assert final(config, name) == straight
+    assert records(config, name) == records(config, "straight")
+    if stopped_at == 2:
+        del made["00000001.npz"]
+    assert rollouts(config, name) == made
+
+
+@pytest.mark.long
+def test_a_damaged_rollout_is_named_and_made_again(config, straight, capfd):
+    """At its first step by the same weights, so that it is the same."""
+    run = config.parent / "runs" / "damaged"
+    shutil.copytree(config.parent / "runs" / "straight", run)
+    for step in (3, 4):
+        shutil.rmtree(run / "checkpoints" / f"{step:08d}")
+    path = run / "rollouts" / "00000003.npz"
+    path.write_bytes(path.read_bytes()[:-40])
+    capfd.readouterr()
+    assert train(config, "damaged") == 0
+    told = "".join(capfd.readouterr())
+    assert f"{path.name}: it can't be read" in told
+    assert "It is made again." in told
+    assert final(config, "damaged") == straight
+
+
+@pytest.mark.long
+def test_adapters_are_compared_with_the_model_without_them(config, straight):
+    """Which they are at the beginning, so that nothing is between both; a run that was stopped within
+    a rollout goes on bit for bit."""
+    begins = f"checkpoint.init_from={config.parent / 'runs' / 'straight'}"
+    options = [begins, "model.lora.rank=2", "grpo.beta=0.1", "optimizer.learning_rate=0.1"]
+    assert train(config, "adapters", *options) == 0
+    lines = records(config, "adapters")
+    np.testing.assert_allclose(lines[0]["kl"], 0.0, atol=1e-6)
+    assert lines[-1]["kl"] > 1e-4
+    whole = final(config, "adapters")
+    shutil.rmtree(config.parent / "runs" / "adapters" / "checkpoints" / "00000004")
+    assert train(config, "adapters", *options) == 0
+    assert final(config, "adapters") == whole
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["grpo.rewards=[]"], "objective=grpo needs a reward"),
+        (["data.packing=bins"], "Set data.packing=pad"),
+        (["data.seq_length=9"], "prompt 0 has 5 tokens"),
+        (["grpo.rewards=[lenght]"], "there is no reward 'lenght'"),
+        (["grpo.rewards=['length(6)']"], "whose options can't be read"),
+        (
+            ["data.sources.text.path={data}", "data.on_long=truncate"],
+            "holds documents, and objective=grpo completes prompts",
+        ),
+        (["grpo.beta=0.1"], "compares the policy with a reference, and there is none"),
+    ],
+)
+def test_what_can_not_work_is_refused(config, capfd, overrides, told):
+    overrides = [text.replace("{data}", str(config.parent / "data")) for text in overrides]
+    capfd.readouterr()
+    try:
+        code = train(config, "refused", *overrides)
+    except ConfigError as error:
+        # The config itself is refused before a run begins.
+        assert told in str(error)
+        return
+    assert code == 78
+    assert told in capfd.readouterr().err
