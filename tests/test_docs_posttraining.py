@@ -71,12 +71,13 @@ def write_pairs(path):
 
 @pytest.mark.long
 @pytest.mark.processes
-def test_the_commands_work_in_order(tmp_path):
+def test_the_commands_of_preferences_work_in_order(tmp_path):
     write_pretrained(tmp_path)
     write_pairs(tmp_path / "pairs.jsonl")
-    (example,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (section,) = [section for section in SECTIONS if section.startswith("Preferences\n")]
+    (example,) = re.findall(r"^```json\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     assert list(json.loads(example)) == ["prompt", "chosen", "rejected"]
-    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
     commands = "".join(blocks).splitlines()
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
     for command in commands:
