@@ -280,6 +280,8 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
         kept = kept_settings(saved.kept, saved.config)
     data, sets = open_data(config, saved)
     require_pairs(config.objective, data)
+    if config.objective == "grpo":
+        require_prompts(data, config.grpo.max_completion_length)
     asked = with_vocabulary(config, data.vocab_size)
     num_steps = data.plan.num_steps
     notes: list[str] = []
@@ -306,13 +308,11 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
-    if fitted.objective == "grpo":
-        require_prompts(data, fitted.grpo.max_completion_length)
-        if count > 1:
-            raise ConfigError(
-                f"objective=grpo is for one process so far, and this run has {count}. Start one; it "
-                "may use all devices of its machine."
-            )
+    if fitted.objective == "grpo" and count > 1:
+        raise ConfigError(
+            f"objective=grpo is for one process so far, and this run has {count}. Start one; it may "
+            "use all devices of its machine."
+        )
     if parts.frozen_model is not None:
         parts.frozen_model.require_same_tokenizer(tokenizer)
         parts.frozen_model.require_length(max(row_lengths(fitted).values()))

@@ -10,7 +10,7 @@ from data_pipeline.chat import ChatError, load_template, render
 from data_pipeline.errors import UsageError
 from data_pipeline.sources import jsonl
 from data_pipeline.sources.chat import clean, find_tools, read_messages
-from data_pipeline.sources.document import Document, Format, Options, Piece, judge
+from data_pipeline.sources.document import Document, Format, Options, Piece, checked_document
 
 # In the columns of a document: the prompt as it came, text or messages.
 PROMPT = "prompt"
@@ -80,7 +80,7 @@ def _document(record: dict[str, Any], raw: bytes, options: Options) -> Document:
     if template is None:
         if not isinstance(prompt, str):
             raise ChatError("messages, and no --chat-template, for the first record is text")
-        document = judge(prompt, "", 0)
+        document = checked_document(prompt, "", 0)
         prompt = document.text
         if document.problem:
             problems.append(document.problem)

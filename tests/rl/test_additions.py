@@ -70,17 +70,18 @@ def mean(records: list[dict], name: str = "reward") -> float:
     return float(np.mean([record[name] for record in records]))
 
 
-def greedy(run: Path) -> list[str]:
-    """The answers to all prompts, without their end marks, and the right ones."""
+def greedy(run: Path) -> list[tuple[str, str]]:
+    """The right answers to all prompts, and those of the model, without their end marks."""
     model, tokenizer = load_run(run)[:2]
+    end = tokenizer.eod_id
+    assert end is not None
     engine = Engine(model, slots=25, eager=True)
     asked = []
     for a in range(additions.MOST):
         for b in range(additions.MOST):
-            ids = [tokenizer.eod_id, *tokenizer.encode(f"{a}+{b}=").tolist()]
+            ids = [end, *tokenizer.encode(f"{a}+{b}=").tolist()]
             sampling = Sampling(temperature=0.0)
-            stop = (tokenizer.eod_id,)
-            asked.append((a + b, engine.submit(ids, 8, sampling, stop_ids=stop)))
+            asked.append((a + b, engine.submit(ids, 8, sampling, stop_ids=[end])))
     engine.run()
     return [(f"<{right}>$", tokenizer.decode(made.ids)) for right, made in asked]
 
