@@ -1,5 +1,6 @@
 """docs/data.md runs as it stands, from top to bottom, on two folders of made-up text."""
 
+import json
 import os
 import random
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from data_pipeline.tokenizer import train_bpe
 from maxtrain.observe.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
