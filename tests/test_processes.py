@@ -323,12 +323,13 @@ def test_a_second_launch_is_refused_in_all_its_processes(config):
     folder = config.parent / "runs" / "taken"
     with RunLock(folder), Job(config, "taken", 2) as job:
         outputs = job.end(74)
+        assert [path.name for path in folder.iterdir()] == ["lock"], "and nothing was written"
     for output in outputs:
         assert (
             f"{folder} is being written by process {os.getpid()} on {platform.node()}" in output
         ), output
         assert "Wait for it or end it, or set run_name to another name." in output
-    assert [path.name for path in folder.iterdir()] == ["lock"], "and nothing was written"
+    assert not folder.exists(), "which whoever holds the lock had made"
 
 
 def damaged_copy(data: Path, copy: Path) -> Path:
