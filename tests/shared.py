@@ -36,12 +36,12 @@ PARITY_CASES = FIRST_PARITY_CASES + MORE_PARITY_CASES
 KINDS_OF_BLOCKS = ("llama3", "gemma3", "mixtral", "deepseek_v3")
 
 
-def in_time(cases: Iterable[str]) -> list:
+def in_time(cases: Iterable[str], kinds: Iterable[str] = KINDS_OF_BLOCKS) -> list:
     """Parameters: those that are one of a kind are long, the others slow."""
     found = []
     for case in cases:
         mark = pytest.mark.slow
-        if case in KINDS_OF_BLOCKS:
+        if case in kinds:
             mark = pytest.mark.long
         found.append(pytest.param(case, marks=mark))
     return found

@@ -53,7 +53,8 @@ def test_twenty_steps_are_those_of_transformers_and_torch(case, axes, accumulati
 
 
 @pytest.mark.usefixtures("optax_dtypes")
-@pytest.mark.parametrize("case", in_time(PARITY_CASES))
+# Half a minute each, or a whole one.
+@pytest.mark.parametrize("case", in_time(PARITY_CASES, ("llama3", "mixtral")))
 def test_every_family_trains_the_same_on_eight_devices(case):
     """On one device as on eight, and on both as torch."""
     one = twenty_steps(case, {"fsdp": 1})
