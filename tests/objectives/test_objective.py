@@ -10,7 +10,13 @@ import pytest
 from flax import nnx
 
 from maxtrain.config.keys import all_keys
-from maxtrain.config.schema import DistillConfig, DpoConfig, LossConfig, RegularizationConfig
+from maxtrain.config.schema import (
+    DistillConfig,
+    DpoConfig,
+    GrpoConfig,
+    LossConfig,
+    RegularizationConfig,
+)
 from maxtrain.objectives.distill import TEACHER
 from maxtrain.objectives.next_token import next_token
 from maxtrain.objectives.objective import POLICY
@@ -191,7 +197,13 @@ def test_every_name_that_a_config_can_choose_is_an_objective():
     (kind,) = [key.kind for key in all_keys() if key.path == "objective"]
     assert set(typing.get_args(kind)) == set(OBJECTIVES)
     settings = Settings(
-        LossConfig(), DistillConfig(), DpoConfig(), RegularizationConfig(), "tokens", 0
+        LossConfig(),
+        DistillConfig(),
+        DpoConfig(),
+        GrpoConfig(),
+        RegularizationConfig(),
+        "tokens",
+        0,
     )
     assert make_objective("next_token", settings).models == (POLICY,)
     assert make_objective("distill", settings).models == (POLICY, TEACHER)
