@@ -180,6 +180,11 @@ def ending_with_reader() -> Iterator[None]:
             # What is left in the buffer would fail where nothing can be said about it.
             if sys.stdout is not None:
                 sys.stdout.flush()
+    except SystemExit as stop:
+        # argparse passes over a help that could not be written.
+        if not stop.code and sys.stdout is not None and _is_without_reader(sys.stdout):
+            raise SystemExit(NO_READER) from None
+        raise
     except BrokenPipeError:
         if sys.stdout is None or not _is_without_reader(sys.stdout):
             raise

@@ -16,7 +16,7 @@ from data_pipeline.tokenizer import Tokenizer
 from maxtrain.config import RunConfig, to_yaml
 from maxtrain.config.keys import show
 from maxtrain.config.shipped import PREPARED_BY
-from maxtrain.models.cost import sequence_cost
+from maxtrain.models.cost import relative_quadratic
 from maxtrain.run_state import RunState
 
 # What of the section `data` decides which tokens are read; where they are does not.
@@ -103,16 +103,11 @@ def _require_held_out(name: str, eval_set: EvaluationData, data: TrainingData) -
 
 
 def data_section(config: RunConfig) -> DataConfig:
-    """The section `data`, with the cost of documents by the model's layers where it has none.
-
-    Without the vocabulary, which the data may decide. To three digits, so that how it is computed
-    does not matter.
-    """
+    """The section `data`, with the cost of documents by the model's layers where it has none."""
     data = config.data
     if data.packing != "balanced" or data.balance_quadratic is not None:
         return data
-    linear, quadratic = sequence_cost(dataclasses.replace(config.model, vocab_size=0))
-    return dataclasses.replace(data, balance_quadratic=float(f"{quadratic / linear:.2e}"))
+    return dataclasses.replace(data, balance_quadratic=relative_quadratic(config.model))
 
 
 def data_seed(config: RunConfig) -> int:

@@ -1,5 +1,6 @@
 """Arithmetic of a model, counted from its shapes: a compiler's count takes a scanned layer once."""
 
+import dataclasses
 from typing import NamedTuple
 
 from flax import nnx
@@ -74,6 +75,16 @@ def stack_flops(
     return TokenFlops(
         6.0 * (weights + square / length) - not_made, 6.0 * (weights + causal / length) - not_made
     )
+
+
+def relative_quadratic(config: ModelConfig) -> float:
+    """b of the cost n + b n^2 of a document of n tokens, by the model's layers.
+
+    Without the vocabulary, which the data may decide. To three digits, so that how it is computed
+    does not matter.
+    """
+    linear, quadratic = sequence_cost(dataclasses.replace(config, vocab_size=0))
+    return float(f"{quadratic / linear:.2e}")
 
 
 def sequence_cost(config: ModelConfig) -> tuple[float, float]:

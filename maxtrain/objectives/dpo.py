@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxtrain.config.schema import DpoConfig, RegularizationConfig
-from maxtrain.models.decoder import Decoder
-from maxtrain.objectives.next_token import NO_NOISE, chunks_of, noisy_forward
+from maxtrain.objectives.next_token import NO_NOISE, noisy_forward, target_log_probs
 from maxtrain.objectives.objective import (
     LAYERS,
     POLICY,
@@ -30,7 +29,6 @@ from maxtrain.objectives.objective import (
     num_tokens,
     with_layers,
 )
-from maxtrain.ops.log_probs import token_log_probs
 from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
@@ -95,12 +93,12 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
         out = noisy_forward(policy, batch, regularization)
-        found = _log_probs(policy, out.hidden, batch)
+        found = target_log_probs(policy, out.hidden, batch)
         reference = jnp.zeros_like(mask)
         if needs_reference:
             model = models[REFERENCE]
             hidden = model.hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
-            reference = jax.lax.stop_gradient(_log_probs(model, hidden, batch).log_probs)
+            reference = jax.lax.stop_gradient(target_log_probs(model, hidden, batch).log_probs)
         pairs = _pairs(found.log_probs, reference, mask, batch)
         each = loss_of_pairs(pairs.chosen, pairs.rejected, strength)
         preference = jnp.where(pairs.are_there, each, 0.0).sum()
@@ -129,18 +127,6 @@ def dpo(config: DpoConfig, regularization: RegularizationConfig = NO_NOISE) -> O
         loss=PREFERENCE,
         recorded=recorded,
         evaluated=recorded,
-    )
-
-
-def _log_probs(model: Decoder, hidden: Array, batch: Batch):
-    return token_log_probs(
-        hidden,
-        model.output_matrix(),
-        batch["targets"],
-        chunks=chunks_of(batch, model),
-        dtype=model.precision.compute,
-        logits=model.precision.output,
-        softcap=model.spec.logit_softcap,
     )
 
 

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from maxtrain.config.schema import GrpoConfig, RegularizationConfig
-from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.next_token import (
     NO_NOISE,
-    chunks_of,
     next_token,
     noisy_forward,
     num_targets,
+    target_log_probs,
     target_weights,
 )
 from maxtrain.objectives.objective import (
@@ -35,7 +34,6 @@ from maxtrain.objectives.objective import (
     num_tokens,
     with_layers,
 )
-from maxtrain.ops.log_probs import TokenLogProbs, token_log_probs
 from maxtrain.ops.policy_loss import Clip, policy_loss, reference_divergence
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
@@ -104,7 +102,7 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
         policy = models[POLICY]
         mask = batch["loss_mask"].astype(jnp.float32)
         out = noisy_forward(policy, batch, regularization)
-        found = _log_probs(policy, out.hidden, batch, config.temperature)
+        found = target_log_probs(policy, out.hidden, batch, config.temperature)
         now = jax.lax.stop_gradient(found.log_probs)
         is_first = batch[IS_FIRST][:, None] > 0
         old = jnp.where(is_first, now, batch[OLD])
@@ -161,21 +159,8 @@ def scored(models: Models, batch: Batch, temperature: float) -> dict[str, Array]
     for model, name in names.items():
         if model in models:
             hidden = models[model].hidden(batch["inputs"], batch["segment_ids"], batch["positions"])
-            found[name] = _log_probs(models[model], hidden, batch, temperature).log_probs
+            found[name] = target_log_probs(models[model], hidden, batch, temperature).log_probs
     return found
-
-
-def _log_probs(model: Decoder, hidden: Array, batch: Batch, temperature: float) -> TokenLogProbs:
-    return token_log_probs(
-        hidden,
-        model.output_matrix(),
-        batch["targets"],
-        chunks=chunks_of(batch, model),
-        dtype=model.precision.compute,
-        logits=model.precision.output,
-        softcap=model.spec.logit_softcap,
-        temperature=temperature,
-    )
 
 
 def clip_of(config: GrpoConfig) -> Clip:

@@ -20,6 +20,7 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.chunks import num_chunks
 from maxtrain.ops.cross_entropy import cross_entropy
+from maxtrain.ops.log_probs import TokenLogProbs, token_log_probs
 from maxtrain.ops.quantity import Quantity
 from maxtrain.ops.sums import Sum
 from maxtrain.parallel.sharding import batch_shards
@@ -95,6 +96,27 @@ def chunks_of(batch: Batch, model: Decoder) -> int:
     # Rounded up.
     rows_of_shard = -(-rows // batch_shards())
     return num_chunks(length, rows_of_shard, model.config.loss_chunk)
+
+
+def target_log_probs(
+    model: Decoder, hidden: Float[Array, "B T D"], batch: Batch, temperature: float = 1.0
+) -> TokenLogProbs:
+    """The log-probability of each target, and the entropy of its distribution, by a model.
+
+    Args:
+        hidden: the model's last hidden states.
+        temperature: divides the logits.
+    """
+    return token_log_probs(
+        hidden,
+        model.output_matrix(),
+        batch["targets"],
+        chunks=chunks_of(batch, model),
+        dtype=model.precision.compute,
+        logits=model.precision.output,
+        softcap=model.spec.logit_softcap,
+        temperature=temperature,
+    )
 
 
 def noisy_forward(model: Decoder, batch: Batch, regularization: RegularizationConfig) -> Forward:

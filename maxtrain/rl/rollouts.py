@@ -10,7 +10,6 @@ The random numbers of a completion depend on the run's seed, the step and its pl
 Old log-probabilities are those of the training forward, not the sampler's.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -31,7 +30,7 @@ from data_pipeline.loader import HostBatch, Made, TrainingData
 from data_pipeline.plan import Shape as BatchShape
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer
 from maxtrain.config import RunConfig
-from maxtrain.models.cost import sequence_cost
+from maxtrain.models.cost import relative_quadratic
 from maxtrain.models.decoder import Decoder
 from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
 from maxtrain.objectives.objective import POLICY, Batch
@@ -119,8 +118,7 @@ class Rollouts:
         self._progress = progress
         self._saved_steps = saved_steps
         self._length = max(length for _, length in data.shapes())
-        linear, quadratic = sequence_cost(dataclasses.replace(config.model, vocab_size=0))
-        self._quadratic = float(f"{quadratic / linear:.2e}")
+        self._quadratic = relative_quadratic(config.model)
         self._stop_ids = stop_ids(data.tokenizer, data.shards[0])
         self._layouts: dict[int, BatchLayout] = {}
         workers = min(os.cpu_count() or 1, _MOST_WORKERS)
@@ -411,13 +409,15 @@ def _rollout_of(made: _Made, scores: Scores, found: Advantages, about: dict[str,
 
 def _numbers(rollout: Rollout, scores: Scores, found: Advantages) -> dict[str, float]:
     """What is recorded of a rollout, but for its times."""
-    numbers = {}
-    total = weighted_sum(scores.values, np.array(scores.weights, np.float64))
-    with contextlib.suppress(ValueError):
-        numbers["reward"] = _mean(total)
+    rewards = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
     for name, values in zip(scores.names, scores.values):
-        with contextlib.suppress(ValueError):
-            numbers[f"reward/{name}"] = _mean(values)
+        rewards[f"reward/{name}"] = values
+    numbers = {}
+    for name, values in rewards.items():
+        applies = values[~np.isnan(values)]
+        # A reward that applies to no completion has no mean.
+        if applies.size:
+            numbers[name] = float(applies.mean())
     for name, outcomes in scores.outcomes.items():
         for outcome, count in outcomes.items():
             numbers[f"reward_outcomes/{name}/{outcome}"] = float(count)
@@ -427,11 +427,3 @@ def _numbers(rollout: Rollout, scores: Scores, found: Advantages) -> dict[str, f
     without = found.equal_groups + found.empty_groups
     numbers["groups_without_signal"] = without / found.num_groups
     return numbers
-
-
-def _mean(values: np.ndarray) -> float:
-    """The mean of those that apply. ValueError: none does."""
-    applies = values[~np.isnan(values)]
-    if not applies.size:
-        raise ValueError("no value applies")
-    return float(applies.mean())

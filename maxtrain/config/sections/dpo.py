@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from data_pipeline.config_key import UsedBy, key
 
@@ -10,24 +10,24 @@ _DPO = UsedBy(
     {"objective": ("dpo",)},
     "{key}={value} is not used with {cause}. Set objective=dpo, or leave it out.",
 )
+# Losses in which the reference occurs.
+_Comparing = Literal[
+    "sigmoid",
+    "sigmoid_norm",
+    "robust",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+]
 _SMOOTHED = UsedBy({"dpo.loss_type": ("sigmoid", "sigmoid_norm", "robust", "exo_pair", "simpo")})
 _WITH_MARGIN = UsedBy({"dpo.loss_type": ("simpo",)})
 _WITH_REFERENCE = UsedBy(
-    {
-        "dpo.loss_type": (
-            "sigmoid",
-            "sigmoid_norm",
-            "robust",
-            "hinge",
-            "ipo",
-            "exo_pair",
-            "nca_pair",
-            "bco_pair",
-            "sppo_hard",
-            "apo_zero",
-            "apo_down",
-        )
-    },
+    {"dpo.loss_type": get_args(_Comparing)},
     "{key}={value} is not used with {cause}, which is free of a reference. Leave it out.",
 )
 
@@ -36,21 +36,7 @@ _WITH_REFERENCE = UsedBy(
 class DpoConfig:
     """How a model learns from pairs of answers, of which one was preferred."""
 
-    loss_type: Literal[
-        "sigmoid",
-        "sigmoid_norm",
-        "robust",
-        "hinge",
-        "ipo",
-        "exo_pair",
-        "nca_pair",
-        "bco_pair",
-        "sppo_hard",
-        "apo_zero",
-        "apo_down",
-        "simpo",
-        "orpo",
-    ] = key(
+    loss_type: Literal[_Comparing, "simpo", "orpo"] = key(
         "sigmoid",
         "sigmoid: DPO, or cDPO with label_smoothing; robust: rDPO; simpo, orpo: without a reference",
         used_by=_DPO,
