@@ -213,10 +213,9 @@ def render_spans(
     template: Template,
     messages: list[dict[str, Any]],
     tools: list[Any] | None = None,
-    untaught: int = 0,
 ) -> list[Span]:
     """The text of a conversation in spans, of which those are targets that the assistant said, ends
-    of turns included; not in the first `untaught` messages.
+    of turns included.
 
     By the template's generation blocks. Without them an answer is what the template writes behind
     the messages before it and add_generation_prompt; a template without that prompt is asked for
@@ -226,7 +225,7 @@ def render_spans(
         nothing of the assistant's.
     DataError: the template does not end, or takes all memory.
     """
-    (spans,) = render_all(template, [(messages, tools, untaught)])
+    (spans,) = render_all(template, [(messages, tools, 0)])
     if isinstance(spans, ChatError):
         raise spans
     return spans

@@ -233,7 +233,7 @@ def render_spans(
     tools: list[Any] | None = None,
     untaught: int = 0,
 ) -> list[Span]:
-    """See `chat.render_spans`."""
+    """See `chat.render_spans`; nothing in the first `untaught` messages is a target."""
     text = _render(template, messages, tools)
     if template.marked:
         blocks = 0

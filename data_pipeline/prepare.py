@@ -548,10 +548,10 @@ def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool =
             with open_runner(arguments.runner, arguments.workers, arguments.runner_options) as run:
                 made = _build_or_remove(out, scratch, request, run, only_tokenizer)
         seconds = time.perf_counter() - started
-        if not only_tokenizer:
-            for part in request.parts:
-                shards = TokenShards.open(out / part, "size", Cache(arguments.cache))
-                print("\n".join(summary(shards)))
+        if only_tokenizer:
+            entries = load_tokenizer(out).vocab_size
+        else:
+            entries = _summarise([out / part for part in request.parts], Cache(arguments.cache))
         if isinstance(out, RemotePath):
             (out / _WORK).remove()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -565,18 +565,26 @@ def _prepare(arguments: argparse.Namespace, command: str, only_tokenizer: bool =
         where = _where(arguments)
         print(f"{made:,} tokens made in {seconds:,.1f} s: {made / seconds:,.0f} tokens/s, {where}")
     if (arguments.tokenizer or "").startswith("bpe:"):
-        first = out if only_tokenizer else out / next(iter(request.parts))
-        _tell_of_entries(arguments.tokenizer, load_tokenizer(first).vocab_size)
+        _tell_of_entries(arguments.tokenizer, entries)
     verdict = "complete"
     if already:
         verdict = "already complete and unchanged: nothing to do"
     quoted = shlex.quote(str(out))
     if only_tokenizer:
-        entries = load_tokenizer(out).vocab_size
         use = f"Use it: {_PROGRAM} OUT ... --tokenizer {quoted}"
         print(f"{out}: {verdict}, {entries:,} entries. {use}")
     else:
         print(f"{out}: {verdict}. Check it: {_PROGRAM} verify {quoted}")
+
+
+def _summarise(parts: Sequence[Path | RemotePath], cache: Cache) -> int:
+    """Says what each directory holds; the entries of the vocabulary that all of them have."""
+    entries = 0
+    for part in parts:
+        shards = TokenShards.open(part, "size", cache)
+        print("\n".join(summary(shards)))
+        entries = shards.vocab_size
+    return entries
 
 
 def _tell_of_entries(spec: str, entries: int) -> None:

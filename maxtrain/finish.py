@@ -136,7 +136,7 @@ def finish(
     )
     console.print(text)
     if not problem:
-        is_of_chats = any("chat_template" in shards.manifest.settings for shards in data.shards)
+        is_of_chats = any(shards.is_rendered for shards in data.shards)
         for what, command in _next_commands(config, folder, is_of_chats).items():
             lines = Text.assemble((f"{what}:\n", "dim"), (f"  {command}", "cyan"))
             # Not wrapped, so that the command can be copied whole.

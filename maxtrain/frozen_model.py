@@ -1,5 +1,5 @@
 """A frozen model beside the one that trains: the teacher of objective=distill, or the reference of
-objective=dpo. It is found, held against the run, and read onto its mesh.
+objective=dpo or grpo. It is found, held against the run, and read onto its mesh.
 
 It is never saved with the run. Checkpoints hold a digest of its arrays and of what is computed with
 them instead, so that a run goes on with the one that it began with.

@@ -36,8 +36,8 @@ from maxtrain.config.schema import (
     PrecisionConfig,
     RunConfig,
 )
-from maxtrain.model_source import parameter_dtype
-from maxtrain.models.families.directory import quantization_of, read_config
+from maxtrain.model_source import parameter_dtype, tell_on_stderr
+from maxtrain.models.families.directory import read_config, stored_as
 from maxtrain.ops.digest import tree_digests
 from maxtrain.parallel.distributed import start
 from maxtrain.parallel.mesh import make_mesh
@@ -165,11 +165,7 @@ def _write(
     identity.begin(lambda text: None)
     params, buffers = split_buffers(variables)
     source = config.checkpoint.init_from or ""
-    stored_as = ""
-    quantization = quantization_of(source)
-    if quantization is not None:
-        stored_as = quantization.words()
-    record = imported_record(identity.id, source, to_yaml(config), stored_as)
+    record = imported_record(identity.id, source, to_yaml(config), stored_as(source))
     checkpoints = Checkpoints(staged / "checkpoints", CheckpointConfig(asynchronous=False))
     try:
         state = {"params": params, "buffers": buffers}
@@ -235,11 +231,7 @@ def main(argv: Sequence[str] | None = None, program: str | None = None) -> int:
         run = asked.run.expanduser()
         require_free(run, "RUN")
         start(MeshConfig(num_processes=1), ObserveConfig().compilation_cache)
-
-        def tell(table: str) -> None:
-            print(table, file=sys.stderr, flush=True)
-
-        made = import_weights(asked.directory, run, asked.dtype, tell)
+        made = import_weights(asked.directory, run, asked.dtype, tell_on_stderr)
         print(
             f"{run}: {made.num_parameters:,} parameters of {made.config.model.family} in "
             f"{asked.dtype}, step 0; read again: its parameters and logits are those of "

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from data_pipeline.errors import DataError
@@ -20,9 +19,9 @@ from data_pipeline.shards import write_atomic
 from data_pipeline.tokenizer import load_tokenizer
 from maxtrain.model_source import load_run, read_run_config, step_of, tokenizer_place
 from maxtrain.models.families import FAMILIES
-from maxtrain.models.families.directory import quantization_of, read_json
+from maxtrain.models.families.directory import read_json, stored_as
 from maxtrain.models.merged import merged
-from maxtrain.weights.codec import LazyArray, Part, tensors_in_order
+from maxtrain.weights.codec import LazyArray, tensors_in_order
 from maxtrain.weights.hf import open_directory
 from maxtrain.weights.hf_export import (
     lazy_parameters,
@@ -30,7 +29,7 @@ from maxtrain.weights.hf_export import (
     write_config,
     write_tokenizer,
 )
-from maxtrain.weights.tensor_file import DTYPES, Read, StoredTensor, read_all
+from maxtrain.weights.tensor_file import DTYPES, read_part
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -96,16 +95,12 @@ def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> 
                 f"{place}: {name} is of type {there.kind}, and only floats of 16 or more bits are "
                 "merged. Take the model in bfloat16, for example."
             )
-        read = functools.partial(_read, there, threads)
+        read = functools.partial(read_part, there, jnp.dtype(DTYPES[there.kind]), threads)
         found[name] = LazyArray(there.shape, read)
         dtypes[name] = _FLOATS[there.kind]
     tokenizer = None
     if (directory / "tokenizer.json").exists() or (directory / "tokenizer.model").exists():
         tokenizer = load_tokenizer(directory).sha256
-    stored_as = ""
-    quantization = quantization_of(directory)
-    if quantization is not None:
-        stored_as = quantization.words()
     ordered = {name: found[name] for name in sorted(found)}
     return Tensors(
         place,
@@ -113,7 +108,7 @@ def _open_directory(place: str, directory: Path, held: contextlib.ExitStack) -> 
         dtypes,
         config,
         tokenizer,
-        stored_as,
+        stored_as(directory),
         functools.partial(_copy_config, directory, config),
         functools.partial(_copy_tokenizer, directory),
     )
@@ -133,13 +128,6 @@ def _copy_tokenizer(directory: Path, out: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (directory / name).exists():
             shutil.copyfile(directory / name, out / name)
-
-
-def _read(there: StoredTensor, threads: concurrent.futures.Executor, part: Part) -> np.ndarray:
-    """A part of a tensor, in its own type."""
-    out = np.empty([len(indices) for indices in part], jnp.dtype(DTYPES[there.kind]))
-    read_all([Read(there, part, out)], threads)
-    return out
 
 
 def _open_run(place: str, run: str, step: str) -> Tensors:

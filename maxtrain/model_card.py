@@ -16,7 +16,7 @@ from data_pipeline.errors import UserError
 from data_pipeline.remote import place
 from data_pipeline.shards import Manifest
 from maxtrain.config.schema import LoraConfig, RunConfig
-from maxtrain.models.families.directory import quantization_of
+from maxtrain.models.families.directory import stored_as
 from maxtrain.observe.metrics import read_metrics
 
 NAME = "README.md"
@@ -166,13 +166,13 @@ def _source(place: str) -> str:
     """The name of the weights that a run began from, and how they are stored, if in few bits."""
     name = Path(place).name
     try:
-        quantization = quantization_of(place)
+        form = stored_as(place)
     except UserError:
         # They are no directory of Hugging Face, or gone.
         return name
-    if quantization is None:
+    if not form:
         return name
-    return f"{name}, stored in {quantization.words()}"
+    return f"{name}, stored in {form}"
 
 
 def _evaluation_rows(records: Iterable[Mapping[str, Any]]) -> _Rows:

@@ -88,9 +88,9 @@ class Recorder:
         """As it was at a checkpoint that has `saved`; that of a new run has nothing."""
         self._rollbacks = rollbacks
         self._tokens_seen = saved.tokens_seen
-        # Nats and targets since the last record, of all sources together.
+        # Total and weight of the loss since the last record, of all sources together.
         self._sums = np.array(saved.since_record, np.float64)
-        # Likewise of each source.
+        # Nats and targets of each source.
         nothing = np.zeros((2, len(self._plan.names)))
         self._by_source = np.array(saved.by_source, np.float64)
         # Nothing is known, or the sources were others, by data.accept_changes.
@@ -105,11 +105,11 @@ class Recorder:
         log = None
         if self._metrics:
             log = self._metrics.mark()
-        nats, targets = self._sums.tolist()
+        total, weight = self._sums.tolist()
         return RecorderState(
             log=log,
             tokens_seen=self._tokens_seen,
-            since_record=(nats, targets),
+            since_record=(total, weight),
             by_source=self._by_source.tolist(),
         )
 

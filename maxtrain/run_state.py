@@ -41,8 +41,8 @@ class RecorderState:
     Attributes:
         log: how far the log went; None on processes that write none.
         tokens_seen: targets since the run began.
-        since_record: nats and targets since the last training record.
-        by_source: likewise, as a row of nats and a row of targets with a number for each source;
+        since_record: total and weight of the objective's loss since the last training record.
+        by_source: since then, a row of nats and a row of targets with a number for each source;
             not finite where a step was not. Empty: nothing is known.
     """
 
@@ -311,8 +311,8 @@ def _log_mark(values: Mapping[str, Any]) -> LogMark:
 def _pair(numbers: Sequence[Any]) -> tuple[float, float]:
     if len(numbers) != 2 or not all(type(number) is float for number in numbers):
         raise ValueError("since_record must be two numbers")
-    nats, targets = numbers
-    return nats, targets
+    total, weight = numbers
+    return total, weight
 
 
 def _rows(rows: Sequence[Any]) -> list[list[float]]:

@@ -58,6 +58,8 @@ class TokenShards:
         self.vocab_size = manifest.tokenizer["vocab_size"]
         self.uid = manifest.uid
         self.masked = any(shard.targets is not None for shard in manifest.shards)
+        # A chat template has written the text.
+        self.is_rendered = "chat_template" in manifest.settings
         self.valued = any(shard.has_values for shard in manifest.shards)
         # Documents are prompts, with what else is known of each.
         self.has_columns = any(shard.column_bytes is not None for shard in manifest.shards)
@@ -216,9 +218,12 @@ class TokenShards:
     def columns(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
         """What is known of documents beside their tokens, by their numbers; only where
         `has_columns`."""
+        shards = np.searchsorted(self._document_starts, numbers, "right") - 1
+        self._files.expect(
+            lambda: [(shard, ".cols", (0,), None) for shard in np.unique(shards).tolist()]
+        )
         found = []
-        for number in numbers:
-            shard = int(np.searchsorted(self._document_starts, number, "right")) - 1
+        for number, shard in zip(numbers, shards.tolist()):
             data = self._files.checked(shard, ".cols")
             ends = self._lines(shard)
             nth = number - int(self._document_starts[shard])
@@ -230,7 +235,6 @@ class TokenShards:
 
     def _find_lines(self, shard: int) -> np.ndarray:
         """Where the lines of a shard's columns end, int64 [documents]."""
-        self._files.expect(lambda: [(shard, ".cols", (0,), None)])
         return np.flatnonzero(self._files.checked(shard, ".cols") == ord("\n"))
 
     def documents_at(self, tokens: np.ndarray) -> np.ndarray:

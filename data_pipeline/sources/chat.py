@@ -23,11 +23,20 @@ def find(pattern: str, options: Options) -> list[Piece]:
             "--chat: needs a tokenizer that has the tokens of its template, not one to be trained. "
             "Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of plain text)."
         )
+    options, beside = with_template(options, "--chat")
+    pieces = jsonl.find(pattern, options, "chat")
+    return [piece._replace(beside=beside) for piece in pieces]
+
+
+def with_template(options: Options, option: str) -> tuple[Options, tuple[str, ...]]:
+    """Options with their chat template, which `option` needs, and the files that it is made of.
+
+    DataError: no template is usable.
+    """
     template, files = load_template(
-        options.chat_template, options.tokenizer, options.special, options.chat_date
+        options.chat_template, options.tokenizer, options.special, options.chat_date, option
     )
-    pieces = jsonl.find(pattern, options._replace(template=template), "chat")
-    return [piece._replace(beside=tuple(map(str, files))) for piece in pieces]
+    return options._replace(template=template), tuple(map(str, files))
 
 
 def documents(piece: Piece) -> Iterator[Document]:
@@ -125,6 +134,15 @@ def find_tools(record: dict[str, Any]) -> list[Any] | None:
     return tools or None
 
 
+def mended_text(text: str, problems: list[str]) -> str:
+    """Text as a document of its own would be mended; adds what was wrong."""
+    checked = checked_document(text, "", 0)
+    if checked.problem and checked.problem != EMPTY:
+        problems.append(checked.problem)
+        return checked.text or ""
+    return text
+
+
 def clean(value: Any, template: Template, problems: list[str]) -> Any:
     """A value with all text in it mended; adds what was wrong. Nobody but the template may write
     special tokens.
@@ -141,10 +159,7 @@ def clean(value: Any, template: Template, problems: list[str]) -> Any:
         return [clean(item, template, problems) for item in value]
     if not isinstance(value, str):
         return value
-    checked = checked_document(value, "", 0)
-    if checked.problem and checked.problem != EMPTY:
-        problems.append(checked.problem)
-        value = checked.text or ""
+    value = mended_text(value, problems)
     if MARKS.search(value):
         problems.append("a noncharacter, U+FDD0 or U+FDD1")
         value = MARKS.sub("\ufffd", value)

@@ -62,7 +62,6 @@ class Options(NamedTuple):
     columns: str = ""  # as given
     margin: bool = False  # of preferences: how much better the chosen one is, too
     preferences: PreferenceForm | None = None  # the form of the first record
-    prompts: bool = False  # documents are prompts, each with its columns
 
 
 class Piece(NamedTuple):

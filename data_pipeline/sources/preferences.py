@@ -20,19 +20,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_pipeline.chat import ChatError, Conversation, Span, load_template, render_all
+from data_pipeline.chat import ChatError, Conversation, Span, render_all
 from data_pipeline.errors import DataError, UsageError
 from data_pipeline.sources import jsonl
-from data_pipeline.sources.chat import clean, find_tools, read_messages
+from data_pipeline.sources.chat import (
+    clean,
+    find_tools,
+    mended_text,
+    read_messages,
+    with_template,
+)
 from data_pipeline.sources.document import (
-    EMPTY,
     SAME,
     Document,
     Format,
     Options,
     Piece,
     PreferenceForm,
-    checked_document,
 )
 
 NAMES = (
@@ -86,14 +90,10 @@ def find(pattern: str, options: Options) -> list[Piece]:
         )
     pieces = jsonl.find(pattern, options, "preferences")
     form = _first_form(pattern, pieces, columns)
-    template = None
-    files = []
+    beside: tuple[str, ...] = ()
     if options.chat_template or form.content == _MESSAGES:
-        template, files = load_template(
-            options.chat_template, options.tokenizer, options.special, options.chat_date, _OPTION
-        )
-    options = options._replace(template=template, preferences=form)
-    beside = tuple(map(str, files))
+        options, beside = with_template(options, _OPTION)
+    options = options._replace(preferences=form)
     return [piece._replace(options=options, beside=beside) for piece in pieces]
 
 
@@ -431,14 +431,7 @@ def _require_turns(text: str) -> list[_Turn]:
 
 def _mended(spans: list[Span], problems: list[str]) -> list[Span]:
     """Spans with their text mended; adds what was wrong."""
-    mended = []
-    for text, is_target in spans:
-        judged = checked_document(text, "", 0)
-        if judged.problem and judged.problem != EMPTY:
-            problems.append(judged.problem)
-            text = judged.text or ""
-        mended.append((text, is_target))
-    return mended
+    return [(mended_text(text, problems), is_target) for text, is_target in spans]
 
 
 FORMAT = Format(

@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from data_pipeline.chat import ChatError, load_template, render
+from data_pipeline.chat import ChatError, render
 from data_pipeline.errors import UsageError
 from data_pipeline.sources import jsonl
-from data_pipeline.sources.chat import clean, find_tools, read_messages
+from data_pipeline.sources.chat import clean, find_tools, read_messages, with_template
 from data_pipeline.sources.document import Document, Format, Options, Piece, checked_document
 
 # In the columns of a document: the prompt as it came, text or messages.
@@ -21,7 +21,6 @@ def find(pattern: str, options: Options) -> list[Piece]:
 
     UsageError: no tokenizer is given for a template. DataError: no template is usable.
     """
-    options = options._replace(prompts=True)
     pieces = jsonl.find(pattern, options, "prompts")
     if not options.chat_template and not _has_messages(pieces):
         return pieces
@@ -31,11 +30,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
             "trained. Give --tokenizer path/to/tokenizer.json (or bytes, with a --chat-template of "
             "plain text)."
         )
-    template, files = load_template(
-        options.chat_template, options.tokenizer, options.special, options.chat_date, "--prompts"
-    )
-    options = options._replace(template=template)
-    beside = tuple(map(str, files))
+    options, beside = with_template(options, "--prompts")
     return [piece._replace(options=options, beside=beside) for piece in pieces]
 
 

@@ -63,7 +63,8 @@ def _help_of(path: str) -> str:
             # A name of the user's.
             kind = element(kind)
             continue
-        field = next(field for field in dataclasses.fields(kind) if field.name == part)
+        name = part.partition("[")[0]
+        field = next(field for field in dataclasses.fields(kind) if field.name == name)
         text = field.metadata["help"]
         kind = field.type
     return text

@@ -18,8 +18,9 @@ from maxtrain.config.across import (
     updates,
 )
 from maxtrain.config.idle import Idle, Problem, idle_among, idle_keys
+from maxtrain.config.keys import all_keys
 from maxtrain.config.paths import path_problems
-from maxtrain.config.schema import RunConfig
+from maxtrain.config.schema import DistillConfig, DpoConfig, GrpoConfig, RunConfig
 from maxtrain.config.sections.anomaly import window_problems
 from maxtrain.config.sections.checkpoint import adapters_problems
 from maxtrain.config.sections.distill import teacher_problems
@@ -100,43 +101,14 @@ def _of_the_model(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
 
 
 def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
-    yield from idle_among(
-        idle, "distill.teacher", "distill.temperature", "distill.weight", "distill.kind"
-    )
+    yield from _idle_in_section(idle, DistillConfig, "distill.")
     yield from teacher_problems(config.objective, config.distill)
-    yield from idle_among(
-        idle,
-        "dpo.loss_type",
-        "dpo.beta",
-        "dpo.label_smoothing",
-        "dpo.margin",
-        "dpo.sft_weight",
-        "dpo.reference",
-    )
+    yield from _idle_in_section(idle, DpoConfig, "dpo.")
     yield from smoothing_problems(config.objective, config.dpo)
     yield from packing_problems(
         config.objective, config.data.packing, config.data.attend_across_documents
     )
-    yield from idle_among(
-        idle,
-        "grpo.rewards",
-        "grpo.reward_weights",
-        "grpo.reward_seconds",
-        "grpo.num_generations",
-        "grpo.max_completion_length",
-        "grpo.slots",
-        "grpo.temperature",
-        "grpo.loss_type",
-        "grpo.epsilon",
-        "grpo.epsilon_high",
-        "grpo.delta",
-        "grpo.beta",
-        "grpo.correct_kl",
-        "grpo.reference",
-        "grpo.scale_rewards",
-        "grpo.num_iterations",
-        "grpo.mask_truncated_completions",
-    )
+    yield from _idle_in_section(idle, GrpoConfig, "grpo.")
     yield from grpo_problems(config.objective, config.grpo)
     yield from prompt_problems(config.objective, config.grpo, config.data)
     yield from updates.mean_problems(config)
@@ -175,6 +147,11 @@ def _of_updates(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:
     yield from idle_among(idle, "optimizer.stochastic_rounding")
     yield from updates.mup_problems(config)
     yield from idle_among(idle, "optimizer.zero")
+
+
+def _idle_in_section(idle: list[Idle], section: type, prefix: str) -> list[Idle]:
+    """Those of the idle keys that are of a section, in the schema's order."""
+    return idle_among(idle, *(key.path for key in all_keys(section, prefix)))
 
 
 def _of_anomalies(config: RunConfig, idle: list[Idle]) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from maxtrain.objectives.objective import (
 )
 from maxtrain.ops.preference import FREE_OF_REFERENCE, LOSSES, Answers, Strength
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import Sum, sums_of_documents
 
 PREFERENCE = Quantity("preference", "nats per pair")
 
@@ -135,13 +135,10 @@ def _by_pair(values: Float[Array, "B T"], batch: Batch) -> Float[Array, "B P 2"]
 
     A row has T // 2 pairs at most, since each document has a token.
     """
-    most = values.shape[1] // 2
-
-    def of_row(values: Array, segments: Array) -> Array:
-        sums = jax.ops.segment_sum(values, segments, 2 * most + 2)
-        return sums[1 : 2 * most + 1].reshape(most, 2)
-
-    return jax.vmap(of_row)(values, batch["segment_ids"])
+    rows, length = values.shape
+    most = length // 2
+    sums = sums_of_documents(values, batch["segment_ids"])
+    return sums[:, 1 : 2 * most + 1].reshape(rows, most, 2)
 
 
 def _pairs(

@@ -123,7 +123,7 @@ def grpo(config: GrpoConfig, regularization: RegularizationConfig = NO_NOISE) ->
         def mean_of(values: Array) -> Sum:
             return Sum((values.astype(jnp.float32) * mask).sum(), mask.sum())
 
-        gap = jnp.abs(batch[SAMPLED] - jnp.where(is_first, now, batch[OLD]))
+        gap = jnp.abs(batch[SAMPLED] - old)
         sums |= {
             "nll": mean_of(-found.log_probs),
             "policy_loss": Sum((tokens.loss * weights).sum(), divisor(batch)),

@@ -22,7 +22,7 @@ from maxtrain.ops.chunks import num_chunks
 from maxtrain.ops.cross_entropy import cross_entropy
 from maxtrain.ops.log_probs import TokenLogProbs, token_log_probs
 from maxtrain.ops.quantity import Quantity
-from maxtrain.ops.sums import Sum
+from maxtrain.ops.sums import Sum, sums_of_documents
 from maxtrain.parallel.sharding import batch_shards
 
 PLAIN = LossConfig()
@@ -183,9 +183,4 @@ def _sequences(batch: Batch) -> Float[Array, "B T"]:
 
 def _targets_of_documents(batch: Batch) -> Float[Array, "B S"]:
     """The summed loss mask of each document of each row, by its segment."""
-    mask = batch["loss_mask"].astype(jnp.float32)
-
-    def of_row(mask: Array, segments: Array) -> Array:
-        return jax.ops.segment_sum(mask, segments, segments.size + 1)
-
-    return jax.vmap(of_row)(mask, batch["segment_ids"])
+    return sums_of_documents(batch["loss_mask"].astype(jnp.float32), batch["segment_ids"])

@@ -56,7 +56,7 @@ class Watchdog:
         board: Board | None = None,
     ):
         self._step: Callable[[], int] = int
-        self._tell_judge: Callable[[bytes], object] = bytes
+        self._tell_outer: Callable[[bytes], object] = bytes
         self._ledger: Ledger | None = None
         self._config = config
         self._folder = folder
@@ -72,9 +72,9 @@ class Watchdog:
             # By its number, since sys.stderr may be something else.
             faulthandler.enable(file=2)
         words = [sys.executable, "-IS", outer_watchdog.__file__, str(os.getpid())]
-        self._judge = subprocess.Popen(words, stdin=subprocess.PIPE, bufsize=0)
-        if self._judge.stdin:
-            self._tell_judge = self._judge.stdin.write
+        self._outer = subprocess.Popen(words, stdin=subprocess.PIPE, bufsize=0)
+        if self._outer.stdin:
+            self._tell_outer = self._outer.stdin.write
         # Two threads, since a sign of life may hang, too.
         for work in (self._watch, self._beat):
             threading.Thread(target=work, name="watchdog", daemon=True).start()
@@ -82,7 +82,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._judge.communicate()
+        self._outer.communicate()
         if self._stacks:
             faulthandler.disable()
         if self._ledger:
@@ -131,12 +131,12 @@ class Watchdog:
             limit = self.limit(doing[0])
             if stood > limit:
                 self._end(doing[0], stood)
-            limit_of_judge = 0.0
+            limit_of_outer = 0.0
             if not math.isinf(limit):
-                limit_of_judge = limit + _PATIENCE
+                limit_of_outer = limit + _PATIENCE
             # The outer watchdog was killed, or the run is at its end.
             with contextlib.suppress(OSError, ValueError):
-                self._tell_judge(b"%g\n" % limit_of_judge)
+                self._tell_outer(b"%g\n" % limit_of_outer)
 
     def _end(self, cause: str, stood: float) -> None:
         """Ends the process, even if the report hangs, since the disk or the reader of stderr

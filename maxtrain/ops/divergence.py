@@ -100,8 +100,8 @@ def plain_divergence(
     """The oracle: all logits at once, differentiated by JAX. Arguments and result as in
     `divergence`."""
     teacher = jax.lax.stop_gradient(teacher)
-    of_student = _plain_logits(student, form.student)
-    of_teacher = _plain_logits(teacher, form.teacher)
+    of_student = _logits(student.hidden, student.head, form.student).rounded
+    of_teacher = _logits(teacher.hidden, teacher.head, form.teacher).rounded
     log_s = jax.nn.log_softmax(of_student / form.temperature)
     log_t = jax.nn.log_softmax(of_teacher / form.temperature)
     if form.kind == "forward":
@@ -114,12 +114,6 @@ def plain_divergence(
     return TokenDivergence(
         loss, jax.lax.stop_gradient(rows), (same.astype(jnp.float32) * mask).sum(-1)
     )
-
-
-def _plain_logits(model: Predictor, numbers: Numbers) -> Array:
-    logits = dot(model.hidden, model.head, Recipe.of(numbers.compute))
-    logits = soft_capped(logits, numbers.softcap)
-    return logits.astype(numbers.logits).astype(jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -150,8 +144,8 @@ class _Logits(NamedTuple):
     exact: Float[Array, "B T V"]
 
 
-def _logits(hidden: Array, low_head: Array, numbers: Numbers) -> _Logits:
-    exact = dot(hidden, low_head, Recipe.of(numbers.compute))
+def _logits(hidden: Array, head: Array, numbers: Numbers) -> _Logits:
+    exact = dot(hidden, head, Recipe.of(numbers.compute))
     exact = soft_capped(exact, numbers.softcap)
     return _Logits(exact.astype(numbers.logits).astype(jnp.float32), exact)
 

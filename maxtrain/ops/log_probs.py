@@ -100,7 +100,7 @@ def _chunked(hidden: Array, head: Array, targets: Array, form: Form) -> TokenLog
 
     def one(part: tuple[Array, Array]) -> TokenLogProbs:
         x, target = part
-        return _looked_up(jax.nn.log_softmax(_logits(x, low, form).tempered), target)
+        return plain_token_log_probs(x, low, target, form)
 
     found = jax.lax.map(one, split_sequence(form.chunks, hidden, targets))
     return jax.tree.map(join_sequence, found)

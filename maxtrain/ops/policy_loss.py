@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from maxtrain.ops.sums import sums_of_documents
+
 # Of the difference of log-probabilities, so that a ratio is finite.
 _MOST_APART = 20.0
 
@@ -112,11 +114,7 @@ def mean_of_each(
 ) -> Float[Array, "B T"]:
     """The mean of values over the tokens of each completion, at each of its tokens; 0 where it has
     none."""
-
-    def of_row(values: Array, mask: Array, completions: Array) -> Array:
-        most = completions.size + 1
-        totals = jax.ops.segment_sum(values * mask, completions, most)
-        counts = jax.ops.segment_sum(mask, completions, most)
-        return (totals / jnp.where(counts > 0, counts, 1.0))[completions]
-
-    return jax.vmap(of_row)(values, mask, completions)
+    totals = sums_of_documents(values * mask, completions)
+    counts = sums_of_documents(mask, completions)
+    means = totals / jnp.where(counts > 0, counts, 1.0)
+    return jnp.take_along_axis(means, completions, axis=1)

@@ -2,8 +2,9 @@
 
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class Sum(NamedTuple):
@@ -22,3 +23,15 @@ class Sum(NamedTuple):
         if how == "sum":
             return self.total
         return self.mean()
+
+
+def sums_of_documents(
+    values: Float[Array, "B T"], segments: Int[Array, "B T"]
+) -> Float[Array, "B S"]:
+    """The sum of values over each document of each row, at the number of its segment; S is T + 1,
+    since each document has a token, and 0 is padding's."""
+
+    def of_row(values: Array, segments: Array) -> Array:
+        return jax.ops.segment_sum(values, segments, segments.size + 1)
+
+    return jax.vmap(of_row)(values, segments)

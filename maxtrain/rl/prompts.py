@@ -37,7 +37,7 @@ def require_prompts(data: TrainingData, max_completion_length: int) -> None:
             )
         _, lengths = shards.documents(np.arange(shards.num_documents))
         # With an end mark: before plain text one is read, behind a prompt there is none.
-        lengths = lengths - int(_is_rendered(shards))
+        lengths = lengths - int(shards.is_rendered)
         too_long = np.flatnonzero(lengths > room)
         if too_long.size:
             first = int(too_long[0])
@@ -65,16 +65,12 @@ def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:
     return found
 
 
-def _is_rendered(shards: TokenShards) -> bool:
-    """Whether a chat template has written the prompts: then it begins them itself."""
-    return "chat_template" in shards.manifest.settings
-
-
 def _read(shards: TokenShards, number: int) -> Prompt:
     """A prompt by its number."""
     ids = shards.read(*shards.document(number)).tolist()
     end = ids.pop()
-    if not _is_rendered(shards):
+    # What a template has written begins as it says.
+    if not shards.is_rendered:
         ids.insert(0, end)
     (columns,) = shards.columns([number])
     original = columns.pop(PROMPT)

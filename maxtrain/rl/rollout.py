@@ -38,8 +38,8 @@ class Rollout(NamedTuple):
         rewards: by R rewards; NaN: one does not apply.
         advantages: of each completion.
         about: JSON: `identity` of what was asked for, digest of the `weights` that it was made
-            with, `names` and `outcomes` of the rewards, `texts` of the first prompt, and `numbers`
-            to record.
+            with, `names`, `outcomes` and `details` of the rewards, `weights_of_rewards`, `texts` of
+            the first prompt, and `numbers` to record.
     """
 
     prompts: Int[np.ndarray, " T"]

@@ -43,6 +43,7 @@ from maxtrain.rl.advantages import Advantages, advantages, weighted_sum
 from maxtrain.rl.prompts import Prompt, prompts_of
 from maxtrain.rl.reward_calls import parse_reward
 from maxtrain.rl.rewards.registry import RewardSet, Scores
+from maxtrain.rl.rewards.verify import WARM_UP
 from maxtrain.rl.rewards.workers import RewardWorkers
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout, load
 from maxtrain.rl.rows import Shape, batch_arrays
@@ -61,7 +62,7 @@ _MOST_WORKERS = 8
 _CAUSE = "rollout"
 
 
-class _Made(NamedTuple):
+class _Sampled(NamedTuple):
     """What the sampler has made of prompts."""
 
     prompts: list[Prompt]
@@ -106,7 +107,7 @@ class Rollouts:
         run: Path,
         clock: Stopwatch,
         progress: Progress,
-        saved_steps: Callable[[], Sequence[int]] = tuple,
+        saved_steps: Callable[[], Sequence[int]],
     ):
         self._run = config
         self._config = config.grpo
@@ -122,8 +123,12 @@ class Rollouts:
         self._stop_ids = stop_ids(data.tokenizer, data.shards[0])
         self._layouts: dict[int, BatchLayout] = {}
         workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-        self._pool = RewardWorkers(workers, seconds=self._config.reward_seconds)
         calls = [parse_reward(text) for text in self._config.rewards]
+        preload = []
+        if any(call.name == "math" for call in calls):
+            # Else the first answer of each process would pay for it, out of its own seconds.
+            preload = [WARM_UP]
+        self._pool = RewardWorkers(workers, seconds=self._config.reward_seconds, preload=preload)
         self._rewards = RewardSet(
             [call.name for call in calls],
             options={call.name: call.options for call in calls if call.options},
@@ -150,7 +155,7 @@ class Rollouts:
         self,
         start: int,
         state: Callable[[], TrainState],
-        left_out: frozenset[int] = frozenset(),
+        left_out: frozenset[int],
     ) -> Iterator[tuple[Batch, HostBatch]]:
         """Batches from step `start` to the plan's end, each made when it is asked for; and where
         each comes from.
@@ -303,7 +308,7 @@ class Rollouts:
         self._progress.phase("")
         return rollout._replace(about=about | {"numbers": numbers})
 
-    def _sampled(self, steps: range, state: TrainState) -> _Made:
+    def _sampled(self, steps: range, state: TrainState) -> _Sampled:
         """Completions of the prompts of these steps."""
         began = time.perf_counter()
         config = self._config
@@ -337,9 +342,9 @@ class Rollouts:
             )
         tokenizer = self._data.tokenizer
         texts = [decode_new(tokenizer, each.prompt, each.ids) for each in generations]
-        return _Made(prompts, generations, texts, time.perf_counter() - began)
+        return _Sampled(prompts, generations, texts, time.perf_counter() - began)
 
-    def _rewarded(self, made: _Made) -> Scores:
+    def _rewarded(self, made: _Sampled) -> Scores:
         """The rewards of completions."""
         count = self._config.num_generations
         of_rows = [prompt for prompt in made.prompts for _ in range(count)]
@@ -368,8 +373,7 @@ class Rollouts:
 def stop_ids(tokenizer: Tokenizer, shards: Any) -> tuple[int, ...]:
     """Tokens that end a completion: the end mark, and with a chat template what ends a turn."""
     found = {tokenizer.eod_id}
-    is_chat = "chat_template" in shards.manifest.settings
-    if is_chat and isinstance(tokenizer, JsonTokenizer):
+    if shards.is_rendered and isinstance(tokenizer, JsonTokenizer):
         found.update(Chat(tokenizer, shards.path).stop_ids)
     return tuple(sorted(i for i in found if i is not None))
 
@@ -387,7 +391,9 @@ def _shown(prompt: Any) -> str:
     return json.dumps(prompt, ensure_ascii=False)
 
 
-def _rollout_of(made: _Made, scores: Scores, found: Advantages, about: dict[str, Any]) -> Rollout:
+def _rollout_of(
+    made: _Sampled, scores: Scores, found: Advantages, about: dict[str, Any]
+) -> Rollout:
     """A rollout that is not scored yet."""
     tokens = made.tokens()
     sampled = [logprob for each in made.generations for logprob in each.logprobs]

@@ -96,9 +96,10 @@ def gradients(
         jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), params),
     )
     of_parts = models
-    if compares_whole_batches(models(params)[POLICY]):
+    whole = models(params)
+    if compares_whole_batches(whole[POLICY]):
         nothing = loads_of(start[0].observed)
-        loads = _whole_loads(models(params), micros, objective, scales, nothing)
+        loads = _whole_loads(whole, micros, objective, scales, nothing)
         of_parts = _that_know(models, loads)
 
     def step(

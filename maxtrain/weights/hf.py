@@ -35,6 +35,7 @@ from maxtrain.models.families.directory import (
     quantization_of,
     read_config,
     read_json,
+    stored_as,
 )
 from maxtrain.models.families.family import Family
 from maxtrain.models.quantized import (
@@ -51,7 +52,14 @@ from maxtrain.parallel.mesh import make_mesh
 from maxtrain.training.state import abstract_model
 from maxtrain.weights.codec import Entry, LazyArray, Part, Shape
 from maxtrain.weights.stored_quantized import plain_tensors
-from maxtrain.weights.tensor_file import DTYPES, Read, StoredTensor, open_tensors, read_all
+from maxtrain.weights.tensor_file import (
+    DTYPES,
+    Read,
+    StoredTensor,
+    open_tensors,
+    read_all,
+    read_part,
+)
 
 _TABLE_ROWS = 40
 # Of which some wait for the disk.
@@ -143,10 +151,11 @@ def load_weights(
     loaded = jax.tree.unflatten(treedef, [arrays[name] for name in stored])
     _require_finite(loaded, table, directory)
     told = _tell_left_out(left_out)
+    described = _describe(directory, files, table, leaves, quantized)
     if told:
         note(told)
-    described = _describe(directory, files, table, leaves, quantized)
-    tell("\n".join([described, *filter(None, [told])]))
+        described += f"\n{told}"
+    tell(described)
     return loaded
 
 
@@ -205,7 +214,7 @@ def _ask_for(
     shapes = [leaf.shape for leaf in ours]
     tensors = {}
     for name, shape in entry.their_shapes(shapes).items():
-        read = functools.partial(_read_now, files[name], ours[0].dtype, threads)
+        read = functools.partial(read_part, files[name], ours[0].dtype, threads)
         write = functools.partial(_ask, asked, files[name])
         tensors[name] = LazyArray(shape, read, write)
     found = {}
@@ -223,15 +232,6 @@ def _ask_for(
 def _ask(asked: list[Read], stored: StoredTensor, part: Part, out: np.ndarray) -> None:
     """Notes that a part of a tensor is to be read into memory."""
     asked.append(Read(stored, part, out))
-
-
-def _read_now(
-    stored: StoredTensor, dtype: Any, threads: concurrent.futures.Executor, part: Part
-) -> np.ndarray:
-    """A part of a tensor in a file, rounded to `dtype`."""
-    out = np.empty([len(indices) for indices in part], dtype)
-    read_all([Read(stored, part, out)], threads)
-    return out
 
 
 def _part(index: Sequence[slice] | None, shape: Shape) -> Part:
@@ -290,9 +290,8 @@ def _describe(
         lines.append(f"    ... and {len(rows) - len(lines)} more")
     count = f"{len(leaves)} of {len(leaves)} parameters loaded, from {len(used):,} tensors"
     dequantized = sum(files[name].dequantize is not None for name in used)
-    quantization = quantization_of(directory)
-    if dequantized and quantization is not None:
-        count = f"{count}, of which {dequantized:,} were dequantised from {quantization.words()}"
+    if dequantized:
+        count = f"{count}, of which {dequantized:,} were dequantised from {stored_as(directory)}"
     return "\n".join([f"weights of {directory}: {count}", *lines])
 
 

@@ -187,8 +187,8 @@ def starting_variables(
     """
     directory = Path(config.init_from or "").expanduser().absolute()
     path = _find_step(directory)
-    require_fitting_adapters(config, model)
     theirs = _adapters_of(path)
+    _require_fitting_adapters(path, theirs, config, model)
     if theirs is not None and fresh_adapters is None:
         named = dataclasses.replace(config, init_from=str(path))
         adapted = dataclasses.replace(model, lora=theirs)
@@ -234,22 +234,24 @@ def starting_variables(
     return jax.tree.unflatten(treedef, [arrays[name] for name in names])
 
 
-def require_fitting_adapters(config: CheckpointConfig, model: ModelConfig) -> None:
+def _require_fitting_adapters(
+    path: Path | None, theirs: LoraConfig | None, config: CheckpointConfig, model: ModelConfig
+) -> None:
     """Before anything large is read.
+
+    Args:
+        path: of the step that the run begins with; None: it begins with none.
+        theirs: `model.lora` of its run; None: it has no adapters.
 
     Raises:
         ConfigError: the adapters of `init_from` or `init_adapters` are not those that `model.lora`
             describes.
         DataError: `init_adapters` has none.
     """
-    problems = []
-    if config.init_from is not None:
-        path = _find_step(Path(config.init_from).expanduser().absolute())
-        theirs = _adapters_of(path)
-        if path is not None and theirs is not None:
-            problems += _problems_of_adapters(path, theirs, config, model.lora)
-    if problems:
-        raise ConfigError(problems)
+    if path is not None and theirs is not None:
+        problems = list(_problems_of_adapters(path, theirs, config, model.lora))
+        if problems:
+            raise ConfigError(problems)
     if config.init_adapters is not None and model.lora.rank is not None:
         require_same_settings(Path(config.init_adapters), model)
 

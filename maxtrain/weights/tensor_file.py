@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -195,3 +195,12 @@ def _fill(tensor: StoredTensor, memory: np.ndarray, offset: int) -> None:
             raise DataError(f"{tensor.path}: ends in the middle of a tensor. {AGAIN}.")
         offset += count
         left = left[count:]
+
+
+def read_part(
+    stored: StoredTensor, dtype: Any, threads: concurrent.futures.Executor, part: Part
+) -> np.ndarray:
+    """A part of a tensor in a file, rounded to `dtype`."""
+    out = np.empty([len(indices) for indices in part], dtype)
+    read_all([Read(stored, part, out)], threads)
+    return out

@@ -62,6 +62,9 @@ def test_a_section_in_a_section_and_a_key_have_help(monkeypatch):
         assert "data.sources.NAME.path=" in help_text("maxtrain", section, [])
     first, *lines = help_text("maxtrain", "schedule.pieces", []).splitlines()
     assert "  schedule.pieces[0].name=" in "\n".join(lines)
+    assert help_text("maxtrain", "schedule.pieces[0]", []).splitlines()[0] == (
+        first.replace("pieces:", "pieces[0]:")
+    )
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])

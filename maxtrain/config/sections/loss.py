@@ -14,7 +14,8 @@ _ADVERSARIAL = UsedBy(
 )
 
 
-_OF_NEXT_TOKEN = UsedBy(
+# Of losses of the next token.
+OF_NEXT_TOKEN = UsedBy(
     {"objective": ("next_token", "distill")},
     "{key}={value} is not used with {cause}. Leave it out.",
 )
@@ -35,14 +36,14 @@ class LossConfig:
         "share of a target's probability that is spread over all entries of the vocabulary",
         low=0,
         high=1,
-        used_by=_OF_NEXT_TOKEN,
+        used_by=OF_NEXT_TOKEN,
     )
     z_loss: float = key(
         0.0,
         "factor of the mean of logsumexp(logits)^2, which keeps logits from drifting; usual: 1e-4",
         low=0,
         high=1000,
-        used_by=_OF_NEXT_TOKEN,
+        used_by=OF_NEXT_TOKEN,
     )
     adversarial: float = key(
         0.0,
@@ -65,7 +66,7 @@ class LossConfig:
         used_by=_ADVERSARIAL,
     )
     by_source: bool = key(
-        False, "record the loss of each training source's rows too", used_by=_OF_NEXT_TOKEN
+        False, "record the loss of each training source's rows too", used_by=OF_NEXT_TOKEN
     )
 
 

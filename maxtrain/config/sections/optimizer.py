@@ -8,6 +8,7 @@ from typing import Literal
 
 from data_pipeline.config_key import AllBut, UsedBy, key
 from maxtrain.config.limits import as_float32
+from maxtrain.config.sections.loss import OF_NEXT_TOKEN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +88,7 @@ class OptimizerConfig:
         "tokens",
         "what the loss is averaged over: targets, documents (each with the same weight), or all "
         "positions, also those without a target",
-        used_by=UsedBy(
-            {"objective": ("next_token", "distill")},
-            "{key}={value} is not used with {cause}. Leave it out.",
-        ),
+        used_by=OF_NEXT_TOKEN,
     )
     ema_decay: float | None = key(
         None,

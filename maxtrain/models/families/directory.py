@@ -79,6 +79,15 @@ def quantization_of(directory: str | Path) -> Quantization | None:
     return read_quantization(Settings(read_json(path), path))
 
 
+def stored_as(directory: str | Path) -> str:
+    """How a Hugging Face directory stores its weights, in words; empty: as plain floats. Raises as
+    `quantization_of`."""
+    quantization = quantization_of(directory)
+    if quantization is None:
+        return ""
+    return quantization.words()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file of a Hugging Face directory.
 

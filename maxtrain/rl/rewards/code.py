@@ -10,9 +10,8 @@ from maxtrain.rl.rewards.pooled import required
 from maxtrain.rl.rewards.workers import RewardWorkers
 
 RUN = "maxtrain.rl.rewards.code:run"
-# No program was found in the completion, or it failed: both are 0.
+# No program was found in the completion: 0, as where one fails.
 NO_PROGRAM = "no_program"
-FAILED = sandbox.FAILED
 # Seconds beyond its own limit that a program may take to start and to be cleaned up after.
 _SPARE_SECONDS = 10.0
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)\n?```", re.DOTALL)

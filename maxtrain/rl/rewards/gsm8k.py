@@ -10,7 +10,7 @@ weights of the well-known notebook (see unsloth_compat.py) and its faults mended
 
 import re
 
-from maxtrain.rl.rewards.answers import after_hashes, tagged
+from maxtrain.rl.rewards.answers import extract, tagged
 from maxtrain.rl.rewards.contract import column_of
 from maxtrain.rl.rewards.numerals import read_number, same_number
 
@@ -22,10 +22,7 @@ _COLUMN = "answer"
 
 def gold_of(answer: str) -> str:
     """What follows `####` in an answer of the dataset; all of it, if it has none."""
-    found = after_hashes(answer)
-    if found is None:
-        return answer.strip()
-    return found.strip()
+    return extract(answer, ("hash", "all")) or ""
 
 
 def correctness(

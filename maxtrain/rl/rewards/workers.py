@@ -35,7 +35,6 @@ CRASH = "crash"
 SKIPPED = "skipped"
 # The function raised an exception.
 ERROR = "error"
-OUTCOMES = (OK, TIMEOUT, CRASH, SKIPPED, ERROR)
 
 # Seconds in which the server has to answer; the first time, it imports modules before.
 _ANSWER_SECONDS = 60.0
@@ -52,7 +51,7 @@ _PROGRAM = (
 
 
 class Result(NamedTuple):
-    """What became of an item: an outcome of OUTCOMES, the value if it is "ok", and words about what
+    """What became of an item: OK, TIMEOUT, CRASH, SKIPPED or ERROR, the value if it is "ok", and words about what
     went wrong."""
 
     outcome: str
