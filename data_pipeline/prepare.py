@@ -61,6 +61,7 @@ from data_pipeline.shards import (
     write_atomic,
 )
 from data_pipeline.sources import FORMATS
+from data_pipeline.sources.chat_map import NAMED, read_map, require_no_other_system
 from data_pipeline.sources.document import Options, Piece, PreferenceForm, held_out
 from data_pipeline.sources.preferences import NAMES
 from data_pipeline.strict_json import loads
@@ -177,7 +178,7 @@ def _option_words(name: str, value: Any) -> list[str]:
     if value is True:
         return [option]
     if not isinstance(value, list):
-        value = [str(value)]
+        return [option, str(value)]
     return [option, *filter(None, value)]
 
 
@@ -227,6 +228,20 @@ def _add_input_options(parser: argparse.ArgumentParser) -> None:
         metavar="YYYY-MM-DD",
         default="",
         help="the date that a chat template writes, if it writes one",
+    )
+    add(
+        "--map",
+        metavar="ROLE=TEMPLATE",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="for --chat and --prompts: the messages that columns become, such as user='{question}' "
+        f"assistant='{{answer}}'; or a name ({', '.join(NAMED)}), or a .json file",
+    )
+    add(
+        "--system",
+        metavar="TEXT",
+        help="for --chat and --prompts: the system message of conversations that have none",
     )
     add(
         "--columns",
@@ -328,6 +343,10 @@ def _check_options(arguments: argparse.Namespace) -> None:
     if (arguments.columns or arguments.margin) and not arguments.preferences:
         given = "--margin" if arguments.margin else f"--columns {arguments.columns}"
         raise UsageError(f"{given}: belongs to --preferences. Give that too, or leave it out.")
+    makes_messages = arguments.map or arguments.system is not None
+    if makes_messages and not arguments.chat and not arguments.prompts:
+        option = "--map" if arguments.map else "--system"
+        raise UsageError(f"{option}: belongs to --chat and --prompts. Give one of them, too.")
     if not any(_values(arguments, name) for name in FORMATS):
         options = [f"--{format.name} {format.metavar}".strip() for format in FORMATS.values()]
         raise UsageError(f"no input. Give {', '.join(options[:-1])} or {options[-1]}.")
@@ -356,7 +375,8 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
         raise DataError(
             f"--tokenizer {spec}: has no end-of-document token by a usual name. {mend}."
         )
-    pieces, sources = _find_input(arguments, _reading_options(arguments, spec, tokenizer))
+    options = _reading_options(arguments, spec, tokenizer)
+    pieces, sources = _find_input(arguments, options)
     settings = {
         "key": arguments.key,
         "holdout": arguments.holdout,
@@ -379,6 +399,10 @@ def _request(arguments: argparse.Namespace, command: str) -> _Request:
     if arguments.prompts:
         _check_prompts(pieces, eod)
         settings["prompts"] = True
+    if options.chat_map:
+        settings["map"] = options.chat_map.text
+    if options.system:
+        settings["system"] = options.system
     for template in {piece.options.template for piece in pieces if piece.options.template}:
         settings["chat_template"] = template.sha256
         settings["chat_targets"] = "marked" if template.marked else "compared"
@@ -432,6 +456,13 @@ def _reading_options(
     arguments: argparse.Namespace, spec: str, tokenizer: Tokenizer | None
 ) -> Options:
     """What the formats are told about all input."""
+    chat_map = None
+    system = arguments.system
+    if arguments.map:
+        chat_map = read_map(arguments.map)
+        if system is None:
+            system = chat_map.system
+        require_no_other_system(chat_map, system)
     options = Options(
         key=arguments.key,
         tokenizer=spec,
@@ -439,6 +470,8 @@ def _reading_options(
         chat_date=arguments.chat_date,
         columns=arguments.columns,
         margin=arguments.margin,
+        chat_map=chat_map,
+        system=system or "",
     )
     # Ids and special tokens belong to a tokenizer that somebody named, not to the default.
     if tokenizer is None or not arguments.tokenizer:
