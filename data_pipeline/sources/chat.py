@@ -1,4 +1,4 @@
-"""Conversations: JSON lines with `messages`, or with `conversations` as ShareGPT has them, or with
+"""Conversations: records with `messages`, or with `conversations` as ShareGPT has them, or with
 columns that a map makes messages of; written out by a chat template."""
 
 import functools
@@ -7,7 +7,7 @@ from typing import Any
 
 from data_pipeline.chat import MARKS, ChatError, Conversation, Template, load_template, render_all
 from data_pipeline.errors import UsageError
-from data_pipeline.sources import jsonl
+from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat_map import (
     ROLES,
     SYSTEM_ROLES,
@@ -33,7 +33,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
     if options.chat_map:
         require_answer(options.chat_map)
     options, beside = with_template(options, "--chat")
-    pieces = jsonl.find(pattern, options, "chat")
+    pieces = records.find(pattern, options, "chat")
     return [piece._replace(beside=beside) for piece in pieces]
 
 
@@ -49,8 +49,8 @@ def with_template(options: Options, option: str) -> tuple[Options, tuple[str, ..
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Conversations of the lines of the piece that belong to its part."""
-    return jsonl.read_lines(piece, functools.partial(_parse, options=piece.options))
+    """Conversations of the records of the piece that belong to its part."""
+    return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
 def _parse(lines: list[bytes], options: Options) -> list[Document]:
@@ -192,6 +192,6 @@ def clean(value: Any, template: Template, problems: list[str]) -> Any:
 
 
 FORMAT = Format(
-    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, each with messages; needs maxtrain[chat]",
-    "--chat 'chat/*.jsonl' --tokenizer path/to/tokenizer.json", find, documents, jsonl.cut,
+    "chat", "GLOB", "conversations in JSON lines, plain, .gz or .zst, or in .parquet, each with messages; needs maxtrain[chat]",
+    "--chat 'chat/*.jsonl' --tokenizer path/to/tokenizer.json", find, documents, records.cut,
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Prompts: JSON lines with `prompt`, text or messages, or with `messages`, or with columns that a map
-makes messages of. What else a line has is kept beside its tokens, for those who judge what is made of
-the prompt."""
+"""Prompts: records with `prompt`, text or messages, or with `messages`, or with columns that a map
+makes messages of. What else a record has is kept beside its tokens, for those who judge what is made
+of the prompt."""
 
 import functools
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 from data_pipeline.chat import ChatError, render
 from data_pipeline.errors import UsageError
-from data_pipeline.sources import jsonl
+from data_pipeline.sources import jsonl, records
 from data_pipeline.sources.chat import (
     clean,
     find_tools,
@@ -29,7 +29,7 @@ def find(pattern: str, options: Options) -> list[Piece]:
 
     UsageError: no tokenizer is given for a template. DataError: no template is usable.
     """
-    pieces = jsonl.find(pattern, options, "prompts")
+    pieces = records.find(pattern, options, "prompts")
     makes_messages = options.chat_template or options.chat_map or options.system
     if not makes_messages and not _has_messages(pieces):
         return pieces
@@ -46,14 +46,14 @@ def find(pattern: str, options: Options) -> list[Piece]:
 def _has_messages(pieces: list[Piece]) -> bool:
     """Whether the first record is a conversation."""
     for piece in pieces:
-        for record in jsonl.first_records(piece):
+        for record in records.first_records(piece):
             return not isinstance(record.get(PROMPT), str)
     return False
 
 
 def documents(piece: Piece) -> Iterator[Document]:
-    """Prompts of the lines of the piece that belong to its part."""
-    return jsonl.read_lines(piece, functools.partial(_parse, options=piece.options))
+    """Prompts of the records of the piece that belong to its part."""
+    return records.read(piece, functools.partial(_parse, options=piece.options))
 
 
 def _parse(lines: list[bytes], options: Options) -> list[Document]:
@@ -125,8 +125,8 @@ def _messages(prompt: Any) -> list[dict[str, Any]]:
 
 FORMAT = Format(
     "prompts", "GLOB",
-    "prompts to be completed, in JSON lines, plain, .gz or .zst, each with prompt or messages; "
-    "other columns are kept for rewards",
+    "prompts to be completed, in JSON lines, plain, .gz or .zst, or in .parquet, each with prompt or "
+    "messages; other columns are kept for rewards",
     "--prompts 'questions/*.jsonl' --tokenizer path/to/tokenizer.json --chat-template chatml",
-    find, documents, jsonl.cut,
+    find, documents, records.cut,
 )  # fmt: skip
