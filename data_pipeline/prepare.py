@@ -43,12 +43,14 @@ from data_pipeline.remote import RemotePath, is_url, place
 from data_pipeline.report import (
     CLOSE,
     OPEN,
+    coloured_text,
     describe_row,
     describe_value,
     group_arrays,
     marked_text,
     row_arrays,
     summary,
+    token_lines,
 )
 from data_pipeline.runner import RUNNERS, Run, open_runner
 from data_pipeline.shards import (
@@ -940,6 +942,11 @@ def _show(argv: list[str]) -> None:
         help=f"show this row of an epoch instead; dim, or outside of {OPEN}{CLOSE}: no target",
     )
     parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="for --document: a line for each token, with its id and whether it is a target",
+    )
+    parser.add_argument(
         "--epoch",
         metavar="E",
         type=int,
@@ -964,11 +971,14 @@ def _show(argv: list[str]) -> None:
     if arguments.pair is not None and shards.group == 1:
         rule = f"{arguments.directory} holds single documents, not pairs"
         raise UsageError(f"--pair {arguments.pair}: {rule}. Give --document N.")
+    is_pair = arguments.document is None and shards.group > 1
+    if arguments.tokens and (arguments.row is not None or is_pair):
+        raise UsageError("--tokens: is of one document. Give --document N, too.")
+    if is_pair and arguments.row is None:
+        _show_group(shards, tokenizer, arguments.pair or 0)
+        return
     if arguments.row is None:
-        if arguments.document is None and shards.group > 1:
-            _show_group(shards, tokenizer, arguments.pair or 0)
-        else:
-            _show_document(shards, tokenizer, arguments.document or 0)
+        _show_document(shards, tokenizer, arguments.document or 0, arguments.tokens)
         return
     length = arguments.seq_length or 0
     if length < 1:
@@ -997,8 +1007,11 @@ def _print_row(arrays: dict[str, np.ndarray], tokenizer: Tokenizer, group: int) 
         console.print(text, soft_wrap=True)
 
 
-def _show_document(shards: TokenShards, tokenizer: Tokenizer, number: int) -> None:
-    """Write the text of a document; where not all of it is a target, with marks around what is."""
+def _show_document(
+    shards: TokenShards, tokenizer: Tokenizer, number: int, by_token: bool = False
+) -> None:
+    """Write the text of a document; where not all of it is a target, in bright colours what is, or
+    with marks around it. `by_token`: a line for each token instead."""
     first, length = shards.document(number)
     size = f"{length:,} tokens from {first:,}"
     if shards.valued:
@@ -1007,12 +1020,20 @@ def _show_document(shards: TokenShards, tokenizer: Tokenizer, number: int) -> No
     print(f"document {number} of {shards.num_documents:,}: {size}", file=sys.stderr)
     (is_target,) = shards.mask(np.array([first]), length)
     ids = shards.read(first, length)
-    if is_target.all():
-        sys.stdout.write(tokenizer.decode(ids))
-        return
+    console = Console(highlight=False)
     count = np.count_nonzero(is_target)
-    print(f"{count:,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
-    sys.stdout.write(marked_text(tokenizer, ids, is_target))
+    if by_token:
+        print(f"{count:,} of them are targets", file=sys.stderr)
+        for line in token_lines(tokenizer, ids, is_target):
+            console.print(line, soft_wrap=True)
+    elif is_target.all():
+        sys.stdout.write(tokenizer.decode(ids))
+    elif _has_colours(console):
+        print(f"{count:,} of them are targets, the others dim", file=sys.stderr)
+        console.print(coloured_text(tokenizer, ids, is_target), soft_wrap=True, end="")
+    else:
+        print(f"{count:,} of them are targets, in {OPEN}{CLOSE}", file=sys.stderr)
+        sys.stdout.write(marked_text(tokenizer, ids, is_target))
 
 
 def _has_colours(console: Console) -> bool:
