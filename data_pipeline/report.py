@@ -52,7 +52,8 @@ def summary(shards: TokenShards) -> Iterator[str]:
     if shards.valued:
         yield f"  {_values(shards)}"
     found = _TARGETS_BY.get(m.settings.get("chat_targets", ""))
-    if found:
+    # A prompt has no answer.
+    if found and not m.settings.get("prompts"):
         yield f"  targets: {found}"
         yield f"    such as {_example(shards)}"
     counts, longest = histogram(shards)

@@ -1,6 +1,7 @@
 """docs/fine_tuning.md, every command as it stands: a model learns to answer, and says the same in
 every form in which it is given away."""
 
+import itertools
 import json
 import os
 import re
@@ -22,7 +23,8 @@ from maxtrain.weights.peft import read_set
 from tests.llama_cpp import LlamaCpp
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "docs" / "fine_tuning.md").read_text()
+# The tutorial of colours, and that of worked answers.
+TEXT, WORKED = (ROOT / "docs" / "fine_tuning.md").read_text().split("## Questions with worked")
 COLOURS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red"}
 QUESTIONS = ("What colour is {}?", "Tell me the colour of {}.", "Which colour has {}?")
 NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ida", "Jo")
@@ -38,10 +40,13 @@ TEMPLATE = (
 )
 
 
-def write_pretrained(folder):
-    """A directory of Hugging Face, whose model has learned nothing yet."""
-    said = [f"What colour is {thing}? It is {colour}. user\n" for thing, colour in COLOURS.items()]
-    inner = tokenizers.Tokenizer.from_str(train_bpe(said * 3, 330).content.decode())
+def write_pretrained(folder, said=()):
+    """A directory of Hugging Face, whose model has learned nothing yet; its tokenizer has, from what
+    is said."""
+    if not said:
+        pairs = COLOURS.items()
+        said = [f"What colour is {thing}? It is {colour}. user\n" for thing, colour in pairs]
+    inner = tokenizers.Tokenizer.from_str(train_bpe([*said] * 3, 330).content.decode())
     inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     place = folder / "tokenizer"
     place.mkdir()
@@ -88,6 +93,22 @@ def require_served(folder):
     assert found.lora.rank == 16
 
 
+def run_commands(text, folder):
+    """What each command of a text prints, in order."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    commands = "".join(blocks).splitlines()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
+    outputs = []
+    for command in commands:
+        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
+        result = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        outputs.append(result.stdout)
+    return outputs
+
+
 @pytest.mark.long
 @pytest.mark.processes
 def test_the_commands_work_in_order(tmp_path):
@@ -95,17 +116,7 @@ def test_the_commands_work_in_order(tmp_path):
     write_conversations(tmp_path / "chat.jsonl")
     (example,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
     assert list(json.loads(example)) == ["messages"]
-    blocks = re.findall(r"^```bash\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-    commands = "".join(blocks).splitlines()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    outputs = []
-    for command in commands:
-        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
-        result = subprocess.run(
-            words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-        outputs.append(result.stdout)
+    outputs = run_commands(TEXT, tmp_path)
     prepared, shown, trained, evaluated, answered, *_, exported_answer = outputs
     assert len(outputs) == 9
     assert "⟦It is" in prepared
@@ -127,3 +138,38 @@ def test_the_commands_work_in_order(tmp_path):
     for thing, colour in COLOURS.items():
         asked = [{"role": "user", "content": f"I am Ada. What colour is {thing}?"}]
         assert theirs.answer(asked) == f"It is {colour}."
+
+
+def worked_answers():
+    """Lines as GSM8K has them."""
+    lines = []
+    for name in ("Ann", "Bo", "Cy", "Di"):
+        for thing in ("clips", "eggs", "pens"):
+            for a, b in itertools.product(range(2, 6), repeat=2):
+                record = {
+                    "question": f"{name} has {a} {thing} and buys {b} more. How many has she?",
+                    "answer": f"{name} has {a} + {b} = <<{a}+{b}={a + b}>>{a + b} {thing}.\n#### {a + b}",
+                }
+                lines.append(json.dumps(record))
+    return lines
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_commands_of_worked_answers_work_in_order(tmp_path):
+    lines = worked_answers()
+    (example,) = re.findall(r"^```json\n(.*?)^```", WORKED, re.DOTALL | re.MULTILINE)
+    assert example.strip() in lines
+    (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    asked = "Give <reasoning> and <answer>.\n</reasoning>\n</answer> system user assistant"
+    write_pretrained(tmp_path, [asked, *lines[::5]])
+    _, shown, planned, trained, evaluated, answered, _, of_rewards = run_commands(WORKED, tmp_path)
+    (text,) = re.findall(r"^```text\n(.*?)^```", WORKED, re.DOTALL | re.MULTILINE)
+    assert shown.startswith(text)
+    assert "ends because" in planned and "ends because" in of_rewards
+    losses = [float(found) for found in re.findall(r"eval held_out: nll ([\d.]+)", trained)]
+    assert losses[-1] < 0.2 * losses[0] and "held_out" in evaluated
+    assert re.search(
+        r"<reasoning>\nAnn has \d \+ \d = \d clips\.\n</reasoning>\n<answer>\n\d\n</answer>",
+        answered,
+    )
