@@ -151,6 +151,32 @@ def test_evaluation_draws_nothing_even_where_there_are_keys():
         assert float(nll.mean()) == pytest.approx(float(plain(RegularizationConfig())[0]), rel=1e-6)
 
 
+@pytest.mark.long
+def test_noise_of_embeddings_in_fine_tuning_is_what_is_added_to_them():
+    """Rows of several conversations with padding, of which answers alone are targets: loss and gradients
+    are those without noise, of embeddings that it was added to by hand."""
+    noisy = RegularizationConfig(embedding_noise=5.0)
+    arrays = batch()
+    arrays["segment_ids"] = np.repeat([[1, 2, 3, 0]], 3, axis=1).repeat(B, axis=0).astype(np.int32)
+    answers = np.tile(np.arange(T) % 4 > 1, (B, 1))
+    arrays["loss_mask"] = np.float32(answers & (arrays["segment_ids"] > 0))
+    added = Noise(noisy, keys()["keys"]).embedded(jnp.zeros((B, T, MODEL.embed_dim)))
+    bound = 5.0 / (T * MODEL.embed_dim) ** 0.5
+    assert 0.9 * bound < np.abs(added).max() <= bound * 1.0001
+    graphdef = nnx.split(nnx.eval_shape(lambda: build_model(MODEL, EXACT)))[0]
+
+    def loss(params, regularization, arrays):
+        objective = next_token(regularization=regularization)
+        scales = objective.scales(arrays)
+        return objective.forward({POLICY: nnx.merge(graphdef, params)}, arrays, scales).loss
+
+    value = jax.jit(jax.value_and_grad(loss), static_argnums=1)
+    off = RegularizationConfig()
+    by_hand = value(weights(), off, arrays | {"embedding_offset": added})
+    assert_same(value(weights(), noisy, arrays | keys()), by_hand)
+    assert abs(by_hand[0] - value(weights(), off, arrays)[0]) > 1e-4
+
+
 def test_nothing_random_is_compiled_where_all_rates_are_zero():
     def program(regularization):
         objective = next_token(regularization=regularization)
