@@ -49,17 +49,17 @@ class Output(NamedTuple):
 
 
 def blocks(text: str, language: str) -> list[str]:
-    """The blocks of code of a document, without their fences."""
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    """The blocks of code of a document, without their fences; they may be indented."""
+    return re.findall(rf"^[ ]*```{language}\n(.*?)^[ ]*```", text, re.DOTALL | re.MULTILINE)
 
 
 def commands(text: str) -> list[str]:
-    """The commands of all blocks of bash, a line each."""
+    """The commands of all blocks of bash, a line each, with the comments that follow them."""
     lines = []
     for block in blocks(text, "bash"):
         joined = re.sub(r"\s*\\\n\s*", " ", block)
-        lines += [line for line in joined.splitlines() if line.strip()]
-    return lines
+        lines += [line.strip() for line in joined.splitlines()]
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def run(command: str, folder: Path, columns: int = 200, code: int = 0) -> Output:
