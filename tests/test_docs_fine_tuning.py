@@ -3,12 +3,8 @@ every form in which it is given away."""
 
 import itertools
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -20,9 +16,9 @@ from maxtrain.export import export
 from maxtrain.models.registry import build_model
 from maxtrain.weights.hf import load_pretrained
 from maxtrain.weights.peft import read_set
+from tests.commands import ROOT, blocks, commands, run
 from tests.llama_cpp import LlamaCpp
 
-ROOT = Path(__file__).parents[1]
 # The tutorial of colours, and that of worked answers.
 TEXT, WORKED = (ROOT / "docs" / "fine_tuning.md").read_text().split("## Questions with worked")
 COLOURS = {"the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "blood": "red"}
@@ -85,7 +81,7 @@ def write_conversations(path):
 
 def require_served(folder):
     """The command that serves loads what was made: all that it does but to listen."""
-    (command,) = re.findall(r"^```sh\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (command,) = blocks(TEXT, "sh")
     asked = server._parse(shlex.split(command)[2:], "maxtrain serve")
     assert asked.adapter == ["colours=exported/adapters"]
     model, _ = load_pretrained(folder / asked.hf)
@@ -93,39 +89,19 @@ def require_served(folder):
     assert found.lora.rank == 16
 
 
-def run_commands(text, folder):
-    """What each command of a text prints, in order."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    commands = "".join(blocks).splitlines()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
-    outputs = []
-    for command in commands:
-        words = [sys.executable, "-m", "maxtrain.cli", *shlex.split(command)[1:]]
-        result = subprocess.run(
-            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
-        outputs.append(result.stdout)
-    return outputs
-
-
 @pytest.mark.long
 @pytest.mark.processes
 def test_the_commands_work_in_order(tmp_path):
     write_pretrained(tmp_path)
     write_conversations(tmp_path / "chat.jsonl")
-    (example,) = re.findall(r"^```json\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    (example,) = blocks(TEXT, "json")
     assert list(json.loads(example)) == ["messages"]
-    outputs = run_commands(TEXT, tmp_path)
+    outputs = [run(command, tmp_path).stdout for command in commands(TEXT)]
     prepared, shown, trained, evaluated, answered, *_, exported_answer = outputs
     assert len(outputs) == 9
     assert "⟦It is" in prepared
     assert _EXPECTED_ROW.match(shown)
-    (row,) = [
-        block
-        for block in re.findall(r"^```text\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
-        if "---" in block
-    ]
+    (row,) = [block for block in blocks(TEXT, "text") if "---" in block]
     assert _EXPECTED_ROW.fullmatch(row)
     assert "talk to it:" in trained
     assert "generate runs/colours --chat\n" in trained
@@ -158,13 +134,14 @@ def worked_answers():
 @pytest.mark.processes
 def test_the_commands_of_worked_answers_work_in_order(tmp_path):
     lines = worked_answers()
-    (example,) = re.findall(r"^```json\n(.*?)^```", WORKED, re.DOTALL | re.MULTILINE)
+    (example,) = blocks(WORKED, "json")
     assert example.strip() in lines
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
     asked = "Give <reasoning> and <answer>.\n</reasoning>\n</answer> system user assistant"
     write_pretrained(tmp_path, [asked, *lines[::5]])
-    _, shown, planned, trained, evaluated, answered, _, of_rewards = run_commands(WORKED, tmp_path)
-    (text,) = re.findall(r"^```text\n(.*?)^```", WORKED, re.DOTALL | re.MULTILINE)
+    outputs = [run(command, tmp_path).stdout for command in commands(WORKED)]
+    _, shown, planned, trained, evaluated, answered, _, of_rewards = outputs
+    (text,) = blocks(WORKED, "text")
     assert shown.startswith(text)
     assert "ends because" in planned and "ends because" in of_rewards
     losses = [float(found) for found in re.findall(r"eval held_out: nll ([\d.]+)", trained)]
