@@ -204,7 +204,7 @@ def describe_row(
     for segment in range(1, int(segments.max()) + 1):
         (places,) = np.nonzero(segments == segment)
         colour = _COLOURS[(segment - 1) % len(_COLOURS)]
-        count = np.count_nonzero(learnt[places])
+        count = int(np.count_nonzero(learnt[places]))
         name = f"segment {segment}"
         if group > 1:
             name += f", {_member(segment, group)}"
