@@ -1,4 +1,4 @@
-"""`maxtrain serve RUN`: a model behind OpenAI's API, on this machine.
+"""`maxtrain serve RUN|DIR`: a model behind OpenAI's API, on this machine.
 
 Completions and chat completions, whole or streamed, are made side by side by one engine. A client
 that leaves cancels what it asked for. The server says where it listens when it can answer, and

@@ -392,7 +392,7 @@ def test_what_was_done_is_counted(served):
 
 @pytest.mark.long
 def test_what_is_on_its_way_is_done_before_the_end(folder):
-    served = Served("--hf", str(folder), "--name", "small")
+    served = Served(str(folder), "--name", "small")
     stream = iter(slow(served))
     next(stream)
     ended = []
