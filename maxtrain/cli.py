@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from data_pipeline.errors import UsageError, end_at_signals, ending_with_reader, run_command
+from data_pipeline.interrupts import end_at_ctrl_c
 from maxtrain import __version__
 
 VERBS = {
@@ -103,6 +104,8 @@ def _run(words: list[str], ends_process: bool) -> int:
         from maxtrain import train
 
         return train.main(config, ends_process=ends_process)
+    if verb in JOBS and verb != "supervise" and ends_process:
+        end_at_ctrl_c()
     if verb in COMPUTING:
         from maxtrain.config.environment import check_environment
 

@@ -12,13 +12,14 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from data_pipeline.errors import UsageError
+from data_pipeline.errors import DataError, UsageError
 from data_pipeline.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from maxtrain.checkpoint.listing import complete, read_record
 from maxtrain.checkpoint.manager import Checkpoints
 from maxtrain.config.load import load_config
-from maxtrain.config.schema import MeshConfig, RunConfig
+from maxtrain.config.schema import MeshConfig, ModelConfig, RunConfig
 from maxtrain.models.decoder import Decoder
+from maxtrain.models.families.directory import read_config
 from maxtrain.parallel.mesh import make_mesh
 from maxtrain.run_folder import CONFIG as RUN_CONFIG
 from maxtrain.run_folder import require_own_config
@@ -154,8 +155,22 @@ def load_model(asked: argparse.Namespace, mesh: Mesh | None = None) -> tuple[Dec
     if asked.hf is None:
         return load_run(asked.run, asked.step, mesh)
     tokenizer = load_tokenizer(asked.hf)
+    # Before the weights are read.
+    require_fitting_tokenizer(asked.hf, tokenizer, read_config(asked.hf))
     model, _ = load_pretrained(asked.hf, asked.dtype or "float32", mesh, tell_on_stderr)
     return model, tokenizer
+
+
+def require_fitting_tokenizer(
+    directory: str | Path, tokenizer: Tokenizer, model: ModelConfig
+) -> None:
+    """DataError: texts have ids that the model does not know."""
+    entries = model.vocab_size or 0
+    if not tokenizer.fits(entries):
+        raise DataError(
+            f"{directory}: its tokenizer has {tokenizer.vocab_size:,} entries, and the model has "
+            f"{entries:,} (model.vocab_size). Get the tokenizer that belongs to the model."
+        )
 
 
 def comes_from_elsewhere(asked: argparse.Namespace) -> bool:
@@ -257,6 +272,7 @@ def load_run(
     """
     config = config_of_step(directory, step)
     tokenizer = load_tokenizer(tokenizer_place(directory, config))
+    require_fitting_tokenizer(directory, tokenizer, config.model)
     if mesh is None:
         mesh = make_mesh(MeshConfig(fsdp=1), jax.local_devices()[:1])
     graphdef, variables = abstract_model(config.model, config.precision, mesh)
