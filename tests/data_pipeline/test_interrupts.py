@@ -68,3 +68,29 @@ def test_it_ends_in_time_and_leaves_nothing(kind, tmp_path):
     assert (child.returncode, told) == (130, "interrupted. Run the same command again.\n")
     if kind == "library":
         assert seconds > 1, "the command has time for its own end"
+
+
+@pytest.mark.processes
+def test_a_command_that_is_still_imported_ends_at_once(tmp_path):
+    (tmp_path / "slow_job.py").write_text(
+        "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
+    )
+    code = (
+        "import signal, sys\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"sys.path.append({str(tmp_path)!r})\n"
+        "sys.argv = ['maxtrain', 'status', 'runs/one']\n"
+        "from maxtrain import cli\n"
+        "cli.JOBS['status'] = 'slow_job'\n"
+        "cli.main()\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert child.stdout and child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert (child.returncode, told) == (130, "interrupted. Run the same command again.\n")
