@@ -563,7 +563,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(run, tmp_path, command, mo
 
     monkeypatch.setattr(job, "load_weights", interrupt)
     code, _, err = command(run, tmp_path / "out")
-    assert code == 75 and "Run the same command again." in err
+    assert code == 130 and "Run the same command again." in err
     assert list(tmp_path.iterdir()) == []
 
 
