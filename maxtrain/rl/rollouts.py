@@ -13,7 +13,6 @@ Old log-probabilities are those of the training forward, not the sampler's.
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -36,15 +35,15 @@ from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
+from maxtrain.observe.speed import ROLLOUT
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.sharding import batch_shards
-from maxtrain.rl.advantages import Advantages, advantages, weighted_sum
+from maxtrain.rl.advantages import Advantages, advantages
 from maxtrain.rl.prompts import Prompt, prompts_of
-from maxtrain.rl.reward_calls import parse_reward
-from maxtrain.rl.rewards.registry import RewardSet, Scores
-from maxtrain.rl.rewards.verify import WARM_UP
-from maxtrain.rl.rewards.workers import RewardWorkers
+from maxtrain.rl.reward_calls import make_pool, make_rewards
+from maxtrain.rl.reward_numbers import reward_numbers
+from maxtrain.rl.rewards.registry import Scores
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout, load
 from maxtrain.rl.rows import Shape, batch_arrays
 from maxtrain.serve.chat import Chat
@@ -56,10 +55,6 @@ from maxtrain.training.partition import models_from
 from maxtrain.training.state import TrainState, policy_variables
 
 FOLDER = "rollouts"
-# Completions whose rewards are computed by so many processes at once.
-_MOST_WORKERS = 8
-# What the sampler's time is booked as.
-_CAUSE = "rollout"
 
 
 class _Sampled(NamedTuple):
@@ -94,6 +89,9 @@ class Rollouts:
         progress: what is told of them.
         saved_steps: of checkpoints that are there; rollouts that none of them needs are removed.
 
+    Attributes:
+        pool: the processes of rewards, for others, too.
+
     Raises:
         ConfigError: rewards that there are not, or that can't be imported.
     """
@@ -122,28 +120,15 @@ class Rollouts:
         self._quadratic = relative_quadratic(config.model)
         self._stop_ids = stop_ids(data.tokenizer, data.shards[0])
         self._layouts: dict[int, BatchLayout] = {}
-        workers = min(os.cpu_count() or 1, _MOST_WORKERS)
-        calls = [parse_reward(text) for text in self._config.rewards]
-        preload = []
-        if any(call.name == "math" for call in calls):
-            # Else the first answer of each process would pay for it, out of its own seconds.
-            preload = [WARM_UP]
-        self._pool = RewardWorkers(workers, seconds=self._config.reward_seconds, preload=preload)
-        self._rewards = RewardSet(
-            [call.name for call in calls],
-            options={call.name: call.options for call in calls if call.options},
-            weights=self._config.reward_weights or None,
-            pool=self._pool,
-            num_generations=self._config.num_generations,
-        )
-        self._rewards.check()
+        self.pool = make_pool(self._config)
+        self._rewards = make_rewards(self._config, self.pool, self._config.num_generations)
         self._score = jax.jit(self._scores)
         # The last one that was read, and the steps that it is for.
         self._newest: tuple[range, Rollout] | None = None
 
     def close(self) -> None:
         """Ends the processes of rewards."""
-        self._pool.close()
+        self.pool.close()
 
     def steps_of(self, step: int) -> range:
         """The steps, numbered from 0, that read the same rollout as this one."""
@@ -169,19 +154,9 @@ class Rollouts:
         for step in range(start, self._data.plan.num_steps):
             steps = self.steps_of(step)
             if self._newest is None or self._newest[0] != steps:
-                with self._clock.during(_CAUSE):
+                with self._clock.during(ROLLOUT):
                     self._newest = (steps, self._rollout(steps, step, state()))
             yield self._batch(step, steps, self._newest[1], step in left_out)
-
-    def sample(self) -> tuple[str, str] | None:
-        """A prompt of the newest rollout and one of its completions with its reward, as text; None:
-        there is none yet."""
-        if self._newest is None:
-            return None
-        rollout = self._newest[1]
-        prompt, completion = rollout.about["texts"]
-        reward = weighted_sum(rollout.rewards[:, :1], np.array(rollout.about["weights_of_rewards"]))
-        return prompt, f"{completion}  [reward {reward[0]:.4g}]"
 
     # Steps
 
@@ -333,7 +308,7 @@ class Rollouts:
                 generations.append(generation)
         # Each chunk is a sign of life.
         while engine.step():
-            with self._clock.during(_CAUSE):
+            with self._clock.during(ROLLOUT):
                 pass
         if any(generation.reason == "failed" for generation in generations):
             raise DivergedError(
@@ -415,18 +390,7 @@ def _rollout_of(
 
 def _numbers(rollout: Rollout, scores: Scores, found: Advantages) -> dict[str, float]:
     """What is recorded of a rollout, but for its times."""
-    rewards = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
-    for name, values in zip(scores.names, scores.values):
-        rewards[f"reward/{name}"] = values
-    numbers = {}
-    for name, values in rewards.items():
-        applies = values[~np.isnan(values)]
-        # A reward that applies to no completion has no mean.
-        if applies.size:
-            numbers[name] = float(applies.mean())
-    for name, outcomes in scores.outcomes.items():
-        for outcome, count in outcomes.items():
-            numbers[f"reward_outcomes/{name}/{outcome}"] = float(count)
+    numbers = reward_numbers(scores)
     numbers["completion_length"] = float(rollout.lengths.mean())
     numbers["longest_completion"] = float(rollout.lengths.max())
     numbers["truncated"] = float(rollout.truncated.mean())
