@@ -140,7 +140,7 @@ class Run:
         if jax.process_count() == 1:
             self.sample_interval = job.config.observe.sample_interval
         self.rollouts: Rollouts | None = None
-        asking = None
+        self._asking: Asking | None = None
         if config.objective == "grpo":
             self.rollouts = Rollouts(
                 config,
@@ -155,9 +155,8 @@ class Run:
             # As many slots as rollouts have, for which programs are compiled anyway.
             slots = config.data.batch_size * config.grpo.num_iterations
             slots = min(slots * config.grpo.num_generations, config.grpo.slots)
-            asking = Asking(config.grpo, job.data.tokenizer, self.rollouts.pool, slots)
-        self._asking = asking
-        self.validation = Validation(job, clock, progress, stop, asking)
+            self._asking = Asking(config.grpo, job.data.tokenizer, slots)
+        self.validation = Validation(job, clock, progress, stop, self._asking)
         self._integrity = Integrity(job.config.integrity, job.mesh)
         self._repeated: np.ndarray | None = None  # digests of the last step, made a second time
         self._programs: Programs | None = None
@@ -344,6 +343,8 @@ class Run:
         try:
             if self.rollouts is not None:
                 self.rollouts.close()
+            if self._asking is not None:
+                self._asking.close()
             with self.clock.during("save"):
                 self.checkpoints.close()
         finally:

@@ -14,13 +14,15 @@ from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
 from maxtrain.observe.samples import Sample
-from maxtrain.parallel.agreement import raise_together
+from maxtrain.parallel.agreement import gather, raise_together
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.rl.evaluation import REWARD, Asking
 from maxtrain.run_state import Best, ValidationState
 from maxtrain.signals import StopRequest, StopRequested
 from maxtrain.training.evaluate import evaluate, make_eval_step
 
+# Bytes of the numbers of an evaluation of prompts, as JSON.
+_MOST_NUMBERS = 1 << 16
 STOP_PATIENCE = "eval.stop_patience"  # in the ending of a run, says what ended it
 
 
@@ -225,7 +227,9 @@ class Validation:
                 pass
 
         answers = self._asking(model, self._sets[name].shards, self._num_prompts(name), look_up)
-        return answers.record(), answers.samples(name, self._config.observe.num_samples)
+        # A reward that takes too long may do so on one host alone: what the first one found counts.
+        record = gather({"record": answers.record()}, _MOST_NUMBERS)[0]["record"]
+        return record, answers.samples(name, self._config.observe.num_samples)
 
     def _judged(self, name: str, step: int, result: Mapping[str, Any]) -> Best | None:
         """The best evaluation of a set, with this one."""

@@ -16,10 +16,9 @@ from maxtrain.models.decoder import Decoder
 from maxtrain.observe.samples import Sample, as_text
 from maxtrain.rl.advantages import weighted_sum
 from maxtrain.rl.prompts import Prompt, read_prompt
-from maxtrain.rl.reward_calls import make_rewards
+from maxtrain.rl.reward_calls import make_pool, make_rewards
 from maxtrain.rl.reward_numbers import reward_numbers
 from maxtrain.rl.rewards.registry import Scores
-from maxtrain.rl.rewards.workers import RewardWorkers
 from maxtrain.rl.rollouts import stop_ids
 from maxtrain.serve.engine import Engine
 from maxtrain.serve.sampling import Sampling
@@ -92,23 +91,32 @@ class Answers(NamedTuple):
 
 
 class Asking:
-    """Asks a model for completions, and rewards them.
+    """Asks a model for completions, and rewards them. To be closed.
 
     Args:
         config: rewards, and the longest completion.
         tokenizer: of prompts and model.
-        pool: processes of the rewards; stays open.
         slots: completions that are made at once. For each number, programs are compiled.
 
     Raises:
-        ConfigError: there is no such reward, or it can't be imported.
+        ConfigError: there is no such reward.
     """
 
-    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer, pool: RewardWorkers, slots: int):
+    def __init__(self, config: GrpoConfig, tokenizer: Tokenizer, slots: int):
         self._config = config
         self._tokenizer = tokenizer
         self._slots = slots
-        self._rewards = make_rewards(config, pool, num_generations=1)
+        # Its processes are started when the first reward needs one.
+        self._pool = make_pool(config)
+        self._rewards = make_rewards(config, self._pool, num_generations=1)
+
+    def check(self) -> None:
+        """ConfigError: a reward can't be imported."""
+        self._rewards.check()
+
+    def close(self) -> None:
+        """Ends the processes of rewards."""
+        self._pool.close()
 
     def __call__(
         self,

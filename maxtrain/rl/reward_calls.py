@@ -55,17 +55,13 @@ def make_pool(config: GrpoConfig) -> RewardWorkers:
 
 
 def make_rewards(config: GrpoConfig, pool: RewardWorkers, num_generations: int) -> RewardSet:
-    """The rewards of a config, for so many completions of each prompt.
-
-    ConfigError: there is no such reward, or it can't be imported.
-    """
+    """The rewards of a config, for so many completions of each prompt. ConfigError: there is no
+    such reward."""
     calls = [parse_reward(text) for text in config.rewards]
-    rewards = RewardSet(
+    return RewardSet(
         [call.name for call in calls],
         options={call.name: call.options for call in calls if call.options},
         weights=config.reward_weights or None,
         pool=pool,
         num_generations=num_generations,
     )
-    rewards.check()
-    return rewards

@@ -13,6 +13,7 @@ Old log-probabilities are those of the training forward, not the sampler's.
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,15 +36,15 @@ from maxtrain.objectives.grpo import OLD, REFERENCE_LOG_PROBS, scored
 from maxtrain.objectives.objective import POLICY, Batch
 from maxtrain.observe.metrics import Stopwatch
 from maxtrain.observe.progress import Progress
-from maxtrain.observe.speed import ROLLOUT
 from maxtrain.ops.digest import digests, hash_text
 from maxtrain.parallel.batches import BatchLayout
 from maxtrain.parallel.sharding import batch_shards
-from maxtrain.rl.advantages import Advantages, advantages
+from maxtrain.rl.advantages import Advantages, advantages, weighted_sum
 from maxtrain.rl.prompts import Prompt, prompts_of
-from maxtrain.rl.reward_calls import make_pool, make_rewards
-from maxtrain.rl.reward_numbers import reward_numbers
-from maxtrain.rl.rewards.registry import Scores
+from maxtrain.rl.reward_calls import parse_reward
+from maxtrain.rl.rewards.registry import RewardSet, Scores
+from maxtrain.rl.rewards.verify import WARM_UP
+from maxtrain.rl.rewards.workers import RewardWorkers
 from maxtrain.rl.rollout import DamagedRolloutError, Rollout, load
 from maxtrain.rl.rows import Shape, batch_arrays
 from maxtrain.serve.chat import Chat
@@ -55,6 +56,10 @@ from maxtrain.training.partition import models_from
 from maxtrain.training.state import TrainState, policy_variables
 
 FOLDER = "rollouts"
+# Completions whose rewards are computed by so many processes at once.
+_MOST_WORKERS = 8
+# What the sampler's time is booked as.
+_CAUSE = "rollout"
 
 
 class _Sampled(NamedTuple):
@@ -89,9 +94,6 @@ class Rollouts:
         progress: what is told of them.
         saved_steps: of checkpoints that are there; rollouts that none of them needs are removed.
 
-    Attributes:
-        pool: the processes of rewards, for others, too.
-
     Raises:
         ConfigError: rewards that there are not, or that can't be imported.
     """
@@ -120,15 +122,28 @@ class Rollouts:
         self._quadratic = relative_quadratic(config.model)
         self._stop_ids = stop_ids(data.tokenizer, data.shards[0])
         self._layouts: dict[int, BatchLayout] = {}
-        self.pool = make_pool(self._config)
-        self._rewards = make_rewards(self._config, self.pool, self._config.num_generations)
+        workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+        calls = [parse_reward(text) for text in self._config.rewards]
+        preload = []
+        if any(call.name == "math" for call in calls):
+            # Else the first answer of each process would pay for it, out of its own seconds.
+            preload = [WARM_UP]
+        self._pool = RewardWorkers(workers, seconds=self._config.reward_seconds, preload=preload)
+        self._rewards = RewardSet(
+            [call.name for call in calls],
+            options={call.name: call.options for call in calls if call.options},
+            weights=self._config.reward_weights or None,
+            pool=self._pool,
+            num_generations=self._config.num_generations,
+        )
+        self._rewards.check()
         self._score = jax.jit(self._scores)
         # The last one that was read, and the steps that it is for.
         self._newest: tuple[range, Rollout] | None = None
 
     def close(self) -> None:
         """Ends the processes of rewards."""
-        self.pool.close()
+        self._pool.close()
 
     def steps_of(self, step: int) -> range:
         """The steps, numbered from 0, that read the same rollout as this one."""
@@ -154,7 +169,7 @@ class Rollouts:
         for step in range(start, self._data.plan.num_steps):
             steps = self.steps_of(step)
             if self._newest is None or self._newest[0] != steps:
-                with self._clock.during(ROLLOUT):
+                with self._clock.during(_CAUSE):
                     self._newest = (steps, self._rollout(steps, step, state()))
             yield self._batch(step, steps, self._newest[1], step in left_out)
 
@@ -308,7 +323,7 @@ class Rollouts:
                 generations.append(generation)
         # Each chunk is a sign of life.
         while engine.step():
-            with self._clock.during(ROLLOUT):
+            with self._clock.during(_CAUSE):
                 pass
         if any(generation.reason == "failed" for generation in generations):
             raise DivergedError(
@@ -390,7 +405,18 @@ def _rollout_of(
 
 def _numbers(rollout: Rollout, scores: Scores, found: Advantages) -> dict[str, float]:
     """What is recorded of a rollout, but for its times."""
-    numbers = reward_numbers(scores)
+    rewards = {"reward": weighted_sum(scores.values, np.array(scores.weights, np.float64))}
+    for name, values in zip(scores.names, scores.values):
+        rewards[f"reward/{name}"] = values
+    numbers = {}
+    for name, values in rewards.items():
+        applies = values[~np.isnan(values)]
+        # A reward that applies to no completion has no mean.
+        if applies.size:
+            numbers[name] = float(applies.mean())
+    for name, outcomes in scores.outcomes.items():
+        for outcome, count in outcomes.items():
+            numbers[f"reward_outcomes/{name}/{outcome}"] = float(count)
     numbers["completion_length"] = float(rollout.lengths.mean())
     numbers["longest_completion"] = float(rollout.lengths.max())
     numbers["truncated"] = float(rollout.truncated.mean())
