@@ -81,7 +81,7 @@ def evaluations(run: Path) -> list[dict]:
 def test_completions_are_evaluated_and_kept_over_time(straight):
     found = evaluations(straight)
     order = [(record["step"], record["set"]) for record in found]
-    assert order == [(0, "text"), (0, "held"), (STEPS, "text"), (STEPS, "held")]
+    assert order == [(0, "held"), (0, "text"), (STEPS, "held"), (STEPS, "text")]
     held = [record for record in found if record["set"] == "held"]
     text = [record for record in found if record["set"] == "text"]
     assert all("nll" in record and "reward" not in record for record in text)
