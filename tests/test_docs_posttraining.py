@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
+from maxtrain import replay
 from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
 from maxtrain.observe.metrics import read_metrics
@@ -104,7 +105,9 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run):
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
     section = TEXT[TEXT.index("## GRPO") :]
-    prepares, trains = re.findall(r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    prepares, trains, replays = re.findall(
+        r"^```bash\n(.*?)^```", section, re.DOTALL | re.MULTILINE
+    )
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
     assert prepare.main(words[3:]) == 0
@@ -117,4 +120,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run):
     assert main(load_config([f"config={config}", *words[2:]])) == 0
     (program,) = OF_A_RUN
     assert list(Path("runs/grpo/rollouts").glob("*.npz"))
+    words = shlex.split(replays)
+    assert words[:2] == ["maxtrain", "replay"]
+    assert replay.main(words[2:]) == 0
     exec(compile(program, "docs/posttraining.md", "exec"), {})
