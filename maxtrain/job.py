@@ -313,11 +313,6 @@ def open_job(config: RunConfig, saved: RunState | None, as_launched: bool = Fals
     tokenizer = data.shards[0].manifest.tokenizer["sha256"]
     if fitted.checkpoint.init_from is not None:
         require_same_tokenizer(fitted.checkpoint, tokenizer)
-    if fitted.objective == "grpo" and count > 1:
-        raise ConfigError(
-            f"objective=grpo is for one process so far, and this run has {count}. Start one; it may "
-            "use all devices of its machine."
-        )
     if parts.frozen_model is not None:
         parts.frozen_model.require_same_tokenizer(tokenizer)
         parts.frozen_model.require_length(max(row_lengths(fitted).values()))

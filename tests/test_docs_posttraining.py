@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from data_pipeline import prepare
-from maxtrain import evaluate
+from maxtrain import evaluate, replay
 from maxtrain.config import load_config
 from maxtrain.config.schema import DpoConfig
 from maxtrain.observe.metrics import read_metrics
@@ -95,7 +95,7 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(load_config([f"config={config}", "run_name=sft"])) == 0
     section = TEXT[TEXT.index("## GRPO") :]
-    prepares, trains, evaluates = blocks(section, "bash")
+    prepares, trains, evaluates, replays = blocks(section, "bash")
     words = shlex.split(prepares)
     assert words[:3] == ["python", "-m", "data_pipeline.prepare"]
     assert prepare.main(words[3:]) == 0
@@ -115,3 +115,6 @@ def test_the_commands_of_grpo_work(tmp_path, monkeypatch, tiny_run, capsys):
     capsys.readouterr()
     assert evaluate.main(words[2:]) == 0
     assert "held_out, reward/exact" in capsys.readouterr().out
+    words = shlex.split(replays)
+    assert words[:2] == ["maxtrain", "replay"]
+    assert replay.main(words[2:]) == 0

@@ -1,6 +1,7 @@
 """Prompts of a run: which a step reads, and whether all of them have room for a completion."""
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +80,20 @@ def prompts_of(data: TrainingData, steps: Iterable[int]) -> list[Prompt]:
             _, (number,) = bins.documents(np.array([row]))
             found.append(read_prompt(shards, int(number)))
     return found
+
+
+def later_prompts(data: TrainingData, steps: range) -> Iterator[Prompt]:
+    """The prompts that the plan reads behind these steps, in its order; after its last step those
+    of its first, without end.
+
+    Each of them is read again in its own turn. So which prompts a step reads, and in which epoch a
+    run is, does not depend on what was sampled.
+    """
+    first = data.plan.spans[0].step
+    count = data.plan.num_steps - first
+    for ahead in itertools.count():
+        step = first + (steps.stop - first + ahead) % count
+        yield from prompts_of(data, [step])
 
 
 def read_prompt(shards: TokenShards, number: int) -> Prompt:
