@@ -116,7 +116,7 @@ def test_a_run_that_was_stopped_has_the_same_on_record(config, straight, capfd):
     assert evaluations(run) == evaluations(straight)
     told = capfd.readouterr().out
     (row,) = [line for line in told.splitlines() if f"held, step {STEPS}" in line]
-    assert "samples.jsonl" in told and "%" in row
+    assert "%" in row
 
 
 @pytest.mark.long

@@ -54,11 +54,13 @@ def has_rewards(train: Sequence[Mapping[str, Any]]) -> bool:
     return any(REWARD in record for record in train)
 
 
-def panels_of(train: Sequence[Mapping[str, Any]]) -> list[Curves]:
-    """The panels of a run, with the lines that its records of training have."""
+def panels_of(
+    train: Sequence[Mapping[str, Any]], evals: Sequence[Mapping[str, Any]]
+) -> list[Curves]:
+    """The panels of a run, with the lines that its records of training and of evaluations have."""
     if not has_rewards(train):
         return []
-    names = dict.fromkeys(name for record in train for name in record)
+    names = dict.fromkeys(name for record in (*train, *evals) for name in record)
     parts = {name: name.removeprefix(_PART) for name in names if name.startswith(_PART)}
     found = []
     # One alone is the reward itself.

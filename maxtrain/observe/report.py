@@ -55,7 +55,7 @@ def plot_curves(
 
     train = [record for record in records if record["kind"] == "train"]
     evals = [record for record in records if record["kind"] == "eval"]
-    panels = panels_of(train)
+    panels = panels_of(train, evals)
     first = "loss"
     of_sets = loss.name
     first_label = f"loss, {loss.unit}"
@@ -158,7 +158,10 @@ def _draw_panel(
 ) -> None:
     """The lines of a panel; of what is evaluated, too, as points of the set's colour."""
     for name, words in panel.lines.items():
-        axes.plot(*_columns(train, name), label=words or "train")
+        columns = _columns(train, name)
+        # Some are only evaluated.
+        if columns.size:
+            axes.plot(*columns, label=words or "train")
     has_evaluations = False
     for i, (name, series) in enumerate(evaluation_series(evals).items()):
         for number, words in panel.lines.items():

@@ -211,6 +211,9 @@ def test_rewards_are_drawn_in_the_place_of_the_loss(tmp_path):
     assert without - plain == pytest.approx(2 * 1.2 * 150, abs=3)
     more = [rollout(step, kl=0.1) for step in range(1, 50)]
     assert height([*more, answered]) - without == pytest.approx(1.2 * 150, abs=3)
+    # An accuracy that is evaluated has a panel, too.
+    right = answered | {"accuracy": 0.5}
+    assert height([*more, right]) - without == pytest.approx(2 * 1.2 * 150, abs=3)
     parts = [record | {"reward/a": 0.1, "reward/b": 0.2} for record in more]
     assert height(parts) - without == pytest.approx(2 * 1.2 * 150, abs=3)
 
